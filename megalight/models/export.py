@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.disk.files import Entry, Place, sync_directory, write_file
 from megalight.checkpoint.disk.part import write_tensors
-from megalight.checkpoint.disk.publish import Unfinished, absolute, begin_folder
+from megalight.checkpoint.disk.publish import Unfinished, absolute, begin_folder, check_new, delete
 from megalight.checkpoint.memory import dtype_name
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.sources.streaming import Wanted, stream
@@ -20,7 +21,7 @@ from megalight.checkpoint.writer import host_blocks
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.family import Family
-from megalight.models.folder import CONFIG, GENERATION, INDEX, WEIGHTS
+from megalight.models.folder import CONFIG, GENERATION, INDEX, WEIGHTS, is_folder, json_object
 from megalight.models.saved import PREFIX
 from megalight.models.stored import StoredModel
 from megalight.nn.canonical import canonical_tensors, parts
@@ -49,7 +50,8 @@ def export(
         model: the model.
         path: the folder, on storage that all ranks share, or a new one in remote storage.
         dtype: dtype of the weights. None: as they are stored. Masters are read for float32, where there are any.
-        overwrite: replace a folder that is there.
+        overwrite: replace a folder of transformers that is there. On a disk it stays until the new one is complete; in
+            remote storage it is deleted first.
         process_group: the ranks that call; None means the default group, or this process alone.
 
     Raises:
@@ -65,8 +67,12 @@ def export(
     started: list[Unfinished] = []
 
     def begin() -> Place:
-        if not overwrite and target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(f"{target} is there already; remove it, or name another folder.")
+        # Only another folder of transformers is replaced, and nothing else of the user.
+        if not (overwrite and is_folder(target)):
+            check_new(target)
+        elif not isinstance(target, Path):
+            # A store has no rename that could replace it, so it goes first.
+            delete(target)
         started.append(begin_folder(target))
         folder: Place = started[0].folder
         return folder
@@ -162,7 +168,7 @@ def _files(whole: Mapping[str, Wanted]) -> dict[str, list[str]]:
 
 def _values(model: StoredModel, whole: Mapping[str, Wanted]) -> dict[str, Any]:
     """Return ``config.json``, in the kind of the model that training began with, if that is known."""
-    began = json.loads(model.files.get(CONFIG, b"{}"))
+    began = json_object(model.files.get(CONFIG, b"{}"), CONFIG)
     values: dict[str, Any] = _weights(model.family).write_config(model.config, began.get("model_type"))
     # `from_pretrained` uses this dtype for the whole model.
     widest = max((each.dtype for each in whole.values()), key=lambda dtype: dtype.itemsize)
@@ -172,8 +178,8 @@ def _values(model: StoredModel, whole: Mapping[str, Wanted]) -> dict[str, Any]:
 
 def _tokens(ids: Any, vocab_size: int) -> Any:
     """Return a token id, or a list of them, or None if one is not in the vocabulary."""
-    known = [ids] if isinstance(ids, int) else ids or []
-    return ids if known and all(0 <= each < vocab_size for each in known) else None
+    known = ids if isinstance(ids, list) else [ids]
+    return ids if known and all(isinstance(each, int) and 0 <= each < vocab_size for each in known) else None
 
 
 def _beside(model: StoredModel, values: dict[str, Any]) -> dict[str, bytes]:
@@ -183,7 +189,7 @@ def _beside(model: StoredModel, values: dict[str, Any]) -> dict[str, bytes]:
     tokenizer.
     """
     files = {name: content for name, content in model.files.items() if name != CONFIG}
-    generation = json.loads(files.get(GENERATION, b"{}"))
+    generation = json_object(files.get(GENERATION, b"{}"), GENERATION)
     known = {key: generation[key] for key in SPECIAL if generation.get(key) is not None}
     if not known and "tokenizer.json" in files:
         tokenizer = Tokenizer.of_files(files)

@@ -260,9 +260,26 @@ def _header(folder: Place, name: str) -> list[Entry]:
 
 def _json(file: Place) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not JSON ({error}); copy the folder again.") from error
+        # The size first: a file that is not what its name says may be larger than memory.
+        if (size := file.stat().st_size) > MAX_HEADER:
+            raise CheckpointError(f"{file} has {size} bytes; at most {MAX_HEADER} are read as JSON.")
+        data = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); copy the folder again.") from error
+    return json_object(data, str(file))
+
+
+def json_object(data: bytes, what: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a folder.
+
+    Raises:
+        CheckpointError: it is something else; the message begins with ``what``.
+    """
+    try:
+        content = json.loads(data)
+    # Brackets without end nest deeper than the parser can follow.
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not JSON ({error}); copy the folder again.") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds a {type(content).__name__}; a JSON object is expected.")
+        raise CheckpointError(f"{what} holds a {type(content).__name__}; a JSON object is expected.")
     return content

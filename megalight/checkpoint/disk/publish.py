@@ -70,6 +70,25 @@ def absolute(path: str | os.PathLike[str]) -> Place:
     return Path(os.path.abspath(found)) if isinstance(found, Path) else found
 
 
+def check_new(path: Place) -> None:
+    """Check that a command can write a new folder, as far as this can be known before.
+
+    A save of a run replaces the checkpoint of the same name. A command must not: the name may be a slip, and any folder
+    of the user would be gone.
+
+    Raises:
+        CheckpointError: something is there already, or the folder above cannot be written.
+        StorageError: its storage does not answer.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} is there already; remove it, or name another folder.")
+    if isinstance(path, Path):
+        # The nearest folder that is there: those below it are made.
+        above = next(each for each in Path(os.path.abspath(path)).parents if each.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{path} cannot be written: {above} is not a folder where this user may write.")
+
+
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a finished checkpoint with all its files, judged by names and sizes.
 

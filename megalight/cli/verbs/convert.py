@@ -50,12 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    from megalight.checkpoint.disk.publish import absolute, check_new
     from megalight.cli.newest import newest_in
     from megalight.errors import ConfigurationError
     from megalight.models.folder import is_folder
     from megalight.models.gpt import megatron
     from megalight.models.transforms.peft import is_adapter
 
+    check_new(absolute(arguments.output))
     # The output's form follows from what the source is, so this comes first.
     arguments.source = newest_in(arguments.source)
     if is_adapter(arguments.source) or arguments.to == "peft":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 
 def describe() -> str:
@@ -13,15 +12,17 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--base", type=Path, help="the weights that training began with, for a checkpoint of adapters")
+    parser.add_argument("checkpoint", help="the checkpoint's folder; also s3://...")
+    parser.add_argument("-o", "--output", required=True, help="the folder to write; also s3://...")
+    parser.add_argument("--base", help="the weights that training began with, for a checkpoint of adapters")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the merged checkpoint."""
+    from megalight.checkpoint.disk.publish import absolute, check_new
     from megalight.models.transforms.merge import merge_checkpoint
 
+    check_new(absolute(arguments.output))
     count = merge_checkpoint(arguments.checkpoint, arguments.output, arguments.base)
     print(f"{arguments.output}: merged the adapters of {count} linear layers")
     return 0

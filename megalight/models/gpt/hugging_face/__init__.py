@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.config import compare
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face import deepseek, experts, gemma, gpt2, gpt_oss, llama, llama4, mamba
@@ -76,6 +76,13 @@ def config_from_transformers(values: Mapping[str, Any]) -> GPTConfig:
     # Any key may lack, so it is caught here instead of being asked for everywhere.
     except KeyError as missing:
         raise ConfigurationError(f"the configuration of the {kind} model lacks {missing}; copy it again.") from None
+    except MegalightError:
+        raise
+    # A word or null where a number belongs: each conversion fails in its own way.
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
+        raise ConfigurationError(
+            f"the configuration of the {kind} model has a value of a wrong kind ({error}); copy it again."
+        ) from error
 
 
 def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> dict[str, Any]:
