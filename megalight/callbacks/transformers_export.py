@@ -1,21 +1,24 @@
-"""Folders of ``transformers`` beside the checkpoints of a run."""
+"""Folders of ``transformers`` beside the checkpoints of a run, or one when training ends."""
 
 from __future__ import annotations
 
 import logging
-import shutil
-from pathlib import Path
 from typing import Literal
 
 import lightning.pytorch as pl
 import torch
 
+from megalight import checkpoint
+from megalight.callbacks.preemption import Preemption
+from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.publish import check_new, delete, place
+from megalight.checkpoint.ranks import Ranks
 from megalight.errors import ConfigurationError
 from megalight.models.export import export
 from megalight.models.family import family
 from megalight.models.family.module import FamilyModule
 from megalight.models.stored import open_model
-from megalight.strategies.mesh_strategy import MeshStrategy
+from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 
 log = logging.getLogger(__name__)
 
@@ -28,24 +31,41 @@ class TransformersExport(pl.Callback):
     The folder of ``last.ckpt`` is ``last-hf``. All ranks write it: each reads whole tensors back from the checkpoint,
     one after another, so that no rank gathers the model. If a checkpoint is removed, its folder is removed too.
 
+    A run that ``Preemption`` stopped writes no folder at its end: it has little time, and goes on later.
+
     Args:
         when: ``checkpoint``: after every checkpoint. ``end``: once, at the end of ``fit``, from the newest checkpoint.
         dtype: ``float32``, ``bfloat16`` or ``float16``. None: as the weights are stored.
         ema: write the moving averages of the weights, which the callback ``EMA`` keeps.
+        folder: where the folder is written at the end, in place of beside the newest checkpoint. It must be new. It
+            gets the weights of the last step: if no checkpoint has them, one is saved beside it and removed again.
 
     Raises:
         ConfigurationError: an argument is not one of these, or the strategy or the model cannot be exported (in
             ``fit``).
+        CheckpointError: ``folder`` is there already, or cannot be written (in ``fit``, before training).
     """
 
-    def __init__(self, when: Literal["checkpoint", "end"] = "end", dtype: str | None = None, ema: bool = False) -> None:
+    def __init__(
+        self,
+        when: Literal["checkpoint", "end"] = "end",
+        dtype: str | None = None,
+        ema: bool = False,
+        folder: str | None = None,
+    ) -> None:
         if when not in ("checkpoint", "end"):
             raise ConfigurationError(f"when is {when!r}; it must be checkpoint or end.")
         if dtype is not None and dtype not in DTYPES:
             raise ConfigurationError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}, or null.")
+        if folder is not None and when == "checkpoint":
+            raise ConfigurationError(
+                f"folder is {folder!r} and when is 'checkpoint': the folders of checkpoints lie beside them. Leave "
+                "folder out, or set when to end."
+            )
         self.when = when
         self.dtype = dtype
         self.ema = ema
+        self.folder = folder
         self._newest: str | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -53,16 +73,10 @@ class TransformersExport(pl.Callback):
         # Evaluation writes no checkpoints.
         if stage != "fit":
             return
-        if not isinstance(trainer.strategy, MeshStrategy) or not isinstance(pl_module, FamilyModule):
+        if not isinstance(trainer.strategy, FolderCheckpoints) or not isinstance(pl_module, FamilyModule):
             raise ConfigurationError(
                 "TransformersExport reads the checkpoints of MegatronStrategy, of a module of a model family (such as "
                 f"GPTModule); this run has {type(trainer.strategy).__name__} and {type(pl_module).__name__}."
-            )
-        remote = [path for path in map(_dirpath, trainer.checkpoint_callbacks) if "://" in path]
-        if remote:
-            raise ConfigurationError(
-                f"TransformersExport writes beside checkpoints on this machine, and {remote[0]} is remote storage. "
-                "Keep checkpoints in a folder, or copy one to a folder and convert it (megalight convert)."
             )
         if pl_module.transforms:
             raise ConfigurationError(
@@ -74,34 +88,78 @@ class TransformersExport(pl.Callback):
             raise ConfigurationError(f"transformers has no models like those of the family {pl_module.family}.")
         # Raises if `transformers` cannot express the model.
         weights.write_config(pl_module.config, None)
+        if self.folder is None and not trainer.checkpoint_callbacks:
+            raise ConfigurationError(
+                "TransformersExport writes beside checkpoints, and this run saves none. Add a ModelCheckpoint, or name "
+                "a folder (--export_hf=FOLDER, or the argument folder)."
+            )
+        self._check_places(trainer)
+
+    def _check_places(self, trainer: pl.Trainer) -> None:
+        """Check that all ranks can write where the folders will be."""
+        dirpaths = [str(getattr(each, "dirpath", None) or "") for each in trainer.checkpoint_callbacks]
+        for path in filter(None, [self.folder, *dirpaths]):
+            if path.startswith("memory://") and trainer.world_size > 1:
+                raise ConfigurationError(
+                    f"{path} is memory of one process, and the {trainer.world_size} ranks write a folder together. "
+                    "Give a folder, or remote storage that all of them reach."
+                )
+        if self.folder is not None:
+            target = place(self.folder)
+            Ranks().first(f"checking {target}", lambda: check_new(target))
 
     def on_checkpoint_written(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: str) -> None:
         """Write the folder of a finished checkpoint. The strategy calls this on all ranks."""
         self._newest = path
         if self.when == "checkpoint":
-            self._export(path)
+            self._export(path, folder_of(path))
 
     def on_checkpoint_removed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: str) -> None:
         """Remove the folder of a checkpoint that was removed."""
-        if self.when == "checkpoint" and trainer.is_global_zero:
-            shutil.rmtree(folder_of(path), ignore_errors=True)
+        if self.when != "checkpoint" or not trainer.is_global_zero:
+            return
+        try:
+            delete(folder_of(path))
+        except Exception as error:  # packages of stores have errors of their own
+            # On rank 0 alone, which must not leave the others. What stays costs room only.
+            log.warning("%s could not be removed; remove it yourself: %r", folder_of(path), error)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the folder of the newest checkpoint."""
-        if self.when == "end" and self._newest is not None:
-            self._export(self._newest)
+        """Write the folder of the newest checkpoint, or the one that was asked for."""
+        if self.when != "end" or getattr(trainer, "fast_dev_run", False):
+            return
+        if any(isinstance(each, Preemption) and each.preempted for each in trainer.callbacks):  # type: ignore[attr-defined]
+            log.info("no folder of transformers is written: the run was stopped, and goes on later")
+            return
+        if self.folder is not None:
+            self._export_last_step(trainer, place(self.folder))
+        elif self._newest is None:
+            log.warning("no folder of transformers is written: no checkpoint was saved in these steps")
+        else:
+            self._export(self._newest, folder_of(self._newest))
 
-    def _export(self, path: str) -> None:
+    def _export_last_step(self, trainer: pl.Trainer, folder: Place) -> None:
+        """Write the weights of the last step, from a checkpoint that goes again if none has them."""
+        newest, saved = self._newest, None
+        if newest is None or checkpoint.open(newest).common.get("global_step") != trainer.global_step:
+            # Retention counts no checkpoints whose names begin with "last".
+            newest = saved = str(folder.parent / f"last-for-{folder.name}.ckpt")
+            # Averages are the state of a callback, which a checkpoint of weights lacks.
+            trainer.save_checkpoint(saved, weights_only=not self.ema)
+            assert isinstance(trainer.strategy, FolderCheckpoints)
+            trainer.strategy.finish_saves()
+        self._export(newest, folder, overwrite=False)
+        # Only now: if the folder cannot be written, the weights are still there.
+        if saved is not None:
+            trainer.strategy.remove_checkpoint(saved)
+
+    def _export(self, path: str, folder: Place, overwrite: bool = True) -> None:
         dtype = None if self.dtype is None else DTYPES[self.dtype]
         # All ranks together. Each reads the checkpoint back, so no rank gathers the model.
-        export(open_model(path, ema=self.ema), folder_of(path), dtype=dtype, overwrite=True)
-        log.info("exported %s to %s", path, folder_of(path))
+        export(open_model(path, ema=self.ema), folder, dtype=dtype, overwrite=overwrite)
+        log.info("exported %s to %s", path, folder)
 
 
-def _dirpath(callback: pl.Callback) -> str:
-    return str(getattr(callback, "dirpath", None) or "")
-
-
-def folder_of(path: str) -> Path:
+def folder_of(path: str) -> Place:
     """Return the folder of a checkpoint's export: ``last-hf`` for ``last.ckpt``."""
-    return Path(path.removesuffix(".ckpt") + "-hf")
+    return place(path.removesuffix(".ckpt") + "-hf")

@@ -15,6 +15,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "configuration": {
         "-c FILE": "a recipe in YAML; give several to stack them: later values win",
         "--print_config": "print the complete configuration and stop",
+        "--export_hf=FOLDER": "write the trained model for transformers when training ends",
         "--ckpt_path=PATH": "a checkpoint, or a run's folder: its newest one. last: the newest of all runs",
         "--seed_everything=N": "seed of all random numbers (default: 1234)",
     },
@@ -53,7 +54,7 @@ OPTIONS: dict[str, dict[str, str]] = {
 }
 """Section -> option -> meaning. A test holds the names to the full parser's."""
 
-ONLY_FIT = ("max_steps", "clip_val", "accumulate", "check_interval", "optimizer")
+ONLY_FIT = ("max_steps", "clip_val", "accumulate", "check_interval", "optimizer", "export_hf")
 
 
 def short_help(verb: str) -> str:

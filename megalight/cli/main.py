@@ -72,8 +72,10 @@ def _train(name: str, rest: list[str]) -> int:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does: users' modules lie in the working directory
     rest = ["--help" if word == "--help-all" else word for word in rest]
     with reported(f"megalight {name}"):
+        from megalight.cli.export_flag import written_out
         from megalight.cli.files import check_files
 
+        rest = written_out(name, rest)
         # Files first: a file that cannot be read would make every later message wrong.
         check_files(rest)
         if not debugging() and "--help" not in rest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import lightning.pytorch as pl
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from megalight.callbacks import EMA, Adapters, TransformersExport
-from megalight.errors import ConfigurationError
+from megalight.callbacks import EMA, Adapters, Preemption, TransformersExport
+from megalight.checkpoint.disk.publish import delete, place
+from megalight.errors import CheckpointError, ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.test_weights import GPT2, LLAMA, OPTIONS, SIZES
@@ -87,16 +89,21 @@ def test_the_last_checkpoint_and_its_averages_at_the_end(tmp_path: Path) -> None
 BAD = [
     ({"config": replace(BASE, logit_softcap=3.0)}, [], "logit_softcap is 3.0 here"),
     ({}, [Adapters(rank=2)], "cannot write a model with adapters"),
-    ({}, [ModelCheckpoint("memory://run")], "memory://run is remote storage"),
+    ({}, [], "this run saves none. Add a ModelCheckpoint, or name a folder"),
 ]
 
 
-@pytest.mark.parametrize(("options", "callbacks", "message"), BAD, ids=["softcap", "adapters", "remote"])
+@pytest.mark.parametrize(("options", "callbacks", "message"), BAD, ids=["softcap", "adapters", "no checkpoints"])
 def test_what_cannot_be_exported_is_refused_before_training(
     options: dict[str, Any], callbacks: list[pl.Callback], message: str
 ) -> None:
     module = WithData(options.get("config", BASE), optimizer=ADAM)
-    runner = pl_trainer(MegatronStrategy(), callbacks=[*callbacks, TransformersExport()], max_steps=1, **OPTIONS)
+    runner = pl_trainer(
+        MegatronStrategy(),
+        callbacks=[*callbacks, TransformersExport()],
+        max_steps=1,
+        **{**OPTIONS, "enable_checkpointing": False},
+    )
     with pytest.raises(ConfigurationError, match=message):
         runner.fit(module)
 
@@ -109,3 +116,88 @@ def test_other_strategies_and_arguments_are_refused() -> None:
         TransformersExport(when="always")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="dtype is 'int8'"):
         TransformersExport(dtype="int8")
+    with pytest.raises(ConfigurationError, match="folder is 'out' and when is 'checkpoint'"):
+        TransformersExport(when="checkpoint", folder="out")
+
+
+class Stopped(Preemption):
+    """A run that was told to stop."""
+
+    def on_train_end(self, *_: Any) -> None:
+        self.preempted = True
+
+
+def _fit(folder: str | Path, *callbacks: pl.Callback, steps: int = 2, **options: Any) -> list[float]:
+    """Train on one device with ``--export_hf=folder``."""
+    seen = Losses()
+    export = TransformersExport(folder=str(folder), **options)
+    given = {**OPTIONS, "enable_checkpointing": any(isinstance(each, ModelCheckpoint) for each in callbacks)}
+    pl_trainer(MegatronStrategy(), callbacks=[seen, export, *callbacks], max_steps=steps, **given).fit(
+        WithData(BASE, optimizer=ADAM)
+    )
+    return seen.losses
+
+
+def _parameters(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+def test_a_folder_of_the_last_step_whatever_was_saved(tmp_path: Path) -> None:
+    """Without checkpoints, with an older one, and with one of the last step: the same weights, and nothing beside."""
+    for name, save in (
+        ("none", []),
+        (
+            "older",
+            [ModelCheckpoint(tmp_path / "run", filename="a", every_n_train_steps=2, save_on_train_epoch_end=False)],
+        ),
+        ("last", [ModelCheckpoint(tmp_path / "again", filename="b", every_n_train_steps=3)]),
+    ):
+        _fit(tmp_path / name, *save, steps=3)
+        assert not list(tmp_path.glob("last-for-*"))
+    first = _parameters(tmp_path / "none")
+    for name in ("older", "last"):
+        assert all(torch.equal(tensor, first[key]) for key, tensor in _parameters(tmp_path / name).items())
+
+
+def test_a_folder_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear all")
+    (tmp_path / "file").write_text("")
+    for folder, message in (("mine", "mine is there already"), ("file/out", "file is not a folder where")):
+        with pytest.raises(CheckpointError, match=message):
+            _fit(tmp_path / folder)
+    with pytest.raises(CheckpointError, match="nowhere://out cannot be reached"):
+        _fit("nowhere://out")
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear all"
+
+
+def test_a_run_that_goes_on_later_writes_no_folder(tmp_path: Path) -> None:
+    _fit(tmp_path / "out", Stopped())
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_in_a_store(tmp_path: Path) -> None:
+    """Beside checkpoints there, replaced and removed with them; and one at the end."""
+    run = place(f"memory://{uuid4().hex}")
+    save = ModelCheckpoint(str(run), filename="{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
+    last = ModelCheckpoint(str(run / "l"), filename="last", every_n_train_steps=1, enable_version_counter=False)
+    _fit(str(run / "end"), save, last, TransformersExport(when="checkpoint"))
+    assert {each.name for each in run.iterdir()} == {"step=2.ckpt", "step=2-hf", "end", "l"}
+    run.store.get((run / "end").key, str(tmp_path / "end"), recursive=True)
+    run.store.get((run / "l" / "last-hf").key, str(tmp_path / "beside"), recursive=True)
+    found = _parameters(tmp_path / "end")
+    assert found
+    assert all(torch.equal(tensor, found[key]) for key, tensor in _parameters(tmp_path / "beside").items())
+    delete(run)
+
+
+def _memory_of_one() -> str:
+    with pytest.raises(ConfigurationError, match="memory://out is memory of one process, and the 2 ranks") as raised:
+        trainer(MegatronStrategy(), callbacks=[TransformersExport(folder="memory://out")], max_steps=1, **OPTIONS).fit(
+            WithData(BASE, optimizer=ADAM)
+        )
+    return str(raised.value)
+
+
+def test_memory_of_one_process_is_refused_for_several() -> None:
+    assert len(set(run(_memory_of_one, 2))) == 1

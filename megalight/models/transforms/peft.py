@@ -8,23 +8,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.files import sync_directory, write_file
-from megalight.checkpoint.disk.publish import Partial
+from megalight.checkpoint.disk.files import Place, sync_directory, write_file
+from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new, place
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.sources.combine import Held
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.family import Family, Weights, family, family_of_transformers
-from megalight.models.folder import is_folder, read_config
+from megalight.models.folder import is_folder, json_object, read_config
 from megalight.models.saved import BASE, PREFIX, companions_of, description, initial_config
 from megalight.models.transforms import describe, rebuild
 from megalight.models.transforms.dora import DoRA
@@ -74,7 +73,7 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` looks like a folder that ``save_pretrained`` of ``peft`` wrote."""
-    return (Path(path) / CONFIG).is_file()
+    return (place(path) / CONFIG).is_file()
 
 
 def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
@@ -133,10 +132,9 @@ def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str])
         "bias": "none",
         "inference_mode": True,
     }
-    target = Path(os.path.abspath(output))
-    if target.exists():
-        raise CheckpointError(f"{target} is there already; remove it, or name another folder.")
-    partial = Partial(target)
+    target = absolute(output)
+    check_new(target)
+    partial = begin_folder(target)
     try:
         write_file(partial.folder / WEIGHTS, save(tensors, {"format": "pt"}))
         write_file(partial.folder / CONFIG, (json.dumps(values, indent=2) + "\n").encode())
@@ -163,12 +161,12 @@ def import_adapter(folder: str | os.PathLike[str], base: str | os.PathLike[str],
         CheckpointError: a file is missing or damaged, or the adapters are of another base model.
         ConfigurationError: they are of a kind that we do not have.
     """
-    values = _read_config(Path(folder))
+    values = _read_config(place(folder))
     known, config = _base(base)
     modules, _ = _modules(known, config)
     names = {theirs: ours for ours, theirs in modules.items()}
     tensors: dict[str, Tensor] = {}
-    for key, tensor in _read_weights(Path(folder)).items():
+    for key, tensor in _read_weights(place(folder)).items():
         module, _, leaf = key.removeprefix(ROOT).rpartition(".lora_")
         if module not in names:
             raise CheckpointError(
@@ -177,6 +175,8 @@ def import_adapter(folder: str | os.PathLike[str], base: str | os.PathLike[str],
             )
         leaf = f"{MAGNITUDE}.weight" if leaf == MAGNITUDE else leaf
         tensors[f"{names[module]}.lora_{leaf}"] = tensor
+    if not tensors:
+        raise CheckpointError(f"{folder} holds no adapters; copy it again.")
     targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
     lora = (DoRA if values.get("use_dora") else LoRA)(
         values["r"], targets, float(values["lora_alpha"]), float(values["lora_dropout"]),
@@ -225,13 +225,8 @@ def _modules(known: Family, config: Any) -> tuple[dict[str, str], set[str]]:
     return found, transposed
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read ({error}); copy the folder again.") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{folder / CONFIG} holds no JSON object but {values!r:.40}; copy the folder again.")
+def _read_config(folder: Place) -> dict[str, Any]:
+    values = json_object((folder / CONFIG).read_bytes(), str(folder / CONFIG))
     for name, possible in DEFAULTS.items():
         if values.get(name, possible[0]) not in possible:
             raise ConfigurationError(
@@ -247,12 +242,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _read_weights(folder: Path) -> Mapping[str, Tensor]:
+def _read_weights(folder: Place) -> Mapping[str, Tensor]:
     file = folder / WEIGHTS
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist; weights are only read from safetensors files.")
     try:
-        return load_file(file)
+        return load(file.read_bytes())
     except Exception as error:  # the package raises its own kinds
         raise CheckpointError(f"{file} cannot be read as safetensors ({error}); copy it again.") from error
 
@@ -265,7 +260,7 @@ def _check_shapes(known: Family, config: Any, lora: LoRA, tensors: Mapping[str, 
     shapes = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items() if name in made}
     wrong: Iterable[str] = (
         f"{name} is {tuple(tensor.shape)} there and {shapes.get(name, 'absent')} in the base"
-        for name, tensor in tensors.items()
+        for name, tensor in sorted(tensors.items())
         if shapes.get(name) != tuple(tensor.shape)
     )
     missing = [name for name in shapes if name not in tensors]

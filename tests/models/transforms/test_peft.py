@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 
 from megalight import checkpoint
+from megalight.checkpoint.disk.publish import delete, place
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import load_model
@@ -68,6 +70,31 @@ def test_there_and_back(tmp_path: Path, kind: dict[str, bool]) -> None:
         assert torch.equal(again(tokens).logits, expected)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_through_a_store(tmp_path: Path) -> None:
+    """Adapters, their base, and what is merged of them, all in remote storage."""
+    store = place(f"memory://{uuid4().hex}")
+    llama().save_pretrained(tmp_path / "base")
+    adapted(llama()).save_pretrained(tmp_path / "theirs")
+    store.store.put(str(tmp_path / "base"), f"{store.key}/base", recursive=True)
+    store.store.put(str(tmp_path / "theirs"), f"{store.key}/theirs", recursive=True)
+    assert main(["convert", f"{store}/theirs", f"{store}/ours.ckpt", "--base", f"{store}/base"]) == 0
+    assert main(["convert", f"{store}/ours.ckpt", f"{store}/back", "--to", "peft"]) == 0
+    assert {each.name for each in (store / "back").iterdir()} == {CONFIG, WEIGHTS}
+    first, second = load_file(tmp_path / "theirs" / WEIGHTS), load((store / "back" / WEIGHTS).read_bytes())
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    with pytest.raises(CheckpointError, match="back is there already"):
+        export_adapter(f"{store}/ours.ckpt", f"{store}/back")
+    assert main(["merge", f"{store}/ours.ckpt", "--output", f"{store}/merged.ckpt", "--base", f"{store}/base"]) == 0
+    merged, alone = load_model(f"{store}/merged.ckpt"), load_model(f"{store}/ours.ckpt", base=f"{store}/base")
+    tokens = torch.randint(0, 53, (7,))
+    with torch.no_grad():
+        found = [model(tokens, PackedSequences.of_lengths([7])).logits for model in (merged, alone)]
+    assert relative_error(found[0], found[1]) < 1e-6
+    delete(store)
+
+
 def test_adapters_of_another_base(tmp_path: Path) -> None:
     adapted(llama()).save_pretrained(tmp_path / "theirs")
     for name, options in (("wider", {"intermediate_size": 48}), ("flatter", {"num_hidden_layers": 1})):
@@ -103,6 +130,21 @@ def test_kinds_that_we_do_not_have(tmp_path: Path, change: dict, error: type[Exc
         import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "out.ckpt")
 
 
+def test_damaged_folders(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    adapted(llama()).save_pretrained(tmp_path / "theirs")
+    for name, content, message in (
+        (WEIGHTS, save({}), "theirs holds no adapters"),
+        (WEIGHTS, (tmp_path / "theirs" / WEIGHTS).read_bytes()[:-1], "cannot be read as safetensors"),
+        (CONFIG, b"[" * 100_000, r"adapter_config\.json is not JSON"),
+        (CONFIG, b"[]", r"adapter_config\.json holds a list"),
+    ):
+        (tmp_path / "theirs" / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "out.ckpt")
+    assert not (tmp_path / "out.ckpt").exists()
+
+
 def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama().save_pretrained(tmp_path / "base")
     assert main(["convert", str(tmp_path / "base"), str(tmp_path / "plain.ckpt")]) == 0
@@ -114,5 +156,6 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "ours.ckpt")
     assert all(".lora_" in name for name in checkpoint.open(tmp_path / "ours.ckpt").tensors)
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("")
     with pytest.raises(CheckpointError, match="is there already"):
         export_adapter(tmp_path / "ours.ckpt", tmp_path / "out")
