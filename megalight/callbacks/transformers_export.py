@@ -7,6 +7,7 @@ from typing import Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from megalight import checkpoint
 from megalight.callbacks.preemption import Preemption
@@ -134,7 +135,7 @@ class TransformersExport(pl.Callback):
         if self.folder is not None:
             self._export_last_step(trainer, place(self.folder))
         elif self._newest is None:
-            log.warning("no folder of transformers is written: no checkpoint was saved in these steps")
+            rank_zero_info("no folder of transformers is written: no checkpoint was saved in these steps")
         else:
             self._export(self._newest, folder_of(self._newest))
 
