@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial, wraps
 from typing import Any, TypeVar
 
@@ -22,6 +23,12 @@ HALF = (torch.bfloat16, torch.float16)
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums over values of ``dtype``: float32 for half dtypes, else the dtype itself."""
     return torch.float32 if dtype in HALF else dtype
+
+
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which products keep their dtype: autocast would round the state of a scan in every chunk."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def once_differentiable(backward: BackwardT) -> BackwardT:

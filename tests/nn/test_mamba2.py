@@ -16,6 +16,7 @@ from megalight.models.gpt.layer_pattern import spread
 from megalight.nn import LayerContext, Mamba2
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialise
+from megalight.ops.ssd import ssd, ssd_continued
 from megalight.types import PackedSequences
 from tests.nn.continued import assert_continued
 
@@ -169,3 +170,21 @@ def test_ratios(layers: int, attention: float, mlp: float, pattern: str) -> None
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         GPTConfig.from_dict({**SIZES, **settings})
+
+
+def test_autocast_does_not_round_the_state() -> None:
+    x, dt, a, d = torch.randn(40, 2, 4), torch.rand(40, 2), -torch.rand(2), torch.randn(2)
+    b, c = torch.randn(2, 40, 1, 3)
+    packed, one = PackedSequences.of_lengths([40]), PackedSequences.of_lengths([1])
+    state = torch.randn(1, 2, 4, 3)
+
+    def computed() -> list[Tensor]:
+        several = ssd_continued(x, dt, a, b, c, d, packed, state)
+        first = ssd_continued(x[:1], dt[:1], a, b[:1], c[:1], d, one, state)
+        return [ssd(x, dt, a, b, c, d, packed), *several, *first]
+
+    expected = computed()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = computed()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import wide
+from megalight.ops.common import wide, without_autocast
 from megalight.types import PackedSequences
 
 CHUNK = 32
@@ -21,7 +19,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, seq
     """See :func:`megalight.ops.delta_rule.delta_rule`."""
     # Positions tell where sequences begin, without a copy of offsets to the host.
     starts = torch.arange(len(v), device=v.device) - sequences.positions
-    with _without_autocast(v):
+    with without_autocast(v):
         return scan(q, k, v, decay, beta, starts)[0]
 
 
@@ -90,7 +88,7 @@ def continued(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`megalight.ops.delta_rule.delta_rule_continued`."""
     outputs, ends = [], []
-    with _without_autocast(v):
+    with without_autocast(v):
         # Decoding: one product per token, and no chunks.
         if max(lengths) == 1:
             return _step(q, k, v, decay, beta, states)
@@ -111,9 +109,3 @@ def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: 
     written = beta.to(dtype)[..., None] * (v.to(dtype) - read)
     states = states + keys[..., None] * written[:, :, None]
     return torch.einsum("thkv,thk->thv", states, queries).to(v.dtype), states
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which products keep their dtype: autocast would round the state in every chunk."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import wide
+from megalight.ops.common import wide, without_autocast
 
 CHUNK = 32
 """Tokens per chunk. Within a chunk all pairs of tokens are computed, between chunks only states are passed on."""
@@ -17,7 +17,8 @@ CHUNK = 32
 def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, positions: Tensor) -> Tensor:
     """See :func:`megalight.ops.ssd.ssd`."""
     starts = torch.arange(len(x), device=x.device) - positions
-    return scan(x, dt, a, b, c, d, starts)[0]
+    with without_autocast(x):
+        return scan(x, dt, a, b, c, d, starts)[0]
 
 
 def scan(
@@ -86,15 +87,16 @@ def continued(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, lengths: Sequence[int], states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See :func:`megalight.ops.ssd.ssd_continued`."""
-    # Decoding: one product per token, and no chunks.
-    if max(lengths) == 1:
-        return _step(x, dt, a, b, c, d, states)
     outputs, ends = [], []
-    parts = zip(*(torch.split(rows, list(lengths)) for rows in (x, dt, b, c)), states, strict=True)
-    for part, step, key, query, state in parts:
-        y, end = scan(part, step, a, key, query, d, part.new_full((len(part),), -1, dtype=torch.long), state)
-        outputs.append(y)
-        ends.append(end)
+    with without_autocast(x):
+        # Decoding: one product per token, and no chunks.
+        if max(lengths) == 1:
+            return _step(x, dt, a, b, c, d, states)
+        parts = zip(*(torch.split(rows, list(lengths)) for rows in (x, dt, b, c)), states, strict=True)
+        for part, step, key, query, state in parts:
+            y, end = scan(part, step, a, key, query, d, part.new_full((len(part),), -1, dtype=torch.long), state)
+            outputs.append(y)
+            ends.append(end)
     return torch.cat(outputs), torch.stack(ends)
 
 
