@@ -88,6 +88,7 @@ class ContextAttention(nn.Module):
                 dropout=inner.dropout > 0,
                 softmax=inner.softmax,
                 backend=inner.backend,
+                auto=self.kind == "auto",
             )
             self._chosen[heads] = choose(self.name, spec, self.kind).fn
         return self._chosen[heads]

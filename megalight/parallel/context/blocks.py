@@ -9,6 +9,9 @@ see these keys of share ``s``:
 
 So every step except the first is half of a full block on every rank. Without a mask, every query sees all keys that are
 not padding. Padding is at the end of a sequence, and so at the end of its tokens in a share.
+
+With a window, or chunks of attention, most pairs of chunks do not see each other and have no block
+(:mod:`megalight.parallel.context.bands`).
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
 
+from megalight.parallel.context.bands import bands
 from megalight.types import ContextShare, PackedSequences
 
 
@@ -68,6 +72,7 @@ class Block:
         sequences: how packed tokens divide, for :func:`megalight.ops.attention_block.block_attention`. None: dense.
         causal: whether query ``i`` sees only keys up to ``i``; there are then as many keys as queries.
         all_queries: whether all queries of the share take part.
+        window: query ``i`` sees no key before key ``i - window``; there are then as many keys as queries. None: all.
     """
 
     queries: Rows
@@ -75,6 +80,7 @@ class Block:
     sequences: PackedSequences | None
     causal: bool
     all_queries: bool
+    window: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,19 +89,29 @@ class Blocks:
 
     Attributes:
         batch: batch size to view the share's tokens with: the number of sequences if they are equally long, else 1.
-        steps: one block per share; None if no query sees a key of the share.
+        steps: the blocks of each share: none if no query sees a key of it, several if masks differ. The first block
+            of the first step is the only one that may have all queries, each of which sees itself.
     """
 
     batch: int
-    steps: tuple[Block | None, ...]
+    steps: tuple[tuple[Block, ...], ...]
 
 
-def blocks_of(sequences: PackedSequences, causal: bool) -> Blocks:
-    """Return the blocks of this rank's share, computed once for all layers."""
+def blocks_of(sequences: PackedSequences, causal: bool, window: int | None = None, chunk: int | None = None) -> Blocks:
+    """Return the blocks of this rank's share, computed once for all layers.
+
+    Args:
+        sequences: this rank's share.
+        causal: whether a query sees no later key.
+        window: number of earlier tokens that a query sees besides itself; for causal masks. None: all.
+        chunk: a query sees only keys of its own chunk of so many tokens; for causal masks. None: all.
+    """
     share = sequences.context
     assert share is not None
     # Cached on the share, whose sequences all layers have; the pattern depends on the mask alone.
-    return share.once(("ring", causal), _blocks, sequences, share, causal)
+    if window is None and chunk is None:
+        return share.once(("ring", causal), _blocks, sequences, share, causal)
+    return share.once(("ring", window, chunk), _limited, sequences, share, window, chunk)
 
 
 def _blocks(sequences: PackedSequences, share: ContextShare, causal: bool) -> Blocks:
@@ -110,7 +126,8 @@ def _blocks(sequences: PackedSequences, share: ContextShare, causal: bool) -> Bl
             _stretch(length, real, share.rank, source, share.size, causal)
             for length, real in zip(sequences.lengths, share.real_lengths, strict=True)
         ]
-        steps.append(make(sequences, stretches, causal and step == 0))
+        block = make(sequences, stretches, causal and step == 0)
+        steps.append(() if block is None else (block,))
     return Blocks(len(sequences.lengths) if equal else 1, tuple(steps))
 
 
@@ -125,6 +142,33 @@ def _stretch(length: int, real: int, rank: int, source: int, size: int, causal: 
     return (0 if source == rank else chunk), length
 
 
+def _limited(sequences: PackedSequences, share: ContextShare, window: int | None, chunk: int | None) -> Blocks:
+    """Return the blocks under a window or chunks: always packed, as no dense kernel has their masks."""
+    offsets = (0, *accumulate(sequences.lengths))
+    mine = share.rank, 2 * share.size - 1 - share.rank
+    steps = []
+    for step in range(share.size):
+        source = (share.rank - step) % share.size
+        theirs = source, 2 * share.size - 1 - source
+        # One kernel has one mask. And no key twice in a block, or sums of gradients would depend on their order; so
+        # pairs of different chunks have blocks of their own. The first pairs are those of chunks with themselves.
+        groups: dict[tuple[int, bool, int | None], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+        for (place, length), (i, q), (j, k) in product(
+            enumerate(sequences.lengths), enumerate(mine), enumerate(theirs)
+        ):
+            half = length // 2
+            for band in bands(q, k, half, window, chunk):
+                pair = 0 if q == k else 1 + 2 * i + j
+                rows, keys = (
+                    (offsets[place] + side * half + start, offsets[place] + side * half + stop)
+                    for side, (start, stop) in ((i, band.queries), (j, band.keys))
+                )
+                groups.setdefault((pair, band.causal, band.window), []).append((rows, keys))
+        order = sorted(groups, key=lambda group: group[0])
+        steps.append(tuple(_block(sequences, *zip(*groups[of], strict=True), *of[1:]) for of in order))
+    return Blocks(1, tuple(steps))
+
+
 # The same object for the same numbers, as `_Taken` compares by identity.
 @lru_cache(maxsize=256)
 def _slice(start: int, count: int) -> Rows:
@@ -137,20 +181,31 @@ def _dense(sequences: PackedSequences, stretches: Sequence[tuple[int, int]], cau
 
 
 def _packed(sequences: PackedSequences, stretches: Sequence[tuple[int, int]], causal: bool) -> Block | None:
-    lengths, device = sequences.lengths, sequences.device
     # Queries and keys of a sequence take part only together, or kernels would pair wrong neighbours.
-    offsets = (0, *accumulate(lengths))
+    offsets = (0, *accumulate(sequences.lengths))
     seen = [place for place, (_, keys) in enumerate(stretches) if keys]
     if not seen:
         return None
     queries = [(offsets[place] + stretches[place][0], offsets[place + 1]) for place in seen]
     keys = [(offsets[place], offsets[place] + stretches[place][1]) for place in seen]
+    return _block(sequences, queries, keys, causal)
+
+
+def _block(
+    sequences: PackedSequences,
+    queries: Sequence[tuple[int, int]],
+    keys: Sequence[tuple[int, int]],
+    causal: bool,
+    window: int | None = None,
+) -> Block:
+    """Return the packed block in which each range of queries sees the range of keys beside it."""
+    total, device = sum(sequences.lengths), sequences.device
     packed = PackedSequences.of_lengths([stop - start for start, stop in queries], device)
     # The same lengths on both sides are plain self-attention, for which more kernels serve.
     if queries != keys:
         packed = replace(packed, keys=PackedSequences.of_lengths([stop - start for start, stop in keys], device))
-    rows = _index(tuple(queries), offsets[-1], device)
-    return Block(rows, _index(tuple(keys), offsets[-1], device), packed, causal, rows.count == offsets[-1])
+    rows = _index(tuple(queries), total, device)
+    return Block(rows, _index(tuple(keys), total, device), packed, causal, rows.count == total, window)
 
 
 @lru_cache(maxsize=16)

@@ -3,7 +3,9 @@
 While a rank computes the block of its queries and the current keys, it receives the next keys. Outputs of blocks are
 merged by their log-sum-exps. In the backward, keys and values go around the ring again, and the sums of their gradients
 follow them; a last step brings these sums home. Only a rank's own share is kept between steps. Shares have the zigzag
-order, so that all ranks have equal work under a causal mask (:mod:`megalight.parallel.context.blocks`).
+order, so that all ranks have equal work under a causal mask (:mod:`megalight.parallel.context.blocks`). Under a window,
+or chunks of attention, only blocks that a query can see are computed, but keys still go around the whole ring: in the
+zigzag order, the chunk before a rank's second one is on the rank that its keys reach last.
 """
 
 from __future__ import annotations
@@ -27,11 +29,15 @@ from megalight.types import PackedSequences
 
 
 def why_not(spec: ContextSpec) -> str | None:
-    """Return why it cannot serve a layer, or None: block attention has no window, soft cap or dropout."""
-    if spec.window:
-        return "has no window: it would send all keys to all ranks, but few ranks need them; use all_gather"
-    if spec.chunk:
-        return "has no chunks: a rank's tokens need the keys of few others; use all_to_all or all_gather"
+    """Return why it cannot serve a layer, or None: block attention has no soft cap or dropout."""
+    if spec.window or spec.chunk:
+        limit = "window" if spec.window else "chunks"
+        if not spec.causal:
+            return f"has no {limit} without a causal mask, because a query would see keys on both sides"
+        if spec.window and spec.chunk:
+            return "has no window within chunks"
+        if spec.auto:
+            return f"has no work to hide its messages behind if there are {limit}: auto takes all_gather"
     if spec.softcap:
         return "has no soft cap on scores"
     if spec.dropout:
@@ -63,6 +69,8 @@ def attend(
         causal=inner.causal,
         scale=inner.scale,
         sink=inner.sinks(q, sink),
+        window=inner.window,
+        chunk=inner.chunk,
         backend=inner.backend,
     )
 
@@ -77,6 +85,8 @@ def ring_attention(
     causal: bool,
     scale: float | None = None,
     sink: Tensor | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """``softmax(q k^T * scale) v`` within each sequence, whose tokens are divided over the ranks of a group.
@@ -90,6 +100,8 @@ def ring_attention(
         causal: whether a query sees no later key.
         scale: factor on scores; ``1 / sqrt(D)`` by default.
         sink: ``[H]``: the denominator of the softmax has one more term, ``e^sink``.
+        window: number of earlier tokens that a query sees besides itself; for causal attention. None: all.
+        chunk: a query sees only keys of its own chunk of so many tokens; for causal attention. None: all.
         backend: backend of :func:`megalight.ops.attention_block.block_attention`.
 
     Returns:
@@ -107,7 +119,7 @@ def ring_attention(
             f"the sequences are {cut}, but this is rank {rank} of a ring of {size}; "
             "cut them with PackedSequences.zigzag(rank, size)."
         )
-    ring = _Ring(group, blocks_of(sequences, causal), scale, backend)
+    ring = _Ring(group, blocks_of(sequences, causal, window, chunk), scale, backend)
     # Keys and values side by side: one message per step.
     out: Tensor = _RingAttention.apply(q, torch.cat((k, v), -1), sink, ring)  # type: ignore[no-untyped-call]
     return out
@@ -133,8 +145,8 @@ class _Ring:
     def block(self, block: Block, kv: Tensor, head_dim: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         """Return the keys and values of a block, and the options for its op."""
         keys, values = (block.keys.take(part) for part in self.columns(kv, head_dim))
-        options = {"causal": block.causal, "scale": self.scale, "backend": self.backend}
-        return (keys, values), {"sequences": block.sequences, **options}
+        mask = {"sequences": block.sequences, "causal": block.causal, "window": block.window}
+        return (keys, values), {**mask, "scale": self.scale, "backend": self.backend}
 
     def send(self, x: Tensor) -> _Flight:
         """Start to send ``x`` to the next rank, and to receive a tensor of the same shape from the previous rank."""
@@ -229,10 +241,10 @@ class _RingAttention(torch.autograd.Function):
         query = ring.fold(q)
         queries = _Taken(query)
         output = _Output((*query.shape[:3], kv.shape[-1] - q.shape[-1]), q.dtype)
-        for step, block in enumerate(steps):
-            # Before the block, so that the next keys arrive while it is computed. `here` is only read until then.
+        for step, blocks in enumerate(steps):
+            # Before the blocks, so that the next keys arrive while they are computed. `here` is only read until then.
             flight = ring.send(here) if step < last else None
-            if block is not None:
+            for block in blocks:
                 (mine,) = queries.of(block.queries)
                 (keys, values), options = ring.block(block, here, q.shape[-1])
                 output.add(block, block_attention(mine, keys, values, **options))
@@ -258,26 +270,26 @@ class _RingAttention(torch.autograd.Function):
         grad_q: Tensor | None = None
         # Float32 on its way around the ring: up to cp terms are added to it, on as many ranks.
         grad_kv = torch.zeros_like(kv, dtype=wide(kv.dtype))
-        for step, block in enumerate(steps):
+        for step, blocks in enumerate(steps):
             # Keys first, then sums, on all ranks alike: messages of one pair of ranks arrive in order.
             flight = ring.send(here) if step < last else None
             # The sums of gradients follow the keys that they belong to, one step behind.
             sums = ring.send(grad_kv) if step else None
-            parts: list[Tensor] = []
-            if block is not None:
+            found: list[tuple[Block, list[Tensor]]] = []
+            for block in blocks:
                 grad_out, query, output, logs = queries.of(block.queries)
                 (keys, values), options = ring.block(block, here, q.shape[-1])
                 part, *parts = block_attention_backward(grad_out, query, keys, values, output, logs, **options)
                 grad_q = _add(grad_q, ring.fold(q), block, part)
+                found.append((block, parts))
             if flight is not None:
                 here = flight.wait()
             if sums is not None:
                 grad_kv = sums.wait()
-            if block is not None:
+            # After the wait for the sums: what arrives are the terms of the ranks before. This rank adds its own.
+            for block, parts in found:
                 # Into a view of `grad_kv`, whose columns are those of keys and values.
                 for columns, part in zip(ring.columns(grad_kv, q.shape[-1]), parts, strict=True):
-                    # After the wait for the sums: what arrives are the terms of the ranks before, to which this rank
-                    # adds its own.
                     block.keys.add_(columns, part)
         # The sums have gone around n - 1 steps, and belong to the next rank's keys.
         grad_kv = grad_kv.to(kv.dtype)

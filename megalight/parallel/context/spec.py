@@ -27,6 +27,7 @@ class ContextSpec:
         dropout: whether attention weights are dropped in training.
         softmax: ``vanilla``, or one of the kinds with sinks.
         backend: the layer's backend of the attention op.
+        auto: whether the kind is to be chosen. If not, the layer's kind was named.
     """
 
     cp: int
@@ -39,6 +40,7 @@ class ContextSpec:
     dropout: bool
     softmax: str
     backend: str
+    auto: bool = False
 
 
 class ContextGroups:

@@ -51,6 +51,8 @@ def attend(
         causal=inner.causal,
         scale=inner.scale,
         sink=inner.sinks(mine[0], sinks_of(sink, groups.inner)),
+        window=inner.window,
+        chunk=inner.chunk,
         backend=inner.backend,
     )
     return trade_heads(out, order, len(q), groups.inner)

@@ -18,13 +18,21 @@ ALL = [
     {"backend": "sdpa"},
     {"backend": "reference"},
 ]
+NEAR = [
+    {"window": 5},
+    {"window": 0, "softmax": "off-by-one"},
+    {"window": 40},
+    {"chunk": 7},
+    {"chunk": 2},
+]
 CASES = {
     "all_to_all": [*ALL, {"window": 3, "causal": False}],
     "all_gather": ALL,
-    "all_to_all_ring": PLAIN,
+    "ring": NEAR,
+    "all_to_all_ring": [*PLAIN, {"window": 5}, {"chunk": 3}],
     "auto": [{"window": 5, "softcap": 2.0}],
 }
-HEADS = {"all_to_all": (8, 2), "all_gather": (3, 3), "all_to_all_ring": (6, 1), "auto": (3, 1)}
+HEADS = {"all_to_all": (8, 2), "all_gather": (3, 3), "ring": (3, 1), "all_to_all_ring": (6, 1), "auto": (3, 1)}
 
 
 @pytest.mark.parametrize("cp", [2, 4])

@@ -16,6 +16,10 @@ VARIANTS = {
         "num_kv_heads": 1,
         "attention": AttentionConfig(qk_norm=True, window=3, window_pattern=(True, False), softcap=5.0),
     },
+    "mqa_sinks_window": {
+        "num_kv_heads": 1,
+        "attention": AttentionConfig(window=3, window_pattern=(True, False), softmax="learnable"),
+    },
     "gpt2": {
         "tie_embeddings": True,
         "activation": "gelu_tanh",
@@ -40,6 +44,7 @@ VARIANTS = {
         ("all_gather", "mqa_qk_norm_window", PACKED, 2, False, 4),
         ({"*layers.0.*": "all_gather"}, "gpt2", ROWS, 1, False, 2),
         ("ring", "gqa", PACKED, 2, True, 4),
+        ("ring", "mqa_sinks_window", PACKED, 2, True, 4),
         ("ring", "gpt2", ODD_ROWS, 1, False, 2),
         ("auto", "odd_heads_sdpa", ROWS, 1, False, 2),
         ("all_to_all_ring", "gqa", PACKED, 1, False, 4),

@@ -52,12 +52,13 @@ def made(model: GPT, tp: int = 1, cp: int = 4, **context) -> GPT:
         ({"num_heads": 12, "num_kv_heads": 6}, 1, {"kind": "all_to_all"}, None),
         ({"num_heads": 4, "num_kv_heads": 4}, 1, {"kind": "all_to_all", "cp": 3}, r"4 query heads for 3 ranks"),
         ({"num_heads": 10, "num_kv_heads": 2}, 1, {"kind": "all_to_all", "cp": 5}, None),
-        (WINDOW, 1, {"kind": "ring"}, r"layers\.1\.attention\.inner: .*ring: has no window"),
-        (SOFTCAP, 1, {"kind": "ring"}, r"ring: has no soft cap"),
+        (WINDOW, 1, {"kind": "ring"}, None),
+        (CHUNK, 1, {"kind": "ring"}, None),
+        (WINDOW, 1, {"kind": "all_to_all_ring", "inner": 2}, None),
+        (SOFTCAP, 1, {"kind": "ring"}, r"layers\.0\.attention\.inner: .*ring: has no soft cap"),
         (DROPOUT, 1, {"kind": "ring"}, r"ring: has no dropout"),
         (SDPA, 1, {"kind": "ring"}, r"ring: has no attention backend 'sdpa': attention_block has cudnn, varlen, ref"),
-        (CHUNK, 1, {"kind": "ring"}, r"layers\.1\.attention\.inner: .*ring: has no chunks"),
-        (WINDOW, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no window"),
+        (SOFTCAP, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no soft cap"),
         (SDPA, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no attention backend 'sdpa'"),
         ({"backends": BackendConfig(attention="reference")}, 1, {"kind": "all_to_all_ring", "inner": 2}, None),
         ({}, 1, {"kind": "all_to_all_ring"}, r"set ContextOptions\.inner"),
@@ -95,17 +96,24 @@ def test_layers_have_their_own_kinds() -> None:
 
 @pytest.mark.parametrize(
     ("options", "tp", "chosen"),
-    [({}, 1, "exchange"), ({}, 2, "ring"), ({**SOFTCAP, "num_kv_heads": 2}, 2, "gather"), (SDPA, 2, "gather")],
+    [
+        ({}, 1, "exchange"),
+        ({}, 2, "ring"),
+        ({**SOFTCAP, "num_kv_heads": 2}, 2, "gather"),
+        (SDPA, 2, "gather"),
+        (WINDOW, 2, "gather"),
+    ],
 )
 def test_auto_takes_the_first_that_can(options: dict, tp: int, chosen: str) -> None:
-    inner = made(meta(**options), tp).layers["0"].attention.inner
+    inner = made(meta(**options), tp).layers["1"].attention.inner
     assert inner._choose((4 // tp, 4 // tp)).__module__ == f"megalight.parallel.context.{chosen}"
 
 
-def test_all_gather_refuses_a_window_to_one_side_only() -> None:
+@pytest.mark.parametrize("kind", ["all_gather", "ring"])
+def test_a_window_to_one_side_only_is_refused(kind: str) -> None:
     groups = ContextGroups(ParallelMesh(2, 0, cp=2))
-    with pytest.raises(LayoutError, match="has no window without a causal mask"):
-        ContextAttention(InnerAttention(causal=False, window=3), "it", "all_gather", groups)
+    with pytest.raises(LayoutError, match=f"{kind}: has no window without a causal mask"):
+        ContextAttention(InnerAttention(causal=False, window=3), "it", kind, groups)
 
 
 def test_dropout_keeps_its_own_stream_around_it() -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megalight.errors import BackendError, LayoutError
 from megalight.ops.attention import attention
+from megalight.ops.attention_mask import mask
 from megalight.parallel.context.blocks import blocks_of
 from megalight.parallel.context.ring import ring_attention, why_not
 from megalight.parallel.context.spec import ContextSpec
@@ -79,13 +80,32 @@ def test_causal_work_is_balanced(lengths: list[int]) -> None:
     for rank in range(4):
         share, _ = PackedSequences.of_lengths(lengths).zigzag(rank, 4)
         first, *others = blocks_of(share, True).steps
-        assert first is not None
-        assert first.causal
-        whole = first.queries.count
-        for block in others:
-            assert block is not None
+        assert first[0].causal
+        whole = first[0].queries.count
+        for (block,) in others:
             assert not block.causal
             assert sorted((block.queries.count, block.keys.count)) == [whole // 2, whole]
+
+
+@pytest.mark.parametrize("limits", [{"window": 4}, {"window": 7}, {"chunk": 5}, {"chunk": 7}, {"window": 40}])
+def test_only_keys_within_limits_are_in_blocks(limits: dict[str, int]) -> None:
+    """Over all blocks, a query meets each key that it sees once, and no other key."""
+    length, size = 40, 4
+    met = torch.zeros(length, length, dtype=torch.long)
+    shares = [PackedSequences.of_lengths([length]).zigzag(rank, size) for rank in range(size)]
+    for rank, (share, index) in enumerate(shares):
+        for step, blocks in enumerate(blocks_of(share, True, **limits).steps):
+            for block in blocks:
+                assert block.sequences is not None
+                queries, keys = (index[None], shares[(rank - step) % size][1][None])
+                rows = block.queries.take(queries)[0].split(list(block.sequences.lengths))
+                columns = block.keys.take(keys)[0].split(list((block.sequences.keys or block.sequences).lengths))
+                for row, column in zip(rows, columns, strict=True):
+                    allowed = mask(len(row), len(column), block.causal, block.window)
+                    met[row[:, None], column] += 1 if allowed is None else allowed.long()
+    place = torch.arange(length)
+    near = place[:, None] // limits["chunk"] == place // limits["chunk"] if "chunk" in limits else True
+    assert torch.equal(met, (mask(length, length, True, limits.get("window")) & near).long())
 
 
 def test_blocks_are_worked_out_once() -> None:
@@ -93,9 +113,7 @@ def test_blocks_are_worked_out_once() -> None:
     blocks = blocks_of(share, True)
     assert blocks_of(share, True) is blocks
     assert blocks_of(share, False) is not blocks
-    second, third = blocks.steps[2:]  # both for the second chunks' queries: taken once, not at every step
-    assert second is not None
-    assert third is not None
+    (second,), (third,) = blocks.steps[2:]  # both for the second chunks' queries: taken once, not at every step
     assert second.queries is third.queries
 
 
@@ -113,8 +131,10 @@ def test_refusals() -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        {"window": True},
-        {"chunk": True},
+        {"window": True, "causal": False},
+        {"chunk": True, "causal": False},
+        {"window": True, "chunk": True},
+        {"window": True, "auto": True},
         {"softcap": True},
         {"dropout": True},
         {"backend": "sdpa"},

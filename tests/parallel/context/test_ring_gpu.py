@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.attention import reference
+from megalight.ops.attention import attention
 from megalight.parallel.context import ring
 from megalight.types import PackedSequences
 from tests.ops.checks import TOLERANCE, error
@@ -43,6 +43,8 @@ def check_ring(
     causal: bool,
     heads: tuple[int, int, int] = (4, 2, 64),
     backend: str = "auto",
+    window: int | None = None,
+    chunk: int | None = None,
 ) -> None:
     """Output and gradients of every rank beside attention of one device in float64."""
     count, kv_count, dim = heads
@@ -52,7 +54,7 @@ def check_ring(
         for many in (count, kv_count, kv_count, count)
     )
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    wanted = reference.attention(*exact, sequences, causal, None, None, None, 0.0)
+    wanted = attention(*exact, sequences, causal=causal, window=window, chunk=chunk, backend="reference")
     wanted.backward(grad.double())
     shares = [sequences.zigzag(rank, size) for rank in range(size)]
     local = [[x[index.clamp(min=0)] for x in (q, k, v, grad)] for _, index in shares]
@@ -64,7 +66,7 @@ def check_ring(
         mine = [x.requires_grad_() for x in inputs]
         real = index >= 0
         messages.begin(rank)
-        out = ring.ring_attention(*mine, share, group, causal=causal, backend=backend)  # type: ignore[arg-type]
+        out = ring.ring_attention(*mine, share, group, causal=causal, window=window, chunk=chunk, backend=backend)  # type: ignore[arg-type]
         assert messages.keys_sent == size - 1
         messages.begin(rank)
         out.backward(own * real[:, None, None])
@@ -86,6 +88,11 @@ def test_in_half_precision(monkeypatch: pytest.MonkeyPatch, lengths: list[int]) 
     check_ring(monkeypatch, "cpu", lengths, 3, True, (4, 2, 8))
 
 
+@pytest.mark.parametrize("limits", [{"window": 6}, {"chunk": 7}])
+def test_windows_and_chunks_in_half_precision(monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]) -> None:
+    check_ring(monkeypatch, "cpu", [9, 30, 1], 3, True, (4, 2, 8), **limits)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cudnn", "varlen", "auto"])
 @pytest.mark.parametrize("lengths", [[1024], [512, 512, 512], [1001, 1001]])
@@ -102,6 +109,13 @@ def test_equally_long_sequences(
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_sequences(monkeypatch: pytest.MonkeyPatch, size: int, causal: bool) -> None:
     check_ring(monkeypatch, "cuda", [333, 700, 1, 130], size, causal, (8, 2, 128))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("limits", [{"window": 63}, {"window": 300}, {"window": 1}, {"chunk": 100}])
+def test_windows_and_chunks(monkeypatch: pytest.MonkeyPatch, size: int, limits: dict[str, int]) -> None:
+    check_ring(monkeypatch, "cuda", [333, 700, 1, 130], size, True, (8, 2, 128), **limits)
 
 
 @pytest.mark.gpu
