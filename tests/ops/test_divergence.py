@@ -81,6 +81,27 @@ def test_without_cross_entropy_the_gradient_is_that_of_the_divergence() -> None:
     assert none.abs().max() < 1e-14
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_of_an_ignored_token_reaches_no_loss_and_no_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    hidden, layer, theirs, their_layer = draw(6, 4), draw(7, 4), draw(6, 3), draw(7, 3)
+    labels = torch.tensor([1, -100, 2, -100, 3, 4])
+
+    def run(student: Tensor, teacher: Tensor) -> list[Tensor]:
+        leaves = [student.clone().requires_grad_(), layer.clone().requires_grad_()]
+        found, losses = linear_divergence(
+            Projection(leaves[0], leaves[1]), Projection(teacher, their_layer), labels, kind=kind, chunk=4
+        )
+        assert losses is not None
+        return [found, losses, *torch.autograd.grad((found + losses).sum(), leaves)]
+
+    expected = run(hidden, theirs)
+    bad, worse = hidden.clone(), theirs.clone()
+    bad[1], worse[1], worse[3] = torch.nan, torch.inf, torch.nan
+    for value, reference in zip(run(bad, worse), expected, strict=True):
+        assert torch.equal(value, reference)
+
+
 @pytest.mark.full  # the import of modelopt takes longer than all tests of this file
 def test_modelopt_computes_the_same() -> None:
     losses = pytest.importorskip("modelopt.torch.distill.losses")

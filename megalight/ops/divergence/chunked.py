@@ -91,7 +91,10 @@ class _LinearDivergence(torch.autograd.Function):
         combine: Combine | None,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
-        sides = ((hidden, weight, bias), (teacher, teacher_weight, teacher_bias))
+        sides = (
+            (_without(ignored, hidden), weight, bias),
+            (_without(ignored, teacher), teacher_weight, teacher_bias),
+        )
         # Rows: student, teacher, and the student at temperature 1, for its cross entropy.
         logsumexp = torch.full((3, tokens), -torch.inf, dtype=wide(hidden.dtype), device=hidden.device)
         logsumexp[2] = 0  # stays so if no cross entropy is wanted
@@ -119,7 +122,6 @@ class _LinearDivergence(torch.autograd.Function):
         ctx.weights, ctx.plan, ctx.kept = (weight, bias, teacher_weight, teacher_bias), plan, kept
         ctx.save_for_backward(hidden, teacher, labels, ignored, logsumexp, sums[1])
         losses = (logsumexp[2] - target[0]) if plan.own else torch.zeros_like(sums[0])
-        # Masked last, by a value: 0 * NaN of an ignored token would still be NaN.
         return sums[0].masked_fill(ignored, 0.0), losses.masked_fill(ignored, 0.0)
 
     @staticmethod
@@ -129,6 +131,7 @@ class _LinearDivergence(torch.autograd.Function):
         weight, bias, teacher_weight, teacher_bias = ctx.weights
         plan: Plan = ctx.plan
         kept, ctx.kept = ctx.kept, []  # they are overwritten below; a second backward computes them again
+        hidden, teacher = _without(ignored, hidden), _without(ignored, teacher)
         sides = ((hidden, weight, bias), (teacher, teacher_weight, teacher_bias))
         # Zero also stops a NaN gradient of an ignored token from spreading into the weight gradient.
         grad, grad_own = grad.masked_fill(ignored, 0.0), grad_own.masked_fill(ignored, 0.0)
@@ -141,6 +144,12 @@ class _LinearDivergence(torch.autograd.Function):
 
         grads = propagate(hidden, weight, bias, ctx.needs_input_grad[:3], slopes_of_logits())
         return (*grads, *(None,) * 7)
+
+
+def _without(ignored: Tensor, hidden: Tensor) -> Tensor:
+    """Return ``hidden [T, h]`` with rows of zeros for ignored tokens."""
+    # Padding may hold anything. 0 times a NaN is NaN, so a factor of 0 would not keep it from the weight's gradient.
+    return hidden.masked_fill(ignored[:, None], 0)
 
 
 def _parts(tokens: int, chunk: int) -> list[slice]:
