@@ -20,6 +20,7 @@ MODULES = (
     "megalight.models.gpt",
     "megalight.models.bert",
     "megalight.models.vlm",
+    "megalight.models.eagle",
     "megalight.data.gpt.module",
     "megalight.data.bert.module",
     "megalight.data.chat.module",

@@ -14,7 +14,12 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 NAMES: dict[type, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "model": ("megalight.models.gpt.GPTModule", "megalight.models.bert.BertModule", "megalight.models.vlm.VLMModule"),
+    "model": (
+        "megalight.models.gpt.GPTModule",
+        "megalight.models.bert.BertModule",
+        "megalight.models.vlm.VLMModule",
+        "megalight.models.eagle.EagleModule",
+    ),
     "data": (
         "megalight.data.gpt.module.GPTDataModule",
         "megalight.data.bert.module.BertDataModule",

@@ -164,6 +164,7 @@ class Attention(nn.Module):
             feature (https://arxiv.org/abs/2505.06708).
         temperature: scales queries by their position, or None.
         sink: whether each head has a learned sink, for an inner attention with the softmax ``learnable``.
+        input_size: width of the input. None: ``hidden_size``, which is that of the output.
         rotary: name of the rotary table in the context. None means no rotation.
         std: standard deviation of the initial ``qkv`` weights.
         proj_std: standard deviation of the initial ``proj`` weights.
@@ -185,6 +186,7 @@ class Attention(nn.Module):
         gate: bool = False,
         temperature: Temperature | None = None,
         sink: bool = False,
+        input_size: int | None = None,
         rotary: str | None = None,
         std: float = 0.02,
         proj_std: float = 0.02,
@@ -197,7 +199,7 @@ class Attention(nn.Module):
         keys, values = (Section(name, num_kv_heads * head_dim, num_kv_heads) for name in "kv")
         gates = (Section("gate", num_heads * head_dim, num_heads),) if gate else ()
         # the gate is a section of the same projection: one product, and gathered tokens serve all sections
-        self.qkv = Linear(hidden_size, (queries, keys, values, *gates), bias=qkv_bias, std=std)
+        self.qkv = Linear(input_size or hidden_size, (queries, keys, values, *gates), bias=qkv_bias, std=std)
         self.temperature = temperature
         self.q_norm = q_norm
         self.k_norm = k_norm

@@ -11,6 +11,7 @@ from megalight.errors import ConfigurationError
 from megalight.nn.linear import Linear
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.divergence import Projection, linear_divergence
+from megalight.ops.top_token import top_token
 
 
 class Lesson(NamedTuple):
@@ -80,6 +81,11 @@ class LMHead(nn.Module):
         hidden = hidden if normed else self.norm(hidden)
         student = Projection(hidden, layer.weight, layer.bias, self.softcap)
         return linear_divergence(student, lesson.teacher, labels, **lesson.options)
+
+    def top(self, hidden: Tensor, *, normed: bool = False) -> Tensor:
+        """Return the most likely token of each of ``hidden [T, h]``: ``[T]``, without a gradient."""
+        layer = self._plain_layer()
+        return top_token(hidden if normed else self.norm(hidden), layer.weight, layer.bias)
 
     def _plain_layer(self) -> Linear:
         # Losses read the weight, past the layer's forward: an adapter would change logits alone, and never learn.

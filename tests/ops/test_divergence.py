@@ -21,6 +21,8 @@ def by_hand(kind: str, student: Tensor, teacher: Tensor) -> Tensor:
     log_q, log_p = ((logits / TEMPERATURE).log_softmax(-1) for logits in (student, teacher))
     if kind == "forward_kl":
         return F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+    if kind == "cross_entropy":
+        return -(log_p.exp() * log_q).sum(-1)
     if kind == "reverse_kl":
         return F.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1)
     middle = ((log_q.exp() + log_p.exp()) / 2).log()

@@ -23,6 +23,12 @@ def forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     return p * (log_p - log_q), -p
 
 
+def cross_entropy(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """``-sum p log q``: :func:`forward_kl` and the teacher's entropy, which has no gradient."""
+    p = log_p.exp()
+    return -p * log_q, -p
+
+
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """``KL(q | p) = sum q (log q - log p)``: the student avoids what the teacher finds unlikely."""
     q = log_q.exp()
@@ -37,5 +43,10 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     return log_p.exp() * (log_p - log_m) / 2 + slopes, slopes
 
 
-KINDS: dict[str, Kind] = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jensen_shannon": jensen_shannon}
+KINDS: dict[str, Kind] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jensen_shannon": jensen_shannon,
+    "cross_entropy": cross_entropy,
+}
 """Name -> divergence."""

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from megalight.nn.head import Lesson
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.divergence import Projection, linear_divergence
+from megalight.ops.top_token import top_token
 from megalight.parallel.collectives import all_gather, copy, join
 from megalight.parallel.tensor.column import column_linear
 from megalight.parallel.tensor.shared import Shared, Tokens
@@ -82,6 +83,17 @@ class VocabLinear(nn.Module):
             **lesson.options,
         )
 
+    def top(self, hidden: Tensor) -> Tensor:
+        """Most likely token of each of all tokens ``[T]``, equal on every rank."""
+        return top_token(
+            self._whole(hidden),
+            self.weight,
+            self.bias,
+            first_row=self.first_row,
+            num_rows=self.vocab_size,
+            choose=functools.partial(choose, group=self.shared.group),
+        )
+
     def _whole(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of all tokens, for an op that computes one term of their gradient."""
         tokens, group = self.shared.tokens(self.tokens), self.shared.group
@@ -130,6 +142,22 @@ class VocabHead(nn.Module):
         """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the lesson asks for them."""
         hidden = hidden if normed else self.norm(hidden)
         return self.output_layer.learn(hidden, labels, self.softcap, lesson)
+
+    def top(self, hidden: Tensor, *, normed: bool = False) -> Tensor:
+        """Return the most likely token of each of all tokens: ``[T]``, without a gradient."""
+        return self.output_layer.top(hidden if normed else self.norm(hidden))
+
+
+def choose(largest: Tensor, rows: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the row of the largest logit of all ranks; ``largest [T]`` and ``rows [T]`` are those of this rank."""
+    if group is None:
+        return rows
+    best = largest.clone()
+    dist.all_reduce(best, dist.ReduceOp.MAX, group)
+    # Of equal logits the first row, as on one device.
+    rows = rows.masked_fill(largest < best, torch.iinfo(rows.dtype).max)
+    dist.all_reduce(rows, dist.ReduceOp.MIN, group)
+    return rows
 
 
 def combine(logsumexp: Tensor, target: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:

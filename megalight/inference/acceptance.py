@@ -1,0 +1,93 @@
+"""Acceptance length: how many tokens a round of speculative decoding yields with a draft model.
+
+In a round the draft guesses the next tokens one after another, and the base checks them all in one forward pass. It
+keeps guesses up to the first that differs from its own choice, and adds that choice. With greedy choices the text is
+the base's own, so it is enough to generate it once: the draft then guesses from all of its places together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalight.inference.generate import evaluating, generate
+from megalight.models.eagle import DraftModel
+from megalight.models.gpt import GPT
+from megalight.nn import Lineage
+from megalight.types import PackedSequences
+
+
+@torch.no_grad()
+def acceptance_length(
+    base: GPT, draft: DraftModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, guesses: int = 4
+) -> float:
+    """Return the mean number of tokens per round over greedy completions of the prompts: 1 to ``guesses + 1``.
+
+    Args:
+        base: the whole model.
+        draft: a draft that was trained for it, on the same device and in the same dtype.
+        prompts: token ids.
+        max_new_tokens: length of each completion.
+        guesses: how many tokens the draft guesses in a round.
+    """
+    tokens = rounds = 0
+    for prompt in prompts:
+        (completion,) = generate(base, [prompt], max_new_tokens=max_new_tokens, temperature=0.0)
+        text = torch.tensor([*prompt, *completion], device=base.embed.word.weight.device)  # type: ignore[union-attr]
+        with evaluating(base), evaluating(draft):
+            right = _in_a_row(drafted(base, draft, text, guesses), text)
+        # The first token comes from the prompt's own pass. A round begins behind each last token of the base.
+        place, end = len(prompt) - 1, len(text) - 2
+        while place < end:
+            kept = min(right[place], end - place - 1)
+            place += kept + 1
+            tokens, rounds = tokens + kept + 1, rounds + 1
+    return tokens / max(1, rounds)
+
+
+@torch.no_grad()
+def drafted(base: GPT, draft: DraftModel, text: Tensor, guesses: int) -> list[Tensor]:
+    """Return the guesses ``[T]`` of each step of a round, for a round at each place of the text ``[T]``.
+
+    In the round at place ``t`` the base has just chosen the token at ``t + 1``, so guess ``n`` is for ``t + 2 + n``.
+    """
+    sequences = PackedSequences.of_uniform(1, len(text), text.device)
+    auxiliary = auxiliary_states(base, draft.config.auxiliary_layers, text, sequences)
+    table, ids = base.embed.word, torch.tensor(draft.config.draft_ids, device=text.device)  # type: ignore[union-attr]
+    hidden, lineage, given = draft.fuse(auxiliary), Lineage(), text.roll(-1)
+    found = []
+    for _ in range(guesses):
+        hidden = draft.step(hidden, table(given), sequences, lineage)
+        given = draft.head.top(hidden)
+        given = ids[given] if len(ids) else given
+        found.append(given)
+    return found
+
+
+def _in_a_row(found: Sequence[Tensor], text: Tensor) -> list[int]:
+    """Return how many guesses of each place are the text's own tokens before the first that is not."""
+    going, count = torch.ones_like(text), torch.zeros_like(text)
+    for ahead, given in enumerate(found, 2):
+        going = going * (given == text.roll(-ahead))
+        count += going
+    counts: list[int] = count.tolist()
+    return counts
+
+
+def auxiliary_states(base: GPT, layers: Sequence[int], text: Tensor, sequences: PackedSequences) -> Tensor:
+    """Return the base's hidden states ``[T, n h]`` after so many of its layers, side by side."""
+    found: dict[int, Tensor] = {}
+
+    def keep(after: int) -> object:
+        return base.layers[str(after - 1)].register_forward_hook(lambda *call: found.__setitem__(after, call[2]))
+
+    hooks = [keep(after) for after in set(layers)]
+    try:
+        # One row of logits is enough: only the layers' outputs are wanted.
+        base(text, sequences, rows=torch.zeros(1, dtype=torch.long, device=text.device))
+    finally:
+        for hook in hooks:
+            hook.remove()  # type: ignore[attr-defined]
+    return torch.cat([found[after] for after in layers], -1)

@@ -1,0 +1,181 @@
+"""The frozen model that a draft serves: what the draft reads of it, and how it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megalight.errors import ConfigurationError
+from megalight.models.distillation import OUTPUT, SAVED, Teacher
+from megalight.models.family import Family
+from megalight.models.gpt import GPTConfig
+from megalight.models.stored import open_model
+from megalight.nn import Embedding, Linear, LMHead
+from megalight.nn.canonical import parts
+from megalight.parallel.frozen import Beside, FrozenModel
+from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.plan import Plan
+from megalight.parallel.source import Chosen, Filled, Source, Stored, Target
+from megalight.parallel.styles import Vocab, VocabHead
+
+BASE = "base"
+"""Name of the base among the frozen models of a run, and first part of its canonical names."""
+
+ENDS = "ends"
+
+
+class Ends(nn.Module):
+    """The base's embedding, and its output layer for the tokens that the draft predicts."""
+
+    def __init__(self, config: GPTConfig, draft_vocab_size: int) -> None:
+        super().__init__()
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        output = Linear(config.hidden_size, draft_vocab_size)
+        # The base's results have passed its final norm.
+        self.head = LMHead(nn.Identity(), output, softcap=config.logit_softcap)
+
+
+class Base(Teacher):
+    """The forward pass of the base: ``hidden [T, h]``, normed, and ``auxiliary [T, n h]``.
+
+    Args:
+        known: its family.
+        config: its configuration.
+        layers: after how many layers the auxiliary hidden states lie, in the order in which the draft reads them.
+    """
+
+    beside: Ends | None  # type: ignore[assignment]
+
+    def __init__(self, known: Family, config: Any, layers: Sequence[int]) -> None:
+        super().__init__(known, config)
+        self.layers = tuple(layers)
+
+    def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
+        """See :class:`~megalight.parallel.frozen.FrozenTask`. Hidden states of layers travel with the carry."""
+        found = {name: tensor for name, tensor in (carry or {}).items() if name != "hidden"}
+        with ExitStack() as hooks:
+            for after in set(self.layers):
+                # A stage has only some of the layers.
+                if (layer := model.layers._modules.get(str(after - 1))) is not None:  # type: ignore[union-attr]
+                    hooks.callback(layer.register_forward_hook(_keep(found, f"after_{after}")).remove)
+            end = super().forward_step(model, batch, carry)
+        if getattr(model, "head", None) is None:
+            return {**end, **found}
+        # In the order of the draft: it is trained for one order of its inputs.
+        return {**end, "auxiliary": torch.cat([found[f"after_{after}"] for after in self.layers], -1)}
+
+
+def _keep(found: dict[str, Tensor], name: str) -> Any:
+    def hook(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        found[name] = output
+
+    return hook
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """What the LightningModule of a draft needs of its base.
+
+    Args:
+        folder: a checkpoint, or a ``transformers`` folder.
+        tensor_parallel: the base's degree, over the same ranks.
+        pipeline_parallel: likewise.
+
+    Raises:
+        CheckpointError: the folder holds no complete model, or one with adapters.
+        ConfigurationError: the base is no GPT.
+    """
+
+    folder: str | os.PathLike[str]
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    config: GPTConfig = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Read the base's configuration."""
+        stored = open_model(self.folder)
+        if not isinstance(stored.config, GPTConfig):
+            raise ConfigurationError(
+                f"the base in {self.folder} is a {stored.family.name} model; drafts serve models of the family gpt."
+            )
+        object.__setattr__(self, "config", stored.config)
+
+    def task(self, layers: Sequence[int]) -> Base:
+        """Return its forward pass."""
+        return Base(open_model(self.folder).family, self.config, layers)
+
+    def frozen(self, task: Base, draft_ids: Sequence[int]) -> FrozenModel:
+        """Return the declaration of the base for a run."""
+        weights = open_model(self.folder).weights
+        with torch.device("meta"):
+            names = [SAVED + part.name for part in parts(task.build_model())]
+        word, config = f"{SAVED}embed.word.weight", task.config
+        output = word if config.tie_embeddings else f"{SAVED}{OUTPUT}.weight"
+        ends = {f"{BASE}.{ENDS}.embed.weight": word, f"{BASE}.{ENDS}.head.output_layer.weight": output}
+        return FrozenModel(
+            task=task,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            source=Chosen(weights, {name: name for name in names}),
+            for_last_stage=True,
+            beside=Beside(
+                build=lambda: Ends(config, len(draft_ids) or config.vocab_size),
+                name=ENDS,
+                plan=Plan({"embed": Vocab(), "head": VocabHead()}),
+                source=Rows(Chosen(weights, ends), {list(ends)[1]: tuple(draft_ids)} if draft_ids else {}),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A source in which some tensors have only some of their rows.
+
+    Attributes:
+        source: the source that is read.
+        rows: name -> the rows that are left, in this order.
+    """
+
+    source: Source
+    rows: Mapping[str, Sequence[int]]
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """The tensors that keep all of their rows, and the others as they are stored."""
+        return self.source.tensors
+
+    def fill(
+        self,
+        targets: Iterable[Target],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Filled:
+        """See :meth:`Source.fill`. A tensor whose rows are chosen is read whole."""
+        read: list[tuple[Target, Tensor]] = []
+        asked: list[Target] = []
+        for target in targets:
+            if target.name in self.rows:
+                shape = tuple(self.source.tensors[target.name].shape)
+                whole = torch.empty(shape, dtype=target.data.dtype)
+                read.append((target, whole))
+                target = Target(target.name, shape, (0,) * len(shape), whole)
+            asked.append(target)
+        missing: list[str] = []
+        # A tied base has one tensor for both ends, and a source reads a box once in a call. All ranks take part in
+        # every call, also with nothing to read.
+        for name in sorted(self.tensors):
+            part = [target for target in asked if target.name == name]
+            missing += self.source.fill(part, strict=strict, prefix=prefix, process_group=process_group).missing
+        for target, whole in read:
+            first, count = target.offset[0], target.data.shape[0]
+            target.data.copy_(whole[list(self.rows[target.name][first : first + count])])
+        return Filled(tuple(dict.fromkeys(missing)), ())

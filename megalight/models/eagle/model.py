@@ -1,0 +1,129 @@
+"""EAGLE-3 (https://arxiv.org/abs/2503.01840): a small draft model that reads hidden states of the model it serves.
+
+At place ``t`` it reads hidden states ``f_t`` of the base and the embedding of the token at ``t + 1``, and predicts the
+token at ``t + 2``. In further steps it reads its own output in place of ``f_t``, and the embedding of the next token
+but one, and so on: training does what drafting will do ("training-time test").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megalight.models.eagle.config import EagleConfig
+from megalight.models.gpt.model import ROTARY, build_head, build_mlp, build_norm, build_rotary
+from megalight.models.lengths import check_length
+from megalight.nn import Attention, LayerContext, Lesson, Lineage, LineageAttention, Linear
+from megalight.nn.norm import norm_and_sum
+from megalight.types import PackedSequences
+
+
+class DraftLayer(nn.Module):
+    """A transformer layer whose attention reads the embedding of the next token beside the residual stream."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        layer, width = config.layer, config.hidden_size
+        self.embed_norm = build_norm(layer, width)
+        self.hidden_norm = build_norm(layer, width)
+        self.attention = Attention(
+            width,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            LineageAttention(),
+            input_size=2 * width,
+            rotary=ROTARY,
+            std=config.std,
+            proj_std=config.std,
+        )
+        self.mlp_norm = build_norm(layer, width)
+        self.mlp = build_mlp(layer)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, context: LayerContext, lineage: Lineage) -> Tensor:
+        """``hidden [T, h], embedded [T, h] -> [T, h]``."""
+        # The embedding is the first half, as in the weights that serving engines read.
+        joined = torch.cat([self.embed_norm(embedded), self.hidden_norm(hidden)], -1)
+        mixed = self.attention(joined, context, lineage)
+        # The residual is the stream alone, before its norm.
+        normed, hidden = norm_and_sum(self.mlp_norm, mixed, hidden)
+        added: Tensor = self.mlp(normed, context)
+        return hidden + added
+
+
+class Draft(NamedTuple):
+    """The result of one step.
+
+    Attributes:
+        losses: ``[T]``, soft cross entropy with the base's distribution over the draft's vocabulary.
+        top: ``[T]``, the most likely token, as an index into the draft's vocabulary.
+    """
+
+    losses: Tensor
+    top: Tensor
+
+
+class DraftModel(nn.Module):
+    """The draft model. It has no embedding: it reads the base's.
+
+    Attributes:
+        fuse: from the base's hidden states, side by side, to one.
+        layer: the one layer.
+        head: final norm and projection to the draft's vocabulary.
+    """
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fuse = Linear(len(config.auxiliary_layers) * config.hidden_size, config.hidden_size, std=config.std)
+        self.layer = DraftLayer(config)
+        self.head = build_head(config.layer)
+        self.rotary = build_rotary(config.layer)
+
+    def step(self, hidden: Tensor, embedded: Tensor, sequences: PackedSequences, lineage: Lineage) -> Tensor:
+        """Return the hidden states ``[T, h]`` of the next step, before the final norm.
+
+        Args:
+            hidden: ``[T, h]``: the fused hidden states in the first step, then the result of the step before.
+            embedded: ``[T, h]``: in step ``n``, the embedding of the token ``n + 1`` places later.
+            sequences: how the places divide into sequences.
+            lineage: what earlier steps left; this step adds to it.
+        """
+        assert self.rotary is not None
+        # A guess lies as many positions behind its place as there were steps before.
+        positions = sequences.rotary_positions + len(lineage.keys)
+        context = LayerContext(sequences, {ROTARY: self.rotary(positions, embedded.dtype)})
+        found: Tensor = self.layer(hidden, embedded, context, lineage)
+        return found
+
+    def forward(
+        self,
+        auxiliary: Tensor,
+        embedded: Sequence[Tensor],
+        sequences: PackedSequences,
+        labels: Sequence[Tensor],
+        lessons: Sequence[Lesson],
+    ) -> list[Draft]:
+        """Return the result of each step.
+
+        Args:
+            auxiliary: ``[T, 3 h]``, the base's hidden states.
+            embedded: see :meth:`step`; one for each step.
+            sequences: how the places divide into sequences.
+            labels: for each step ``[T]``, negative at places without a loss.
+            lessons: for each step, the base's logits of the tokens that the step predicts.
+
+        Raises:
+            DataError: a sequence is longer than ``max_sequence_length``.
+        """
+        check_length(sequences, self.config.max_sequence_length)
+        hidden, lineage, found = self.fuse(auxiliary), Lineage(), []
+        for each, places, lesson in zip(embedded, labels, lessons, strict=True):
+            hidden = self.step(hidden, each, sequences, lineage)
+            normed = self.head.norm(hidden)
+            losses, _ = self.head.learn(normed, places, lesson, normed=True)
+            found.append(Draft(losses, self.head.top(normed, normed=True)))
+        return found

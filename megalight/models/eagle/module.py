@@ -1,0 +1,132 @@
+"""Training of an EAGLE-3 draft beside its frozen base."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError
+from megalight.models.eagle.base import BASE, Base, BaseModel
+from megalight.models.eagle.config import EagleConfig
+from megalight.models.family.module import FamilyModule
+from megalight.models.module import Carry
+from megalight.models.packing import IGNORED, pack
+from megalight.nn import Lesson
+from megalight.ops.divergence import Projection
+from megalight.optim import AdamConfig
+from megalight.parallel.frozen import FrozenModel
+from megalight.types import Loss, TokenBatch, WithResults
+from megalight.types.results import opened
+
+
+class EagleModule(FamilyModule[EagleConfig]):
+    """Trains a draft model to predict what its base predicts, several tokens ahead, with ``TokenBatch``.
+
+    The base is frozen, in a layout of its own, and in no checkpoint. Step ``n`` adds ``decay^n`` times its mean loss:
+    the cross entropy with the base's distribution, over the tokens that the draft knows.
+
+    Args:
+        base: a checkpoint of a GPT, or a ``transformers`` folder.
+        config: the draft; None: as :class:`~megalight.models.eagle.EagleConfig` derives it from the base.
+        optimizer: settings of Adam, parameter groups and learning-rate schedule.
+        seed: seed of the initial weights.
+        weights: a checkpoint of a draft to start from. None: random initial weights.
+        steps: how many tokens ahead the draft is trained.
+        decay: see above.
+        tensor_parallel: the base's degree, over the same ranks.
+        pipeline_parallel: the base's degree.
+
+    Logs, besides those of :class:`~megalight.models.module.MegalightModule`, in training and validation:
+        train_step_<n>_loss: the mean loss of step ``n``.
+        train_step_<n>_accuracy: how often the draft's first choice is the base's, among the tokens that it knows.
+
+    Raises:
+        ConfigurationError: the draft does not fit the base, or a value is out of range.
+        CheckpointError: the folder holds no complete model.
+    """
+
+    family = "eagle"
+
+    def __init__(
+        self,
+        base: str | os.PathLike[str],
+        config: EagleConfig | None = None,
+        optimizer: AdamConfig | None = None,
+        seed: int = 1234,
+        weights: str | os.PathLike[str] | None = None,
+        steps: int = 4,
+        decay: float = 0.9,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+    ) -> None:
+        if steps < 1:
+            raise ConfigurationError(f"steps={steps} must be at least 1; 4 are usual.")
+        if not 0 < decay <= 1:
+            raise ConfigurationError(f"decay={decay} must be above 0 and at most 1; 0.9 is usual.")
+        self.base_model = BaseModel(base, tensor_parallel, pipeline_parallel)
+        if config is None and weights is None:
+            config = EagleConfig()
+        super().__init__(None if config is None else config.beside(self.base_model.config), optimizer, seed, weights)
+        self.steps = steps
+        self.decay = decay
+        self.base: Base = self.base_model.task(self.config.auxiliary_layers)
+
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """Return the base."""
+        return {BASE: self.base_model.frozen(self.base, self.config.draft_ids)}
+
+    def forward_step(self, model: nn.Module, batch: WithResults, carry: Carry | None = None) -> Carry:
+        """From the base's results to ``losses_<n> [T]`` and ``hits_<n> [T]`` of each step."""
+        rows, results = opened(batch)
+        ends = self.base.beside
+        assert ends is not None
+        sequences = rows.sequences.pad_to(self.token_multiple)
+        missing = sequences.num_tokens - rows.tokens.numel()
+        hidden, auxiliary = (F.pad(results[BASE][name], (0, 0, 0, missing)) for name in ("hidden", "auxiliary"))
+        # Once for all steps: each step learns from the next of its rows.
+        top = ends.head.top(hidden, normed=True)
+        embedded, labels, lessons = [], [], []
+        for ahead in range(1, self.steps + 1):
+            later = rows.shifted(ahead)
+            embedded.append(ends.embed(pack(later.tokens, sequences, 0)))
+            labels.append(pack(later.labels.masked_fill(later.loss_mask == 0, IGNORED), sequences, IGNORED))
+            # Rows that come round from the beginning lie behind the end of a sequence, where nothing counts.
+            teacher = Projection(
+                hidden.roll(-ahead, 0), ends.head.output_layer.weight, None, self.base.config.logit_softcap
+            )
+            lessons.append(Lesson(teacher, "cross_entropy", own=False))
+        found: Carry = {}
+        for step, draft in enumerate(model(auxiliary, embedded, sequences, labels, lessons)):
+            found[f"losses_{step}"] = draft.losses
+            found[f"hits_{step}"] = (draft.top == top.roll(-step - 1, 0)).to(draft.losses)
+        return found
+
+    def loss_step(self, carry: Carry, batch: WithResults) -> Loss:
+        """Return the sum of the first step; that of each further one is an auxiliary loss."""
+        rows, _ = opened(batch)
+        sums, metrics = [], {}
+        for step in range(self.steps):
+            mask = rows.shifted(step + 1).loss_mask.reshape(-1)
+            losses, hits = ((carry[f"{name}_{step}"][: len(mask)] * mask).sum() for name in ("losses", "hits"))
+            sums.append(losses)
+            metrics[f"step_{step}_loss"] = losses.detach(), mask.sum()
+            metrics[f"step_{step}_accuracy"] = hits, mask.sum()
+        further = {f"step_{step}": sums[step] * self.decay**step for step in range(1, self.steps)}
+        return Loss(sums[0], further, metrics)
+
+    def loss_tokens(self, batch: TokenBatch) -> Tensor:
+        """Return how many tokens the first step predicts."""
+        return batch.shifted(1).loss_mask.sum()
+
+    def auxiliary_counts(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Return how many tokens each further step predicts: those at the end of a sequence have no later ones."""
+        return {f"step_{step}": batch.shifted(step + 1).loss_mask.sum() for step in range(1, self.steps)}
+
+    def output_step(self, carry: Carry, batch: Any) -> Tensor:
+        """Return the loss of the first step at each place, ``[b, s]``."""
+        rows, _ = opened(batch)
+        return carry["losses_0"][: rows.labels.numel()].view(rows.labels.shape)

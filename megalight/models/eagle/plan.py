@@ -1,0 +1,28 @@
+"""The parallel plan of a draft model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megalight.nn import LMHead, RMSNorm
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import Column, Row, SequenceRegion, VocabHead
+
+RULES = Plan(
+    {
+        # What comes from the base is of all tokens, and the residual stream of this rank's share.
+        "*fuse": SequenceRegion(split_input=True),
+        "*layer.embed_norm": SequenceRegion(split_input=True),
+        "*layer.attention.qkv": Column(),
+        "*layer.attention.proj": Row(),
+        "*layer.mlp.gate_up": Column(),
+        "*layer.mlp.down": Row(),
+        RMSNorm: SequenceRegion(),
+        LMHead: VocabHead(),
+    }
+)
+
+
+def eagle_plan(model: nn.Module) -> Plan:
+    """Return the plan of a draft model."""
+    return RULES.only(name for name, _ in model.named_modules())

@@ -1,0 +1,105 @@
+"""Attention of tokens that are guessed one after another, for all places of a sequence at once.
+
+In step ``n`` the guess at place ``t`` sees the real tokens up to ``t``, which are the keys of step 0, and the guesses
+of earlier steps and of its own at the same place, its lineage: one more key per step
+(https://arxiv.org/abs/2503.01840, figure 6). The real tokens are a causal block of attention; the few keys of the
+lineage are merged with it by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.attention import attention
+from megalight.ops.attention_block import block_attention, block_attention_backward
+from megalight.ops.common import apply, once_differentiable, wide
+from megalight.types import PackedSequences
+
+
+def lineage_attention(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], sequences: PackedSequences
+) -> Tensor:
+    """Return the output ``[T, H, D]`` of step ``len(keys) - 1``, with scores divided by ``sqrt(D)``.
+
+    Args:
+        q: ``[T, H, D]``, the queries of this step.
+        keys: for each step up to this one ``[T, Hkv, D]``.
+        values: likewise.
+        sequences: how the places divide into sequences.
+
+    Raises:
+        LayoutError: the tokens are a context-parallel share.
+    """
+    if len(keys) == 1:
+        return attention(q, keys[0], values[0], sequences)
+    lineage = torch.stack(list(keys[1:])), torch.stack(list(values[1:]))
+    out: Tensor = apply(_Lineage, q, keys[0], values[0], *lineage, sequences)
+    return out
+
+
+class _Lineage(torch.autograd.Function):
+    """``q [T, H, D]``, ``k, v [T, Hkv, D]``, and of the lineage ``[n, T, Hkv, D]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, sequences: PackedSequences
+    ) -> Tensor:
+        dense = sequences.uniform
+        ctx.batch, ctx.packing = (1, sequences) if dense is None else (dense[0], None)
+        query, key, value = (t.view(ctx.batch, -1, *t.shape[1:]) for t in (q, k, v))
+        out, lse = block_attention(query, key, value, ctx.packing, causal=True)
+        # `[T, H]`, of the real tokens
+        real = lse.transpose(1, 2).flatten(0, 1)
+        scores = _scores(q, own_k)
+        total = torch.logaddexp(real, scores.logsumexp(0))
+        weights = (scores - total).exp()
+        merged = out.flatten(0, 1) * (real - total).exp()[..., None] + _sum(weights, own_v)
+        merged = merged.to(q.dtype)
+        ctx.save_for_backward(q, k, v, own_k, own_v, merged, total)
+        return merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, own_k, own_v, out, total = ctx.saved_tensors
+        pulled, query, key, value, merged = (
+            t.view(ctx.batch, -1, *t.shape[1:]) for t in (grad.contiguous(), q, k, v, out)
+        )
+        lse = total.view(ctx.batch, -1, total.shape[1]).transpose(1, 2).contiguous()
+        # With the merged output and log-sum-exp, the gradients of the block and of the lineage add up to the whole.
+        found = block_attention_backward(pulled, query, key, value, merged, lse, ctx.packing, causal=True)
+        grad_q, grad_k, grad_v = (part.flatten(0, 1) for part in found)
+        pull, kind = grad.to(total.dtype), total.dtype
+        weights = (_scores(q, own_k) - total).exp()  # [n, T, H]
+        slopes = _by_head(pull, own_v) - (pull * out.to(kind)).sum(-1)
+        slopes = weights * slopes / math.sqrt(q.shape[-1])
+        grad_q = (grad_q.to(kind) + _sum(slopes, own_k)).to(q.dtype)
+        return grad_q, grad_k, grad_v, _outer(slopes, q, own_k), _outer(weights, grad, own_v), None
+
+
+def _by_head(heads: Tensor, own: Tensor) -> Tensor:
+    """``[T, H, D], [n, T, Hkv, D] -> [n, T, H]``: products of each query head with its key head."""
+    kind = wide(heads.dtype)
+    grouped = heads.to(kind).reshape(len(heads), own.shape[2], -1, heads.shape[-1])
+    return torch.einsum("tkgd,ntkd->ntkg", grouped, own.to(kind)).flatten(2)
+
+
+def _scores(q: Tensor, own_k: Tensor) -> Tensor:
+    return _by_head(q, own_k) / math.sqrt(q.shape[-1])
+
+
+def _sum(weights: Tensor, own: Tensor) -> Tensor:
+    """``[n, T, H], [n, T, Hkv, D] -> [T, H, D]``: the weighted sum over the lineage."""
+    grouped = weights.reshape(*own.shape[:3], -1)
+    return torch.einsum("ntkg,ntkd->tkgd", grouped, own.to(weights.dtype)).flatten(1, 2)
+
+
+def _outer(weights: Tensor, heads: Tensor, own: Tensor) -> Tensor:
+    """``[n, T, H], [T, H, D] -> [n, T, Hkv, D]``: query heads that share a key head are summed."""
+    grouped, each = weights.reshape(*own.shape[:3], -1), heads.reshape(len(heads), own.shape[2], -1, heads.shape[-1])
+    return torch.einsum("ntkg,tkgd->ntkd", grouped, each.to(weights.dtype)).to(own.dtype)

@@ -1,0 +1,27 @@
+"""The recipe of draft models: a draft learns beside what the demo's recipe has trained, and is exported."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from megalight import checkpoint
+from megalight.models.eagle import export_draft
+from tests.recipes.test_lora import WORDS
+from tests.recipes.test_pipeline import RECIPES, _data, megalight
+
+__all__ = ["_data"]  # the corpus, made before each test
+
+
+def test_the_recipe_of_draft_models(tmp_path: Path) -> None:
+    demo, eagle = (str(RECIPES / f"{name}.yaml") for name in ("demo", "eagle"))
+    megalight(tmp_path, "fit", "-c", demo, *WORDS)
+    megalight(tmp_path, "fit", "-c", eagle, *WORDS)
+    (file,) = (tmp_path / "runs" / "eagle").rglob("metrics.csv")
+    with file.open() as lines:
+        columns = set(next(csv.reader(lines)))
+    assert {"train_loss", "train_step_3_loss", "val_step_0_accuracy"} <= columns
+    draft = tmp_path / "runs" / "eagle" / "checkpoints" / "last.ckpt"
+    assert checkpoint.open(draft).tensors["model.fuse.weight"].shape == (224, 672)
+    export_draft(draft, tmp_path / "out")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}

@@ -1,0 +1,263 @@
+"""A draft model learns beside its frozen base in any layout as in plain torch, step by step."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from megalight import checkpoint
+from megalight.errors import CheckpointError, ConfigurationError, LayoutError
+from megalight.models.eagle import DraftModel, EagleConfig, EagleModule, eagle_plan, export_draft
+from megalight.models.gpt import GPT
+from megalight.models.stored import held_model, save_model
+from megalight.nn.canonical import canonical_tensors
+from megalight.nn.init import initialise
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import check_split
+from megalight.parallel.options import ParallelOptions
+from megalight.strategies import MegatronStrategy
+from tests.environment import trainer
+from tests.strategies.training import BASE, SEED, global_batch
+from tests.workers import run
+
+STEPS, LR, DECAY, AHEAD = 2, 1e-2, 0.7, 3
+SERVED = replace(BASE, num_layers=4, logit_softcap=9.0)
+LAYERS = (3, 1, 2)
+"""Not in ascending order: the draft reads them in the order that it was trained for."""
+IDS = tuple(range(2, 99, 8))
+"""13, so that two ranks have padding; few, so that some guesses are right by chance."""
+
+
+def served() -> GPT:
+    model = GPT(SERVED).double()
+    initialise(model, 11, "model.")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "base"
+    save_model(held_model("gpt", SERVED, served()), folder)
+    return folder
+
+
+def config(ids: tuple[int, ...] = IDS) -> EagleConfig:
+    return EagleConfig(num_heads=4, num_kv_heads=2, ffn_hidden_size=24, auxiliary_layers=LAYERS, draft_ids=ids, std=0.2)
+
+
+class Drafter(EagleModule):
+    def __init__(self, base: Path, packed: bool, ids: tuple[int, ...], **options: Any) -> None:
+        super().__init__(base, config(ids), seed=SEED, steps=AHEAD, decay=DECAY, **options)
+        self.packed = packed
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=LR)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        share = self.trainer.strategy.distributed_sampler_kwargs
+        batches = [global_batch(step, packed=self.packed) for step in range(STEPS)]
+        rows = [batch.split(4 // share["num_replicas"])[share["rank"]] for batch in batches]
+        return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+    val_dataloader = train_dataloader
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """Of ``x [S, H, D]``, pairs half a head apart."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.double) / half)
+    cos, sin = (f(angles)[:, None] for f in (torch.cos, torch.sin))
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def guesses(w: Mapping[str, Tensor], fused: Tensor, embedded: list[Tensor]) -> list[Tensor]:
+    """Normed hidden states of each step for one sequence of ``S`` tokens, with whole masks ``[S, (n + 1) S]``."""
+    size, hidden, keys, values, found = len(fused), fused, [], [], []
+    past = torch.ones(size, size).tril().bool()
+    for step, each in enumerate(embedded):
+        joined = torch.cat([rms(each, w["layer.embed_norm.weight"]), rms(hidden, w["layer.hidden_norm.weight"])], -1)
+        q, k, v = ((joined @ w[f"layer.attention.{n}.weight"].T).view(size, -1, 8) for n in "qkv")
+        positions = torch.arange(size, dtype=torch.double) + step
+        keys.append(rotated(k, positions).repeat_interleave(2, 1))
+        values.append(v.repeat_interleave(2, 1))
+        # Real tokens up to the place; of the guesses, those of the own place.
+        mask = torch.cat([past, *[torch.eye(size).bool()] * step], -1)
+        scores = torch.einsum("qhd,khd->hqk", rotated(q, positions), torch.cat(keys)) / 8**0.5
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hqk,khd->qhd", weights, torch.cat(values)).flatten(1)
+        hidden = hidden + mixed @ w["layer.attention.proj.weight"].T
+        normed = rms(hidden, w["layer.mlp_norm.weight"])
+        gate, up = (normed @ w[f"layer.mlp.{n}.weight"].T for n in ("gate", "up"))
+        hidden = hidden + (F.silu(gate) * up) @ w["layer.mlp.down.weight"].T
+        found.append(rms(hidden, w["head.norm.weight"]))
+    return found
+
+
+@functools.cache
+def by_hand(packed: bool, ids: tuple[int, ...]) -> tuple[list[tuple[float, ...]], Mapping[str, Any]]:
+    """Objective, and loss and accuracy of each step, of each batch; and the weights at the end."""
+    draft, guide = DraftModel(config(ids).beside(SERVED)).double(), served()
+    initialise(draft, SEED, "model.")
+    weights, rows = canonical_tensors(draft), []
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
+    optimizer = torch.optim.AdamW(leaves.values(), lr=LR)
+    kept: dict[int, Tensor] = {}
+    for name, layer in guide.layers.items():
+        layer.register_forward_hook(lambda *call, name=name: kept.__setitem__(int(name) + 1, call[2]))
+    for number in range(STEPS):
+        batch = global_batch(number, packed=packed)
+        with torch.no_grad():
+            logits = guide(batch.tokens.flatten(), batch.sequences).logits[:, list(ids) or slice(None)]
+        table = guide.embed.word.weight.detach()
+        sums, hits, counts = torch.zeros(3, AHEAD, dtype=torch.double)
+        start = 0
+        for size in batch.sequences.lengths:
+            place = slice(start, start + size)
+            start += size
+            tokens, mask, theirs = batch.tokens.flatten()[place], batch.loss_mask.flatten()[place], logits[place]
+            fused = torch.cat([kept[after][place] for after in LAYERS], -1) @ leaves["fuse.weight"].T
+            embedded = [table[tokens.roll(-step - 1)] for step in range(AHEAD)]
+            for step, normed in enumerate(guesses(leaves, fused, embedded)):
+                left = max(0, size - step - 1)  # places whose guess has a label
+                ours, target = (normed @ leaves["head.output_layer.weight"].T)[:left], theirs[step + 1 :]
+                counted = mask[step + 1 :]
+                losses = -(target.softmax(-1) * ours.log_softmax(-1)).sum(-1) * counted
+                agreed = (ours.argmax(-1) == target.argmax(-1)) * counted
+                one = F.one_hot(torch.tensor(step), AHEAD)
+                sums = sums + losses.sum() * one
+                hits, counts = hits + agreed.sum() * one, counts + counted.sum() * one
+        objective = (sums / counts * DECAY ** torch.arange(AHEAD, dtype=torch.double)).sum()
+        optimizer.zero_grad()
+        objective.backward()
+        optimizer.step()
+        rows.append((float(objective.detach()), *(sums / counts).tolist(), *(hits / counts).tolist()))
+    return rows, {name: leaf.detach().numpy() for name, leaf in leaves.items()}
+
+
+def check(base: Path, layout: dict[str, Any], packed: bool, ids: tuple[int, ...], options: dict[str, Any]) -> None:
+    module, rows = Drafter(base, packed, ids, **options), []
+    how = MegatronStrategy(micro_batch_size=1, **layout)
+
+    def keep(*_: Any) -> None:
+        found = runner.callback_metrics
+        steps = [f"train_step_{step}_{what}" for what in ("loss", "accuracy") for step in range(AHEAD)]
+        total = found["train_loss"] + sum(found[f"train_step_{step}"] for step in range(1, AHEAD))
+        rows.append((float(total), *(float(found[name]) for name in steps)))
+
+    module.on_train_batch_end = keep  # type: ignore[method-assign]
+    runner = trainer(how, max_steps=STEPS, use_distributed_sampler=False, num_sanity_val_steps=0)
+    runner.fit(module)
+    wanted_rows, wanted = by_hand(packed, ids)
+    np.testing.assert_allclose(rows, wanted_rows, rtol=1e-9)
+    assert how.parallel_model is not None
+    for name, tensor in how.parallel_model.tensors().items():
+        for piece in how.specs[name].pieces:
+            value = wanted[piece.name.removeprefix("model.")][piece.box]
+            error = np.linalg.norm(piece.view(tensor.detach()).numpy() - value) / max(np.linalg.norm(value), 1e-3)
+            assert error <= 1e-9, f"{piece.name} differs by {error:.1e}"
+    assert 0 <= float(runner.callback_metrics["val_step_0_accuracy"]) <= 1
+    folder = base.parent / f"draft-{how.mesh.world_size}-{how.mesh.tp}-{packed}"
+    runner.save_checkpoint(folder)
+    assert not any("base" in name for name in checkpoint.open(folder).tensors)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "packed", "ids", "options"),
+    [
+        (1, {}, True, IDS, {}),
+        (2, {"tensor_parallel": 2}, False, IDS, {}),
+        (2, {"tensor_parallel": 2, "sequence_parallel": True}, True, (), {"tensor_parallel": 2}),
+        (2, {}, True, IDS, {"pipeline_parallel": 2}),
+        pytest.param(
+            4,
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            False,
+            IDS,
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_draft_learns_as_by_hand(
+    base: Path, ranks: int, layout: Any, packed: bool, ids: tuple[int, ...], options: Any
+) -> None:
+    run(check, ranks, base, layout, packed, ids, options)
+
+
+def test_the_export_has_the_tensors_that_engines_read(base: Path, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        draft = DraftModel(config().beside(SERVED))
+    draft = draft.to_empty(device="cpu")
+    initialise(draft, SEED, "model.")
+    save_model(held_model("eagle", draft.config, draft), tmp_path / "draft")
+    export_draft(tmp_path / "draft", tmp_path / "out", torch.float32)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    layer = {"input_layernorm", "hidden_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj"}
+    layer |= {"mlp.down_proj", *(f"self_attn.{name}_proj" for name in "qkvo")}
+    names = {f"midlayer.{name}.weight" for name in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
+    assert tensors.keys() == names | {"d2t", "t2d"}
+    assert tensors["fc.weight"].shape == (32, 96)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
+    assert torch.equal(tensors["lm_head.weight"], draft.head.output_layer.weight)
+    assert (torch.arange(len(IDS)) + tensors["d2t"]).tolist() == list(IDS)
+    assert tensors["t2d"].nonzero().flatten().tolist() == list(IDS)
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (values["vocab_size"], values["draft_vocab_size"]) == (101, 13)
+    assert values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 0, 1]
+    with pytest.raises(CheckpointError, match="is there already"):
+        export_draft(tmp_path / "draft", tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="holds no draft model"):
+        export_draft(base, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hidden_size": 16}, "hidden_size of the draft is 16 and that of the base 32"),
+        ({"auxiliary_layers": [1, 4]}, "auxiliary_layers has 4, and the base has 4 layers"),
+        ({"draft_ids": [3, 101]}, "the base has ids from 0 to 100"),
+        ({"draft_ids": [3, 3]}, "not in ascending order"),
+    ],
+)
+def test_a_draft_that_does_not_fit_its_base_is_refused(base: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        EagleModule(base, EagleConfig(**given))
+
+
+@pytest.mark.parametrize(("options", "message"), [({"steps": 0}, "steps=0"), ({"decay": 0.0}, "decay=0.0")])
+def test_bad_options_are_refused(base: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        EagleModule(base, **options)
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [("pp", "a pipeline cuts models made of embed"), ("cp", "has ContextRegion.. for no attention")],
+)
+def test_the_draft_has_no_stages_and_whole_sequences(axis: str, message: str) -> None:
+    with torch.device("meta"):
+        draft = DraftModel(config().beside(SERVED))
+    mesh, options = ParallelMesh(2, 0, **{axis: 2}), ParallelOptions(plan=eagle_plan(draft))
+    with pytest.raises(LayoutError, match=message):
+        check_split(draft, mesh, options, torch.float64, torch.device("cpu"))
