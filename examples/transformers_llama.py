@@ -75,7 +75,7 @@ def train(module: LlamaModule, degrees: Sequence[str]) -> None:
     trainer = pl.Trainer(
         accelerator=options.pop("accelerator"),
         devices=options.pop("devices"),
-        strategy=MegatronStrategy(micro_batch_size=8, **options),
+        strategy=MegatronStrategy(micro_batch_size=16, **options),
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,

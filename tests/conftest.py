@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Let Lightning search for installed callbacks only once, if a test has imported it."""
+    if "lightning.pytorch" in sys.modules:
+        importlib.import_module("tests.installed")
 
 
 @pytest.fixture(autouse=True)

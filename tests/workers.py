@@ -29,7 +29,13 @@ GRACE = 5.0
 POLL = 0.2
 SERVER = mp.get_context("forkserver")
 """Processes are forked from one that has imported what almost all of them need, which takes seconds."""
-SERVER.set_forkserver_preload(["torch", "lightning.pytorch", "megalight.models.gpt", "megalight.strategies"])
+SERVER.set_forkserver_preload(
+    [
+        *("torch", "lightning.pytorch", "megalight.models.gpt", "megalight.strategies", "tests.installed"),
+        # What a command imports besides.
+        *("megalight.cli.lightning", "megalight.callbacks", "omegaconf", "torch.utils.tensorboard"),
+    ]
+)
 LOST_PEER = re.compile(r"by peer|Broken pipe")
 """Matches errors of ranks that lost another rank. These are consequences of a failure, not its cause."""
 

@@ -198,7 +198,7 @@ def kill_rounds(directory: Path, rounds: int) -> None:
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    kill_rounds(tmp_path, 3)
+    kill_rounds(tmp_path, 2)
 
 
 @pytest.mark.full
