@@ -27,8 +27,8 @@ HOST_READS = {
 SKIPPED = (str(Path(torch.__file__).parent), __file__)
 
 
-Operation: TypeAlias = tuple[str, tuple[Any, ...]]
-"""Name of an operation, and the numbers among its arguments."""
+Operation: TypeAlias = tuple[str, str | None, tuple[Any, ...]]
+"""Name of an operation, the line that calls it (None: autograd), and the numbers among its arguments."""
 
 
 class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,8 +41,9 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         device: the device of the recording.
-        earlier: ``numbers`` of an earlier step of the same form. A number that has changed would be frozen. They are
-            compared up to the first operation that differs.
+        earlier: ``numbers`` of an earlier step of the same form. A number that has changed would be frozen. Operations
+            are compared by name and line, where both steps have equally many, so that what only one of them does (once
+            per run, or every second step) does not end the comparison.
     """
 
     def __init__(self, device: torch.device, earlier: Sequence[Operation] = ()) -> None:
@@ -51,7 +52,7 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reasons: list[str] = []
         self.external: dict[int, Tensor] = {}
         self.numbers: list[Operation] = []
-        self._earlier = iter(earlier)
+        self._earlier = earlier
         self._made: set[int] = set()
         # Host randomness runs once, at recording; replays would use its result for ever.
         self._before = self._host_draws()
@@ -63,7 +64,7 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A graph records addresses, not tensors: memory that the step did not make must outlive the recording.
             if tensor.device.type == self.device.type and _key(tensor) not in self._made:
                 self.external.setdefault(_key(tensor), tensor)
-        self._compare((func._schema.name, tuple(_numbers((args, kwargs)))))
+        self.numbers.append((func._schema.name, place(), tuple(_numbers((args, kwargs)))))
         self._look(func, args, kwargs, inputs)
         result = func(*args, **kwargs)
         outputs = list(_tensors(result))
@@ -75,6 +76,12 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for where in _changed(self._earlier, self.numbers):
+            self.note(
+                "computes with a Python number that changes from step to step, and replays would repeat it; keep it in "
+                "a buffer, which on_train_batch_start writes,",
+                where,
+            )
         if self._host_draws() != self._before:
             self.note("draws random numbers on the host, which replays would repeat", None)
 
@@ -83,18 +90,6 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reason = f"the step {what}" + (f" at {where}" if where else "")
         if reason not in self.reasons:
             self.reasons.append(reason)
-
-    def _compare(self, operation: Operation) -> None:
-        self.numbers.append(operation)
-        earlier = next(self._earlier, None)
-        if earlier is None or earlier[0] != operation[0]:
-            self._earlier = iter(())  # other operations run now, so places in the two lists no longer match
-        elif earlier != operation:
-            self.note(
-                "computes with a Python number that changes from step to step, and replays would repeat it; keep it in "
-                "a buffer, which on_train_batch_start writes,",
-                place(),
-            )
 
     def _look(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
         name = func._schema.name.partition("::")[2]
@@ -154,6 +149,22 @@ def _numbers(value: Any) -> Iterator[bool | int | float | str]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _numbers(item)
+
+
+def _changed(earlier: Sequence[Operation], later: Sequence[Operation]) -> Iterator[str | None]:
+    """Yield the lines whose operations have other numbers in the later step."""
+    before, now = _by_line(earlier), _by_line(later)
+    for line, numbers in now.items():
+        # If one step has more of them, nobody knows which ones belong together.
+        if len(before.get(line, ())) == len(numbers) and before[line] != numbers:
+            yield line[1]
+
+
+def _by_line(operations: Sequence[Operation]) -> dict[tuple[str, str | None], list[tuple[Any, ...]]]:
+    found: dict[tuple[str, str | None], list[tuple[Any, ...]]] = {}
+    for name, where, numbers in operations:
+        found.setdefault((name, where), []).append(numbers)
+    return found
 
 
 def _key(tensor: Tensor) -> int:

@@ -204,6 +204,17 @@ def test_inspection_finds_numbers_that_change(numbers: tuple[float, float], chan
     assert any("Python number that changes" in reason for reason in inspection.reasons) == changed
 
 
+@pytest.mark.parametrize(("numbers", "changed"), [((1.0, 1.0), False), ((1.0, 2.0), True)])
+def test_inspection_compares_after_an_operation_of_one_step_only(numbers: tuple[float, float], changed: bool) -> None:
+    earlier: list[Operation] = []
+    for step, number in enumerate(numbers):
+        with Inspection(torch.device("cpu"), earlier) as inspection:
+            x = torch.ones(4) if step else torch.zeros(4).sin()
+            x.masked_fill(torch.ones(4, dtype=torch.bool), number)
+        earlier = inspection.numbers
+    assert bool(inspection.reasons) == changed
+
+
 def test_inspection_keeps_what_was_there_before() -> None:
     table = torch.ones(4)
     with Inspection(torch.device("cpu")) as inspection:
