@@ -18,8 +18,11 @@ from megalight.parallel.tensor.split import replicas_of
 
 GPUS = (1, 4, 8)
 PURPOSES = ("pretrain", "lora")
-DATA = {"gpt": "gpt.module.GPTDataModule", "bert": "bert.module.BertDataModule"}
-"""Family -> the class of the data that its recipes read."""
+CLASSES = {
+    "gpt": ("models.gpt.module.GPTModule", "data.gpt.module.GPTDataModule"),
+    "bert": ("models.bert.module.BertModule", "data.bert.module.BertDataModule"),
+}
+"""Family -> the classes of its module and of the data that its recipes read. By name: Lightning is slow to import."""
 
 STATE_BYTES = 60e9
 """Weights, gradients and optimizer state that a GPU of 80 GB may hold; the rest is for activations."""
@@ -65,7 +68,7 @@ def recipes() -> dict[str, Recipe]:
     found: dict[str, Recipe] = {}
     for known in families():
         # Others begin with the weights of several models, which no name tells.
-        for preset in sorted(known.presets) if known.name in DATA else ():
+        for preset in sorted(known.presets) if known.name in CLASSES else ():
             parameters = count_parameters(known, known.presets[preset])
             # Adapters are for models of text.
             for purpose in PURPOSES if known.name == "gpt" else PURPOSES[:1]:
@@ -143,7 +146,7 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
     if lora:
         # LoRA starts from published weights, whose folder holds the configuration.
         model = {"weights": f"weights/{preset}", "optimizer": model["optimizer"]}
-    module, data = known.module(), DATA[known.name]
+    module, data = CLASSES[known.name]
     return Recipe(
         name,
         parameters,
@@ -151,9 +154,9 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
         {
             "seed_everything": 1234,
             "trainer": trainer,
-            "model": {"class_path": f"{module.__module__}.{module.__name__}", "init_args": model},
+            "model": {"class_path": f"megalight.{module}", "init_args": model},
             "data": {
-                "class_path": f"megalight.data.{data}",
+                "class_path": f"megalight.{data}",
                 "init_args": {"data": "data/text", "global_batch_size": batch, "sequence_length": sequence},
             },
         },

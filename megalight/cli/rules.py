@@ -58,9 +58,20 @@ def check_trainer(arguments: Values) -> None:
             f"trainer.accumulate_grad_batches is {window}; it must be at least 1: the number of batches whose "
             "gradients are added up before each optimizer step."
         )
+    # Without an accelerator by name, only Lightning knows whether this is a CPU.
+    if str(arguments.get("precision") or "").startswith("16") and arguments.get("accelerator") == "cpu":
+        raise half_on_cpu(arguments["precision"])
     every = arguments.get("log_every_n_steps")
     if isinstance(every, int) and every < 0:
         raise ConfigurationError(f"trainer.log_every_n_steps is {every}; it must be at least 1, or 0 for no logs.")
+
+
+def half_on_cpu(precision: Any) -> ConfigurationError:
+    """Return the error for 16-bit floats on a CPU."""
+    return ConfigurationError(
+        f"trainer.precision is {precision}, and this run is on the CPU, where 16-bit floats with loss scaling do not "
+        "work. Use bf16-mixed, or 32-true."
+    )
 
 
 def _check_data(given: Values) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from megalight.callbacks import ActivationOffload, AutomaticCUDAGraph, CUDAGraph
 from megalight.callbacks.run_record import log_folder
 from megalight.cli.explain import subclasses
-from megalight.cli.rules import check_trainer
+from megalight.cli.rules import check_trainer, half_on_cpu
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
 from megalight.loggers import JSONLogger
@@ -156,11 +156,8 @@ def check_values(arguments: Mapping[str, Any]) -> None:
         ConfigurationError: with the value, the rule and the next step.
     """
     check_trainer(arguments)
-    if str(arguments.get("precision") or "").startswith("16") and _on_cpu(arguments.get("accelerator", "auto")):
-        raise ConfigurationError(
-            f"trainer.precision is {arguments['precision']}, and this run is on the CPU, where 16-bit floats with loss "
-            "scaling do not work. Use bf16-mixed, or 32-true."
-        )
+    if str(arguments.get("precision") or "").startswith("16") and _without_gpu(arguments.get("accelerator", "auto")):
+        raise half_on_cpu(arguments["precision"])
 
 
 def within_run(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -185,7 +182,6 @@ def within_run(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         yield "log_every_n_steps", steps
 
 
-def _on_cpu(accelerator: Any) -> bool:
-    return accelerator == "cpu" or (
-        accelerator == "auto" and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available())
-    )
+def _without_gpu(accelerator: Any) -> bool:
+    """Return whether Lightning would choose the CPU."""
+    return accelerator == "auto" and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available())

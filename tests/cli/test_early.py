@@ -35,6 +35,7 @@ MISTAKES = [
     (["--trainer.max_steps=abc"], ["trainer.max_steps = 'abc' is not valid; expected: int."]),
     (["--trainer.max_steps=1.5"], ["trainer.max_steps = '1.5'"]),
     (["--trainer.precision=bf16mixed"], ["trainer.precision = 'bf16mixed'", "Did you mean 'bf16-mixed'?"]),
+    (["--trainer.precision=16-mixed", "--trainer.accelerator=cpu"], ["precision is 16-mixed", "bf16-mixed"]),
     (["--trainer.gradient_clip_val=-1"], ["gradient_clip_val is -1", "at least 0"]),
     (["--trainer.accumulate_grad_batches=0"], ["accumulate_grad_batches is 0"]),
     (
