@@ -3,8 +3,9 @@
     python benchmarks/run_checkpoints.py RESULT.json [--directory DIR] [--ways sync persistent dcp] [--layers 22 ...]
 
 The run is a GPT with AdamW, float32 masters and moments; its defaults have 1.5 billion parameters. All ways save the
-same tensors of the same run. `blocked` is the time for which training stood still, the device being idle before. A
-save beside training goes on during the next steps, whose median is compared with that of the steps before the save.
+same tensors of the same run. `blocked` is the time for which training stood still, the device being idle before: until
+the save let it go on, and what the next step took longer. A save beside training goes on during the next steps, whose
+median is compared with that of the steps before the save.
 `persistent` saves twice: its first save also starts the worker and takes the memory. Loads are from the disk: the
 page cache is dropped before. `disk` writes and reads the same bytes without anything else, which is the limit.
 Every load is checked: the tensors must have the values that they had when they were saved.
@@ -54,9 +55,9 @@ class Row:
     """Figures of one way, in seconds.
 
     Attributes:
-        blocked: how long training stood still.
+        blocked: how long training stood still, with what the first step after it took longer.
         total: until the checkpoint was complete, to the end of a step.
-        during: median of the steps during the save; None: there were none.
+        during: median of the further steps during the save; None: there were none.
         alone: median of steps without a save, of the same run.
         load: until the tensors had the saved values.
     """
@@ -121,8 +122,10 @@ class Probe:
             row.steps.append(self._marks[-1] - self._marks[-2])
             row.total = time.perf_counter() - begun
             if way.done(self._path):
+                # What the first step took longer was spent on copies of the save.
+                row.blocked += max(0.0, row.steps[0] - row.alone)
                 # The last step may have been without the save for its most part.
-                row.during = statistics.median(row.steps[:-1] or row.steps)
+                row.during = statistics.median(row.steps[1:-1] or row.steps)
                 self._end(strategy, way, row, digest)
             elif row.total > self._patience:
                 raise RuntimeError(f"{way.name} has not finished after {self._patience} s")
@@ -138,7 +141,7 @@ class Probe:
         synchronize()
         begun = time.perf_counter()
         way.save(self._path)
-        synchronize()
+        # Without waiting for the device, on which copies may go on beside the next step.
         blocked = time.perf_counter() - begun
         row = Row(way.name, sum(tensor.nbytes for tensor in tensors.values()), blocked, blocked, alone)
         if way.done(self._path):
