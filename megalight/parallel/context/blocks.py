@@ -164,8 +164,11 @@ def _limited(sequences: PackedSequences, share: ContextShare, window: int | None
                     for side, (start, stop) in ((i, band.queries), (j, band.keys))
                 )
                 groups.setdefault((pair, band.causal, band.window), []).append((rows, keys))
-        order = sorted(groups, key=lambda group: group[0])
-        steps.append(tuple(_block(sequences, *zip(*groups[of], strict=True), *of[1:]) for of in order))
+        blocks = []
+        for (_, causal, width), pairs in sorted(groups.items(), key=lambda group: group[0][0]):
+            rows_of, keys_of = [rows for rows, _ in pairs], [keys for _, keys in pairs]
+            blocks.append(_block(sequences, rows_of, keys_of, causal, width))
+        steps.append(tuple(blocks))
     return Blocks(1, tuple(steps))
 
 
