@@ -146,7 +146,7 @@ class TransformersExport(pl.Callback):
             # Retention counts no checkpoints whose names begin with "last".
             newest = saved = str(folder.parent / f"last-for-{folder.name}.ckpt")
             # Averages are the state of a callback, which a checkpoint of weights lacks.
-            trainer.save_checkpoint(saved, weights_only=not self.ema)
+            trainer.save_checkpoint(saved, not self.ema)
             assert isinstance(trainer.strategy, FolderCheckpoints)
             trainer.strategy.finish_saves()
         self._export(newest, folder, overwrite=False)

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save
 from torch import Tensor
 
 from megalight import checkpoint
@@ -247,7 +248,7 @@ def _read_weights(folder: Place) -> Mapping[str, Tensor]:
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist; weights are only read from safetensors files.")
     try:
-        return load(file.read_bytes())
+        return tensors_of(file.read_bytes())
     except Exception as error:  # the package raises its own kinds
         raise CheckpointError(f"{file} cannot be read as safetensors ({error}); copy it again.") from error
 
