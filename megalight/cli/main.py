@@ -55,7 +55,10 @@ def _dispatch(name: str, rest: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_arguments(parser)
-    arguments = parser.parse_args(rest)
+    # Cut off first: argparse would take options that come after an argument for some of these.
+    cut = rest.index("--") if "--" in rest and hasattr(verb, "PASSED_ON") else len(rest)
+    arguments = parser.parse_args(rest[:cut])
+    arguments.passed_on = rest[cut + 1 :]
     with reported(parser.prog, OSError):
         return verb.run(arguments)
 

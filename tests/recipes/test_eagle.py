@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import pytest
+
 from megalight import checkpoint
 from megalight.models.eagle import export_draft
 from tests.recipes.test_lora import WORDS
@@ -13,6 +15,7 @@ from tests.recipes.test_pipeline import RECIPES, _data, megalight
 __all__ = ["_data"]  # the corpus, made before each test
 
 
+@pytest.mark.full
 def test_the_recipe_of_draft_models(tmp_path: Path) -> None:
     demo, eagle = (str(RECIPES / f"{name}.yaml") for name in ("demo", "eagle"))
     megalight(tmp_path, "fit", "-c", demo, *WORDS)

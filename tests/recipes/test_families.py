@@ -24,10 +24,11 @@ WORDS = [
     ("recipe", "model_type", "words"),
     [
         ("gemma", "gemma2", ["--model.config.embedding_multiplier=5.656854249492381"]),
-        (
+        pytest.param(
             "llama4",
             "llama4_text",
             ["--model.config.moe.ffn_hidden_size=16", "--model.config.moe.shared.ffn_hidden_size=16"],
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -127,9 +127,20 @@ def actual(path: Any) -> Any:
     # "partial" first: it is newer than what it was to replace.
     for state in ("partial", "old"):
         for candidate in sorted(path.parent.glob(f"{_escaped(path.name)}.{state}-*")):
-            if _TEMPORARY.fullmatch(candidate.name) and is_complete(candidate):
+            if _TEMPORARY.fullmatch(candidate.name) and is_complete(candidate) and not _saving(candidate):
                 return candidate
     return path
+
+
+def _saving(folder: Path) -> bool:
+    """Whether a living save holds a folder. It renames it next, under the hands of who reads it by this name."""
+    try:
+        lock = locked(folder, fcntl.LOCK_SH)
+    except (BlockingIOError, FileNotFoundError):
+        return True
+    if lock is not None:
+        os.close(lock)
+    return False
 
 
 def finished(directory: str | os.PathLike[str]) -> list[Place]:
@@ -168,16 +179,16 @@ def remove(path: str | os.PathLike[str]) -> bool:
 @singledispatch
 def removed(path: Any) -> bool:
     """See :func:`remove`."""
-    trash = _temporary(path, "removed")
+    trash, root = _temporary(path, "removed"), actual(path)
     try:
-        lock = locked(actual(path))
+        lock = locked(root)
     except BlockingIOError:
         return False
     except FileNotFoundError:
         return True
     try:
         # Renamed before it is deleted: at every moment there is a whole checkpoint of this name, or none.
-        os.rename(actual(path), trash)
+        os.rename(root, trash)
         # The rename reaches the disk before anything is deleted.
         sync_directory(path.parent)
         delete(trash)

@@ -8,14 +8,16 @@ from pathlib import Path
 
 from megalight.errors import ConfigurationError
 
+PASSED_ON = "validate"
+"""The verb whose arguments come after ``--``."""
+
 
 def describe() -> str:
     """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
     return (
         "quantize a model with ModelOpt, calibrated on validation data\n\n"
-        "Options come first, then the output. The arguments after -- are those of\n"
-        "megalight validate: the recipe, the weights (model.weights), the layout, the number of batches\n"
-        "(--trainer.limit_val_batches)."
+        "The arguments after -- are those of megalight validate: the recipe, the weights\n"
+        "(model.weights), the layout, the number of batches (--trainer.limit_val_batches)."
     )
 
 
@@ -24,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", type=Path, help="the checkpoint to write")
     parser.add_argument("--preset", default="FP8_DEFAULT_CFG", help="preset of ModelOpt (default: FP8_DEFAULT_CFG)")
     parser.add_argument("--head", action="store_true", help="also quantize the output layer")
-    parser.add_argument("validate", nargs="*", help="arguments of megalight validate, after --")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,4 +38,4 @@ def run(arguments: argparse.Namespace) -> int:
     values = {"preset": arguments.preset, "head": arguments.head, "save_to": str(arguments.output)}
     callback = {"class_path": "megalight.callbacks.ModelOptQuantization", "init_args": values}
     # Launched ranks run this same command, so each adds the callback.
-    return main(["validate", *arguments.validate, f"--trainer.callbacks+={json.dumps(callback)}"])
+    return main([PASSED_ON, *arguments.passed_on, f"--trainer.callbacks+={json.dumps(callback)}"])

@@ -7,6 +7,7 @@ import errno
 import multiprocessing as mp
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -213,6 +214,18 @@ def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == {"a.ckpt", busy.folder.name}
     busy.discard()
     assert names(tmp_path) == {"a.ckpt"}
+
+
+def test_a_sealed_folder_is_read_only_when_its_save_is_dead(tmp_path: Path) -> None:
+    """A living save renames it next, and readers would lose it by its temporary name."""
+    path = tmp_path / "a.ckpt"
+    simple.save(path, 1)
+    partial = publish.Partial(tmp_path / "b.ckpt")
+    shutil.copytree(path, partial.folder, dirs_exist_ok=True)
+    assert not checkpoint.is_complete(tmp_path / "b.ckpt")
+    assert checkpoint.latest(tmp_path) == path
+    partial.release()  # as the system does when a process dies
+    assert simple.step_of(tmp_path / "b.ckpt") == 1
 
 
 def test_without_locks_only_leftovers_of_the_same_path_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

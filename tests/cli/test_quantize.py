@@ -1,0 +1,25 @@
+"""The arguments of ``megalight quantize``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megalight.cli import main
+
+PRESET = "INT8_DEFAULT_CFG"
+
+
+@pytest.mark.parametrize("words", [["OUT", "--preset", PRESET], ["--preset", PRESET, "OUT"]])
+def test_what_follows_two_dashes_is_passed_on(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, passed = main.main, []
+    monkeypatch.setattr(main, "main", lambda given: passed.append(given) or 0)
+    output = str(tmp_path / "out")
+    words = [output if word == "OUT" else word for word in words]
+    assert command(["quantize", *words, "--", "-c", "recipe.yaml", "--trainer.devices=1"]) == 0
+    ((*first, callback),) = passed
+    assert first == ["validate", "-c", "recipe.yaml", "--trainer.devices=1"]
+    values = json.loads(callback.removeprefix("--trainer.callbacks+="))["init_args"]
+    assert values == {"preset": PRESET, "head": False, "save_to": output}
