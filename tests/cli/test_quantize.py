@@ -13,9 +13,17 @@ PRESET = "INT8_DEFAULT_CFG"
 
 
 @pytest.mark.parametrize("words", [["OUT", "--preset", PRESET], ["--preset", PRESET, "OUT"]])
-def test_what_follows_two_dashes_is_passed_on(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command, passed = main.main, []
-    monkeypatch.setattr(main, "main", lambda given: passed.append(given) or 0)
+def test_what_follows_two_dashes_is_passed_on(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[list[str]] = []
+
+    def record(given: list[str]) -> int:
+        passed.append(given)
+        return 0
+
+    command = main.main
+    monkeypatch.setattr(main, "main", record)
     output = str(tmp_path / "out")
     words = [output if word == "OUT" else word for word in words]
     assert command(["quantize", *words, "--", "-c", "recipe.yaml", "--trainer.devices=1"]) == 0
