@@ -94,7 +94,7 @@ def test_what_cannot_be_completed_is_said(tmp_path, tokenizer_files):
     with pytest.raises(CheckpointError, match="does not say which model"):
         load_model(tmp_path / "other")
     save(tmp_path / "strange", build(), common={"model": {"family": "rnn", "config": {}}})
-    with pytest.raises(MegalightError, match="unknown model family 'rnn'; known: bert, gpt"):
+    with pytest.raises(MegalightError, match="unknown model family 'rnn'; known: bert, eagle, gpt"):
         load_model(tmp_path / "strange")
     save(tmp_path / "silent", build(), common={"model": {"family": "bert", "config": {}}})
     with pytest.raises(CheckpointError, match="holds a bert model, which does not generate text"):

@@ -146,7 +146,8 @@ def test_all_ranks_write_files_of_their_own(
     folders: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "stale").touch()
+    for name in ("config.json", "stale"):  # only a folder of transformers is replaced
+        (tmp_path / "out" / name).write_text("{}")
     for names in run(_export_from, 2, folders("qwen3"), tmp_path / "out"):
         assert "model.safetensors.index.json" in names
         assert "stale" not in names
