@@ -274,7 +274,9 @@ class Background:
     def close(self) -> None:
         """End the worker and free the memory."""
         self.abort()
-        self._end_copies()
+        # A GPU that has failed copies nothing more. Its error has ended training, and must not be replaced by this one.
+        with suppress(RuntimeError):
+            self._end_copies()
         if self._memory is not None:
             self._memory.close()
             self._memory = None

@@ -128,6 +128,25 @@ def test_an_aborted_save_leaves_the_memory_when_its_copies_have_arrived(
     assert not (tmp_path / "a.ckpt").exists()
 
 
+class Failed(Copying):
+    """Copies of a GPU that has failed: each wait raises the error of its kernel."""
+
+    def wait(self) -> None:
+        raise torch.AcceleratorError("device-side assert triggered")
+
+
+def test_the_error_of_a_gpu_does_not_keep_a_run_from_its_end(
+    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Failed()
+    monkeypatch.setattr(saves, "stage", lambda *args, **kwargs: replace(stage(*args, **kwargs), copies=copies))
+    simple.save(tmp_path / "a.ckpt", 1, background)
+    assert background.settle_alone() is None
+    background.close()
+    assert background._memory is None
+    assert not (tmp_path / "a.ckpt").exists()
+
+
 def test_memory_is_made_ahead(tmp_path: Path, background: Background) -> None:
     views = simple.views(simple.tensors(1))
     background.prepare(size_of(views))
