@@ -40,8 +40,9 @@ LAYOUTS: dict[str, tuple[type[MegatronStrategy], dict[str, Any], GPTConfig]] = {
     "fsdp": (MegatronFSDPStrategy, {}, GQA),
     "pp2": (MegatronStrategy, {"pipeline_parallel": 2}, GQA),
     "ep2": (MegatronStrategy, {"expert_parallel": 2}, EXPERTS),
+    "alone": (MegatronStrategy, {}, GQA),
 }
-"""Strategy, its options, and the model; for two ranks."""
+"""Strategy, its options, and the model; for two ranks, but the last."""
 
 
 class At(pl.Callback):
@@ -258,6 +259,26 @@ def test_a_save_outlives_a_failure_but_not_an_abort(tmp_path: Path) -> None:
     assert "step=1.ckpt" in {path.name for path in checkpoint.finished(tmp_path / "failed")}
     assert checkpoint.open(tmp_path / "failed" / "last.ckpt").common["global_step"] >= 1
     assert not checkpoint.finished(tmp_path / "aborted")
+
+
+class SaveAtFitEnd(pl.Callback):
+    """Lightning has torn the strategy down by then."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_fit_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _saved_after(folder: str) -> bool:
+    path = f"{folder}/end.ckpt"
+    fit(folder, SaveAtFitEnd(path), layout="alone", every_n_train_steps=10, steps=1)
+    return checkpoint.latest(folder) is not None
+
+
+def test_a_save_after_training_is_whole_and_leaves_no_worker(tmp_path: Path) -> None:
+    assert run(_saved_after, 1, str(tmp_path)) == [True]
 
 
 @pytest.mark.parametrize(

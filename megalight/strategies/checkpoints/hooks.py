@@ -40,7 +40,8 @@ class FolderCheckpoints(MeshStrategy):
         _resumed: the checkpoint from which the run resumes, or None.
         _left_out: names of hyperparameters that are not saved, after a warning.
         _given: the ``state_dict`` that hooks of a save were given. None after the save.
-        _beside: the saves beside training. None before the second step and the first save.
+        _in_fit: whether saves may go on beside training, and :meth:`end_saving` will follow.
+        _beside: the saves beside training. None before the second step and the first save, and outside of ``fit``.
         _only_updates_write: whether nothing but the optimizer's update writes masters and states during ``fit``.
     """
 
@@ -48,6 +49,7 @@ class FolderCheckpoints(MeshStrategy):
     _resumed: Resumed | None
     _left_out: set[str]
     _given: dict[str, Any] | None = None
+    _in_fit: bool = False
     _beside: SavesBeside | None = None
     _only_updates_write: bool = False
 
@@ -105,6 +107,7 @@ class FolderCheckpoints(MeshStrategy):
         for callback in trainer.checkpoint_callbacks:
             # Refuses addresses that could only fail at the first save.
             place(getattr(callback, "dirpath", None) or "")
+        self._in_fit = True
         if self.checkpoints.async_save is None:
             return
         for callback in trainer.checkpoint_callbacks:
@@ -156,6 +159,7 @@ class FolderCheckpoints(MeshStrategy):
         Args:
             failed: training has failed, so other ranks may be gone: wait for what this rank's worker does.
         """
+        self._in_fit = False
         # none where fit was refused before the module met its trainer
         trainer = None if self.lightning_module is None else _lightning.trainer_of(self.lightning_module)
         for callback in () if trainer is None else trainer.checkpoint_callbacks:
@@ -182,7 +186,8 @@ class FolderCheckpoints(MeshStrategy):
 
     def _saves_beside(self) -> SavesBeside | None:
         kind = self.checkpoints.async_save
-        if self._beside is None and kind is not None:
+        # Lightning calls `on_fit_end` after the teardown: nobody would finish that save, or end its worker.
+        if self._beside is None and kind is not None and self._in_fit:
             group = self.host_group() if self.world_size > 1 else None
             written = partial(self._tell, "on_checkpoint_written")
             skip = self.checkpoints.when_busy == "skip"
