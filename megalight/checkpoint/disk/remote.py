@@ -386,7 +386,9 @@ def _clean(path: Address) -> None:
             _delete(save)
     for other in _named(path.parent):
         for save in _saves(other) if other != path else []:
-            if not _sealed(save) and (_dead(save) or _abandoned(save)):
+            # Asked in this order: a process may publish its save and end between the two questions.
+            dead = _dead(save)
+            if not _sealed(save) and (dead or _abandoned(save)):
                 _delete(save)
 
 

@@ -236,6 +236,25 @@ def test_leftovers_do_not_pile_up(folder: Address, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_a_save_that_ends_meanwhile_is_no_leftover(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process publishes it and ends while another looks for leftovers."""
+    simple.save(folder / "a.ckpt", 1)
+    (save,) = remote._saves(folder / "a.ckpt")
+    manifest = save / "manifest.json"
+    contents = manifest.read_bytes()
+    manifest.store.rm_file(manifest.key)  # not published yet
+
+    def ended(found: Address) -> bool:
+        if found == save:
+            write_file(manifest, contents)
+        return found == save
+
+    monkeypatch.setattr(remote, "_dead", ended)
+    simple.save(folder / "b.ckpt", 1)
+    assert simple.step_of(folder / "a.ckpt") == 1
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
 def test_a_save_under_way_costs_others_one_question(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one for each of its files, which are many on many ranks."""
     with monkeypatch.context() as elsewhere:
