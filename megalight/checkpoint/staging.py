@@ -35,7 +35,7 @@ class Copies:
     """
 
     def __init__(self, sources: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        self._sources = sources
+        self._sources: Sequence[Tensor] = sources
         streams = {
             device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for device in dict.fromkeys(source.device for source in sources)
@@ -53,9 +53,11 @@ class Copies:
             torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
-        """Wait until all is copied."""
+        """Wait until all is copied, and let go of the sources."""
         for event in self._events.values():
             event.synchronize()
+        # Writing takes longer than copying, and an optimizer may be offloaded meanwhile: its memory must become free.
+        self._sources = ()
 
 
 @dataclass(frozen=True)

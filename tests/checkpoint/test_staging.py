@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megalight import checkpoint
+from megalight.checkpoint.staging import Copies
 from tests.checkpoint import simple
 from tests.checkpoint.layouts import Layout, Model
 from tests.workers import run
@@ -33,6 +38,20 @@ def test_without_a_copy_the_memory_stays_its_owners() -> None:
     staged = checkpoint.stage(simple.views(values), copy=False)
     kept = {box.data.data_ptr() for view in staged.views.values() for box in view.boxes}
     assert kept == {value.data_ptr() for value in values.values()}
+
+
+def test_sources_are_held_until_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While they are written, their memory may be needed: an optimizer may have been moved to the host."""
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    source, target = torch.ones(3), torch.zeros(3)
+    held, copies = weakref.ref(source), Copies([source], [target])
+    del source
+    assert held() is not None
+    copies.wait()
+    assert held() is None
+    assert target.tolist() == [1, 1, 1]
 
 
 def write_beside_training(path: Path) -> tuple[int, int, list[str]]:
