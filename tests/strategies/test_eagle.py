@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from megalight import checkpoint
 from megalight.errors import CheckpointError, ConfigurationError, LayoutError
 from megalight.models.eagle import DraftModel, EagleConfig, EagleModule, eagle_plan, export_draft
+from megalight.models.eagle.export import in_order
 from megalight.models.gpt import GPT
 from megalight.models.stored import held_model, save_model
 from megalight.nn.canonical import canonical_tensors
@@ -216,7 +217,12 @@ def test_the_export_has_the_tensors_that_engines_read(base: Path, tmp_path: Path
     layer |= {"mlp.down_proj", *(f"self_attn.{name}_proj" for name in "qkvo")}
     names = {f"midlayer.{name}.weight" for name in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
     assert tensors.keys() == names | {"d2t", "t2d"}
-    assert tensors["fc.weight"].shape == (32, 96)
+    # Engines hand over the hidden states in the order of the layers, not in that of the training.
+    states = torch.randn(5, 4, 32)
+    fused = draft.fuse(torch.cat([states[:, after] for after in LAYERS], -1))
+    torch.testing.assert_close(states[:, 1:].flatten(1) @ tensors["fc.weight"].T, fused)
+    both = in_order(torch.tensor([[1.0, 2.0, 4.0]]), (2, 1, 2))
+    assert both.tolist() == [[2.0, 5.0]]
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
     assert torch.equal(tensors["lm_head.weight"], draft.head.output_layer.weight)
     assert (torch.arange(len(IDS)) + tensors["d2t"]).tolist() == list(IDS)
@@ -224,7 +230,8 @@ def test_the_export_has_the_tensors_that_engines_read(base: Path, tmp_path: Path
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (values["vocab_size"], values["draft_vocab_size"]) == (101, 13)
-    assert values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 0, 1]
+    assert values["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     with pytest.raises(CheckpointError, match="is there already"):
         export_draft(tmp_path / "draft", tmp_path / "out")
     with pytest.raises(ConfigurationError, match="holds no draft model"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def export_draft(
     tensors = {}
     for name, tensor in canonical_tensors(model).items():
         module, _, leaf = name.rpartition(".")
+        tensor = in_order(tensor, config.auxiliary_layers) if module == "fuse" else tensor
         tensors[f"{NAMES[module]}.{leaf}"] = tensor.to(dtype).contiguous()
     ids = torch.tensor(config.draft_ids or range(config.vocab_size))
     # The token of row `i` is `i + d2t[i]`; `t2d` says which tokens have a row.
@@ -76,8 +78,18 @@ def export_draft(
     partial.rename(target)
 
 
+def in_order(weight: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+    """Return the weight ``[h, n h]`` of ``fuse`` for the same hidden states in ascending order, each of them once."""
+    # Engines collect the states while the layers run, whatever the order in the configuration.
+    blocks = dict.fromkeys(sorted(layers), torch.zeros(()).to(weight))
+    for after, block in zip(layers, weight.chunk(len(layers), 1), strict=True):
+        blocks[after] = blocks[after] + block
+    return torch.cat(list(blocks.values()), 1)
+
+
 def values_of(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of ``config.json``."""
+    layers = sorted(set(config.auxiliary_layers))
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -98,10 +110,10 @@ def values_of(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
         # Counted as in vLLM: hidden states after so many layers.
-        "eagle_aux_hidden_state_layer_ids": list(config.auxiliary_layers),
+        "eagle_aux_hidden_state_layer_ids": layers,
         # Counted as in SGLang and ModelOpt: outputs of layers, the first being 0.
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [after - 1 for after in config.auxiliary_layers],
+            "eagle_aux_hidden_state_layer_ids": [after - 1 for after in layers],
         },
     }
