@@ -238,6 +238,14 @@ def test_the_export_has_the_tensors_that_engines_read(base: Path, tmp_path: Path
         export_draft(base, tmp_path / "other")
 
 
+def test_sizes_that_are_left_out_are_those_of_the_base() -> None:
+    wide = replace(BASE, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=24)
+    found = EagleConfig().beside(wide)
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (4, 2, 24)
+    assert EagleConfig(num_heads=2).beside(wide).head_dim == 16
+    assert EagleConfig(head_dim=12).beside(wide).head_dim == 12
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

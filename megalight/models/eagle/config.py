@@ -84,6 +84,8 @@ class EagleConfig:
             f"{base.vocab_size - 1}; count them with the base's tokenizer.",
         )
         heads = self.num_heads or base.num_heads
+        # Heads of latent attention have sizes of their own, and with another number of heads the base's says nothing.
+        like_base = heads == base.num_heads and base.latent is None
         return replace(
             self,
             hidden_size=base.hidden_size,
@@ -92,7 +94,7 @@ class EagleConfig:
             num_heads=heads,
             # With other heads than the base, its number of key heads may not divide them.
             num_kv_heads=self.num_kv_heads or (heads if self.num_heads else base.num_kv_heads),
-            head_dim=self.head_dim or base.hidden_size // heads,
+            head_dim=self.head_dim or (base.head_dim if like_base else base.hidden_size // heads),
             ffn_hidden_size=self.ffn_hidden_size or base.ffn_hidden_size,
             rotary_base=self.rotary_base or base.position.base,
             auxiliary_layers=layers,
