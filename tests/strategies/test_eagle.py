@@ -260,6 +260,15 @@ def test_a_draft_that_does_not_fit_its_base_is_refused(base: Path, given: dict[s
         EagleModule(base, EagleConfig(**given))
 
 
+def test_weights_of_a_draft_for_another_base_are_refused(base: Path, tmp_path: Path) -> None:
+    large = replace(SERVED, num_layers=6)
+    with torch.device("meta"):
+        draft = DraftModel(EagleConfig(auxiliary_layers=(1, 3, 5)).beside(large))
+    save_model(held_model("eagle", draft.config, draft.to_empty(device="cpu")), tmp_path / "draft")
+    with pytest.raises(ConfigurationError, match="auxiliary_layers has 5, and the base has 4 layers"):
+        EagleModule(base, weights=tmp_path / "draft")
+
+
 @pytest.mark.parametrize(("options", "message"), [({"steps": 0}, "steps=0"), ({"decay": 0.0}, "decay=0.0")])
 def test_bad_options_are_refused(base: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -70,7 +70,9 @@ class EagleModule(FamilyModule[EagleConfig]):
         self.base_model = BaseModel(base, tensor_parallel, pipeline_parallel)
         if config is None and weights is None:
             config = EagleConfig()
-        super().__init__(None if config is None else config.beside(self.base_model.config), optimizer, seed, weights)
+        super().__init__(config, optimizer, seed, weights)
+        # Also of the configuration in `weights`, whose draft may have served another base.
+        self.config = self.config.beside(self.base_model.config)
         self.steps = steps
         self.decay = decay
         self.base: Base = self.base_model.task(self.config.auxiliary_layers)
