@@ -18,7 +18,7 @@ class Distillation(pl.Callback):
 
     Args:
         teacher: a checkpoint, or a ``transformers`` folder. Its vocabulary is that of the student.
-        divergence: ``forward_kl``, ``reverse_kl`` or ``jensen_shannon``.
+        divergence: ``forward_kl``, ``reverse_kl``, ``jensen_shannon`` or ``cross_entropy``.
         temperature: divides the logits of both models.
         scale: multiplies the divergence.
         own_loss: add the student's own loss to the objective.

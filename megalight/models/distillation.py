@@ -46,7 +46,8 @@ class DistillationLoss:
     """The loss of a student.
 
     Attributes:
-        divergence: ``forward_kl``, ``reverse_kl`` or ``jensen_shannon``; see :mod:`megalight.ops.divergence.kinds`.
+        divergence: ``forward_kl``, ``reverse_kl``, ``jensen_shannon`` or ``cross_entropy``; see
+            :mod:`megalight.ops.divergence.kinds`.
         temperature: divides the logits of both models. The loss is not multiplied by its square.
         scale: multiplies the divergence.
         own: whether the student's own loss is part of the objective.
