@@ -201,21 +201,8 @@ class Distiller:
             )
 
     def check_tokenizer(self, files: Mapping[str, bytes]) -> None:
-        """Refuse data whose token ids mean something else to the teacher.
-
-        Args:
-            files: the files that come with the data. Without a tokenizer there, or with the teacher, nothing is known.
-
-        Raises:
-            DataError: the tokenizers differ.
-        """
-        both = [found[TOKENIZER] for found in (self.files, files) if TOKENIZER in found]
-        identities = {Tokenizer.from_json(text.decode()).identity for text in both}
-        if len(identities) > 1:
-            raise DataError(
-                f"the teacher in {self.folder} was trained with another tokenizer than that of the data, so ids do "
-                "not mean the same to it. Prepare the data with the teacher's tokenizer.json, or take another teacher."
-            )
+        """See :func:`check_tokenizer`."""
+        check_tokenizer(f"the teacher in {self.folder}", self.files, files)
 
     def frozen(self) -> FrozenModel:
         """Return the declaration of the teacher for a run."""
@@ -276,3 +263,23 @@ class Distiller:
         if not training:
             return own, metrics
         return own + divergence * self.loss.scale, metrics | {"own_loss": (own.detach(), tokens)}
+
+
+def check_tokenizer(model: str, files: Mapping[str, bytes], data: Mapping[str, bytes]) -> None:
+    """Refuse data whose token ids mean something else to a frozen model.
+
+    Args:
+        model: which model, for the error.
+        files: the files that come with it. Without a tokenizer there, or with the data, nothing is known.
+        data: the files that come with the data.
+
+    Raises:
+        DataError: the tokenizers differ.
+    """
+    both = [found[TOKENIZER] for found in (files, data) if TOKENIZER in found]
+    identities = {Tokenizer.from_json(text.decode()).identity for text in both}
+    if len(identities) > 1:
+        raise DataError(
+            f"{model} was trained with another tokenizer than that of the data, so ids do not mean the same to it. "
+            "Prepare the data with its tokenizer.json, or take another model."
+        )

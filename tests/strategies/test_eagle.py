@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megalight import checkpoint
-from megalight.errors import CheckpointError, ConfigurationError, LayoutError
+from megalight.data.tokenizer import FILE, Tokenizer
+from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError
 from megalight.models.eagle import DraftModel, EagleConfig, EagleModule, eagle_plan, export_draft
 from megalight.models.eagle.export import in_order
 from megalight.models.gpt import GPT
@@ -267,6 +269,15 @@ def test_weights_of_a_draft_for_another_base_are_refused(base: Path, tmp_path: P
     save_model(held_model("eagle", draft.config, draft.to_empty(device="cpu")), tmp_path / "draft")
     with pytest.raises(ConfigurationError, match="auxiliary_layers has 5, and the base has 4 layers"):
         EagleModule(base, weights=tmp_path / "draft")
+
+
+def test_data_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    ours, other = (Tokenizer.train([text * 9], 262).to_json().encode() for text in ("some words ", "other letters "))
+    save_model(replace(held_model("gpt", SERVED, served()), files={FILE: ours}), tmp_path / "base")
+    module = EagleModule(tmp_path / "base", config())
+    module.check_data(SimpleNamespace(checkpoint_files=lambda: {FILE: ours}))
+    with pytest.raises(DataError, match=r"the base in .* was trained with another tokenizer than that of the data"):
+        module.check_data(SimpleNamespace(checkpoint_files=lambda: {FILE: other}))
 
 
 @pytest.mark.parametrize(("options", "message"), [({"steps": 0}, "steps=0"), ({"decay": 0.0}, "decay=0.0")])

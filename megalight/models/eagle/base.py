@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.models.distillation import OUTPUT, SAVED, Teacher
+from megalight.models.distillation import OUTPUT, SAVED, Teacher, check_tokenizer
 from megalight.models.family import Family
 from megalight.models.gpt import GPTConfig
 from megalight.models.stored import open_model
@@ -97,6 +97,7 @@ class BaseModel:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     config: GPTConfig = field(init=False, compare=False)
+    files: Mapping[str, bytes] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Read the base's configuration."""
@@ -106,6 +107,11 @@ class BaseModel:
                 f"the base in {self.folder} is a {stored.family.name} model; drafts serve models of the family gpt."
             )
         object.__setattr__(self, "config", stored.config)
+        object.__setattr__(self, "files", stored.files)
+
+    def check_tokenizer(self, data: Mapping[str, bytes]) -> None:
+        """See :func:`~megalight.models.distillation.check_tokenizer`."""
+        check_tokenizer(f"the base in {self.folder}", self.files, data)
 
     def task(self, layers: Sequence[int]) -> Base:
         """Return its forward pass."""

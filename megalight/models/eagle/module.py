@@ -47,6 +47,7 @@ class EagleModule(FamilyModule[EagleConfig]):
     Raises:
         ConfigurationError: the draft does not fit the base, or a value is out of range.
         CheckpointError: the folder holds no complete model.
+        DataError: before processes start: the data was made by another tokenizer than the base's.
     """
 
     family = "eagle"
@@ -80,6 +81,11 @@ class EagleModule(FamilyModule[EagleConfig]):
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the base."""
         return {BASE: self.base_model.frozen(self.base, self.config.draft_ids)}
+
+    def check_data(self, datamodule: Any) -> None:
+        """Refuse data that does not fit the draft, or came from another tokenizer than the base's."""
+        super().check_data(datamodule)
+        self.base_model.check_tokenizer(getattr(datamodule, "checkpoint_files", dict)())
 
     def forward_step(self, model: nn.Module, batch: WithResults, carry: Carry | None = None) -> Carry:
         """From the base's results to ``losses_<n> [T]`` and ``hits_<n> [T]`` of each step."""
