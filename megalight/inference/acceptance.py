@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megalight.errors import ConfigurationError
 from megalight.inference.generate import evaluating, generate
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
@@ -31,6 +32,9 @@ def acceptance_length(
         prompts: token ids.
         max_new_tokens: length of each completion.
         guesses: how many tokens the draft guesses in a round.
+
+    Raises:
+        ConfigurationError: there is nothing to guess: no prompt, or no completion with a second token.
     """
     tokens = rounds = 0
     for prompt in prompts:
@@ -44,7 +48,12 @@ def acceptance_length(
             kept = min(right[place], end - place - 1)
             place += kept + 1
             tokens, rounds = tokens + kept + 1, rounds + 1
-    return tokens / max(1, rounds)
+    if not rounds:
+        raise ConfigurationError(
+            f"{len(prompts)} prompts with max_new_tokens={max_new_tokens} leave nothing to guess: the first token is "
+            "of the prompt's own pass. Give prompts, and at least 2 new tokens."
+        )
+    return tokens / rounds
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalight.errors import ConfigurationError
 from megalight.inference import acceptance
 from megalight.inference.acceptance import acceptance_length, auxiliary_states, drafted
 from megalight.models.eagle import DraftModel, EagleConfig
@@ -66,3 +67,9 @@ def test_a_round_yields_its_right_guesses_and_one_token(
     monkeypatch.setattr(acceptance, "drafted", guess)
     base, draft = models()
     assert acceptance_length(base, draft, [[1, 2, 3]], max_new_tokens=20) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("prompts", "new"), [([], 8), ([[1, 2, 3]], 1)])
+def test_an_acceptance_length_of_no_rounds_is_refused(prompts: list[list[int]], new: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"{len(prompts)} prompts with max_new_tokens={new} leave nothing"):
+        acceptance_length(*models(), prompts, max_new_tokens=new)
