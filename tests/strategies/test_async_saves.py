@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from megalight import checkpoint
 from megalight.callbacks import EMA, Preemption, Retention, preemption
 from megalight.checkpoint.background.saves import Pending
+from megalight.checkpoint.background.shared import SharedMemory
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
@@ -279,6 +281,31 @@ def _saved_after(folder: str) -> bool:
 
 def test_a_save_after_training_is_whole_and_leaves_no_worker(tmp_path: Path) -> None:
     assert run(_saved_after, 1, str(tmp_path)) == [True]
+
+
+def _prepared(folder: str) -> tuple[list[int], list[int]]:
+    """Bytes of memory that were made ahead, and that saves took."""
+    ahead, taken = list[int](), list[int]()
+    prepare, reserve = SharedMemory.prepare, SharedMemory.reserve
+
+    def prepared(self: SharedMemory, nbytes: int) -> None:
+        ahead.append(nbytes)
+        prepare(self, nbytes)
+
+    def reserved(self: SharedMemory, nbytes: int) -> Tensor:
+        taken.append(nbytes)
+        return reserve(self, nbytes)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SharedMemory, "prepare", prepared)
+        patched.setattr(SharedMemory, "reserve", reserved)
+        fit(folder, layout="alone", steps=2, every_n_train_steps=2, save_weights_only=True)
+    return ahead, taken
+
+
+def test_memory_is_made_for_what_is_saved(tmp_path: Path) -> None:
+    ((ahead, taken),) = run(_prepared, 1, str(tmp_path))
+    assert ahead == taken[:1]
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ class FolderCheckpoints(MeshStrategy):
             # States exist now, so the size of a save is known.
             beside = self._saves_beside()
             assert beside is not None
-            beside.prepare(size_of(views(self, True, Edits())))
+            beside.prepare(size_of(views(self, self._saves_states, Edits())))
 
     def fence_saves(self) -> None:
         """Let the update that follows come after the copies of the save under way. The host does not wait."""
@@ -178,6 +178,13 @@ class FolderCheckpoints(MeshStrategy):
         assert self.lightning_module is not None
         state = self.lightning_module.trainer.state
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+    @property
+    def _saves_states(self) -> bool:
+        """Whether any callback will save states of the optimizer, as far as this is known before."""
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        return not callbacks or not all(getattr(callback, "save_weights_only", False) for callback in callbacks)
 
     @property
     def _has_stepped(self) -> bool:
