@@ -132,7 +132,7 @@ class Failed(Copying):
     """Copies of a GPU that has failed: each wait raises the error of its kernel."""
 
     def wait(self) -> None:
-        raise torch.AcceleratorError("device-side assert triggered")
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered", 710)
 
 
 def test_the_error_of_a_gpu_does_not_keep_a_run_from_its_end(
