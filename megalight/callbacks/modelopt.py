@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +22,7 @@ class ModelOptQuantization(pl.Callback):
     Args:
         preset: name of a preset in ``modelopt.torch.quantization``.
         head: also quantize the output layer, which presets leave out.
-        save_to: folder for a checkpoint of the calibrated model; None: none is written here.
+        save_to: folder for a checkpoint of the calibrated model, also in remote storage; None: none is written here.
 
     Raises:
         ConfigurationError: before processes start: the preset is unknown, not supported, or names no layer of the
@@ -75,7 +74,8 @@ class ModelOptQuantization(pl.Callback):
         calibration, self._calibration = self._calibration, None
         calibration.finish()
         if self.save_to is not None:
-            trainer.save_checkpoint(Path(self.save_to))
+            # A string: Path would make a local folder of the address of remote storage.
+            trainer.save_checkpoint(os.fspath(self.save_to))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse to train a model that was not calibrated: its quantizers would return NaN."""

@@ -31,3 +31,17 @@ def test_what_follows_two_dashes_is_passed_on(
     assert first == ["validate", "-c", "recipe.yaml", "--trainer.devices=1"]
     values = json.loads(callback.removeprefix("--trainer.callbacks+="))["init_args"]
     assert values == {"preset": PRESET, "head": False, "save_to": output}
+
+
+def test_an_address_of_remote_storage_is_passed_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[list[str]] = []
+    command = main.main
+
+    def record(given: list[str]) -> int:
+        passed.append(given)
+        return 0
+
+    monkeypatch.setattr(main, "main", record)
+    assert command(["quantize", "memory://quantize/out", "--", "-c", "recipe.yaml"]) == 0
+    values = json.loads(passed[0][-1].removeprefix("--trainer.callbacks+="))["init_args"]
+    assert values["save_to"] == "memory://quantize/out"

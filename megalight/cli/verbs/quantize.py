@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
-
-from megalight.errors import ConfigurationError
 
 PASSED_ON = "validate"
 """The verb whose arguments come after ``--``."""
@@ -23,19 +20,19 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("output", type=Path, help="the checkpoint to write")
+    parser.add_argument("output", help="the checkpoint to write; also s3://...")
     parser.add_argument("--preset", default="FP8_DEFAULT_CFG", help="preset of ModelOpt (default: FP8_DEFAULT_CFG)")
     parser.add_argument("--head", action="store_true", help="also quantize the output layer")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate in a validation run, which writes the checkpoint."""
+    from megalight.checkpoint.disk.publish import absolute, check_new
     from megalight.cli.main import main
 
-    if arguments.output.exists():
-        # Before data is read: calibration takes minutes, and checkpoints are not overwritten.
-        raise ConfigurationError(f"{arguments.output} exists already; give a folder that does not.")
-    values = {"preset": arguments.preset, "head": arguments.head, "save_to": str(arguments.output)}
+    # Before data is read: calibration takes minutes, and checkpoints are not overwritten.
+    check_new(absolute(arguments.output))
+    values = {"preset": arguments.preset, "head": arguments.head, "save_to": arguments.output}
     callback = {"class_path": "megalight.callbacks.ModelOptQuantization", "init_args": values}
     # Launched ranks run this same command, so each adds the callback.
     return main([PASSED_ON, *arguments.passed_on, f"--trainer.callbacks+={json.dumps(callback)}"])
