@@ -7,6 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from megalight.checkpoint.disk.publish import absolute, check_new
+from megalight.checkpoint.ranks import Ranks
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.module import MegalightModule
 from megalight.plugins.modelopt import Calibration, Quantizers, uncalibrated
@@ -64,6 +66,10 @@ class ModelOptQuantization(pl.Callback):
         model = _parallel_model(trainer)
         # Of all ranks: a pipeline stage without quantized layers takes part in the messages of the others.
         if trainer.strategy.any_rank(bool(uncalibrated(model))):  # type: ignore[attr-defined]
+            if self.save_to is not None:
+                # Before the passes: a save replaces a checkpoint of the same name, which may be another model's.
+                target = absolute(self.save_to)
+                Ranks().first(f"checking {target}", lambda: check_new(target))
             self._calibration = Calibration(model)
             self._calibration.begin()
 
@@ -72,7 +78,14 @@ class ModelOptQuantization(pl.Callback):
         if self._calibration is None:
             return
         calibration, self._calibration = self._calibration, None
-        calibration.finish()
+        unseen = calibration.finish()
+        # A stage of a pipeline may be alone in this, and the others would wait for it while they save.
+        if trainer.strategy.any_rank(bool(unseen)):  # type: ignore[attr-defined]
+            named = f" ({', '.join(unseen[:3])})" if unseen else ", all on other ranks"
+            raise DataError(
+                f"calibration gave no data, or values that are not finite, to {len(unseen) or 'some'} "
+                f"quantizers{named}. Give at least one batch; a layer that its model does not call cannot be quantized."
+            )
         if self.save_to is not None:
             # A string: Path would make a local folder of the address of remote storage.
             trainer.save_checkpoint(os.fspath(self.save_to))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megalight.callbacks import ModelOptQuantization
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
 from megalight.models.gpt.config import MoEConfig
@@ -28,6 +28,7 @@ from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.package import modelopt
 from megalight.plugins.modelopt.presets import HEAD
+from megalight.plugins.modelopt.quantizers import quantized
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.parallel.gathering import gather_canonical
@@ -181,6 +182,37 @@ def test_a_quantized_checkpoint_loads_in_another_layout_and_alone(tmp_path: Path
     alone = load_model(folder)
     quantizers = {name for name, _ in alone.named_buffers() if name.endswith("_amax")}
     assert {f"model.{name}".replace("._amax", ".amax") for name in quantizers} == set(amax)
+
+
+class Forget(pl.Callback):
+    """Forgets what the quantizers of the last pipeline stage saw, as if its layers had not been called."""
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.mesh.rank("pp") == strategy.mesh.size("pp") - 1:
+            for _, layer in quantized(strategy.parallel_model.root):
+                layer.input_quantizer._calibrator.reset()
+
+
+def _refused(folder: str, layout: dict[str, Any], forgetful: bool, message: str) -> None:
+    callbacks = [Forget()] * forgetful + [ModelOptQuantization(save_to=folder)]
+    runner = trainer(MegatronStrategy(**layout), callbacks=callbacks, use_distributed_sampler=False)
+    with pytest.raises(MegalightError, match=message):
+        runner.validate(WithData(CONFIGS["gqa"], seed=SEED), verbose=False)
+
+
+def test_calibration_that_fails_one_stage_fails_all(tmp_path: Path) -> None:
+    """None of them waits for the others, and nothing is written."""
+    run(_refused, 2, str(tmp_path / "fp8"), {"pipeline_parallel": 2}, True, "gave no data")
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_a_folder_in_the_way_of_save_to_stays(tmp_path: Path) -> None:
+    kept = tmp_path / "fp8" / "kept"
+    kept.parent.mkdir()
+    kept.touch()
+    run(_refused, 2, str(kept.parent), {"tensor_parallel": 2, "sequence_parallel": True}, False, "is there already")
+    assert kept.exists()
 
 
 def assert_same_amax_names(found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.plugins.modelopt.quantizers import amaxes, per_row, quantized, rows_are_split, static_quantizers
@@ -55,11 +55,11 @@ class Calibration:
                     quantizer(layer.weight.detach())
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self) -> list[str]:
         """Agree on each ``amax`` over the ranks, and round from now on.
 
-        Raises:
-            DataError: a layer saw no data.
+        Returns:
+            the quantizers of this rank that saw no data, or values that are not finite.
         """
         inputs, whole_weights = [], []
         for path, kind, quantizer, amax in amaxes(self.model.root):
@@ -80,12 +80,11 @@ class Calibration:
         _largest(inputs, mesh, ("tp", "cp", "dp"))
         # Replicas hold the same weights.
         _largest(whole_weights, mesh, ("tp",))
-        unseen = [f"{path}.{kind}" for path, kind, _, amax in amaxes(self.model.root) if bool((amax < 0).any())]
-        if unseen:
-            raise DataError(
-                f"calibration gave no data to {len(unseen)} quantizers ({', '.join(unseen[:3])}). Give at least one "
-                "batch; a layer that its model does not call cannot be quantized."
-            )
+        return [
+            f"{path}.{kind}"
+            for path, kind, _, amax in amaxes(self.model.root)
+            if not bool((amax.isfinite() & (amax >= 0)).all())
+        ]
 
 
 def _largest(found: Sequence[Tensor], mesh: ParallelMesh, axes: Sequence[str]) -> None:
