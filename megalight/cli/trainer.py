@@ -58,7 +58,7 @@ class MegalightTrainer(pl.Trainer):
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
-        cuda_graphs: Literal["auto", "off"] = "auto",
+        cuda_graphs: Literal["auto", "off"] = "off",
         **kwargs: Any,
     ) -> None:
         kwargs |= {

@@ -148,8 +148,10 @@ def test_debug_lets_the_traceback_through(monkeypatch):
 
 @pytest.mark.parametrize(
     ("mode", "others", "added"),
-    [({"cuda_graphs": "off"}, [], 0), ({}, [], 1), ({}, [CUDAGraph()], 0), ({}, [ActivationOffload(["core_attn"])], 0)],
+    [("off", [], 0), ("auto", [], 1), ("auto", [CUDAGraph()], 0), ("auto", [ActivationOffload(["core_attn"])], 0)],
 )
-def test_graphs_are_tried_where_that_is_possible(mode: Any, others: list[pl.Callback], added: int) -> None:
-    runner = MegalightTrainer(accelerator="cpu", callbacks=others, logger=False, **mode)
+def test_graphs_are_tried_where_that_is_asked_for_and_possible(
+    mode: Any, others: list[pl.Callback], added: int
+) -> None:
+    runner = MegalightTrainer(accelerator="cpu", cuda_graphs=mode, callbacks=others, logger=False)
     assert sum(type(callback) is AutomaticCUDAGraph for callback in runner.callbacks) == added  # type: ignore[attr-defined]
