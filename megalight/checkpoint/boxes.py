@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -24,6 +25,8 @@ JOB = 64
 GAP = 4096
 """Bytes between two parts of a box that are worth a read of their own; smaller gaps are read and dropped."""
 
+_BEGINNING = threading.Lock()
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -31,12 +34,18 @@ R = TypeVar("R")
 def in_threads(work: Callable[[str, Sequence[T]], R], by_file: Iterable[tuple[str, Sequence[T]]]) -> list[R]:
     """Call ``work`` with parts of each file's list, several at a time: disks and checksums both gain."""
     jobs = []
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(THREADS, initializer=_begin) as pool:
         for name, items in by_file:
             # Small jobs at the end keep all threads busy.
             step = max(1, min(JOB, len(items) // (2 * THREADS)))
             jobs += [pool.submit(work, name, items[first : first + step]) for first in range(0, len(items), step)]
     return [job.result() for job in jobs]
+
+
+def _begin() -> None:
+    """Let PyTorch prepare a new thread; one at a time, since in a forked process it renews its pool for the first."""
+    with _BEGINNING:
+        torch.get_num_threads()
 
 
 def strides(size: Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 
 from megalight.checkpoint import boxes
 from megalight.checkpoint.disk.datafile import OpenFile
+from tests.programs import forked
 
 SHAPES = [(), (40,), (12, 9), (5, 1, 7), (4, 6, 3, 5)]
 
@@ -39,3 +43,29 @@ def test_boxes_of_every_kind(block: int, gap: int, tmp_path: Path, monkeypatch: 
             else:
                 first, last = boxes.hull(shape, [low for low, _ in ranges], expected.shape)
                 assert expected.nbytes <= file.count <= 4 * (last - first)
+
+
+def test_threads_of_a_forked_process(tmp_path: Path) -> None:
+    """PyTorch renews its pool of threads in each forked process, and fails if two threads are the first to ask."""
+    assert forked(_fork_and_read, output=tmp_path / "none") == 0
+
+
+def _fork_and_read() -> None:
+    torch.set_num_threads(32)  # a large pool takes long to renew
+    torch.get_num_threads()
+    for _ in range(3):
+        if (child := os.fork()) == 0:
+            os._exit(_read())
+        if os.waitpid(child, 0)[1]:
+            raise SystemExit(1)
+
+
+def _read() -> bool:
+    together = threading.Barrier(boxes.THREADS)
+
+    def read(_: str, items: Sequence[int]) -> float:
+        together.wait(60)
+        return float(torch.ones(100_000).add_(items[0]).sum())
+
+    sums = boxes.in_threads(read, [(str(number), [number]) for number in range(boxes.THREADS)])
+    return sums != [100_000.0 * (1 + number) for number in range(boxes.THREADS)]
