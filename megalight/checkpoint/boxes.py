@@ -43,7 +43,10 @@ def in_threads(work: Callable[[str, Sequence[T]], R], by_file: Iterable[tuple[st
 
 
 def _begin() -> None:
-    """Let PyTorch prepare a new thread; one at a time, since in a forked process it renews its pool for the first."""
+    """Let PyTorch prepare a new thread, one thread at a time.
+
+    In a forked process PyTorch renews its own pool when the first thread asks, and fails if another asks meanwhile.
+    """
     with _BEGINNING:
         torch.get_num_threads()
 
