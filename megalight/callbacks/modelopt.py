@@ -28,7 +28,8 @@ class ModelOptQuantization(pl.Callback):
 
     Raises:
         ConfigurationError: before processes start: the preset is unknown, not supported, or names no layer of the
-            model; the module is no MegalightModule. In set-up: the trainer has no batches to calibrate on.
+            model; the module is no MegalightModule. In set-up: the trainer has no batches to calibrate on. Before the
+            first batch: ``save_to`` is given, and the model is calibrated already.
         MissingPackageError: ModelOpt is not installed.
     """
 
@@ -38,6 +39,7 @@ class ModelOptQuantization(pl.Callback):
         self.transform = Quantizers(preset, head)
         self.save_to = save_to
         self._calibration: Calibration | None = None
+        self._calibrates = False
 
     def attach(self, module: pl.LightningModule) -> None:
         """Add the transform to the model that the module will build. Called before processes start."""
@@ -72,6 +74,9 @@ class ModelOptQuantization(pl.Callback):
                 Ranks().first(f"checking {target}", lambda: check_new(target))
             self._calibration = Calibration(model)
             self._calibration.begin()
+            self._calibrates = True
+        else:
+            self._check_unused(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End calibration, and write the checkpoint if one is wanted."""
@@ -98,6 +103,19 @@ class ModelOptQuantization(pl.Callback):
                 f"the quantizers are not calibrated: num_sanity_val_steps={trainer.num_sanity_val_steps}, or there is "
                 "no validation data. Set num_sanity_val_steps to the number of batches to calibrate on, or go on from "
                 "a checkpoint of a calibrated model (megalight quantize)."
+            )
+
+        self._check_unused(trainer)
+
+    def _check_unused(self, trainer: pl.Trainer) -> None:
+        """Refuse ``save_to`` for a model that came calibrated: nothing would be written."""
+        # A run that resumes has written it in its first part.
+        resumes = trainer.state.fn == "fit" and trainer.ckpt_path is not None
+        if self.save_to is not None and not self._calibrates and not resumes:
+            raise ConfigurationError(
+                f"save_to={os.fspath(self.save_to)}: the model comes from a checkpoint that is calibrated already, so "
+                "nothing is calibrated and nothing would be written. Leave save_to out, or start from weights without "
+                "quantizers."
             )
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -26,6 +26,8 @@ def acceptance_length(
 ) -> float:
     """Return the mean number of tokens per round over greedy completions of the prompts: 1 to ``guesses + 1``.
 
+    A last round that the end of a completion cuts short is not counted: it would have yielded more tokens.
+
     Args:
         base: the whole model.
         draft: a draft that was trained for it, on the same device and in the same dtype.
@@ -34,7 +36,7 @@ def acceptance_length(
         guesses: how many tokens the draft guesses in a round.
 
     Raises:
-        ConfigurationError: there is nothing to guess: no prompt, or no completion with a second token.
+        ConfigurationError: there is no whole round: no prompt, or completions too short for one.
     """
     tokens = rounds = 0
     for prompt in prompts:
@@ -44,14 +46,14 @@ def acceptance_length(
             right = _in_a_row(drafted(base, draft, text, guesses), text)
         # The first token comes from the prompt's own pass. A round begins behind each last token of the base.
         place, end = len(prompt) - 1, len(text) - 2
-        while place < end:
-            kept = min(right[place], end - place - 1)
-            place += kept + 1
-            tokens, rounds = tokens + kept + 1, rounds + 1
+        while place + right[place] < end:
+            tokens, rounds = tokens + right[place] + 1, rounds + 1
+            place += right[place] + 1
     if not rounds:
         raise ConfigurationError(
-            f"{len(prompts)} prompts with max_new_tokens={max_new_tokens} leave nothing to guess: the first token is "
-            "of the prompt's own pass. Give prompts, and at least 2 new tokens."
+            f"{len(prompts)} prompts with max_new_tokens={max_new_tokens} hold no whole round: the first token is of "
+            f"the prompt's own pass, and a round yields up to {guesses + 1} more. Give prompts, and at least "
+            f"max_new_tokens={guesses + 2}."
         )
     return tokens / rounds
 

@@ -179,9 +179,18 @@ def test_a_quantized_checkpoint_loads_in_another_layout_and_alone(tmp_path: Path
     again, same = run(measure, 2, folder, {"pipeline_parallel": 2})[0]
     assert_same_amax_names(amax, again)
     assert same == pytest.approx(loss, rel=1e-9)
+    assert "is calibrated already" in run(_again, 1, folder, str(tmp_path / "again"))[0]
+    assert not (tmp_path / "again").exists()
     alone = load_model(folder)
     quantizers = {name for name, _ in alone.named_buffers() if name.endswith("_amax")}
     assert {f"model.{name}".replace("._amax", ".amax") for name in quantizers} == set(amax)
+
+
+def _again(folder: str, other: str) -> str:
+    runner = validator(MegatronStrategy(), ModelOptQuantization(save_to=other))
+    with pytest.raises(ConfigurationError) as caught:
+        runner.validate(WithData(CONFIGS["gqa"], seed=SEED), ckpt_path=folder, verbose=False)
+    return str(caught.value)
 
 
 class Forget(pl.Callback):

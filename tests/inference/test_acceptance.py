@@ -57,7 +57,7 @@ def test_guesses_at_all_places_are_those_of_drafting_token_by_token() -> None:
     assert len(found.unique()) > 3
 
 
-@pytest.mark.parametrize(("right", "expected"), [(0, 1.0), (1, 19 / 10), (4, 19 / 4)])
+@pytest.mark.parametrize(("right", "expected"), [(0, 1.0), (1, 2.0), (4, 5.0)])
 def test_a_round_yields_its_right_guesses_and_one_token(
     right: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,5 +71,6 @@ def test_a_round_yields_its_right_guesses_and_one_token(
 
 @pytest.mark.parametrize(("prompts", "new"), [([], 8), ([[1, 2, 3]], 1)])
 def test_an_acceptance_length_of_no_rounds_is_refused(prompts: list[list[int]], new: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"{len(prompts)} prompts with max_new_tokens={new} leave nothing"):
+    message = f"{len(prompts)} prompts with max_new_tokens={new} hold no whole round.*at least max_new_tokens=6"
+    with pytest.raises(ConfigurationError, match=message):
         acceptance_length(*models(), prompts, max_new_tokens=new)

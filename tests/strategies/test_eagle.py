@@ -252,6 +252,7 @@ def test_sizes_that_are_left_out_are_those_of_the_base() -> None:
     ("given", "message"),
     [
         ({"hidden_size": 16}, "hidden_size of the draft is 16 and that of the base 32"),
+        ({"max_sequence_length": 25}, "max_sequence_length of the draft is 25 and that of the base 24"),
         ({"auxiliary_layers": [1, 4]}, "auxiliary_layers has 4, and the base has 4 layers"),
         ({"draft_ids": [3, 101]}, "the base has ids from 0 to 100"),
         ({"draft_ids": [3, 3]}, "not in ascending order"),

@@ -18,7 +18,7 @@ class EagleConfig:
     Attributes:
         hidden_size: width of the residual stream. That of the base, whose embedding the draft reads.
         vocab_size: number of token ids of the base.
-        max_sequence_length: length of the longest sequence, in tokens.
+        max_sequence_length: length of the longest sequence, in tokens; at most that of the base.
         num_heads: number of query heads.
         num_kv_heads: number of key-value heads.
         head_dim: features per head.
@@ -70,6 +70,12 @@ class EagleConfig:
                 f"{name} of the draft is {ours} and that of the base {theirs}; the draft reads the base's embedding, "
                 "so leave it out.",
             )
+        require(
+            self.max_sequence_length <= base.max_sequence_length,
+            f"max_sequence_length of the draft is {self.max_sequence_length} and that of the base "
+            f"{base.max_sequence_length}: the draft reads hidden states of the base, which has none of longer "
+            "sequences. Lower it, or leave it out.",
+        )
         require(base.num_layers >= 2, "the base has one layer, and a draft reads hidden states between layers.")
         layers = self.auxiliary_layers or usual_layers(base.num_layers)
         for layer in layers:
