@@ -173,7 +173,9 @@ def _divides(config: Any, degree: int) -> bool:
             replicas_of(delta.num_heads, degree, "value heads of Gated DeltaNet", may_share=False)
             replicas_of(delta.num_key_heads, degree, "key heads of Gated DeltaNet")
         if mamba is not None:
-            replicas_of(mamba.norm_groups, degree, "groups of the norm of Mamba", may_share=False)
+            replicas_of(mamba.num_heads, degree, "heads of Mamba", may_share=False)
+            replicas_of(mamba.num_groups, degree, "groups of Mamba")
+            replicas_of(mamba.norm_groups, degree, "groups of the norm of Mamba")
         replicas_of(config.num_heads, degree, "query heads", may_share=False)
         # Key heads may be replicated, if each rank holds one.
         replicas_of(getattr(config, "num_kv_heads", config.num_heads), degree, "key-value heads")

@@ -134,8 +134,12 @@ class GatedNorm(nn.Module):
 
     Attributes:
         weight: ``[size]``, initially 1.
-        group_size: features that are normalised together.
+        group_size: features here that are normalised together.
+        average: if the features here are a part of those that are normalised together: mean squares here -> of all.
+            None: they are all of them.
     """
+
+    average: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, size: int, groups: int, eps: float, backend: str = "auto") -> None:
         super().__init__()
@@ -145,7 +149,7 @@ class GatedNorm(nn.Module):
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """``y, z [T, size] -> [T, size]``."""
-        return gated_norm(y, z, self.weight, self.group_size, self.eps, backend=self.backend)
+        return gated_norm(y, z, self.weight, self.group_size, self.eps, average=self.average, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""

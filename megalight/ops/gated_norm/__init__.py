@@ -34,7 +34,16 @@ def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
     return GATED_NORM.select(spec, backend).fn
 
 
-def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float, *, backend: str = "auto") -> Tensor:
+def gated_norm(
+    y: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    group_size: int,
+    eps: float,
+    *,
+    average: Callable[[Tensor], Tensor] | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """``u / sqrt(mean(u^2) + eps) * weight`` with ``u = y * silu(z)``, the mean over each group of features.
 
     Half dtypes are computed in float32.
@@ -45,7 +54,12 @@ def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float
         weight: ``[size]``.
         group_size: features of a group, a divisor of ``size``.
         eps: added to the mean square.
+        average: mean squares ``[T, groups, 1]`` of the features here -> those of whole groups, of which these features
+            are a part. None: groups are whole. Otherwise the reference computes, whatever ``backend`` is, because a
+            fused kernel has no place for it.
         backend: a backend's name, or ``auto``.
     """
+    if average is not None:
+        return reference.gated_norm(y, z, weight, group_size, eps, average)
     spec = Spec(y.device.type, y.dtype, weight.dtype, group_size)
     return _choose(spec, backend)(y, z, weight, group_size, eps)
