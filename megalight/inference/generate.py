@@ -13,6 +13,8 @@ from megalight.inference.cache import Cache
 from megalight.inference.parallel import ParallelGPT
 from megalight.inference.sampling import Sampling, sample
 from megalight.models.gpt import GPT
+from megalight.models.vision import Pictures
+from megalight.models.vlm.config import VLMConfig
 
 
 def generate(
@@ -26,6 +28,7 @@ def generate(
     eos_id: int | Collection[int] | None = None,
     generator: Generator | None = None,
     axis_positions: Sequence[Tensor] | None = None,
+    pictures: Pictures | None = None,
 ) -> list[list[int]]:
     """Generate the tokens that follow each prompt.
 
@@ -42,13 +45,15 @@ def generate(
             torch's default generator does not change.
         axis_positions: for each prompt ``[A, n]``, on the host: positions of its tokens on several axes. The completion
             follows the largest of them. None: tokens have one position.
+        pictures: the images of a model that reads images. Their ``source`` counts the tokens of all prompts end to end;
+            :func:`~megalight.inference.pictures.with_pictures` makes them.
 
     Returns:
         one completion per prompt, without the prompt, and with the token that ended it.
 
     Raises:
-        DataError: there is no prompt, a prompt is empty, an id is outside the vocabulary, or prompt and completion are
-            too long together.
+        DataError: there is no prompt, a prompt is empty, an id is outside the vocabulary, prompt and completion are too
+            long together, or image tokens do not match the images.
         ConfigurationError: a sampling value is out of range.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -61,6 +66,7 @@ def generate(
         eos_id=eos_id,
         generator=generator,
         axis_positions=axis_positions,
+        pictures=pictures,
     ):
         for prompt, token in step.items():
             completions[prompt].append(token)
@@ -76,6 +82,7 @@ def stream(
     eos_id: int | Collection[int] | None = None,
     generator: Generator | None = None,
     axis_positions: Sequence[Tensor] | None = None,
+    pictures: Pictures | None = None,
 ) -> Iterator[dict[int, int]]:
     """Generate as :func:`generate` does, but yield the tokens of every step: prompt index -> token.
 
@@ -83,8 +90,9 @@ def stream(
     """
     # Here, not in `_steps`: a generator function runs nothing before its first item is asked for.
     _check(model, prompts, max_new_tokens, axis_positions)
+    _check_pictures(model, prompts, pictures)
     ends: Collection[int] = () if eos_id is None else {eos_id} if isinstance(eos_id, int) else set(eos_id)
-    return _steps(model, prompts, max_new_tokens, sampling or Sampling(), ends, generator, axis_positions)
+    return _steps(model, prompts, max_new_tokens, sampling or Sampling(), ends, generator, axis_positions, pictures)
 
 
 def _steps(
@@ -95,6 +103,7 @@ def _steps(
     ends: Collection[int],
     generator: Generator | None,
     axis_positions: Sequence[Tensor] | None,
+    pictures: Pictures | None,
 ) -> Iterator[dict[int, int]]:
     device = model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
     # all ranks of a replica must sample the same tokens, so they use one seed
@@ -115,8 +124,9 @@ def _steps(
             with evaluating(model):
                 model.accompany()
             continue
-        logits = _last_logits(model, cache, active, fresh, device, axis_positions)
-        axis_positions = None  # those of prompts; the cache knows what follows them
+        logits = _last_logits(model, cache, active, fresh, device, axis_positions, pictures)
+        # Those of prompts; the cache knows what follows them.
+        axis_positions = pictures = None
         # The one wait for the device in a step: the host must know which prompts have ended.
         chosen = sample(logits, sampling, generator).tolist()
         step = dict(zip(active, chosen, strict=True))
@@ -140,6 +150,7 @@ def _last_logits(
     fresh: Sequence[Sequence[int]],
     device: torch.device,
     axis_positions: Sequence[Tensor] | None,
+    pictures: Pictures | None,
 ) -> Tensor:
     """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot."""
     with torch.no_grad(), evaluating(model):
@@ -147,7 +158,9 @@ def _last_logits(
         # End to end, without padding: prompts of any lengths run in one pass.
         tokens = torch.tensor([token for ids in fresh for token in ids], device=device)
         # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
-        logits = model(tokens, sequences, states=cache.states, rows=sequences.cu_seqlens[1:].long() - 1).logits
+        seen = {} if pictures is None else {"pictures": pictures}
+        last = sequences.cu_seqlens[1:].long() - 1
+        logits = model(tokens, sequences, states=cache.states, rows=last, **seen).logits
     assert isinstance(logits, Tensor)
     return logits
 
@@ -198,3 +211,20 @@ def _check(
             raise DataError(
                 f"axis_positions have shapes {found[:8]}; prompts and axes of the model need {expected[:8]}."
             )
+
+
+def _check_pictures(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], pictures: Pictures | None) -> None:
+    # VLM keeps its own configuration in the place of the language model's.
+    config: object = model.config
+    if not isinstance(config, VLMConfig):
+        if pictures is not None:
+            raise DataError("pictures are given, but the model reads no images; leave them out.")
+        return
+    expected = [token == config.image_token for ids in prompts for token in ids]
+    found = [False] * len(expected) if pictures is None else (pictures.source >= 0).tolist()
+    if expected != found:
+        raise DataError(
+            f"the prompts have {sum(expected)} image tokens (id {config.image_token}) among {len(expected)} tokens, "
+            f"and pictures stand for {sum(found)} of {len(found)}; make both with with_pictures of "
+            "megalight.inference.pictures."
+        )

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import Output
+from megalight.models.vision import Pictures
+from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.apply import whole_tokens
 from megalight.parallel.layers import layers_of
 from megalight.parallel.model import ParallelModel
@@ -52,10 +54,10 @@ class ParallelGPT(nn.Module):
         self._form: tuple[torch.dtype, int] | None = None
 
     @property
-    def config(self) -> GPTConfig:
+    def config(self) -> GPTConfig | VLMConfig:
         """Configuration of the whole model."""
         config = self.chunks[0].config
-        assert isinstance(config, GPTConfig)
+        assert isinstance(config, GPTConfig | VLMConfig)
         return config
 
     @property
@@ -71,6 +73,7 @@ class ParallelGPT(nn.Module):
         *,
         states: Mapping[str, Any] | None = None,
         rows: Tensor | None = None,
+        pictures: Pictures | None = None,
     ) -> Output:
         """Compute the logits of whole sequences, on every rank.
 
@@ -79,11 +82,14 @@ class ParallelGPT(nn.Module):
             sequences: how the tokens divide into sequences.
             states: the states of the layers on this rank.
             rows: ``[N]`` indices of the tokens for which to compute logits. None means all tokens.
+            pictures: the images of the sequences, for a model that reads images.
         """
 
         def step(chunk: nn.Module, tokens: Tensor, carry: Carry | None) -> Carry:
             hidden = None if carry is None else carry["hidden"]
-            output = chunk(tokens, sequences, hidden=hidden, states=states, rows=rows)
+            # Only the stage with the embedding reads images.
+            seen = {} if pictures is None or chunk.embed is None else {"pictures": pictures}
+            output = chunk(tokens, sequences, hidden=hidden, states=states, rows=rows, **seen)
             return {"logits": output.logits} if output.hidden is None else {"hidden": output.hidden}
 
         # New tokens are few, and any number of them: they do not divide by tp.

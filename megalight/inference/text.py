@@ -13,14 +13,17 @@ import torch
 from megalight import checkpoint
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import Place
+from megalight.data.multimodal.images import Resize
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
 from megalight.inference.generate import generate
+from megalight.inference.pictures import ImageFile, with_pictures
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.folder import is_folder, read_config
 from megalight.models.gpt import GPT
 from megalight.models.saved import companions_of, description, saved_model, transformers_model
 from megalight.models.single_file import single_file_model
+from megalight.models.vlm.config import VLMConfig
 
 TOKENIZER = "tokenizer.json"
 """Name of the tokenizer's file in a checkpoint."""
@@ -105,6 +108,29 @@ class TextGenerator:
             )
         return cls(model, found)
 
+    @property
+    def image_marker(self) -> str:
+        """The text of the token that stands for an image in a prompt.
+
+        Raises:
+            DataError: the model reads no images, or the tokenizer has no such token.
+        """
+        token = self._reader().image_token
+        found = next((text for text, number in self.tokenizer.vocabulary.items() if number == token), None)
+        if found is None:
+            raise DataError(
+                f"the tokenizer has no token {token}, which stands for an image in this model; use the tokenizer that "
+                "the model was trained with."
+            )
+        return found
+
+    def _reader(self) -> VLMConfig:
+        # VLM keeps its own configuration in the place of the language model's.
+        config: object = self.model.config
+        if not isinstance(config, VLMConfig):
+            raise DataError("images are given, but the model reads no images; leave them out, or load another model.")
+        return config
+
     def complete(
         self,
         prompts: Sequence[str],
@@ -115,6 +141,8 @@ class TextGenerator:
         top_p: float | None = None,
         seed: int | None = None,
         ends: Collection[int] = (),
+        images: Sequence[Sequence[ImageFile]] | None = None,
+        resize: Resize = "crop",
     ) -> list[str]:
         """Generate text after each prompt, up to the end of the document. An empty prompt starts a document.
 
@@ -126,14 +154,25 @@ class TextGenerator:
             top_p: see :class:`~megalight.inference.sampling.Sampling`.
             seed: seed of the sampling. None gives other results each time.
             ends: ids of further tokens that end a completion, such as the end of a chat model's answer.
+            images: the images of each prompt, as paths or as the bytes of files. Each stands where the prompt has
+                :attr:`image_marker`.
+            resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. The same
+                as in training.
+
+        Raises:
+            DataError: the model reads no images, an image cannot be read, or a prompt has another number of places for
+                images than of images; or see :func:`~megalight.inference.generate.generate`.
         """
         eod = self.tokenizer.eod_id
         # An empty prompt still needs a token to continue from.
         ids = [self.tokenizer.encode(text) or ([] if eod is None else [eod]) for text in prompts]
+        pictures, device = None, next(self.model.parameters()).device
+        if images is not None:
+            ids, pictures = with_pictures(self._reader(), ids, images, resize=resize, device=device)
         generator = None
         if seed is not None:
             # On the model's device, where samples are drawn.
-            generator = torch.Generator(next(self.model.parameters()).device).manual_seed(seed)
+            generator = torch.Generator(device).manual_seed(seed)
         completions = generate(
             self.model,
             ids,
@@ -143,6 +182,7 @@ class TextGenerator:
             top_p=top_p,
             eos_id={*ends, *([] if eod is None else [eod])},
             generator=generator,
+            pictures=pictures,
         )
         # Without special tokens: the end of the document is no text.
         return [self.tokenizer.decode(completion, skip_special=True) for completion in completions]

@@ -77,6 +77,7 @@ def test_no_example_is_left_out() -> None:
         "bridge",
         "demo",
         "fully_shard_llama",
+        "picture_answers",
         "pictures",
         "plain_loop",
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 
@@ -20,6 +22,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-p", "--prompt", action="append", help="text to complete; repeat for several (default: standard input)"
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        help="an image file, for a model that reads images; repeat for several. They take the places of its image "
+        "token (such as <image>) in the prompts, in order. Prompts without any get all of them at their beginning",
+    )
+    parser.add_argument(
+        "--resize",
+        choices=("crop", "pad", "stretch"),
+        default="crop",
+        help="how an image becomes a square: as in training (default: crop)",
     )
     parser.add_argument(
         "--chat", action="store_true", help="each prompt is a user's message; print the assistant's answer"
@@ -51,6 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
     import torch  # after the checks: importing it takes seconds
 
     from megalight.inference import TextGenerator
+    from megalight.inference.pictures import read
+
+    # Before the weights: a wrong path is then told at once.
+    files = [read(image, f"--image {number}") for number, image in enumerate(arguments.image, 1)]
 
     prompts = arguments.prompt or [sys.stdin.read()]
     writer = TextGenerator.from_checkpoint(
@@ -60,13 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
         base=arguments.base,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
     )
-    texts = prompts
+    texts, images = (prompts, None) if not files else _with_images(prompts, files, writer.image_marker)
     ends: list[int] = []
     if arguments.chat:
         from megalight.data.chat.template import ChatTemplate
 
         template = ChatTemplate.of(writer.tokenizer)
-        texts = [template.render([{"role": "user", "content": prompt}], answer=True) for prompt in prompts]
+        texts = [template.render([{"role": "user", "content": text}], answer=True) for text in texts]
         ends = template.ends(writer.tokenizer)
     completions = writer.complete(
         texts,
@@ -76,7 +96,25 @@ def run(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         seed=arguments.seed,
         ends=ends,
+        images=images,
+        resize=arguments.resize,
     )
     for prompt, completion in zip(prompts, completions, strict=True):
         print(completion if arguments.chat else prompt + completion)
     return 0
+
+
+def _with_images(prompts: Sequence[str], files: Sequence[bytes], marker: str) -> tuple[list[str], list[list[bytes]]]:
+    """Return the prompts with a marker for each of their images, and the images of each prompt."""
+    from megalight.errors import DataError
+
+    counts = [prompt.count(marker) for prompt in prompts]
+    if not any(counts):
+        return [marker * len(files) + prompt for prompt in prompts], [list(files) for _ in prompts]
+    if sum(counts) != len(files):
+        raise DataError(
+            f"the prompts hold {marker!r} {sum(counts)} times, and --image is given {len(files)} times; each image "
+            "needs one place. Leave all places out to put every image before each prompt."
+        )
+    bounds = [0, *accumulate(counts)]
+    return list(prompts), [list(files[first:last]) for first, last in pairwise(bounds)]

@@ -43,6 +43,17 @@ class ImageForm:
         if self.resize not in get_args(Resize):
             raise ConfigurationError(f"resize is {self.resize!r}; it must be one of {get_args(Resize)}.")
 
+    @classmethod
+    def of(cls, vision: Any, resize: Resize = "crop") -> ImageForm:
+        """Return the form that a tower takes, whose sizes ``vision`` has: the model's ``VisionConfig``."""
+        return cls(
+            size=vision.image_size,
+            patch=vision.patch_size,
+            channels=vision.channels,
+            class_token=vision.class_token,
+            resize=resize,
+        )
+
     @property
     def num_patches(self) -> int:
         """Patches of an image."""

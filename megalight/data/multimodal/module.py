@@ -117,20 +117,13 @@ class MultimodalDataModule(TokenDataModule):
                     f"image_token={config.image_token}; they must be equal. Set image_token, or prepare the data with "
                     "another token (--image-token)."
                 )
-        form = ImageForm(
-            size=vision.image_size,
-            patch=vision.patch_size,
-            channels=vision.channels,
-            class_token=vision.class_token,
-            resize=self.resize,
-        )
         return ImagePackOptions(
             sequence_length=self.sequence_length,
             packing=self.packing,
             too_long=self.too_long,
             pad_id=self.pad_id,
             vocab_size=self.vocab_size,
-            form=form,
+            form=ImageForm.of(vision, self.resize),
             image_token=config.image_token,
         )
 

@@ -20,6 +20,7 @@ register(
         presets=PRESETS,
         module=lambda: import_module("megalight.models.vlm.module").VLMModule,
         weights=Weights(tuple(READERS), config_from_transformers, weight_map, config_to_transformers),
+        generates=True,
     )
 )
 

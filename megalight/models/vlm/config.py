@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from megalight.models.config import InitConfig, from_plain, require, to_plain
-from megalight.models.gpt.config import GPTConfig
+from megalight.models.gpt.config import GPTConfig, PositionConfig
 from megalight.models.vision.config import VisionConfig
 from megalight.nn.mlp import is_gated
 
@@ -84,6 +84,11 @@ class VLMConfig:
     def max_sequence_length(self) -> int:
         """Length of the longest sequence, in tokens, those of images among them."""
         return self.language.max_sequence_length
+
+    @property
+    def position(self) -> PositionConfig:
+        """How the language model knows the places of tokens."""
+        return self.language.position
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested values for JSON and YAML."""

@@ -1,0 +1,96 @@
+"""Images in prompts: each takes the places of its tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megalight.data.multimodal.images import ImageForm, Resize, decode
+from megalight.errors import DataError
+from megalight.models.vision.model import Pictures
+from megalight.models.vision.pixels import normalised
+from megalight.models.vlm.config import VLMConfig
+from megalight.types import PackedSequences
+
+ImageFile = bytes | str | os.PathLike[str]
+"""The bytes of an image file, or its path."""
+
+
+def read(image: ImageFile, place: str) -> bytes:
+    """Return the bytes of an image file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if isinstance(image, bytes):
+        return image
+    try:
+        return Path(image).read_bytes()
+    except OSError as error:
+        raise DataError(f"{place} ({os.fspath(image)}) cannot be read: {error.strerror}.") from error
+
+
+def with_pictures(
+    config: VLMConfig,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[Sequence[ImageFile]],
+    *,
+    resize: Resize = "crop",
+    device: torch.device | str = "cpu",
+) -> tuple[list[list[int]], Pictures | None]:
+    """Prepare prompts with images for :func:`~megalight.inference.generate.generate`.
+
+    Args:
+        config: the model.
+        prompts: token ids, in which each image is one ``config.image_token``.
+        images: the images of each prompt, in the order of these tokens.
+        resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`.
+        device: device of the model.
+
+    Returns:
+        the prompts with as many tokens for an image as it has patches, and the images; None if there are none.
+
+    Raises:
+        DataError: a prompt has another number of image tokens than of images, or an image cannot be read.
+    """
+    if len(prompts) != len(images):
+        raise DataError(f"there are {len(prompts)} prompts and images of {len(images)}; give a list for each.")
+    for number, (ids, own) in enumerate(zip(prompts, images, strict=True)):
+        if (count := list(ids).count(config.image_token)) != len(own):
+            raise DataError(
+                f"prompt {number} has {count} image tokens (id {config.image_token}) and {len(own)} images; each image "
+                "needs one token."
+            )
+    vision = config.vision
+    form = ImageForm.of(vision, resize)
+    patches = [
+        form.patches(decode(read(image, place), place))
+        for number, own in enumerate(images)
+        for index, image in enumerate(own)
+        for place in [f"prompt {number}, image {index}"]
+    ]
+    long = [
+        [token for short in ids for token in [short] * (vision.num_patches if short == config.image_token else 1)]
+        for ids in prompts
+    ]
+    if not patches:
+        return long, None
+    # A class token comes before the patches of its image, and no token stands for it.
+    rows = torch.arange(len(patches) * vision.num_rows).view(len(patches), -1)[
+        :, vision.num_rows - vision.num_patches :
+    ]
+    tokens = torch.tensor([token for ids in long for token in ids])
+    source = torch.full_like(tokens, -1)
+    source[tokens == config.image_token] = rows.flatten()
+    pixels = torch.from_numpy(np.concatenate(patches)).to(device)
+    pictures = Pictures(
+        normalised(pixels, vision),
+        torch.arange(vision.num_rows, device=device).repeat(len(patches)),
+        PackedSequences.of_lengths([vision.num_rows] * len(patches), device),
+        source.to(device),
+    )
+    return long, pictures

@@ -1,0 +1,197 @@
+"""Generation with images: on one device as if all tokens were computed again, and the same in every layout."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megalight import checkpoint
+from megalight.cli.main import main
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import DataError
+from megalight.inference import ParallelGPT, TextGenerator, generate
+from megalight.inference.pictures import with_pictures
+from megalight.models.gpt import GPT, InitConfig
+from megalight.models.vision import Pictures
+from megalight.models.vlm import VLM, VLMConfig
+from megalight.models.vlm.module import VLMModule
+from megalight.nn.canonical import canonical_tensors
+from megalight.nn.init import initialise
+from megalight.strategies import MegatronStrategy
+from megalight.types import PackedSequences
+from tests.data.multimodal.conftest import TEMPLATE, png
+from tests.environment import trainer
+from tests.inference.test_text import TEXT
+from tests.models.vlm_samples import IMAGE, LANGUAGE, VISION, batch, small
+from tests.strategies.training import SEED
+from tests.workers import run
+
+CONFIG = replace(small(init=InitConfig(std=0.4)), language=replace(LANGUAGE, num_layers=4, init=InitConfig(std=0.4)))
+PROMPTS = [[5, IMAGE, 6], [7, 8], [IMAGE, 9, IMAGE, 3, 4], [5, IMAGE, 6]]
+"""With one image, none, two, and one other than the first."""
+RED, BLUE = png(), png(9, 11, (30, 30, 200))
+IMAGES = [[RED], [], [BLUE, RED], [BLUE]]
+
+
+@functools.cache
+def one_device() -> VLM:
+    model = VLM(CONFIG).double()
+    initialise(model, SEED, "model.")
+    return model.eval()
+
+
+def ask(model: Any, **options: Any) -> list[list[int]]:
+    prompts, pictures = with_pictures(CONFIG, PROMPTS, IMAGES)
+    return generate(model, prompts, max_new_tokens=7, temperature=0, pictures=pictures, **options)
+
+
+def test_tokens_are_those_of_computing_all_again() -> None:
+    pytest.importorskip("PIL")
+    model, found = one_device(), ask(one_device())
+    for prompt, images, completion in zip(PROMPTS, IMAGES, found, strict=True):
+        (ids,), pictures = with_pictures(CONFIG, [prompt], [images])
+        for token in completion:
+            if pictures is not None:  # new tokens are no parts of images
+                source = torch.nn.functional.pad(pictures.source, (0, len(ids) - len(pictures.source)), value=-1)
+                pictures = replace(pictures, source=source)
+            with torch.no_grad():
+                logits = model(torch.tensor(ids), PackedSequences.of_lengths([len(ids)]), pictures=pictures).logits
+            assert int(logits[-1].argmax()) == token
+            ids.append(token)
+    assert found[0] != found[3], "the images do not matter"
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+def test_prompts_become_what_batches_of_training_are(class_token: bool) -> None:
+    pytest.importorskip("PIL")
+    config = replace(CONFIG, vision=replace(CONFIG.vision, class_token=class_token))
+    prompts, pictures = with_pictures(config, PROMPTS, IMAGES)
+    assert [len(ids) for ids in prompts] == [6, 2, 11, 6]
+    assert pictures is not None
+    rows = config.vision.num_rows
+    assert pictures.positions.tolist() == [*range(rows)] * 4
+    own = [n * rows + r for n in range(4) for r in range(class_token, rows)]
+    assert pictures.source[pictures.source >= 0].tolist() == own
+    tokens = torch.tensor([token for ids in prompts for token in ids])
+    assert torch.equal(pictures.source >= 0, tokens == IMAGE)
+    blue = pictures.pixels[2 * rows - 1].view(3, -1).mean(1)
+    assert blue[2] > blue[0]
+    assert with_pictures(config, [[1, 2]], [[]]) == ([[1, 2]], None)
+
+
+class Validated(VLMModule):
+    """A module that is only set up."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader([batch((1, 0), config=CONFIG)], batch_size=None)
+
+
+def _generate(options: dict[str, Any]) -> list[list[int]]:
+    strategy = MegatronStrategy(**options)
+    trainer(strategy, use_distributed_sampler=False).validate(Validated(CONFIG, seed=SEED), verbose=False)
+    assert strategy.parallel_model is not None
+    return ask(ParallelGPT(strategy.parallel_model))
+
+
+SP = {"tensor_parallel": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, SP),
+        (2, {"pipeline_parallel": 2}),
+        (2, {"context_parallel": 2}),
+        (4, {**SP, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+        pytest.param(4, {**SP, "context_parallel": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"pipeline_parallel": 2, "context_parallel": 2}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_every_rank_gets_the_tokens_of_one_device(ranks: int, options: dict[str, Any]) -> None:
+    pytest.importorskip("PIL")
+    expected = ask(one_device())
+    assert all(found == expected for found in run(_generate, ranks, options))
+
+
+def test_tokens_and_images_that_do_not_match_are_refused() -> None:
+    pytest.importorskip("PIL")
+    model = one_device()
+    prompts, pictures = with_pictures(CONFIG, PROMPTS, IMAGES)
+    with pytest.raises(DataError, match=re.escape("prompt 2 has 2 image tokens (id 100) and 1 images")):
+        with_pictures(CONFIG, PROMPTS, [[RED], [], [RED], [RED]])
+    with pytest.raises(DataError, match="there are 4 prompts and images of 1"):
+        with_pictures(CONFIG, PROMPTS, [[RED]])
+    with pytest.raises(DataError, match="prompt 0, image 0 cannot be read as an image"):
+        with_pictures(CONFIG, [[IMAGE]], [[b"no image"]])
+    with pytest.raises(DataError, match=re.escape("have 16 image tokens (id 100) among 25 tokens, and pictures stand")):
+        generate(model, prompts, max_new_tokens=2)
+    with pytest.raises(DataError, match="pictures stand for 16 of 25"):
+        generate(model, prompts[::-1], max_new_tokens=2, pictures=pictures)
+    text = GPT(LANGUAGE).double()
+    initialise(text, 1)
+    with pytest.raises(DataError, match="pictures are given, but the model reads no images"):
+        generate(text, [[1, 2]], max_new_tokens=2, pictures=Pictures(*[torch.zeros(1)] * 2, None, torch.zeros(2)))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """A checkpoint with a tokenizer, whose first special token stands for images."""
+    special = ("<image>", "<|user|>", "<|assistant|>")
+    tokenizer = Tokenizer.train([TEXT], 270, special_tokens=special)
+    tokenizer.chat_template = TEMPLATE
+    language = replace(CONFIG.language, vocab_size=270, max_sequence_length=64)
+    config = VLMConfig(language=language, vision=VISION, image_token=tokenizer.vocabulary["<image>"])
+    model = VLM(config)
+    initialise(model, 5)
+    views = {
+        f"model.{name}": checkpoint.View(f"model.{name}", t.shape, [checkpoint.Box((0,) * t.ndim, t)])
+        for name, t in canonical_tensors(model).items()
+    }
+    common = {"model": {"family": "vlm", "config": config.to_dict()}}
+    files = {file.name: file.read_bytes() for file in tokenizer.save(tmp_path / "tokenizer").iterdir()}
+    checkpoint.save(tmp_path / "c", views, common=common, files=files)
+    for name, data in (("red", RED), ("blue", BLUE)):
+        (tmp_path / f"{name}.png").write_bytes(data)
+    return str(tmp_path / "c")
+
+
+def test_the_command_shows_images_to_the_model(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("PIL")
+    writer = TextGenerator.from_checkpoint(saved)
+    assert writer.image_marker == "<image>"
+    red, blue = (tmp_path / f"{name}.png" for name in ("red", "blue"))
+    words = ["generate", saved, "-n", "6", "-t", "0"]
+    asked, options = ["<image>the quick", "a <image> dog"], {"max_new_tokens": 6, "temperature": 0}
+    expected = writer.complete(asked, images=[[red], [BLUE]], **options)
+    assert expected != writer.complete(asked, images=[[blue], [RED]], **options)
+    assert main([*words, "-p", asked[0], "-p", asked[1], "--image", str(red), "--image", str(blue)]) == 0
+    assert capsys.readouterr().out == "".join(f"{a}{b}\n" for a, b in zip(asked, expected, strict=True))
+    # Prompts without a place get all images, each.
+    expected = writer.complete(["<image><image>the", "<image><image>fox"], images=[[red, blue]] * 2, **options)
+    assert main([*words, "-p", "the", "-p", "fox", "--image", str(red), "--image", str(blue)]) == 0
+    assert capsys.readouterr().out == f"the{expected[0]}\nfox{expected[1]}\n"
+    (expected,) = writer.complete(["<|user|><image>fox<|endoftext|><|assistant|>"], images=[[red]], **options)
+    assert main([*words, "--chat", "-p", "fox", "--image", str(red)]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_images_that_do_not_match_the_prompts_are_told(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("PIL")
+    red = str(tmp_path / "red.png")
+    words = ["generate", saved, "-n", "2", "-p", "<image>the <image>", "-p", "a"]
+    assert main([*words, "--image", red]) == 2
+    assert "the prompts hold '<image>' 2 times, and --image is given 1 times" in capsys.readouterr().err
+    assert main([*words, "--image", str(tmp_path / "none.png")]) == 2
+    assert re.search(r"--image 1 \(.*none\.png\) cannot be read: No such file", capsys.readouterr().err)
+    assert main(words) == 2
+    assert "image tokens" in capsys.readouterr().err
