@@ -165,8 +165,6 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
 
 def _divides(config: Any, degree: int) -> bool:
     """Return whether tensor parallelism of this degree can divide the heads, by the rule of the split itself."""
-    if getattr(getattr(config, "attention", None), "qk_norm_whole", False):  # it normalises all heads together
-        return degree == 1
     mamba, delta = getattr(config, "mamba", None), getattr(config, "delta", None)
     try:
         if delta is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +24,11 @@ class RMSNorm(nn.Module):
 
     Attributes:
         weight: ``[size]``, initially a factor of 1.
+        average: if the features here are a part of those that are normalised together: mean squares here -> of all.
+            None: they are all of them. It is not for a norm that also adds a residual.
     """
+
+    average: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, size: int, eps: float = 1e-5, backend: str = "auto", *, around_zero: bool = False) -> None:
         super().__init__()
@@ -50,7 +56,8 @@ class RMSNorm(nn.Module):
         """
         if residual is None and not pair:
             # One op for the norm alone. Its backward has no second gradient to add.
-            return rms_norm(x, self.factor, self.eps, backend=self.backend)
+            return rms_norm(x, self.factor, self.eps, backend=self.backend, average=self.average)
+        assert self.average is None
         return add_rms_norm(x, residual, self.factor, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:

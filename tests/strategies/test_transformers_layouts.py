@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
+from megalight.inference import ParallelGPT
 from megalight.models.export import export
 from megalight.models.gpt import GPTModule
 from megalight.models.stored import open_model
 from megalight.strategies import MegatronStrategy
-from megalight.types import TokenBatch
+from megalight.types import PackedSequences, TokenBatch
 from tests.environment import trainer
+from tests.reference_gpt import relative_error
 from tests.strategies.test_layout_changes import Again
 from tests.strategies.training import ADAM, CLIP, Losses
 from tests.workers import run
@@ -44,6 +47,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", {**SIZES, "no_rope_layer_interval": 2, "pad_token_id": None}),
     "mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "head_dim": 8, "moe_intermediate_size": 24}),
+    "olmoe": ("OlmoeForCausalLM", {**EXPERTS, "pad_token_id": None, "eos_token_id": 2}),
     "gpt2": ("GPT2LMHeadModel", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -51,6 +55,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_parallel": 2}),
     "tp2pp2": (4, {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}),
 }
+
+LOGITS: list[Any] = [
+    ("olmoe", 2, LAYOUTS["tp2"][1]),
+    ("olmoe", 4, {"tensor_parallel": 4, "sequence_parallel": True}),
+]
 
 
 def batch() -> TokenBatch:
@@ -63,6 +72,23 @@ class Fixed(GPTModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader([batch()], batch_size=None)  # type: ignore[arg-type]
+
+    val_dataloader = train_dataloader
+
+
+def made(kind: str, folder: Path) -> Tensor:
+    """Make the folder of a model, and return its logits."""
+    torch.manual_seed(1)
+    name, options = KINDS[kind]
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(**options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        logits: Tensor = model(batch().tokens).logits
+    model.save_pretrained(folder)
+    return logits
 
 
 def _in_and_out(layout: str, kinds: tuple[str, ...], root: Path) -> list[float]:
@@ -88,19 +114,9 @@ def _in_and_out(layout: str, kinds: tuple[str, ...], root: Path) -> list[float]:
 
 def check(layout: str, kinds: tuple[str, ...], root: Path) -> None:
     expected = []
-    tokens = batch()
     for kind in kinds:
-        torch.manual_seed(1)
-        name, options = KINDS[kind]
-        made = getattr(transformers, name)
-        model = made(made.config_class(**options)).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-            logits = model(tokens.tokens).logits
-        expected.append(float(cross_entropy(logits.flatten(0, 1), tokens.labels.flatten())))
-        model.save_pretrained(root / kind)
+        logits = made(kind, root / kind)
+        expected.append(float(cross_entropy(logits.flatten(0, 1), batch().labels.flatten())))
     for losses in run(_in_and_out, LAYOUTS[layout][0], layout, kinds, root, timeout=600):
         for kind, found, loss in zip(kinds, losses, expected, strict=True):
             assert abs(found - loss) <= 1e-5 * loss, (kind, layout)
@@ -119,3 +135,19 @@ def test_a_family_in_and_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_family_in_and_out(layout: str, tmp_path: Path) -> None:
     check(layout, tuple(KINDS), tmp_path)
+
+
+def _logits(options: dict[str, Any], folder: Path) -> Tensor:
+    strategy = MegatronStrategy(**options)
+    runner = trainer(strategy, precision="32-true", limit_val_batches=1, use_distributed_sampler=False)
+    runner.validate(Fixed(None, optimizer=ADAM, weights=folder), verbose=False)
+    assert strategy.parallel_model is not None
+    tokens = batch().tokens
+    return ParallelGPT(strategy.parallel_model)(tokens.flatten(), PackedSequences.of_uniform(*tokens.shape)).logits
+
+
+@pytest.mark.parametrize(("kind", "ranks", "options"), LOGITS, ids=str)
+def test_logits(kind: str, ranks: int, options: dict[str, Any], tmp_path: Path) -> None:
+    expected = made(kind, tmp_path / kind)
+    for logits in run(_logits, ranks, options, tmp_path / kind):
+        assert relative_error(logits.view_as(expected), expected) < 1e-5

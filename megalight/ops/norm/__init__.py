@@ -72,12 +72,24 @@ def _spec(x: Tensor, weight: Tensor) -> Spec:
     return Spec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    backend: str = "auto",
+    *,
+    average: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim of ``x [..., h]``. Half types are computed in float32.
 
     A :func:`~megalight.ops.common.measuring` backend also finds the largest magnitudes of the result and of the
     gradient of ``x``, for later casts to 8 bits.
+
+    ``average`` is for an ``x`` that is a part of what is normalised together: it turns mean squares ``[..., 1]`` of the
+    part into those of all features. Then the reference computes, because a fused kernel has no place for it.
     """
+    if average is not None:
+        return reference.rms_norm(x, weight, eps, average)
     out: Tensor = _choose(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
     return out
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from megalight.ops.common import wide
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, average: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (Zhang and Sennrich 2019)."""
     dtype = wide(x.dtype)
     y = x.to(dtype)
-    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
+    mean = y.square().mean(-1, keepdim=True)
+    y = y * ((mean if average is None else average(mean)) + eps).rsqrt()
     return (y * weight.to(dtype)).to(x.dtype)
 
 

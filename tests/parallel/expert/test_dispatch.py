@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from megalight.errors import LayoutError
-from megalight.models.gpt import GPT, AttentionConfig, GPTConfig
+from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, NormConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import Activation
 from megalight.nn.init import initialise as initialise_whole
@@ -295,7 +295,11 @@ def test_specs_cover_the_mesh(tp: int, cp: int, pp: int, ep: int, etp: int, tied
 @pytest.mark.parametrize(
     ("degrees", "config", "message"),
     [
-        ({"tp": 2}, replace(CONFIG, attention=AttentionConfig(qk_norm=True, qk_norm_whole=True)), "all heads together"),
+        (
+            {"tp": 2},
+            replace(CONFIG, norm=NormConfig(kind="layer"), attention=AttentionConfig(qk_norm=True, qk_norm_whole=True)),
+            "q_norm is a LayerNorm over all heads together",
+        ),
         ({"etp": 2}, replace(CONFIG, moe=replace(MOE, bias=True)), "etp=2 divides experts with biases"),
     ],
 )
