@@ -57,11 +57,16 @@ class LMHead(nn.Module):
         self.softcap = softcap
         self.backend = backend
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False) -> Tensor:
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False, lesson: Lesson | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[T, h]`` and labels ``[T] ->`` losses ``[T]``, float32 or float64; without labels, logits ``[T, V]``.
 
-        ``normed`` hidden states have passed another norm, and skip the one here.
+        With a lesson beside the labels: see :meth:`learn`. ``normed`` hidden states have passed another norm, and skip
+        the one here.
         """
+        if lesson is not None and labels is not None:
+            return self.learn(hidden, labels, lesson, normed=normed)
         # Before both branches: losses and logits are of the same normed states.
         hidden = hidden if normed else self.norm(hidden)
         if labels is not None:

@@ -124,6 +124,6 @@ class DraftModel(nn.Module):
         for each, places, lesson in zip(embedded, labels, lessons, strict=True):
             hidden = self.step(hidden, each, sequences, lineage)
             normed = self.head.norm(hidden)
-            losses, _ = self.head.learn(normed, places, lesson, normed=True)
+            losses, _ = self.head(normed, places, lesson=lesson, normed=True)
             found.append(Draft(losses, self.head.top(normed, normed=True)))
         return found

@@ -428,7 +428,8 @@ class GPT(nn.Module):
             return Output(hidden=hidden, depths=tuple(depths))
         further = tuple(self.head(hidden, each.labels, normed=True) for hidden, each in zip(depths, later, strict=True))
         if lesson is not None and labels is not None:
-            divergences, losses = self.head.learn(hidden, labels, lesson)
+            # By a call, so that hooks of the head run.
+            divergences, losses = self.head(hidden, labels, lesson=lesson)
             return Output(losses=losses, depths=further, divergences=divergences)
         # select rows before the head, whose product with the vocabulary is expensive
         if rows is not None:

@@ -125,11 +125,16 @@ class VocabHead(nn.Module):
         self.softcap = softcap
         self.backend = backend
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False) -> Tensor:
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False, lesson: Lesson | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` losses ``[T]``; without labels: logits.
 
-        ``normed`` hidden states have passed another norm, and skip the one here.
+        With a lesson beside the labels: see :meth:`learn`. ``normed`` hidden states have passed another norm, and skip
+        the one here.
         """
+        if lesson is not None and labels is not None:
+            return self.learn(hidden, labels, lesson, normed=normed)
         hidden = hidden if normed else self.norm(hidden)
         if labels is not None:
             return self.output_layer.losses(hidden, labels, self.softcap, self.backend)

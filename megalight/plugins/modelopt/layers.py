@@ -39,7 +39,11 @@ def register_layers() -> None:
         def _setup(self) -> None:
             self.parallel_state = distributed.ParallelState(-1, -1, -1)
 
-        def forward(self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False) -> Tensor:
+        def forward(
+            self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False, lesson: Lesson | None = None
+        ) -> Tensor | tuple[Tensor, Tensor | None]:
+            if lesson is not None and labels is not None:
+                return self.learn(hidden, labels, lesson, normed=normed)
             if labels is None:
                 logits: Tensor = super().forward(hidden, normed=normed)
                 return logits
