@@ -52,7 +52,7 @@ class ActivationOffload(pl.Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, MegatronStrategy):
             raise ConfigurationError(f"ActivationOffload needs MegatronStrategy, not {type(strategy).__name__}.")
-        if any(isinstance(callback, CUDAGraph) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        if any(isinstance(one, CUDAGraph) and not one.gives_way for one in trainer.callbacks):  # type: ignore[attr-defined]
             raise ConfigurationError(
                 "ActivationOffload with CUDAGraph: a graph cannot copy to memory that is new in each step. Leave one "
                 "of the two out."

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 
-from megalight.callbacks import ActivationOffload, AutomaticCUDAGraph, CUDAGraph
+from megalight.callbacks import AutomaticCUDAGraph
 from megalight.callbacks.run_record import log_folder
 from megalight.cli.explain import subclasses
 from megalight.cli.rules import check_trainer, half_on_cpu
@@ -39,8 +39,7 @@ class MegalightTrainer(pl.Trainer):
         limit_test_batches: the same for ``test``.
         limit_predict_batches: the same for ``predict``.
         cuda_graphs: ``auto``: replay steps from CUDA graphs if the first steps show that this is faster
-            (:class:`~megalight.callbacks.AutomaticCUDAGraph`), unless there is a ``CUDAGraph`` or
-            ``ActivationOffload`` among the callbacks. ``off``: do not try.
+            (:class:`~megalight.callbacks.AutomaticCUDAGraph`). ``off``: do not try.
 
     Raises:
         ConfigurationError: no strategy or logger has this name, or an argument has a value that Lightning would accept
@@ -81,9 +80,7 @@ class MegalightTrainer(pl.Trainer):
         if isinstance(strategy, MeshStrategy) and SLURMEnvironment.detect():
             kwargs["plugins"] = with_slurm(kwargs.get("plugins"))
         super().__init__(strategy=strategy, logger=logger, **kwargs)
-        # Graphs cannot hold copies to host memory, so a run with ActivationOffload has none.
-        others = (CUDAGraph, ActivationOffload)
-        if cuda_graphs == "auto" and not any(isinstance(callback, others) for callback in self.callbacks):  # type: ignore[attr-defined]
+        if cuda_graphs == "auto" and not any(isinstance(callback, AutomaticCUDAGraph) for callback in self.callbacks):  # type: ignore[attr-defined]
             # In front: ModelCheckpoint must stay last.
             self.callbacks.insert(0, AutomaticCUDAGraph())  # type: ignore[attr-defined]
 

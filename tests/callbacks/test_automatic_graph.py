@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from megalight.callbacks import AutomaticCUDAGraph, CUDAGraph
+from megalight.callbacks import ActivationOffload, AutomaticCUDAGraph, CUDAGraph
 from megalight.callbacks.graphs.trial import SETTLING, TIMED, Reading
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.micro_batches import Usage
@@ -223,6 +224,43 @@ def without_shards() -> Any:
 
 def test_nothing_happens_without_shards() -> None:
     assert run(without_shards, 1)[0] == (2, 0, [], None)
+
+
+class Brings(Logs):
+    """Its module brings a callback that graphs cannot serve, or that records itself."""
+
+    def __init__(self, brought: pl.Callback) -> None:
+        super().__init__()
+        self.brought = brought
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [self.brought]
+
+
+def beside(other: str, owner: str) -> Any:
+    """Train beside another callback; return replays of both, and whether the other one did its work."""
+    callback = AutomaticCUDAGraph()
+    callback.recorder = own = Tape()
+    brought: Any = CUDAGraph(warmup_steps=2) if other == "CUDAGraph" else ActivationOffload(["0"], min_elements=1)
+    if isinstance(brought, CUDAGraph):
+        brought.recorder = Tape()
+    callbacks = [callback, brought] if owner == "trainer" else [callback]
+    module = Brings(brought) if owner == "module" else Logs()
+    strategy = MegatronStrategy(micro_batch_size=2)
+    options = {"max_steps": 6, "limit_val_batches": 0, "use_distributed_sampler": False}
+    # A module without layers stands for its own layer.
+    with (
+        mock.patch("megalight.callbacks.activation_offload.chosen", lambda chunk, *others, **more: [chunk]),
+        mock.patch("megalight.callbacks.activation_offload.check_patterns"),
+    ):
+        trainer(strategy, callbacks=callbacks, **options).fit(module, batches(24, 4))
+    return own.entered, callback.replays, callback.trial, brought.replays if other == "CUDAGraph" else brought.moved > 0
+
+
+@pytest.mark.parametrize("owner", ["trainer", "module"])
+@pytest.mark.parametrize(("other", "works"), [("CUDAGraph", 4), ("ActivationOffload", True)])
+def test_other_callbacks_go_first(other: str, works: Any, owner: str) -> None:
+    assert run(beside, 1, other, owner)[0] == (0, 0, None, works)
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")

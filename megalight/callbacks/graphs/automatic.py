@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
+from megalight.callbacks.activation_offload import ActivationOffload
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.callbacks.graphs.trial import DeviceProbe, Probe, Trial
 from megalight.parallel.graphs.iteration import IterationGraphs
@@ -18,7 +19,8 @@ from megalight.strategies.megatron import MegatronStrategy
 class AutomaticCUDAGraph(CUDAGraph):
     """Replays whole training steps from CUDA graphs if that is faster, which it measures in the first steps.
 
-    It does nothing without a GPU, with other strategies than ``MegatronStrategy``, and where steps cannot be recorded.
+    It does nothing without a GPU, with other strategies than ``MegatronStrategy``, where steps cannot be recorded, and
+    beside a ``CUDAGraph`` or ``ActivationOffload`` of the trainer or of the module's ``configure_callbacks``.
     Steps are tried as graphs if the host needs most of a step to launch kernels, and there is memory for a second set
     of activations. If the replayed steps are not faster, later ones run eagerly. The log gives the decision and both
     times. With ``micro_batch_size="auto"``, it waits until the number is found.
@@ -29,6 +31,7 @@ class AutomaticCUDAGraph(CUDAGraph):
     """
 
     needs_shards = False  # without shards it does nothing
+    gives_way = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +41,12 @@ class AutomaticCUDAGraph(CUDAGraph):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Enter the stream for recording, where steps may be recorded."""
         strategy = trainer.strategy
+        # Here, because by now the trainer also has the callbacks of the module.
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            # Graphs cannot hold copies to host memory.
+            if isinstance(other, ActivationOffload) or (isinstance(other, CUDAGraph) and not other.gives_way):
+                rank_zero_info(f"steps are not tried as CUDA graphs, because of the callback {type(other).__name__}")
+                return
         # Units of full sharding cannot be recorded, and need no stream of ours.
         if not isinstance(strategy, MegatronStrategy) or strategy.data_parallel.has_units:
             return

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 
 from megalight.callbacks.graphs import reasons_against
-from megalight.callbacks.graphs.watch import watched
+from megalight.callbacks.graphs.watch import INTERNAL, STAND_INS, watched
 from megalight.errors import ConfigurationError
 from megalight.parallel.graphs.backends import GRAPH_BACKENDS, Named, PartGraphs, Parts
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.iteration import IterationGraphs
+from megalight.parallel.graphs.modules import ModuleGraphs
 from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.step import Passes, StepRunner, run_passes
@@ -64,6 +66,8 @@ class CUDAGraph(pl.Callback):
     """
 
     needs_shards = True
+    gives_way = False
+    """Whether it does nothing beside other callbacks that record, or that cannot run under a recording."""
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class CUDAGraph(pl.Callback):
         self._recorder: Recorder | None = None
         self._graphs: IterationGraphs | PartGraphs | None = None
         self._streams: list[RandomStreams] = []
+        self._evaluating = ExitStack()
         self._level = logging.WARNING
 
     @property
@@ -180,7 +185,12 @@ class CUDAGraph(pl.Callback):
             strategy.engine,
             strategy.root_device,
             strategy.largest,
-            Fingerprint(strategy.chunks),
+            Fingerprint(
+                ((f"chunks.{i}" if i else "", chunk) for i, chunk in enumerate(strategy.chunks)),
+                # Its loss_step runs in the step, too.
+                [(type(module).__name__, module)],
+                INTERNAL | STAND_INS,
+            ),
             lambda: self._generators(strategy),
             warmup_steps=self.warmup_steps,
             max_graphs=self.max_graphs,
@@ -234,6 +244,15 @@ class CUDAGraph(pl.Callback):
         # Several chunks share a stream, and each generator is registered once.
         own = [generator for streams in self._streams for generator in streams.persistent.values()]
         return own + strategy.precision.generators
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        """Begin to watch what evaluation changes in the modules, as a counter of the model would."""
+        if isinstance(self._graphs, IterationGraphs | ModuleGraphs):
+            self._evaluating.enter_context(self._graphs.fingerprint.attributes.running())
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        """End the watch."""
+        self._evaluating.close()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Release the graphs while their communicators still exist."""

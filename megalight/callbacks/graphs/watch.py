@@ -19,6 +19,9 @@ NEXT = "keep it in a buffer of the module, which on_train_batch_start writes"
 INTERNAL = frozenset(vars(pl.LightningModule())) - {"training"}
 """Attributes of modules that are Lightning's or torch's."""
 
+STAND_INS = frozenset({"training_step", "log", "log_dict"})
+"""Methods that :func:`watched` sets on the module for one step."""
+
 PLAIN = (bool, int, float, str, bytes)
 """Types whose values are compared, not their identity."""
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.graphs.attributes import told
+from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.recorder import Recorder, Recording
 from megalight.parallel.graphs.static import StaticInputs, clone
@@ -83,7 +85,7 @@ class IterationGraphs:
         engine: DataParallelEngine,
         device: torch.device,
         agree: Callable[[list[int]], list[int]],
-        fingerprint: Callable[[], Hashable],
+        fingerprint: Fingerprint,
         generators: Callable[[], Sequence[torch.Generator]],
         *,
         warmup_steps: int,
@@ -121,6 +123,7 @@ class IterationGraphs:
         """Run the step, and return the result of ``passes`` in memory that no replay overwrites."""
         if self._off:
             return passes(micro_batches)
+        passes = self._noted(passes)
         form = None if self._refused else self._form(key, micro_batches)
         way = self._agreed(form)
         if form is None or (way is Way.EAGER and form.recording is not None):
@@ -140,6 +143,15 @@ class IterationGraphs:
         # No hook of autograd has run, so the engine is told what the graph has done.
         self.engine.main_gradients.adopt(form.gradients)
         return clone(form.recording.result)
+
+    def _noted(self, passes: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+        """Return ``passes``, which also tell what attributes they change themselves."""
+
+        def run(micro_batches: Sequence[Any]) -> Any:
+            with self.fingerprint.attributes.running():
+                return passes(micro_batches)
+
+        return run
 
     def drop(self) -> None:
         """Free all graphs."""
@@ -172,8 +184,10 @@ class IterationGraphs:
             if self.graphs >= self.max_graphs:
                 if not self._varied:
                     self._varied = True
+                    changed = self.fingerprint.attributes.changed
                     self.refuse(
-                        f"batches have more than max_graphs={self.max_graphs} forms; only the first ones are recorded"
+                        f"{'steps' if changed else 'batches'} have more than max_graphs={self.max_graphs} forms; only "
+                        "the first ones are recorded" + (f"; {told(changed)}" if changed else "")
                     )
                 return None
             if len(self._forms) - self.graphs >= REMEMBERED:
@@ -183,11 +197,15 @@ class IterationGraphs:
 
     def _forget_oldest(self) -> None:
         oldest = next(key for key, form in self._forms.items() if form.recording is None)
-        if not self.graphs and not self._varied:
+        counts = self.fingerprint.attributes.changed
+        changed = [name for name, count in counts.items() if count > REMEMBERED // 2]
+        if (changed or not self.graphs) and not self._varied:
             self._varied = True
             self.refuse(
-                f"the last {REMEMBERED} batches had different forms; give batches one shape (drop_last=True, rows of "
-                "one length, no document_lengths)"
+                told(changed)
+                if changed
+                else f"the last {REMEMBERED} batches had different forms; give batches one shape (drop_last=True, rows "
+                "of one length, no document_lengths)"
             )
         del self._forms[oldest]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.ops.parameter import cast_of
 from megalight.parallel.graphs.arguments import Held, recordable
+from megalight.parallel.graphs.attributes import told
 from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.inspection import Inspection
@@ -21,6 +23,10 @@ from megalight.parallel.graphs.static import tensors_of
 from megalight.parallel.graphs.unit import Unit, argument_for, follows
 
 log = logging.getLogger(__name__)
+
+DROPS = 4
+"""Number of times that attributes may change within ``WITHIN`` steps, before modules run eagerly."""
+WITHIN = 64
 
 
 @dataclass
@@ -92,8 +98,9 @@ class ModuleGraphs:
         # A graph cannot decide at replay whether to overwrite or to add. These parameters are zeroed at the start of a
         # step instead, and always added to.
         engine.main_gradients.only_add(p for m in everything for p in m.parameters())
-        self._fingerprint = Fingerprint(everything)
+        self.fingerprint = Fingerprint(named for lane in self._lanes for named in lane.modules)
         self._recorded_under: Any = None
+        self._dropped: deque[int] = deque(maxlen=DROPS)  # the last steps at which other code had changed attributes
         self._homes = {id(m): engine.homes_of(m.parameters()) for m in everything}
         self._casts = {id(m): [p for p in m.parameters() if cast_of(p) is not None] for m in everything}
         self._external: dict[int, Tensor] = {}  # tensors that recorded work reads besides its arguments
@@ -119,12 +126,24 @@ class ModuleGraphs:
                 slot.busy = False
                 for unit in slot.units.values():
                     unit.forwarded = False
-        now = self._fingerprint()
+        now = self.fingerprint()
         if self.graphs and (self._off or now != self._recorded_under):
             if not self._off:
-                log.info("a module changed its mode or moved its tensors: CUDA graphs are recorded again")
+                self._changed()
             self.drop()
         self._recorded_under = now
+
+    def _changed(self) -> None:
+        """Tell what makes the graphs stale, and refuse if that happens time and again."""
+        names = self.fingerprint.attributes.changed
+        if not names:
+            log.info("a module changed its mode or moved its tensors: CUDA graphs are recorded again")
+            return
+        log.info("CUDA graphs are recorded again: other code changed %s", ", ".join(names))
+        self._dropped.append(self._steps)
+        if len(self._dropped) == DROPS and self._steps - self._dropped[0] < WITHIN:
+            self._refuse(told(names))
+        names.clear()
 
     def drop(self) -> None:
         """Free all graphs."""
@@ -183,10 +202,12 @@ class ModuleGraphs:
         return unit.run(args, kwargs)
 
     def _warm_up(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._steps < self.warmup_steps:
-            return plain(*args, **kwargs)
-        with Inspection(self.device) as inspection:
-            result = plain(*args, **kwargs)
+        # Seen from the first step on: what the modules change themselves is no reason to record again.
+        with self.fingerprint.attributes.running():
+            if self._steps < self.warmup_steps:
+                return plain(*args, **kwargs)
+            with Inspection(self.device) as inspection:
+                result = plain(*args, **kwargs)
         given = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, kwargs))}
         self._external |= {key: tensor for key, tensor in inspection.external.items() if key not in given}
         if inspection.reasons:
@@ -214,7 +235,8 @@ class ModuleGraphs:
             done=slot.free if place == 0 else _nothing,
         )
         try:
-            unit.record(self.recorder, self.generators(), slot.pool)
+            with self.fingerprint.attributes.running():
+                unit.record(self.recorder, self.generators(), slot.pool)
         except Exception as error:
             unit.drop()
             self._refuse(f"recording {name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

@@ -41,7 +41,7 @@ class Steps:
             self.engine,
             torch.device("cpu"),
             lambda values: values,
-            Fingerprint([self.model]),
+            Fingerprint([("", self.model)]),
             lambda: [],
             refuse=self.reasons.append,
             **{"warmup_steps": 2, "max_graphs": 2, **options},
