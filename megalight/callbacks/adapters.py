@@ -26,7 +26,8 @@ class Adapters(pl.Callback):
 
     Raises:
         ConfigurationError: a value is out of range. Before processes start: a target matches no layer, the rank is too
-            large, the module has no ``build_model``, or ``save_base=False`` but there are no initial weights.
+            large, the module has no ``build_model``, or ``save_base=False`` but there are no initial weights that hold
+            the whole base.
     """
 
     def __init__(
@@ -57,6 +58,12 @@ class Adapters(pl.Callback):
             raise ConfigurationError(
                 "Adapters(save_base=False) writes checkpoints without the frozen weights, and this run draws those: "
                 "nothing could load them. Give the module weights to start from, or leave save_base out."
+            )
+        if not self.save_base and getattr(module, "weights_keys", "strict") != "strict":
+            raise ConfigurationError(
+                "Adapters(save_base=False) writes checkpoints without the frozen weights, and with weights_keys="
+                f"{module.weights_keys!r} the folder weights may not hold all of them. Leave save_base out, or use "
+                "weights_keys='strict'."
             )
         module.saves_base = self.save_base
 

@@ -21,6 +21,7 @@ def compare(
     strict: bool,
     prefix: str,
     label: Callable[[str], str] = repr,
+    lenient: str = "strict=False",
 ) -> Filled:
     """Check that names and shapes agree; see :meth:`megalight.parallel.source.Source.fill`.
 
@@ -32,6 +33,7 @@ def compare(
         strict: see there.
         prefix: see there.
         label: what messages call a tensor.
+        lenient: what a user sets to accept other names.
 
     Raises:
         CheckpointError: on every rank, when they differ on any.
@@ -43,7 +45,7 @@ def compare(
         if strict and missing:
             raise CheckpointError(
                 f"{_some(missing, label)} not in {where}.{nearest(missing[0], stored)} Is it of another model? "
-                "strict=False leaves such tensors as they are."
+                f"{lenient} leaves such tensors as they are."
             )
         known = sorted(asked.keys() & stored.keys())
         differ = [name for name in known if tuple(stored[name].shape) != tuple(asked[name])]
@@ -65,7 +67,7 @@ def compare(
     if strict and unexpected:
         raise CheckpointError(
             f"{where} holds {_some(unexpected, label)} that this model does not ask for. Is it of another model? "
-            "strict=False ignores such tensors."
+            f"{lenient} ignores such tensors."
         )
     # Missing ones are a rank's own; unexpected ones are known of all ranks only.
     return Filled(tuple(sorted(asked.keys() - stored.keys())), unexpected)

@@ -34,6 +34,9 @@ GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
+LENIENT = "weights_keys='log' of a module"
+"""What lets a module start from a folder with other tensors; for messages."""
+
 COMPANIONS = (
     CONFIG,
     GENERATION,
@@ -77,16 +80,18 @@ class Folder:
         path: the folder, or its address in remote storage.
         weights: names and layouts of its tensors.
         prefix: added before every canonical name.
+        strict: whether a tensor that has no counterpart in ``weights`` is an error. If not, it is skipped.
 
     Attributes:
         tensors: canonical name -> shape, dtype and place.
+        skipped: the folder's names of tensors without a counterpart.
         bytes_read: bytes that this process has read so far.
 
     Raises:
         CheckpointError: a file is missing or incomplete, or holds tensors of another model.
     """
 
-    def __init__(self, path: str | os.PathLike[str], weights: WeightMap, prefix: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], weights: WeightMap, prefix: str, *, strict: bool = True) -> None:
         self.path = place(path)
         self.bytes_read = 0
         self._weights = weights
@@ -97,10 +102,12 @@ class Folder:
         self.tensors: dict[str, Kept] = {}
         # Packed weights appear here under the name and the shape of what they stand for.
         tensors = stored(entries, _json(self.path / CONFIG) if is_folder(path) else {}, str(self.path))
+        unknown: list[str] = []
         try:
-            places = weights.ours(tensors)
+            places = weights.ours(tensors, None if strict else unknown)
         except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
+            raise CheckpointError(f"{self.path}: {error} {LENIENT} skips such tensors.") from error
+        self.skipped = tuple(sorted(unknown))
         for name, theirs in places.items():
             found = tensors[theirs.name]
             self.tensors[prefix + name] = Kept(theirs.shape(found.shape), found.dtype, found, theirs)
@@ -122,7 +129,9 @@ class Folder:
         boxes = [target for target in targets if target.data.numel()]
         asked = {target.name: target.shape for target in boxes}
         # Before any byte is read: an error is raised on all ranks, and no memory has changed.
-        filled = compare(ranks, where, self.tensors, asked, strict=strict, prefix=prefix, label=self._label)
+        filled = compare(
+            ranks, where, self.tensors, asked, strict=strict, prefix=prefix, label=self.label, lenient=LENIENT
+        )
         # group boxes by file, so that a job in a thread opens only one file
         by_file: dict[str, list[Target]] = {}
         for target in boxes:
@@ -177,7 +186,7 @@ class Folder:
                         f"for {expected}. Is it of another model?"
                     )
 
-    def _label(self, name: str) -> str:
+    def label(self, name: str) -> str:
         """Name a tensor in messages, with its name in the folder."""
         try:
             return f"{name!r} ({self._weights.theirs(name.removeprefix(self._prefix)).name})"

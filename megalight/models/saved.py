@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint
 from megalight.checkpoint.ranks import alone
+from megalight.checkpoint.sources.lenient import Lenient
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare
@@ -26,6 +27,10 @@ from megalight.parallel.source import Source
 from megalight.parallel.transform import ModelTransform
 
 log = logging.getLogger(__name__)
+
+Keys: TypeAlias = Literal["strict", "log", "ignore"]
+
+KEYS: tuple[Keys, ...] = ("strict", "log", "ignore")
 
 PREFIX = "model."
 """Prefix of the canonical names of a model's weights in a checkpoint."""
@@ -154,20 +159,23 @@ def initial_config(folder: str | os.PathLike[str], known: Family) -> Any:
     return known.config.from_dict(described["config"])
 
 
-def initial_source(folder: str | os.PathLike[str], known: Family, config: Any) -> Source:
+def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, keys: Keys = "strict") -> Source:
     """Open a folder of initial weights as a source by canonical name; see :func:`initial_config`.
 
     Args:
         folder: the folder with the weights.
         known: family of the model to fill.
         config: configuration of the model to fill. Differences from the folder's configuration are logged.
+        keys: what tensors that only the model or only the folder has mean to a strict fill: ``strict``: an error;
+            ``log`` and ``ignore``: see :class:`~megalight.checkpoint.sources.lenient.Lenient`.
 
     Raises:
         CheckpointError: there is no such folder, or its checkpoint has adapters, which must be merged first.
         ConfigurationError: as in :func:`initial_config`.
     """
     if not checkpoint.is_complete(folder):
-        return _weights(known).source(folder, config, PREFIX)
+        found = _weights(known).source(folder, config, PREFIX, strict=keys == "strict")
+        return found if keys == "strict" else Lenient(found, str(folder), keys == "log", found.skipped, found.label)
     opened = checkpoint.open(folder)
     # Adapters are modules of their own, which the model to fill does not have.
     if description(opened).get("transforms"):
@@ -176,7 +184,8 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any) -
     differences = compare(config.to_dict(), initial_config(folder, known).to_dict(), "the folder")
     if differences:
         log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
-    return FullPrecision(opened)
+    source = FullPrecision(opened)
+    return source if keys == "strict" else Lenient(source, str(folder), keys == "log")
 
 
 def companions_of(path: str | os.PathLike[str]) -> dict[str, bytes]:

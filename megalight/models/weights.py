@@ -176,11 +176,15 @@ class WeightMap:
                 theirs = filed + theirs.removeprefix(spelt)
         return replace(found, name=theirs, index=index)
 
-    def ours(self, names: Iterable[str]) -> dict[str, Theirs]:
+    def ours(self, names: Iterable[str], unknown: list[str] | None = None) -> dict[str, Theirs]:
         """Return the canonical tensors that their tensors contain, and the place of each.
 
+        Args:
+            names: their tensors.
+            unknown: gets the names without a counterpart. None: such a name is an error.
+
         Raises:
-            CheckpointError: a tensor has no counterpart.
+            CheckpointError: a tensor has no counterpart, and ``unknown`` is None.
         """
         reverse: dict[str, list[tuple[str, Theirs]]] = {}
         for ours, place in self.places.items():
@@ -202,6 +206,9 @@ class WeightMap:
             whole = [(ours, place) for ours, place in reverse.get(template, ())]
             parts = [(f"{ours}.{leaf}", place) for ours, place in reverse.get(module, ())]
             if not whole and not parts:
+                if unknown is not None:
+                    unknown.append(name)
+                    continue
                 known = ", ".join(reverse)
                 raise CheckpointError(f"{name} has no counterpart; known modules: {known}. Is it another model?")
             for ours, place in whole or parts:

@@ -46,7 +46,7 @@ from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.source import Filled, Source, Target, parameter_targets, shard_targets
+from megalight.parallel.source import Filled, Source, Target, clear_outside, parameter_targets, shard_targets
 from megalight.parallel.storage import has_memory, unknown
 from megalight.parallel.transform import ModelTransform, apply_transforms
 
@@ -337,9 +337,11 @@ class ParallelModel:
         }
 
     def clear_padding(self) -> None:
-        """Zero the :meth:`padded` tensors before a source is read."""
-        for tensor in self.padded().values():
-            tensor.zero_()
+        """Zero the padding of the :meth:`padded` tensors. Pieces keep their values: a source may not have them."""
+        for name, tensor in self.padded().items():
+            # A sharded one has no memory now: its shard was filled with its padding.
+            if has_memory(tensor):
+                clear_outside(tensor.view(-1), ((piece.start, piece.stop) for piece in self.specs[name].pieces))
 
     def transform_values(self) -> bool:
         """Let transforms act on the values after these are set; return whether one may have changed them."""

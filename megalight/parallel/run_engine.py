@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, P
 from megalight.parallel.initial_values import initialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.source import Source, parameter_targets, shard_targets
+from megalight.parallel.source import Source, clear_outside, parameter_targets, shard_targets
 from megalight.parallel.units import Unit, check_units, owned_alone, units_of
 
 log = logging.getLogger(__name__)
@@ -176,23 +175,23 @@ def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None
         else:
             engine.recast()
     if origin.source is not None:
-        _read(engine, model, origin.source, give, pending)
+        _read(engine, model, origin.source, pending)
 
 
 def _read(
     engine: DataParallelEngine,
     model: ParallelModel,
     source: Source,
-    give: Callable[[str, Tensor], None],
     pending: bool,
 ) -> None:
     """Read each rank's shards, and gather parameters from them; ``pending``: also read tensors that are in no shard."""
-    # A source fills pieces only, and padding must be zero in parameters and masters.
-    for name, tensor in model.padded().items():
-        tensor.zero_()
-        give(name, torch.zeros_like(tensor, dtype=torch.float32))
     # frozen parameters have no masters, so there is nothing to read for them if they have values
     shards = [*engine.shards, *(bucket.shard for bucket in engine.frozen if pending)]
+    # A source fills pieces only, and padding must be zero in parameters and masters.
+    model.clear_padding()
+    for shard in shards:
+        intervals = ((start, start + last - first) for _, first, last, start in shard.intervals())
+        clear_outside(shard.master.detach().view(-1), intervals)
     found = shard_targets([shard.master for shard in shards], shards)
     targets = [target for target in found if target.name.startswith(model.prefix)]
     if pending:

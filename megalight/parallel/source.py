@@ -197,6 +197,15 @@ def parameter_targets(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str,
             yield Target(piece.name, piece.shape, piece.offset, piece.view(flat))
 
 
+def clear_outside(flat: Tensor, intervals: Iterable[tuple[int, int]]) -> None:
+    """Zero the elements of a flat tensor that lie in none of the intervals ``[start, stop)``: its padding."""
+    end = 0
+    for start, stop in sorted(intervals):
+        flat[end:start].zero_()
+        end = max(end, stop)
+    flat[end:].zero_()
+
+
 class FlatShard(Protocol):
     """A rank's flat share of parameters or optimizer state, and the position of canonical elements in it.
 

@@ -15,6 +15,7 @@ from megalight.models.bert.flops import flops_per_token
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, pack
+from megalight.models.saved import Keys
 from megalight.optim import AdamConfig
 from megalight.types import Loss
 
@@ -32,6 +33,8 @@ class BertModule(FamilyModule[BertConfig]):
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
         weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights.
+        weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
+            :class:`~megalight.models.family.module.FamilyModule`.
     """
 
     family = "bert"
@@ -43,8 +46,9 @@ class BertModule(FamilyModule[BertConfig]):
         optimizer: AdamConfig | None = None,
         seed: int = 1234,
         weights: str | os.PathLike[str] | None = None,
+        weights_keys: Keys = "strict",
     ) -> None:
-        super().__init__(config, optimizer, seed, weights)
+        super().__init__(config, optimizer, seed, weights, weights_keys)
         if self.config.head != "pretraining":
             raise ConfigurationError(
                 f"head is {self.config.head!r}: such a model predicts nothing that BertModule could train. Give a "

@@ -15,6 +15,7 @@ from megalight.models.eagle.config import EagleConfig
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, pack
+from megalight.models.saved import Keys
 from megalight.nn import Lesson
 from megalight.ops.divergence import Projection
 from megalight.optim import AdamConfig
@@ -35,6 +36,8 @@ class EagleModule(FamilyModule[EagleConfig]):
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
         weights: a checkpoint of a draft to start from. None: random initial weights.
+        weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
+            :class:`~megalight.models.family.module.FamilyModule`.
         steps: how many tokens ahead the draft is trained.
         decay: see above.
         tensor_parallel: the base's degree, over the same ranks.
@@ -59,6 +62,7 @@ class EagleModule(FamilyModule[EagleConfig]):
         optimizer: AdamConfig | None = None,
         seed: int = 1234,
         weights: str | os.PathLike[str] | None = None,
+        weights_keys: Keys = "strict",
         steps: int = 4,
         decay: float = 0.9,
         tensor_parallel: int = 1,
@@ -71,7 +75,7 @@ class EagleModule(FamilyModule[EagleConfig]):
         self.base_model = BaseModel(base, tensor_parallel, pipeline_parallel)
         if config is None and weights is None:
             config = EagleConfig()
-        super().__init__(config, optimizer, seed, weights)
+        super().__init__(config, optimizer, seed, weights, weights_keys)
         # Also of the configuration in `weights`, whose draft may have served another base.
         self.config = self.config.beside(self.base_model.config)
         self.steps = steps

@@ -65,13 +65,14 @@ class Weights:
         # Names are looked up only by families that ask: listing a folder reads the headers of its files.
         return config if self.without is None else self.without(config, partial(tensor_names, folder))
 
-    def source(self, folder: str | os.PathLike[str], config: Any, prefix: str) -> Folder:
+    def source(self, folder: str | os.PathLike[str], config: Any, prefix: str, *, strict: bool = True) -> Folder:
         """Open the folder as a source of tensors with canonical names.
 
         Args:
             folder: a folder that ``save_pretrained`` wrote.
             config: configuration of the model to fill. Differences from the folder's configuration are logged.
             prefix: added before every canonical name.
+            strict: see :class:`~megalight.models.folder.Folder`.
 
         Raises:
             CheckpointError: a file is missing or incomplete, or holds tensors of another model.
@@ -82,7 +83,7 @@ class Weights:
         # Only a warning: tensors whose shapes differ are refused when they are read.
         if differences:
             log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
-        return Folder(folder, self.map(config), prefix)
+        return Folder(folder, self.map(config), prefix, strict=strict)
 
 
 @dataclass(frozen=True)

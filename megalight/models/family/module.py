@@ -14,7 +14,7 @@ from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.config import compare
 from megalight.models.family import family
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
-from megalight.models.saved import BASE, companions_of, initial_config, initial_source
+from megalight.models.saved import BASE, KEYS, Keys, companions_of, initial_config, initial_source
 from megalight.models.transforms import describe, rebuild
 from megalight.optim import AdamConfig
 from megalight.parallel.shard import ShardSpec
@@ -52,12 +52,17 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         seed: seed of the initial weights.
         weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights. A run that
             resumes reads its own checkpoint instead.
+        weights_keys: what happens if the names in ``weights`` are not those of the model. ``strict``: an error.
+            ``log``: tensors that the folder lacks keep their initial values, those that the model lacks are skipped,
+            and the log names each of them. ``ignore``: the same without the log. Shapes that differ are always an
+            error.
 
     Attributes:
         family: the family's name in checkpoints.
 
     Raises:
-        ConfigurationError: neither ``config`` nor ``weights`` is given, or the folder holds a model of another family.
+        ConfigurationError: neither ``config`` nor ``weights`` is given, the folder holds a model of another family, or
+            ``weights_keys`` is unknown or has no ``weights``.
         CheckpointError: ``config`` is None and the folder ``weights`` does not exist.
     """
 
@@ -69,9 +74,18 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         optimizer: AdamConfig | None = None,
         seed: int = 1234,
         weights: str | os.PathLike[str] | None = None,
+        weights_keys: Keys = "strict",
     ) -> None:
         super().__init__(seed)
+        if weights_keys not in KEYS:
+            raise ConfigurationError(f"weights_keys={weights_keys!r} is not known; give one of {', '.join(KEYS)}.")
+        if weights_keys != "strict" and weights is None:
+            raise ConfigurationError(
+                f"weights_keys={weights_keys!r} says how names in the folder weights are compared, and there is no "
+                "such folder. Give weights, or leave weights_keys out."
+            )
         self.weights = weights
+        self.weights_keys = weights_keys
         # After `weights`, which it may read.
         self.config: ConfigT = self._config(config)
         self.optimizer = optimizer or AdamConfig()
@@ -104,7 +118,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         """Return the folder ``weights`` as a source."""
         if self.weights is None:
             return None
-        return initial_source(self.weights, family(self.family), self.config)
+        return initial_source(self.weights, family(self.family), self.config, self.weights_keys)
 
     def build_model(self) -> nn.Module:
         """Build the whole model for one device."""

@@ -15,6 +15,7 @@ from megalight.models.gpt.flops import flops_per_token
 from megalight.models.gpt.model import Later
 from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, pack
+from megalight.models.saved import Keys
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen import FrozenModel
 from megalight.types import Loss, TokenBatch, WithResults
@@ -30,6 +31,8 @@ class GPTModule(FamilyModule[GPTConfig]):
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
         weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights.
+        weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
+            :class:`~megalight.models.family.module.FamilyModule`.
 
     With multi-token prediction, depth ``k`` adds its mean cross entropy to the objective, times ``mtp.loss_scale``
     divided by the number of depths.
@@ -47,8 +50,9 @@ class GPTModule(FamilyModule[GPTConfig]):
         optimizer: AdamConfig | None = None,
         seed: int = 1234,
         weights: str | os.PathLike[str] | None = None,
+        weights_keys: Keys = "strict",
     ) -> None:
-        super().__init__(config, optimizer, seed, weights)
+        super().__init__(config, optimizer, seed, weights, weights_keys)
 
         self.distiller: Distiller | None = None
 

@@ -15,6 +15,7 @@ from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.flops import flops_per_token
 from megalight.models.module import CANONICAL_PREFIX, Carry
 from megalight.models.packing import IGNORED, pack
+from megalight.models.saved import Keys
 from megalight.models.vision.flops import flops_per_row
 from megalight.models.vision.model import Pictures
 from megalight.models.vision.pixels import normalised
@@ -32,6 +33,8 @@ class VLMModule(FamilyModule[VLMConfig]):
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
         weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights.
+        weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
+            :class:`~megalight.models.family.module.FamilyModule`.
         freeze: globs over names of parameters that are not trained, as in the optimizer's rules: ``*.tower.*``.
 
     Raises:
@@ -48,9 +51,10 @@ class VLMModule(FamilyModule[VLMConfig]):
         optimizer: AdamConfig | None = None,
         seed: int = 1234,
         weights: str | os.PathLike[str] | None = None,
+        weights_keys: Keys = "strict",
         freeze: Sequence[str] = (),
     ) -> None:
-        super().__init__(config, optimizer, seed, weights)
+        super().__init__(config, optimizer, seed, weights, weights_keys)
         self.frozen_patterns = tuple(freeze)  # `freeze` is a method of Lightning's
         # Of all micro-batches so far, on the host: how much work images are, for each token of text.
         self._rows, self._tokens = 0, 0
