@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import LayoutError
 from megalight.nn import InnerAttention
-from megalight.ops.attention_block import REGISTRIES, block_attention, block_attention_backward
+from megalight.ops.attention_block import EXAMPLE, REGISTRIES, block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
 from megalight.ops.common import once_differentiable, wide
 from megalight.parallel.context.blocks import Block, Blocks, Rows, blocks_of
@@ -47,7 +47,26 @@ def why_not(spec: ContextSpec) -> str | None:
         if spec.backend not in ("auto", *registry.names):
             known = ", ".join(registry.names)
             return f"has no attention backend {spec.backend!r}: {registry.op} has {known}"
+    if (spec.window or spec.chunk) and spec.backend != "auto":
+        against = _reasons_against_limits(spec.window)
+        if spec.backend in against:
+            return (
+                f"has no attention backend {spec.backend!r} for {limit}, whose blocks are packed: it "
+                f"{against[spec.backend]}; {', '.join(name for name in REGISTRIES[0].names if name not in against)} "
+                "can serve them, or let the backend be 'auto'"
+            )
     return None
+
+
+def _reasons_against_limits(window: bool) -> dict[str, str]:
+    """Return the backends that serve blocks without a limit, but not those of a window or of chunks; and why."""
+    limited = EXAMPLE._replace(dense=False, window=window)
+    reasons: dict[str, str] = {}
+    for registry in REGISTRIES:
+        plain = {backend.name: why for backend, why in registry.table(EXAMPLE)}
+        # The device is unknown before the first step, so what speaks against the example as well does not count.
+        reasons |= {b.name: why for b, why in registry.table(limited) if why is not None and why != plain[b.name]}
+    return reasons
 
 
 def attend(

@@ -30,6 +30,7 @@ CHUNK = {"attention": AttentionConfig(chunk=3, window_pattern=(False, True))}
 WINDOW = {"attention": AttentionConfig(window=3, window_pattern=(False, True))}
 SOFTCAP = {"attention": AttentionConfig(softcap=3.0)}
 DROPOUT = {"dropout": DropoutConfig(attention=0.1)}
+CUDNN = {"backends": BackendConfig(attention="cudnn")}
 SDPA = {"backends": BackendConfig(attention="sdpa")}
 
 
@@ -59,6 +60,18 @@ def made(model: GPT, tp: int = 1, cp: int = 4, **context) -> GPT:
         (DROPOUT, 1, {"kind": "ring"}, r"ring: has no dropout"),
         (SDPA, 1, {"kind": "ring"}, r"ring: has no attention backend 'sdpa': attention_block has cudnn, varlen, ref"),
         (SOFTCAP, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no soft cap"),
+        (
+            {**WINDOW, **CUDNN},
+            1,
+            {"kind": "ring"},
+            r"layers\.1\..* ring: has no attention backend 'cudnn' for window, .* equally long sequences; varlen, "
+            "reference can serve them",
+        ),
+        ({**CHUNK, **CUDNN}, 1, {"kind": "ring"}, "ring: has no attention backend 'cudnn' for chunks"),
+        ({**CHUNK, **CUDNN}, 1, {"kind": "all_to_all_ring", "inner": 2}, "no attention backend 'cudnn' for chunks"),
+        (CUDNN, 1, {"kind": "ring"}, None),
+        ({**WINDOW, "backends": BackendConfig(attention="varlen")}, 1, {"kind": "ring"}, None),
+        ({**WINDOW, "backends": BackendConfig(attention="reference")}, 1, {"kind": "ring"}, None),
         (SDPA, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no attention backend 'sdpa'"),
         ({"backends": BackendConfig(attention="reference")}, 1, {"kind": "all_to_all_ring", "inner": 2}, None),
         ({}, 1, {"kind": "all_to_all_ring"}, r"set ContextOptions\.inner"),
