@@ -13,13 +13,13 @@ import torch
 from megalight import checkpoint
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
 from megalight.data.multimodal.images import Resize
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
 from megalight.inference.generate import generate
 from megalight.inference.pictures import ImageFile, with_pictures
 from megalight.models.family import Family, family, family_of_transformers
-from megalight.models.folder import is_folder, read_config
 from megalight.models.gpt import GPT
 from megalight.models.saved import companions_of, description, saved_model, transformers_model
 from megalight.models.single_file import single_file_model

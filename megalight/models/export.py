@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from megalight.checkpoint.disk.files import Entry, Place, sync_directory, write_file
 from megalight.checkpoint.disk.part import write_tensors
 from megalight.checkpoint.disk.publish import Unfinished, absolute, begin_folder, check_new, delete
+from megalight.checkpoint.foreign.transformers_folder import CONFIG, INDEX, WEIGHTS, is_folder, json_object
 from megalight.checkpoint.memory import dtype_name
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.sources.streaming import Wanted, stream
@@ -21,7 +22,7 @@ from megalight.checkpoint.writer import host_blocks
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.family import Family
-from megalight.models.folder import CONFIG, GENERATION, INDEX, WEIGHTS, is_folder, json_object
+from megalight.models.folder import GENERATION
 from megalight.models.saved import PREFIX
 from megalight.models.stored import StoredModel
 from megalight.nn.canonical import canonical_tensors, parts

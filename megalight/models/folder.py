@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.boxes import in_threads
 from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk.datafile import OpenFile
-from megalight.checkpoint.disk.files import MAX_HEADER, Entry, Place, checked_name, parse_header
 from megalight.checkpoint.disk.publish import place
+from megalight.checkpoint.foreign.transformers_folder import CONFIG, files_of, header, is_folder, json_of
 from megalight.checkpoint.memory import host_buffer
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
@@ -27,9 +25,6 @@ from megalight.parallel.source import Filled, Target
 
 log = logging.getLogger(__name__)
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -96,12 +91,12 @@ class Folder:
         self.bytes_read = 0
         self._weights = weights
         self._prefix = prefix
-        files = _files(self.path)
-        entries = {entry.key: (name, entry) for name in files for entry in _header(self.path, name)}
+        files = files_of(self.path)
+        entries = {entry.key: (name, entry) for name in files for entry in header(self.path, name)}
         self._total = sum(entry.nbytes for _, entry in entries.values())
         self.tensors: dict[str, Kept] = {}
         # Packed weights appear here under the name and the shape of what they stand for.
-        tensors = stored(entries, _json(self.path / CONFIG) if is_folder(path) else {}, str(self.path))
+        tensors = stored(entries, json_of(self.path / CONFIG) if is_folder(path) else {}, str(self.path))
         unknown: list[str] = []
         try:
             places = weights.ours(tensors, None if strict else unknown)
@@ -194,33 +189,6 @@ class Folder:
             return repr(name)
 
 
-def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` looks like a folder that ``save_pretrained`` wrote."""
-    return (place(path) / CONFIG).is_file()
-
-
-def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read ``config.json`` of a folder.
-
-    Raises:
-        CheckpointError: there is no such folder, or its configuration is not JSON.
-    """
-    folder = place(path)
-    if not is_folder(folder):
-        raise CheckpointError(f"{folder} holds no {CONFIG}; give the folder that save_pretrained wrote.")
-    return _json(folder / CONFIG)
-
-
-def tensor_names(path: str | os.PathLike[str]) -> set[str]:
-    """Return the names of all tensors in a folder, as its files spell them.
-
-    Raises:
-        CheckpointError: a file is missing or cannot be read.
-    """
-    folder = place(path)
-    return {entry.key for name in _files(folder) for entry in _header(folder, name)}
-
-
 def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the files of a folder that go with its weights: configuration, tokenizer, settings for generation.
 
@@ -229,66 +197,7 @@ def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
     folder = place(path)
     files = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
     if TOKENIZER_CONFIG in files and CHAT_TEMPLATE not in files:
-        template = _json(folder / TOKENIZER_CONFIG).get("chat_template")
+        template = json_of(folder / TOKENIZER_CONFIG).get("chat_template")
         if isinstance(template, str):
             files[CHAT_TEMPLATE] = template.encode()
     return files
-
-
-def _files(folder: Place) -> list[str]:
-    """List the names of the weight files. They may be links, as in the cache of the Hugging Face Hub."""
-    names = [WEIGHTS]
-    if (folder / INDEX).is_file():
-        listed = _json(folder / INDEX).get("weight_map")
-        if not isinstance(listed, dict) or not listed:
-            raise CheckpointError(f"{folder / INDEX} names no files; copy the folder again.")
-        names = sorted({checked_name(name) for name in listed.values()})
-    for name in names:
-        if not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder / name} does not exist; weights are only read from safetensors files. Load the model with "
-                "transformers and save it again with save_pretrained, or copy the folder again."
-            )
-    return names
-
-
-def _header(folder: Place, name: str) -> list[Entry]:
-    file = folder / name
-    size = file.stat().st_size
-    try:
-        with OpenFile(file, str(file)) as opened:
-            start = bytearray(min(8, size))
-            opened.read(0, memoryview(start))
-            # A damaged length must not fill the memory.
-            data = start + bytearray(min(int.from_bytes(start, "little"), MAX_HEADER, size - len(start)))
-            opened.read(len(start), memoryview(data)[len(start) :])
-        return parse_header(bytes(data), size, str(file))
-    except CheckpointError as error:
-        raise CheckpointError(f"{file} cannot be read as safetensors: {error} Copy it again.") from error
-
-
-def _json(file: Place) -> dict[str, Any]:
-    try:
-        # The size first: a file that is not what its name says may be larger than memory.
-        if (size := file.stat().st_size) > MAX_HEADER:
-            raise CheckpointError(f"{file} has {size} bytes; at most {MAX_HEADER} are read as JSON.")
-        data = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); copy the folder again.") from error
-    return json_object(data, str(file))
-
-
-def json_object(data: bytes, what: str) -> dict[str, Any]:
-    """Return the JSON object in a file of a folder.
-
-    Raises:
-        CheckpointError: it is something else; the message begins with ``what``.
-    """
-    try:
-        content = json.loads(data)
-    # Brackets without end nest deeper than the parser can follow.
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not JSON ({error}); copy the folder again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{what} holds a {type(content).__name__}; a JSON object is expected.")
-    return content

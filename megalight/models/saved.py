@@ -11,13 +11,14 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint
+from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.sources.lenient import Lenient
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare
 from megalight.models.family import Family, Weights, family, family_of_transformers
-from megalight.models.folder import COMPANIONS, companions, is_folder, read_config
+from megalight.models.folder import COMPANIONS, companions
 from megalight.models.transforms import rebuild
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel

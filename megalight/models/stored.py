@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megalight import checkpoint
+from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.run import STATE
 from megalight.checkpoint.sources.combine import Averaged, Held, Overlaid
@@ -20,7 +21,6 @@ from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare
 from megalight.models.family import Family, family, family_of_transformers
-from megalight.models.folder import is_folder, read_config
 from megalight.models.gpt import megatron
 from megalight.models.saved import (
     BASE,

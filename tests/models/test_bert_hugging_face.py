@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.bert import Bert, BertConfig
 from megalight.models.bert.flops import num_parameters
@@ -20,7 +21,7 @@ from megalight.models.bert.module import BertModule
 from megalight.models.bert.presets import preset
 from megalight.models.export import export
 from megalight.models.family import family
-from megalight.models.folder import Folder, read_config
+from megalight.models.folder import Folder
 from megalight.models.stored import held_model, open_model
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.canonical import canonical_tensors

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalight.checkpoint import boxes
+from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.bert import BertModule
-from megalight.models.folder import Folder, read_config
+from megalight.models.folder import Folder
 from megalight.models.gpt import GPTConfig, GPTModule
 from megalight.models.gpt.hugging_face import config_from_transformers, from_transformers, weight_map
 from megalight.nn.canonical import canonical_tensors

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalight.checkpoint import boxes
+from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.errors import CheckpointError
-from megalight.models.folder import Folder, read_config
+from megalight.models.folder import Folder
 from megalight.models.gpt.hugging_face import config_from_transformers, weight_map
 from megalight.models.weights import Theirs, WeightMap
 from megalight.parallel.source import Target

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.data.multimodal.batch import Images, with_images
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.export import export
-from megalight.models.folder import Folder, read_config
+from megalight.models.folder import Folder
 from megalight.models.stored import held_model
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,25 +45,73 @@ class Difference:
         return f"{self.name}: {', '.join(filter(None, (kinds, values)))}"
 
 
+class Compared(Protocol):
+    """One side of a comparison."""
+
+    @property
+    def tensors(self) -> Mapping[str, Kind]:
+        """Shape and dtype by canonical name."""
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """Return a whole tensor: its shape, and a last dim of 1 (2 if it is complex)."""
+
+
+class Kind(Protocol):
+    """What a tensor is."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype by torch's name."""
+
+
+class Saved:
+    """A checkpoint of ours. Every byte that is read is verified.
+
+    Raises:
+        CheckpointError: it is missing, unfinished or damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = publish.place(path)
+        self.tensors = describe(path).tensors
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """See :meth:`Compared.values`."""
+        return _values(self._path, self.tensors[name])
+
+
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[Difference]:
     """Compare all tensors of two checkpoints, of any layouts. Every byte of both is verified.
 
     Raises:
         CheckpointError: one of them is missing, unfinished or damaged.
     """
-    a, b = describe(one).tensors, describe(other).tensors
+    return differences(Saved(one), Saved(other))
+
+
+def differences(one: Compared, other: Compared, prefix: str = "") -> list[Difference]:
+    """Compare the tensors of two sides whose names begin with ``prefix``.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    a, b = one.tensors, other.tensors
     found = []
-    for name in sorted(a.keys() | b.keys()):
+    for name in sorted(name for name in a.keys() | b.keys() if name.startswith(prefix)):
         ours, theirs = _kind(a.get(name)), _kind(b.get(name))
         relative = None
         if name in a and name in b and a[name].shape == b[name].shape:
-            relative = _relative(_values(publish.place(one), a[name]), _values(publish.place(other), b[name]))
+            relative = _relative(one.values(name), other.values(name))
         if relative is None or relative > 0 or ours != theirs:
             found.append(Difference(name, ours, theirs, relative))
     return found
 
 
-def _kind(info: TensorInfo | None) -> str | None:
+def _kind(info: Kind | None) -> str | None:
     return None if info is None else f"{list(info.shape)} {info.dtype}"
 
 

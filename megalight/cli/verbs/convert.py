@@ -51,9 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from megalight.checkpoint.disk.publish import absolute, check_new
+    from megalight.checkpoint.foreign.transformers_folder import is_folder
     from megalight.cli.newest import newest_in
     from megalight.errors import ConfigurationError
-    from megalight.models.folder import is_folder
     from megalight.models.gpt import megatron
     from megalight.models.transforms.peft import is_adapter
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from megalight.errors import CheckpointError
+
 
 def describe() -> str:
     """Return the line for the overview."""
@@ -12,7 +14,9 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder (its newest one); also s3://...")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint, a run's folder (its newest one), or a folder of transformers; also s3://..."
+    )
     parser.add_argument("--norms", action="store_true", help="also read and verify all data, and show the norms")
     parser.add_argument("--depth", type=int, help="show only this many parts of the names, with sums of the rest")
     what = parser.add_mutually_exclusive_group()
@@ -24,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the report. Only ``--norms``, ``--diff`` and ``--verify`` read more than metadata.
 
-    Torch is needed for single files alone.
+    Torch is needed for single files, and to compare folders of ``transformers``.
 
     Returns:
         1 if ``--verify`` found damage, or ``--diff`` a difference.
@@ -33,16 +37,27 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
+    from megalight.checkpoint.foreign.transformers_folder import describe as read_folder
+    from megalight.checkpoint.foreign.transformers_folder import is_folder
     from megalight.checkpoint.inspection.inspect import describe as read
     from megalight.checkpoint.inspection.inspect import render, to_json
     from megalight.cli.newest import newest_in
 
     path = newest_in(arguments.checkpoint)
+    if arguments.verify and is_folder(path):
+        raise CheckpointError(
+            f"{path} is a folder of transformers, whose files have no checksums: there is nothing to verify it by. "
+            "--norms reads every byte; --diff compares it with another folder or a checkpoint."
+        )
     if arguments.verify or arguments.diff:
         from megalight.checkpoint.inspection.diff import diff
         from megalight.checkpoint.inspection.verify import verify
 
-        found = verify(path) if arguments.verify else diff(path, newest_in(arguments.diff))
+        other = None if arguments.verify else newest_in(arguments.diff)
+        # Names of transformers become canonical ones by the family's table, which takes torch.
+        if other is not None and (is_folder(path) or is_folder(other)):
+            from megalight.models.comparison import diff
+        found = verify(path) if other is None else diff(path, other)
         nothing = "every byte is as it was saved" if arguments.verify else "the tensors are equal"
         plain = [json.dumps([asdict(each) for each in found], indent=2)] if arguments.json else list(map(str, found))
         print("\n".join(plain) or nothing)
@@ -50,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     # A single file has another reader with the same report.
     if path.is_file():
         from megalight.checkpoint.foreign.single_file import describe as read
+    elif is_folder(path):
+        read = read_folder
     report = read(path, norms=arguments.norms)
     print(json.dumps(to_json(report), indent=2) if arguments.json else render(report, arguments.depth))
     return 0

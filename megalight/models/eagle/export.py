@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from megalight import checkpoint
+from megalight.checkpoint.foreign.transformers_folder import CONFIG, WEIGHTS
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.eagle.config import EagleConfig
-from megalight.models.folder import CONFIG, WEIGHTS
 from megalight.models.saved import saved_model
 from megalight.nn.canonical import canonical_tensors
 

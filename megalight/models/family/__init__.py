@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import nn
 
+from megalight.checkpoint.foreign.transformers_folder import read_config, tensor_names
 from megalight.errors import ConfigurationError
 from megalight.models.config import compare
-from megalight.models.folder import Folder, read_config, tensor_names
+from megalight.models.folder import Folder
 from megalight.models.weights import WeightMap
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import PLANS

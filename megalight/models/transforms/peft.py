@@ -18,13 +18,13 @@ from torch import Tensor
 from megalight import checkpoint
 from megalight.checkpoint.disk.files import Place, sync_directory, write_file
 from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new, place
+from megalight.checkpoint.foreign.transformers_folder import is_folder, json_object, read_config
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.sources.combine import Held
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.family import Family, Weights, family, family_of_transformers
-from megalight.models.folder import is_folder, json_object, read_config
 from megalight.models.saved import BASE, PREFIX, companions_of, description, initial_config
 from megalight.models.transforms import describe, rebuild
 from megalight.models.transforms.dora import DoRA
