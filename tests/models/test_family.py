@@ -57,7 +57,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
 def test_the_family_that_reads_weights_of_transformers() -> None:
     assert family_of_transformers({"model_type": "qwen3"}).name == "gpt"
     assert family_of_transformers({"model_type": "bert"}).name == "bert"
-    with pytest.raises(ConfigurationError, match=r"'t5'; weights of bert, deepseek_v3, .*gpt2, .* can be read"):
+    with pytest.raises(ConfigurationError, match=r"'t5'; weights of bert, deepseek_v2, .*gpt2, .* can be read"):
         family_of_transformers({"model_type": "t5"})
 
 

@@ -26,6 +26,8 @@ RULES = [
     Rule(4, "sigmoid", num_groups=4, group_top_k=2, scale=2.5),
     Rule(6, num_groups=4, group_top_k=3),
     Rule(4, pre_softmax=True, num_groups=8, group_top_k=4),
+    Rule(6, pre_softmax=True, num_groups=4, group_top_k=2, group_experts=1, scale=16.0),
+    Rule(2, "sigmoid", num_groups=4, group_top_k=3, group_experts=2),
 ]
 """For 16 experts."""
 

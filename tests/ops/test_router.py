@@ -26,7 +26,7 @@ def loop(logits: Tensor, rule: Rule, bias: Tensor | None) -> tuple[Tensor, list[
         if rule.num_groups is not None and rule.group_top_k is not None:
             size = len(choice) // rule.num_groups
             groups = [allowed[g * size : (g + 1) * size] for g in range(rule.num_groups)]
-            count = rule.k // rule.group_top_k
+            count = rule.group_experts or rule.k // rule.group_top_k
             totals = [sum(sorted((choice[e] for e in group), reverse=True)[:count]) for group in groups]
             kept = sorted(range(rule.num_groups), key=lambda g: -totals[g])[: rule.group_top_k]
             allowed = sorted(e for g in kept for e in groups[g])
@@ -143,6 +143,9 @@ def test_no_tokens(mask: Tensor | None) -> None:
         (Rule(2, num_groups=2, group_top_k=3), "group_top_k=3 must be from 1 to num_groups=2"),
         (Rule(5, num_groups=4, group_top_k=2), "k=5 experts cannot come from group_top_k=2 groups of 2"),
         (Rule(1, num_groups=4, group_top_k=2), "group_top_k=2 is more than k=1"),
+        (Rule(1, num_groups=4, group_top_k=2, group_experts=3), "group_experts=3 must be from 1 to 2"),
+        (Rule(1, num_groups=4, group_top_k=2, group_experts=0), "group_experts=0 must be from 1 to 2"),
+        (Rule(1, group_experts=1), "group_experts=1 without groups"),
     ],
 )
 def test_impossible_rules(rule: Rule, says: str) -> None:

@@ -38,6 +38,23 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
 GPT2 = {"vocab_size": 53, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "initializer_range": 0.2}
+DEEPSEEK: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 4.0,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", SIZES),
     "llama_tied": ("LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -48,6 +65,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "head_dim": 8, "moe_intermediate_size": 24}),
     "olmoe": ("OlmoeForCausalLM", {**EXPERTS, "pad_token_id": None, "eos_token_id": 2}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", DEEPSEEK),
+    "deepseek_v2_lite": ("DeepseekV2ForCausalLM", {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"}),
     "gpt2": ("GPT2LMHeadModel", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -59,6 +78,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 LOGITS: list[Any] = [
     ("olmoe", 2, LAYOUTS["tp2"][1]),
     ("olmoe", 4, {"tensor_parallel": 4, "sequence_parallel": True}),
+    ("deepseek_v2", 2, LAYOUTS["tp2"][1]),
+    ("deepseek_v2_lite", 2, LAYOUTS["pp2"][1]),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megalight.models.gpt.config import (
     AttentionConfig,
@@ -142,6 +143,36 @@ def olmoe() -> GPTConfig:
             # OLMoE takes the softmax over all experts, and does not normalise the chosen ones.
             router=RouterConfig(top_k=8, pre_softmax=True),
             balance=BalanceConfig(aux_loss=0.01, z_loss=0.001),
+        ),
+    )
+
+
+def deepseek_v2(
+    num_layers: int, hidden_size: int, num_heads: int, ffn_size: int, num_experts: int, expert_size: int, **sizes: Any
+) -> GPTConfig:
+    """Configure a DeepSeek-V2 (https://arxiv.org/abs/2405.04434); ``sizes``: ``q_rank`` and options of the router."""
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        ffn_hidden_size=ffn_size,
+        vocab_size=102400,
+        max_sequence_length=163840,
+        norm=NormConfig(eps=1e-6),
+        position=PositionConfig(
+            interleaved=True,
+            scaling=RotaryScaling("yarn", 40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707),
+        ),
+        mixer_pattern=("latent_attention",),
+        latent=LatentConfig(kv_rank=512, q_rank=sizes.pop("q_rank", None)),
+        moe=MoEConfig(
+            num_experts=num_experts,
+            ffn_hidden_size=expert_size,
+            pattern=(False,) + (True,) * (num_layers - 1),
+            router=RouterConfig(top_k=6, pre_softmax=True, **sizes),
+            # two shared experts
+            shared=SharedConfig(ffn_hidden_size=2 * expert_size),
+            balance=BalanceConfig(seq_aux_loss=1e-3),
         ),
     )
 
@@ -429,6 +460,10 @@ for _name, _config in {
     "qwen3_30b_a3b": qwen3_moe(48, 2048, 32, 6144, 768),
     "qwen3_235b_a22b": qwen3_moe(94, 4096, 64, 12288, 1536),
     "olmoe_1b_7b": olmoe(),
+    "deepseek_v2": deepseek_v2(
+        60, 5120, 128, 12288, 160, 1536, q_rank=1536, num_groups=8, group_top_k=3, group_experts=1, scale=16.0
+    ),
+    "deepseek_v2_lite": deepseek_v2(27, 2048, 16, 10944, 64, 1408),
     "deepseek_v3": deepseek_v3(),
     "kimi_k2": kimi_k2(),
     "gpt_oss_20b": gpt_oss(24, 32),

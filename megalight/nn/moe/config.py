@@ -31,8 +31,9 @@ class RouterConfig:
         dtype: dtype of logits and probabilities. A wider dtype of the hidden states wins. None: that of the hidden
             states.
         num_groups: the experts form as many groups of neighbours. A token first chooses groups, then experts in them.
-            The best ``top_k // group_top_k`` scores of each are added up for the first choice. None: no groups.
+            The best ``group_experts`` scores of each are added up for the first choice. None: no groups.
         group_top_k: number of groups of each token.
+        group_experts: see ``num_groups``; 1 for DeepSeek-V2. None: ``top_k // group_top_k``.
         scale: factor of the weights.
         bias: whether logits have a bias.
         jitter: in training, the router's input is multiplied by random numbers from ``1 - jitter`` to ``1 + jitter``
@@ -53,6 +54,7 @@ class RouterConfig:
     dtype: Literal["float32", "float64"] | None = "float32"
     num_groups: int | None = None
     group_top_k: int | None = None
+    group_experts: int | None = None
     scale: float = 1.0
     bias: bool = False
     jitter: float = 0.0
@@ -113,7 +115,8 @@ class RouterConfig:
     @property
     def rule(self) -> Rule:
         """The rule for :func:`megalight.ops.router.route`."""
-        return Rule(self.top_k, self.score, self.pre_softmax, self.num_groups, self.group_top_k, self.scale)
+        groups = self.num_groups, self.group_top_k
+        return Rule(self.top_k, self.score, self.pre_softmax, *groups, self.scale, self.group_experts)
 
 
 @dataclass(frozen=True, kw_only=True)

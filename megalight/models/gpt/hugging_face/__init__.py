@@ -137,6 +137,8 @@ def _settings(config: GPTConfig) -> dict[str, Any]:
         # 0 and the width itself mean the same.
         values["moe"]["ffn_hidden_size"] = config.expert_ffn_hidden_size
         del values["moe"]["balance"]  # losses are the user's choice
+        if config.moe.router.num_groups is not None:
+            values["moe"]["router"]["group_experts"] = config.moe.router.rule.best_of_group
     if config.mtp is not None:
         del values["mtp"]["loss_scale"]
     values["attention"]["scale"] = config.attention.scale or config.head_dim**-0.5

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Kimi-K2 in ``transformers``: names of tensors and configurations."""
+"""DeepSeek-V2, DeepSeek-V3 and Kimi-K2 in ``transformers``: names of tensors and configurations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, LatentConfig, MultiTokenConfig, NormConfig
-from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, tied_head
+from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, router_groups, tied_head
 from megalight.models.gpt.hugging_face.llama import LLAMA
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
 from megalight.models.weights import Theirs, WeightMap
@@ -34,8 +34,6 @@ PLACES = {
     "layers.N.mlp.shared.down": "model.layers.N.mlp.shared_experts.down_proj",
 }
 DEPTHS = ("num_nextn_predict_layers", "num_mtp_layers")
-GROUP_SUM = 2
-"""Their score of a group of experts is the sum of so many best ones, whatever ``top_k`` is."""
 
 
 def _places(config: GPTConfig) -> WeightMap:
@@ -128,33 +126,58 @@ def _after_layers(config: GPTConfig) -> str:
     return rf"model\.layers\.{config.num_layers + config.num_depths}\..*"
 
 
-def _read(values: Mapping[str, Any]) -> GPTConfig:
+def _read_v3(values: Mapping[str, Any]) -> GPTConfig:
     """Convert the ``config.json`` of DeepSeek-V3 or Kimi-K2.
 
     Raises:
         ConfigurationError: an option has no counterpart here.
     """
-    # what a file lacks is named by the caller: defaults of theirs are not those of a published model
-    top_k = values["num_experts_per_tok"]
-    # One group is the same as none.
-    groups, group_top_k = (values.get(key) or 1 for key in ("n_group", "topk_group"))
-    good = {"attention_bias": False, "norm_topk_prob": True, "scoring_func": "sigmoid", "moe_layer_freq": 1}
-    refuse_others({"hidden_act": values["hidden_act"], **values}, {**good, "hidden_act": "silu"})
-    # Ours divides the choice equally over the groups. Both agree for published models.
-    if groups > 1 and top_k // group_top_k != GROUP_SUM:
-        raise ConfigurationError(
-            f"num_experts_per_tok={top_k} with topk_group={group_top_k}: their groups are scored by {GROUP_SUM} "
-            f"experts, ours by num_experts_per_tok / topk_group = {top_k // group_top_k}."
-        )
-    layers, dense = values["num_hidden_layers"], values["first_k_dense_replace"]
+    refuse_others(values, {"norm_topk_prob": True, "scoring_func": "sigmoid"})
     router = RouterConfig(
-        top_k=top_k,
+        # what a file lacks is named by the caller: defaults of theirs are not those of a published model
+        top_k=values["num_experts_per_tok"],
         score="sigmoid",
-        num_groups=groups if groups > 1 else None,
-        group_top_k=group_top_k if groups > 1 else None,
         scale=values["routed_scaling_factor"],
         expert_bias=True,
+        **router_groups(values, group_experts=2),
     )
+    depths = _depths(values)
+    return replace(
+        _read(values, router, interleaved=bool(values.get("rope_interleave", True))),
+        mtp=MultiTokenConfig(num_layers=depths) if depths else None,
+    )
+
+
+METHODS = ("greedy", "group_limited_greedy")
+"""Their names of a choice of experts without groups and with them."""
+
+
+def _read_v2(values: Mapping[str, Any]) -> GPTConfig:
+    """Convert the ``config.json`` of DeepSeek-V2.
+
+    Raises:
+        ConfigurationError: an option has no counterpart here.
+    """
+    refuse_others(values, {"norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False})
+    method = values.get("topk_method", METHODS[0])
+    if method not in METHODS:
+        raise ConfigurationError(f"topk_method is {method!r}; known: {', '.join(METHODS)}.")
+    router = RouterConfig(
+        top_k=values["num_experts_per_tok"],
+        pre_softmax=True,
+        scale=values["routed_scaling_factor"],
+        # A group is as good as its best expert. Without the method, their numbers of groups have no effect.
+        **(router_groups(values, group_experts=1) if method == METHODS[1] else {}),
+    )
+    # Their rotation always pairs neighbouring features.
+    return _read(values, router, interleaved=True)
+
+
+def _read(values: Mapping[str, Any], router: RouterConfig, *, interleaved: bool) -> GPTConfig:
+    """Convert what both versions say in the same words."""
+    good = {"attention_bias": False, "moe_layer_freq": 1, "hidden_act": "silu"}
+    refuse_others({"hidden_act": values["hidden_act"], **values}, good)
+    layers, dense = values["num_hidden_layers"], values["first_k_dense_replace"]
     width = values["moe_intermediate_size"]
     moe = MoEConfig(
         num_experts=values["n_routed_experts"],
@@ -174,7 +197,7 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
         max_sequence_length=values["max_position_embeddings"],
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
-        position=replace(rotary_from(values), interleaved=bool(values.get("rope_interleave", True))),
+        position=replace(rotary_from(values), interleaved=interleaved),
         mixer_pattern=("latent_attention",),
         latent=LatentConfig(
             kv_rank=values["kv_lora_rank"],
@@ -184,21 +207,40 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
             value_dim=values["v_head_dim"],
         ),
         moe=moe,
-        mtp=MultiTokenConfig(num_layers=depths) if (depths := _depths(values)) else None,
         dropout=DropoutConfig(attention=values.get("attention_dropout", 0.0)),
     )
 
 
-def _write(config: GPTConfig) -> dict[str, Any]:
+def _write_v3(config: GPTConfig) -> dict[str, Any]:
     """Return the content of ``config.json``.
 
     Raises:
         ConfigurationError: the model has no experts with a shared one.
     """
+    return {
+        **_write(config, "deepseek_v3"),
+        "rope_interleave": config.position.interleaved,
+        "norm_topk_prob": True,
+        DEPTHS[0]: config.num_depths,
+    }
+
+
+def _write_v2(config: GPTConfig) -> dict[str, Any]:
+    """Return the content of ``config.json``.
+
+    Raises:
+        ConfigurationError: the model has no experts with a shared one.
+    """
+    values = _write(config, "deepseek_v2")
+    return {**values, "topk_method": METHODS[values["n_group"] > 1], "norm_topk_prob": False, "mlp_bias": False}
+
+
+def _write(config: GPTConfig, kind: str) -> dict[str, Any]:
+    """Return what both versions say in the same words."""
     latent, moe = config.latent, config.moe
     assert latent is not None
     if moe is None or moe.shared is None:
-        raise ConfigurationError("a model of deepseek_v3 has experts, one of them shared; this one has not")
+        raise ConfigurationError(f"a model of {kind} has experts, one of them shared; this one has not")
     layers = range(config.num_layers)
     return {
         "num_hidden_layers": config.num_layers,
@@ -212,7 +254,6 @@ def _write(config: GPTConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "rms_norm_eps": config.norm.eps,
         **rotary_to(config.position),
-        "rope_interleave": config.position.interleaved,
         "attention_bias": False,
         "attention_dropout": config.dropout.attention,
         "initializer_range": config.init.std,
@@ -229,10 +270,8 @@ def _write(config: GPTConfig) -> dict[str, Any]:
         "n_group": moe.router.num_groups or 1,
         "topk_group": moe.router.group_top_k or 1,
         "routed_scaling_factor": moe.router.scale,
-        "norm_topk_prob": True,
         # other patterns differ when the values are read back, and are refused by name
         "first_k_dense_replace": sum(not config.has_experts(layer) for layer in layers),
-        DEPTHS[0]: config.num_depths,
     }
 
 
@@ -241,14 +280,11 @@ def _depths(values: Mapping[str, Any]) -> int:
     return next((values[name] for name in DEPTHS if values.get(name) is not None), 0)
 
 
+def _suits(config: GPTConfig) -> bool:
+    return config.latent is not None
+
+
 KINDS = (
-    Kind(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        suits=lambda config: config.latent is not None,
-        places=_places,
-        read=_read,
-        write=_write,
-        also_read=("kimi_k2",),
-    ),
+    Kind("deepseek_v3", "DeepseekV3ForCausalLM", _suits, _places, _read_v3, _write_v3, also_read=("kimi_k2",)),
+    Kind("deepseek_v2", "DeepseekV2ForCausalLM", _suits, _places, _read_v2, _write_v2),
 )

@@ -50,6 +50,21 @@ def refuse_others(values: Mapping[str, Any], supported: Mapping[str, Any]) -> No
             raise ConfigurationError(f"{option} is {value!r}; only {good!r} has a counterpart here.")
 
 
+def router_groups(values: Mapping[str, Any], group_experts: int) -> dict[str, Any]:
+    """Return the arguments of a ``RouterConfig`` for the groups of experts in a ``config.json``.
+
+    Args:
+        values: the content of ``config.json``.
+        group_experts: so many best scores of a group make up its score, in models of this kind.
+    """
+    groups, group_top_k = (values.get(key) or 1 for key in ("n_group", "topk_group"))
+    # One group is the same as none.
+    if groups == 1:
+        return {}
+    usual = values["num_experts_per_tok"] // group_top_k == group_experts
+    return {"num_groups": groups, "group_top_k": group_top_k, "group_experts": None if usual else group_experts}
+
+
 def activation_of(name: str, known: Mapping[str, str]) -> str:
     """Return our name of an activation.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
-from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, tied_head
+from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, router_groups, tied_head
 from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
@@ -164,21 +164,13 @@ def _nemotron_h_from(values: Mapping[str, Any]) -> GPTConfig:
 
 def _experts(values: Mapping[str, Any]) -> MoEConfig:
     refuse_others(values, {"norm_topk_prob": True, "mlp_bias": False})
-    groups, group_top_k = (values.get(key) or 1 for key in ("n_group", "topk_group"))
-    top_k = values["num_experts_per_tok"]
-    if groups > 1 and top_k // group_top_k != 2:
-        raise ConfigurationError(
-            f"num_experts_per_tok={top_k} with topk_group={group_top_k}: their groups are scored by 2 experts, ours by "
-            f"num_experts_per_tok / topk_group = {top_k // group_top_k}."
-        )
     return MoEConfig(
         num_experts=values["n_routed_experts"],
         ffn_hidden_size=values["moe_intermediate_size"],
         router=RouterConfig(
-            top_k=top_k,
+            top_k=values["num_experts_per_tok"],
             score="sigmoid",
-            num_groups=groups if groups > 1 else None,
-            group_top_k=group_top_k if groups > 1 else None,
+            **router_groups(values, group_experts=2),
             scale=values["routed_scaling_factor"],
             expert_bias=True,
         ),
