@@ -221,7 +221,7 @@ def _check_pictures(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], 
             raise DataError("pictures are given, but the model reads no images; leave them out.")
         return
     expected = [token == config.image_token for ids in prompts for token in ids]
-    found = [False] * len(expected) if pictures is None else (pictures.source >= 0).tolist()
+    found = [False] * len(expected) if pictures is None else (pictures.source != -1).tolist()
     if expected != found:
         raise DataError(
             f"the prompts have {sum(expected)} image tokens (id {config.image_token}) among {len(expected)} tokens, "

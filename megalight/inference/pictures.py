@@ -52,7 +52,7 @@ def with_pictures(
         device: device of the model.
 
     Returns:
-        the prompts with as many tokens for an image as it has patches, and the images; None if there are none.
+        the prompts with all tokens of each image, and the images; None if there are none.
 
     Raises:
         DataError: a prompt has another number of image tokens than of images, or an image cannot be read.
@@ -66,7 +66,7 @@ def with_pictures(
                 "needs one token."
             )
     vision = config.vision
-    form = ImageForm.of(vision, resize)
+    form = ImageForm.of(config, resize)
     patches = [
         form.patches(decode(read(image, place), place))
         for number, own in enumerate(images)
@@ -74,18 +74,14 @@ def with_pictures(
         for place in [f"prompt {number}, image {index}"]
     ]
     long = [
-        [token for short in ids for token in [short] * (vision.num_patches if short == config.image_token else 1)]
+        [token for short in ids for token in [short] * (form.num_tokens if short == config.image_token else 1)]
         for ids in prompts
     ]
     if not patches:
         return long, None
-    # A class token comes before the patches of its image, and no token stands for it.
-    rows = torch.arange(len(patches) * vision.num_rows).view(len(patches), -1)[
-        :, vision.num_rows - vision.num_patches :
-    ]
     tokens = torch.tensor([token for ids in long for token in ids])
     source = torch.full_like(tokens, -1)
-    source[tokens == config.image_token] = rows.flatten()
+    source[tokens == config.image_token] = torch.from_numpy(form.sources(len(patches)))
     pixels = torch.from_numpy(np.concatenate(patches)).to(device)
     pictures = Pictures(
         normalised(pixels, vision),

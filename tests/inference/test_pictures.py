@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from megalight import checkpoint
 from megalight.cli.main import main
+from megalight.data.multimodal.images import NEWLINE
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 from megalight.inference import ParallelGPT, TextGenerator, generate
@@ -66,6 +67,17 @@ def test_tokens_are_those_of_computing_all_again() -> None:
             assert int(logits[-1].argmax()) == token
             ids.append(token)
     assert found[0] != found[3], "the images do not matter"
+
+
+def test_a_newline_ends_each_image() -> None:
+    pytest.importorskip("PIL")
+    prompts, pictures = with_pictures(replace(CONFIG, newline=True), PROMPTS, IMAGES)
+    assert [len(ids) for ids in prompts] == [7, 2, 13, 7]
+    assert pictures is not None
+    assert pictures.source[:7].tolist() == [-1, 1, 2, 3, 4, NEWLINE, -1]
+    model = VLM(replace(CONFIG, newline=True)).double()
+    initialise(model, SEED, "model.")
+    assert len(generate(model, prompts, max_new_tokens=2, pictures=pictures)) == 4
 
 
 @pytest.mark.parametrize("class_token", [True, False])

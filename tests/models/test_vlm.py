@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megalight.data.multimodal.batch import Images, ImageTextBatch, with_images
-from megalight.errors import ConfigurationError, DataError
+from megalight.data.multimodal.images import NEWLINE
+from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.family import family
 from megalight.models.gpt import MultiTokenConfig, PositionConfig
 from megalight.models.vision.flops import flops_per_row
@@ -46,11 +47,15 @@ def test_the_family_builds_the_model_from_plain_values() -> None:
     assert model.config == CONFIG
 
 
-@pytest.mark.parametrize("name", ["llava_1_5_7b", "llava_1_5_13b"])
+SIZES = {"llava_1_5_7b": 7.1, "llava_1_5_13b": 13.3, "llava_onevision_0_5b": 0.9, "llava_onevision_7b": 8.0}
+"""Name of a preset -> billions of parameters."""
+
+
+@pytest.mark.parametrize("name", SIZES)
 def test_presets_have_the_published_size(name: str) -> None:
     with torch.device("meta"):
         count = sum(p.numel() for p in family("vlm").build(family("vlm").presets[name].to_dict()).parameters())
-    assert round(count / 1e9, 1) == {"llava_1_5_7b": 7.1, "llava_1_5_13b": 13.3}[name]
+    assert round(count / 1e9, 1) == SIZES[name]
 
 
 def test_rows_do_not_see_other_rows_and_images_do_not_see_other_images() -> None:
@@ -151,6 +156,8 @@ def test_tokens_that_do_not_match_the_images_are_refused() -> None:
     ("part", "options", "message"),
     [
         ("vision", {"image_size": 10}, "image_size 10 does not divide into patches of vision.patch_size 4"),
+        ("vision", {"margin": 4}, "and a vision.margin of 4; choose a multiple, such as 8, or a margin of 0"),
+        ("vision", {"image_size": 2, "margin": 2}, "vision.image_size is 2; it must be at least vision.patch_size 4"),
         ("vision", {"num_heads": 3}, "hidden_size 16 is not a multiple of vision.num_heads 3"),
         ("vision", {"activation": "swiglu"}, "'swiglu', which is gated"),
         ("vision", {"channels": 2}, "vision.channels is 2; it must be 1 (grey) or 3"),
@@ -183,3 +190,33 @@ def test_backends_and_dropout_may_differ_between_runs() -> None:
     made = VLMModule(CONFIG)
     other = small(dropout=replace(VISION.dropout, hidden=0.1))
     made.check_checkpoint({"model": {"family": "vlm", "config": other.to_dict()}})
+
+
+def test_a_checkpoint_of_an_older_release_lacks_later_settings() -> None:
+    older = CONFIG.to_dict()
+    del older["newline"], older["vision"]["margin"]
+    VLMModule(CONFIG).check_checkpoint({"model": {"family": "vlm", "config": older}})
+    with pytest.raises(CheckpointError, match=r"newline is True here and False in the checkpoint"):
+        VLMModule(replace(CONFIG, newline=True)).check_checkpoint({"model": {"family": "vlm", "config": older}})
+
+
+def test_a_newline_follows_each_image() -> None:
+    config = replace(CONFIG, newline=True)
+    made, found = module(config), batch(config=config)
+    images, source = found.parts()
+    assert sum(images.counts) == 6
+    assert (source == NEWLINE).sum() == 6
+    before = losses(made, found)
+    with torch.no_grad():
+        made.model.embed.newline.weight.mul_(2)
+    after = losses(made, found)
+    for row, count in enumerate(images.counts):
+        assert torch.equal(before[row], after[row]) == (count == 0)
+    parts = [part.parts() for part in found.split(1)]
+    assert [int((part[1] == NEWLINE).sum()) for part in parts] == list(images.counts)
+    shares = [found.context_share(rank, 2).source for rank in range(2)]
+    assert sorted(torch.cat([s.flatten() for s in shares]).tolist()) == sorted(source.flatten().tolist())
+    with pytest.raises(DataError, match=r"row 0 has 5 image tokens .* have 4 patches; each patch needs one token\."):
+        with_images(found, images, IMAGE, class_token=True)
+    with pytest.raises(DataError, match=r"have 4 patches; each patch needs one token, and each image one more\."):
+        with_images(batch(), images, IMAGE, class_token=True, newline=True)

@@ -51,21 +51,32 @@ TEXT = {
 }
 
 
-def theirs(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A LLaVA with random weights, also of norms and biases."""
+QWEN = {**TEXT, "num_key_value_heads": 4, "hidden_size": 24, "intermediate_size": 40}
+"""With another width, so that nothing fits by chance."""
+
+
+def theirs(kind: str = "llava", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A LLaVA with random weights, also of norms and biases: LLaVA-1.5, one with SigLIP, or LLaVA-OneVision."""
     torch.manual_seed(1)
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION),
-        text_config=transformers.LlamaConfig(**TEXT),
-        image_token_index=IMAGE,
-        attn_implementation="eager",
-        **options,
-    )
-    model = transformers.LlavaForConditionalGeneration(config).to(dtype)
+    if kind == "llava":
+        vision, text = transformers.CLIPVisionConfig(**VISION), transformers.LlamaConfig(**TEXT)
+    else:
+        # Two pixels of each side are in no patch, as 384 does not divide by 14.
+        sizes = {key: value for key, value in VISION.items() if key not in ("projection_dim", "initializer_factor")}
+        vision = transformers.SiglipVisionConfig(**sizes | {"image_size": SIDE + 2, "vision_use_head": False})
+        text = transformers.Qwen2Config(**QWEN)
+        options = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1, **options}
+    shared = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE, **options}
+    if kind == "onevision":
+        config = transformers.LlavaOnevisionConfig(video_token_index=IMAGE - 1, **shared)
+        model = transformers.LlavaOnevisionForConditionalGeneration._from_config(config, attn_implementation="eager")
+    else:
+        config = transformers.LlavaConfig(**shared)
+        model = transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return model.to(dtype).eval()
 
 
 def read(folder: Path, config: VLMConfig | None = None, dtype: torch.dtype = torch.float32) -> VLM:
@@ -75,36 +86,58 @@ def read(folder: Path, config: VLMConfig | None = None, dtype: torch.dtype = tor
     return model
 
 
-def patches(pixels: torch.Tensor) -> torch.Tensor:
-    """``[n, 3, side, side]`` to ``[n * (1 + patches), values]``, where each image begins with a row of zeros."""
+def patches(pixels: torch.Tensor, class_token: bool) -> torch.Tensor:
+    """``[n, 3, side, side]`` to ``[n * rows, values]``; a class token gets a row of zeros before its image."""
     cut = torch.nn.functional.unfold(pixels, PATCH, stride=PATCH).mT
-    return torch.cat([torch.zeros_like(cut[:, :1]), cut], 1).flatten(0, 1)
+    return (torch.cat([torch.zeros_like(cut[:, :1]), cut], 1) if class_token else cut).flatten(0, 1)
 
 
-def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Ids of two rows with two images and one; the pixels; the same as a batch of ours."""
+def inputs(dtype: torch.dtype, config: VLMConfig) -> tuple[dict[str, Any], Any]:
+    """Two rows with two images and one, as theirs and as a batch of ours."""
     generator = torch.Generator().manual_seed(2)
-    count = (SIDE // PATCH) ** 2
-    tokens = torch.randint(0, IMAGE, (2, 30), generator=generator)
+    vision, count = config.vision, config.image_tokens
+    tokens = torch.randint(0, IMAGE - 1, (2, 30), generator=generator)
     for row, start in ((0, 2), (0, 15), (1, 7)):
         tokens[row, start : start + count] = IMAGE
-    pixels = torch.randn(3, 3, SIDE, SIDE, generator=generator).to(dtype)
-    images = Images(patches(pixels), torch.arange(count + 1).repeat(3), (count + 1,) * 3, (2, 1))
+    side = vision.image_size
+    pixels = torch.randn(3, 3, side, side, generator=generator).to(dtype)
+    rows = vision.num_rows
+    found = patches(pixels, vision.class_token)
+    images = Images(found, torch.arange(rows).repeat(3), (rows,) * 3, (2, 1))
     labels = tokens.roll(-1, 1)
     mask = (labels != IMAGE).float()
     mask[:, -1] = 0
-    return tokens, pixels, with_images(TokenBatch(tokens, labels, mask), images, IMAGE, class_token=True)
+    asked = {"input_ids": tokens, "pixel_values": pixels}
+    if config.newline:
+        # Each image is one tile, as in conversations with several.
+        asked |= {"image_sizes": torch.tensor([[side, side]] * 3), "batch_num_images": torch.tensor([3])}
+        asked["pixel_values"] = pixels[:, None]
+    text = TokenBatch(tokens, labels, mask)
+    return asked, with_images(text, images, IMAGE, class_token=vision.class_token, newline=config.newline)
 
 
-@pytest.mark.parametrize("options", [{}, {"vision_feature_layer": -1}, {"multimodal_projector_bias": False}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llava", {}),
+        ("llava", {"vision_feature_layer": -1}),
+        ("llava", {"multimodal_projector_bias": False}),
+        ("siglip", {}),
+        ("siglip", {"vision_feature_layer": -2}),
+        ("onevision", {}),
+        ("onevision", {"tie_word_embeddings": True}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_equal_outputs_and_gradients(dtype: torch.dtype, options: dict[str, Any], tmp_path: Path) -> None:
-    reference = theirs(dtype, **options)
+def test_equal_outputs_and_gradients(dtype: torch.dtype, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    reference = theirs(kind, dtype, **options)
     reference.save_pretrained(tmp_path)
     model, exact = read(tmp_path, dtype=dtype), 2e-6 if dtype == torch.float64 else 2e-5
-    tokens, pixels, batch = inputs(dtype)
+    asked, batch = inputs(dtype, model.config)
+    tokens = asked["input_ids"]
     labels = tokens.masked_fill(tokens == IMAGE, -100)
-    expected = reference(input_ids=tokens, pixel_values=pixels, labels=labels)
+    expected = reference(**asked, labels=labels)
     module = VLMModule(model.config)
     pictures = module._pictures(batch, batch.sequences)
     logits = model(tokens.flatten(), batch.sequences, pictures=pictures).logits
@@ -117,13 +150,15 @@ def test_equal_outputs_and_gradients(dtype: torch.dtype, options: dict[str, Any]
     used = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     wanted = weight_map(model.config).read(used)
     assert wanted.keys() == found.keys()
+    assert ("embed.newline.weight" in found) == (kind == "onevision")
     for name, gradient in found.items():
         if not name.endswith("k.bias"):  # which softmax does not feel: rounding noise around 0
             assert relative_error(gradient, wanted[name]) < 10 * exact, name
 
 
-def test_weights_return_bit_by_bit(tmp_path: Path) -> None:
-    reference = theirs(vision_feature_layer=-1)
+@pytest.mark.parametrize("kind", ["llava", "siglip", "onevision"])
+def test_weights_return_bit_by_bit(kind: str, tmp_path: Path) -> None:
+    reference = theirs(kind, vision_feature_layer=-1)
     reference.save_pretrained(tmp_path / "theirs")
     model = read(tmp_path / "theirs")
     export(held_model("vlm", model.config, model), tmp_path / "ours")
@@ -132,14 +167,14 @@ def test_weights_return_bit_by_bit(tmp_path: Path) -> None:
     for name, tensor in before.items():
         if "post_layernorm" not in name:  # which nobody reads
             assert torch.equal(tensor, after[name]), name
-    tokens, pixels, _ = inputs(torch.float32)
-    back, info = transformers.LlavaForConditionalGeneration.from_pretrained(
+    asked, _ = inputs(torch.float32, model.config)
+    back, info = type(reference).from_pretrained(
         tmp_path / "ours", attn_implementation="eager", output_loading_info=True
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     with torch.no_grad():
-        answers = [each(input_ids=tokens, pixel_values=pixels).logits for each in (reference, back.eval())]
+        answers = [each(**asked).logits for each in (reference, back.eval())]
     assert torch.equal(*answers)
 
 
@@ -152,9 +187,9 @@ def test_layers_behind_the_features_are_left_out(tmp_path: Path) -> None:
     export(held_model("vlm", model.config, model), tmp_path / "ours")
     back = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     assert back.config.vision_config.num_hidden_layers == 2
-    tokens, pixels, _ = inputs(torch.float32)
+    asked, _ = inputs(torch.float32, model.config)
     with torch.no_grad():
-        answers = [each(input_ids=tokens, pixel_values=pixels).logits for each in (reference, back.eval())]
+        answers = [each(**asked).logits for each in (reference, back.eval())]
     assert torch.equal(*answers)
 
 
@@ -168,6 +203,7 @@ def test_names_of_other_releases() -> None:
         "lm_head.weight": "head.output_layer.weight",
         "vision_tower.vision_model.embeddings.position_ids": None,
         "vision_tower.vision_model.encoder.layers.10.mlp.fc1.weight": None,
+        "model.vision_tower.vision_model.head.probe": None,
     }
     found = weight_map(CONFIG).ours(names)
     assert {place.name: ours for ours, place in found.items()} == {n: ours for n, ours in names.items() if ours}
@@ -194,14 +230,38 @@ def test_the_published_configuration() -> None:
     assert config_from_transformers(config_to_transformers(config)) == config
 
 
+def test_the_published_configuration_of_onevision() -> None:
+    """What ``llava-hf/llava-onevision-qwen2-7b-ov-hf`` says of its parts."""
+    published = {
+        "model_type": "llava_onevision",
+        "image_token_index": 151646,
+        "projector_hidden_act": "gelu",
+        "text_config": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944}
+        | {"num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4}
+        | {"rope_theta": 1000000.0, "vocab_size": 152128},
+        "vision_config": {"hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "patch_size": 14}
+        | {"num_attention_heads": 16, "num_hidden_layers": 26, "model_type": "siglip_vision_model"},
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    }
+    config = config_from_transformers(published)
+    assert config == PRESETS["llava_onevision_7b"]
+    assert (config.vision.num_patches, config.vision.margin, config.image_tokens) == (729, 6, 730)
+    assert config_from_transformers(config_to_transformers(config)) == config
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "blip"}, "model_type is 'blip'; weights of llava can be read"),
+        ({"model_type": "blip"}, "model_type is 'blip'; weights of llava, llava_onevision can be read"),
         ({"vision_feature_layer": [-2, -1]}, "features of a single layer are read"),
         ({"vision_feature_layer": 9}, "vision_feature_layer is 9; the tower has 3 layers"),
-        ({"vision_feature_select_strategy": "full"}, "'full'; only 'default'"),
-        ({"vision_config": {"model_type": "siglip_vision_model"}}, "only 'clip_vision_model' is read"),
+        ({"vision_feature_select_strategy": "full"}, "'full'; from clip_vision_model only 'default' is read"),
+        ({"vision_config": {"model_type": "siglip_vision_model"}}, "from siglip_vision_model only 'full' is read"),
+        (
+            {"vision_config": {"model_type": "pixtral"}},
+            "'pixtral'; towers of clip_vision_model, siglip",
+        ),
         ({"projector_hidden_act": "silu"}, "projector_hidden_act is 'silu'; it has no counterpart"),
     ],
     ids=str,

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.models.gpt import AttentionConfig
 from megalight.models.vision import Pictures
 from megalight.models.vlm import VLM
 from megalight.models.vlm.module import VLMModule
@@ -42,6 +43,12 @@ CONFIGS = {
     "deep": replace(CONFIG, language=replace(LANGUAGE, num_layers=4, tie_embeddings=True)),
     # As SigLIP: no class token, a bias of patches, a norm at the end.
     "aligned": CONFIG,
+    # As LLaVA-OneVision: SigLIP, whose norm at the end is not read, and a learned row after each image.
+    "onevision": replace(
+        small(class_token=False, patch_bias=True, input_norm=False, image_size=9, margin=1),
+        newline=True,
+        language=replace(LANGUAGE, num_layers=4, attention=AttentionConfig(qkv_bias=True)),
+    ),
     "plain": small(class_token=False, patch_bias=True, input_norm=False, output_norm=True, activation="gelu_tanh"),
 }
 FREEZE = {"aligned": ("*.tower.*", "model.layers.*", "model.head.*", "model.embed.word.*")}
@@ -143,8 +150,23 @@ CHOSEN = [
     ("llava", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("llava", "one", 2, {"sharded": True, "micro_batch_size": 1}),
     ("aligned", "mixed", 4, {**SP, "micro_batch_size": 1}),
+    ("onevision", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("onevision", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("onevision", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
 ]
 FULL = [
+    ("onevision", "mixed", 1, {"micro_batch_size": 4}),
+    ("onevision", "none", 2, {**SP, "micro_batch_size": 1}),
+    ("onevision", "one", 2, {**SP, "micro_batch_size": 1}),
+    ("onevision", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
+    ("onevision", "none", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("onevision", "one", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("onevision", "none", 2, {"context_parallel": 2, "micro_batch_size": 1}),
+    ("onevision", "one", 2, {"context_parallel": 2, "context": ALL_GATHER, "micro_batch_size": 1}),
+    ("onevision", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("onevision", "mixed", 4, {**SP, "context_parallel": 2, "micro_batch_size": 2}),
+    ("onevision", "one", 2, {"micro_batch_size": 2}),
+    ("onevision", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
     ("plain", "mixed", 1, {"micro_batch_size": 4}),
     ("llava", "none", 1, {}),
     ("llava", "none", 2, {**SP, "micro_batch_size": 1}),

@@ -41,17 +41,18 @@ def batch(
 ) -> ImageTextBatch:
     """Rows with these numbers of images at random places, in two documents each; image tokens have no loss."""
     generator = torch.Generator().manual_seed(seed)
-    patches, shape = config.vision.num_patches, (len(counts), length)
+    size, shape = config.image_tokens, (len(counts), length)
     tokens = torch.randint(0, config.image_token, shape, generator=generator)
     for row, count in enumerate(counts):
         for number in range(count):
             start = number * length // max(1, count) + int(torch.randint(0, 3, (), generator=generator))
-            tokens[row, start : start + patches] = config.image_token
+            tokens[row, start : start + size] = config.image_token
     labels = torch.randint(0, config.image_token, shape, generator=generator)
     mask = (torch.rand(shape, generator=generator) < 0.7).float() * (tokens != config.image_token)
     text = TokenBatch(tokens, labels, mask, ((length // 2, length - length // 2),) * len(counts))
     found = images(counts, generator, config.vision)
-    return with_images(text, found, config.image_token, class_token=config.vision.class_token)
+    options = {"class_token": config.vision.class_token, "newline": config.newline}
+    return with_images(text, found, config.image_token, **options)
 
 
 def small(**options: Any) -> VLMConfig:

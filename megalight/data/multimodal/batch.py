@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megalight.data.multimodal.images import NEWLINE
 from megalight.errors import DataError
 from megalight.types import TokenBatch
 
@@ -58,7 +60,8 @@ class ImageTextBatch(TokenBatch):
 
     Attributes:
         images: the images.
-        source: ``[B, S]`` int64: for each token, the row of ``images`` whose features replace it, or -1.
+        source: ``[B, S]`` int64: for each token, the row of ``images`` whose features replace it, -1 for text, or
+            ``NEWLINE``: a learned row replaces it.
     """
 
     images: Images | None = None
@@ -116,7 +119,9 @@ def _with(text: TokenBatch, images: Images, source: Tensor) -> ImageTextBatch:
     return ImageTextBatch(**of_text, images=images, source=source)
 
 
-def with_images(text: TokenBatch, images: Images, image_token: int, *, class_token: bool) -> ImageTextBatch:
+def with_images(
+    text: TokenBatch, images: Images, image_token: int, *, class_token: bool, newline: bool = False
+) -> ImageTextBatch:
     """Join rows of tokens and their images: each image takes the next image tokens of its row, one for each patch.
 
     Args:
@@ -124,6 +129,7 @@ def with_images(text: TokenBatch, images: Images, image_token: int, *, class_tok
         images: the images of these rows.
         image_token: the id of image tokens.
         class_token: whether the first row of an image is its class token, which no token stands for.
+        newline: whether each image has one more token, its last, for a learned row.
 
     Raises:
         DataError: a row has another number of image tokens than its images have patches.
@@ -136,12 +142,14 @@ def with_images(text: TokenBatch, images: Images, image_token: int, *, class_tok
     bounds = [0, *accumulate(images.counts)]
     for number, count in enumerate(found):
         own = [torch.arange(rows[i] + class_token, rows[i + 1]) for i in range(bounds[number], bounds[number + 1])]
-        patches = sum(map(len, own))
-        if patches != count:
+        patches, ends = sum(map(len, own)), len(own) * newline
+        if patches + ends != count:
             raise DataError(
                 f"row {number} has {count} image tokens (id {image_token}), and its {len(own)} images have {patches} "
-                "patches; each patch needs one token."
+                f"patches; each patch needs one token{', and each image one more' if newline else ''}."
             )
+        if newline:
+            own = [F.pad(each, (0, 1), value=NEWLINE) for each in own]
         if own:
             source[number, places[number]] = torch.cat(own)
     return _with(text, images, source)

@@ -52,7 +52,7 @@ class ImageSample(Sample):
 
     Attributes:
         pixels: ``[rows, values]`` uint8: the patches of all images of the row.
-        source: ``[S]`` int64: for each token, the row of ``pixels`` that it stands for, or -1.
+        source: ``[S]`` int64: for each token, the row of ``pixels`` that it stands for, -1 for text, or ``NEWLINE``.
         lengths: rows of each image.
     """
 
@@ -85,14 +85,14 @@ class ImageDataset(PackedDataset):
         sequences = np.arange(documents.start, documents.stop, dtype=np.int64)
         counts = np.diff(corpus.images.documents)[documents.start : documents.stop]
         positions = corpus.data.lengths[documents.start : documents.stop].astype(np.int64) - 1
-        positions += counts * (options.form.num_patches - 1)
+        positions += counts * (options.form.num_tokens - 1)
         long = positions > options.sequence_length
         if long.any():
             worst = int(positions.argmax())
             told = (
                 f"{self._label} split of {corpus.data.prefix}: {int(long.sum())} of {len(long)} conversations are too "
                 f"long, such as number {sequences[worst]} with {positions[worst] + 1} tokens, "
-                f"{counts[worst] * options.form.num_patches} of them of images; sequence_length "
+                f"{counts[worst] * options.form.num_tokens} of them of images; sequence_length "
                 f"{options.sequence_length} takes {options.sequence_length + 1}"
             )
             if options.too_long == "raise":
@@ -102,7 +102,7 @@ class ImageDataset(PackedDataset):
         if not kept.any():
             raise DataError(
                 f"{self._label} split of {corpus.data.prefix}: no conversation can be used with sequence_length "
-                f"{options.sequence_length}, where an image has {options.form.num_patches} tokens. Raise "
+                f"{options.sequence_length}, where an image has {options.form.num_tokens} tokens. Raise "
                 "sequence_length, or prepare more data."
             )
         return np.stack([sequences, np.zeros_like(sequences), positions], axis=1)[kept]
@@ -119,8 +119,8 @@ class ImageDataset(PackedDataset):
             for sequence, _, size in items.tolist():
                 ids = self.corpus.data.get(sequence).astype(np.int64)
                 assert self.corpus.loss is not None
-                # One token for an image becomes one for each patch.
-                times = np.where(ids == options.image_token, form.num_patches, 1)
+                # One token for an image becomes one for each patch, and a newline.
+                times = np.where(ids == options.image_token, form.num_tokens, 1)
                 ids, loss = np.repeat(ids, times), np.repeat(self.corpus.loss.get(sequence), times)
                 here = slice(at, at + size)
                 tokens[here], labels[here] = ids[:-1], ids[1:]
@@ -128,8 +128,7 @@ class ImageDataset(PackedDataset):
                 mask[here] = loss[1:] * (ids[1:] != options.image_token)
                 first = len(pixels)
                 pixels += self._images(sequence)
-                rows = np.arange(first, len(pixels))[:, None] * form.num_rows
-                own = (rows + np.arange(form.num_rows - form.num_patches, form.num_rows)).reshape(-1)
+                own = form.sources(len(pixels))[first * form.num_tokens :]
                 # A last token of an image may only be a label, so that tokens can be fewer than rows.
                 places = np.flatnonzero(ids[:-1] == options.image_token)
                 source[at + places] = own[: len(places)]
@@ -159,7 +158,7 @@ def collate(samples: Sequence[ImageSample]) -> ImageTextBatch:
     text = collate_text(samples)
     starts = np.cumsum([0, *(len(sample.pixels) for sample in samples)])
     source = np.stack(
-        [np.where(x.source >= 0, x.source + start, -1) for x, start in zip(samples, starts, strict=False)]
+        [np.where(x.source >= 0, x.source + start, x.source) for x, start in zip(samples, starts, strict=False)]
     )
     lengths = tuple(length for sample in samples for length in sample.lengths)
     images = Images(

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from megalight.errors import ConfigurationError, DataError
 from megalight.imports import require
 
+NEWLINE = -2
+"""In the place of a row's number: a token of an image that stands for a learned row."""
+
 Resize = Literal["crop", "pad", "stretch"]
 
 
@@ -26,6 +29,7 @@ class ImageForm:
         patch: height and width of a patch.
         channels: 3 (red, green, blue) or 1 (grey).
         class_token: whether a row of zeros comes first, for the tower's class token.
+        newline: whether the tokens of an image end with one that stands for no patch, but for a learned row.
         resize: ``crop``: the shorter side becomes ``size``, and the middle is kept (CLIP, LLaVA-1.5 in
             ``transformers``). ``pad``: grey borders make a square first. ``stretch``: height and width alone.
 
@@ -37,6 +41,7 @@ class ImageForm:
     patch: int
     channels: int = 3
     class_token: bool = True
+    newline: bool = False
     resize: Resize = "crop"
 
     def __post_init__(self) -> None:
@@ -44,13 +49,15 @@ class ImageForm:
             raise ConfigurationError(f"resize is {self.resize!r}; it must be one of {get_args(Resize)}.")
 
     @classmethod
-    def of(cls, vision: Any, resize: Resize = "crop") -> ImageForm:
-        """Return the form that a tower takes, whose sizes ``vision`` has: the model's ``VisionConfig``."""
+    def of(cls, config: Any, resize: Resize = "crop") -> ImageForm:
+        """Return the form that a model takes, whose ``VLMConfig`` is given."""
+        vision = config.vision
         return cls(
             size=vision.image_size,
             patch=vision.patch_size,
             channels=vision.channels,
             class_token=vision.class_token,
+            newline=config.newline,
             resize=resize,
         )
 
@@ -64,11 +71,22 @@ class ImageForm:
         """Rows of an image: its patches, and its class token."""
         return self.num_patches + self.class_token
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an image: one for each patch, and a newline."""
+        return self.num_patches + self.newline
+
+    def sources(self, count: int) -> NDArray[np.int64]:
+        """``[count * num_tokens]``: the row that each token of these images stands for, or :data:`NEWLINE`."""
+        rows = np.arange(count)[:, None] * self.num_rows + np.arange(self.class_token, self.num_rows)
+        return np.pad(rows, ((0, 0), (0, int(self.newline))), constant_values=NEWLINE).reshape(-1)
+
     def patches(self, image: Any) -> NDArray[np.uint8]:
         """``[rows, channels * patch * patch]`` of a Pillow image."""
         squared = self._square(image.convert("RGB" if self.channels == 3 else "L"))
-        pixels = np.asarray(squared).reshape(self.size, self.size, self.channels)
         side, patch = self.size // self.patch, self.patch
+        # Where patches do not divide the image, pixels at the right and at the bottom are left out.
+        pixels = np.asarray(squared).reshape(self.size, self.size, self.channels)[: side * patch, : side * patch]
         # Rows and columns of patches first; inside a patch colours first, as a convolution's weight has them.
         cut = pixels.reshape(side, patch, side, patch, self.channels).transpose(0, 2, 4, 1, 3)
         rows = np.zeros((self.num_rows, self.channels * patch * patch), np.uint8)

@@ -123,7 +123,7 @@ class MultimodalDataModule(TokenDataModule):
             too_long=self.too_long,
             pad_id=self.pad_id,
             vocab_size=self.vocab_size,
-            form=ImageForm.of(vision, self.resize),
+            form=ImageForm.of(config, self.resize),
             image_token=config.image_token,
         )
 

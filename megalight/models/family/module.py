@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from torch import nn
 
@@ -35,6 +36,10 @@ class FamilyConfig(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested values."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make a configuration from plain values; settings that they lack have their defaults."""
 
 
 ConfigT = TypeVar("ConfigT", bound=FamilyConfig)
@@ -214,6 +219,9 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             )
         if family != self.family:
             raise CheckpointError(f"the checkpoint is of the family {family}, but this model is of {self.family}.")
+        with suppress(ConfigurationError):
+            # Files of older releases lack settings that came later, which had their defaults then.
+            found = type(self.config).from_dict(found).to_dict()
         differences = sorted(compare(self.config.to_dict(), found, "the checkpoint"))
         if differences:
             raise CheckpointError(

@@ -20,6 +20,8 @@ class VisionConfig:
         ffn_hidden_size: inner width of the MLP. 0 means ``4 hidden_size``.
         image_size: height and width of an image, in pixels.
         patch_size: height and width of a patch, in pixels.
+        margin: pixels at the right and at the bottom that no patch covers, where patches do not divide an image (6 of
+            SigLIP's 384, with patches of 14).
         channels: colours of a pixel.
         activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS` that is not gated.
         class_token: whether a learned row comes before the patches of an image.
@@ -39,6 +41,7 @@ class VisionConfig:
     ffn_hidden_size: int = 0
     image_size: int = 336
     patch_size: int = 14
+    margin: int = 0
     channels: int = 3
     activation: str = "quick_gelu"
     class_token: bool = True
@@ -68,9 +71,15 @@ class VisionConfig:
             "of them.",
         )
         require(
-            self.image_size % self.patch_size == 0,
+            0 <= self.margin < self.patch_size and (self.image_size - self.margin) % self.patch_size == 0,
             f"vision.image_size {self.image_size} does not divide into patches of vision.patch_size {self.patch_size} "
-            f"pixels; choose a multiple, such as {-(-self.image_size // self.patch_size) * self.patch_size}.",
+            f"pixels and a vision.margin of {self.margin}; choose a multiple, such as "
+            f"{-(-self.image_size // self.patch_size) * self.patch_size}, or a margin of "
+            f"{self.image_size % self.patch_size}.",
+        )
+        require(
+            self.image_size >= self.patch_size,
+            f"vision.image_size is {self.image_size}; it must be at least vision.patch_size {self.patch_size}.",
         )
         require(
             not is_gated(self.activation),

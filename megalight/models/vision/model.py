@@ -33,7 +33,7 @@ class Pictures:
             any values.
         positions: ``[P]`` int64: the row of each patch in the table of positions. Class tokens have 0.
         sequences: how the rows divide into images. A row sees the other rows of its image.
-        source: ``[T]`` int64: for each token of the text, the row whose features replace it, or -1.
+        source: ``[T]`` int64: for each token, the row whose features replace it, -1 for text, or ``NEWLINE``.
     """
 
     pixels: Tensor

@@ -44,7 +44,8 @@ class VLMConfig:
         vision: the tower.
         projector: what connects them.
         image_token: the id in whose places features of images come. Each image has
-            ``vision.num_patches`` such tokens, one after the other.
+            ``image_tokens`` such tokens, one after the other.
+        newline: whether a learned row follows the features of each image, as LLaVA-OneVision has it.
 
     Raises:
         ConfigurationError: the parts do not fit together, or a value is out of range.
@@ -54,6 +55,7 @@ class VLMConfig:
     vision: VisionConfig
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     image_token: int
+    newline: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -70,10 +72,15 @@ class VLMConfig:
             "language.position.kind is 'learned', and features of images have no such embedding; choose rope.",
         )
         require(
-            self.vision.num_patches <= self.max_sequence_length,
-            f"an image has {self.vision.num_patches} tokens, and language.max_sequence_length is "
+            self.image_tokens <= self.max_sequence_length,
+            f"an image has {self.image_tokens} tokens, and language.max_sequence_length is "
             f"{self.max_sequence_length}; raise it, or choose smaller images or larger patches.",
         )
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of an image: its patches, and a newline."""
+        return self.vision.num_patches + self.newline
 
     @property
     def vocab_size(self) -> int:

@@ -12,85 +12,69 @@ from megalight.models.config import compare, require
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
-from megalight.models.vision.config import VisionConfig
+from megalight.models.vision import hugging_face as towers
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 from megalight.models.weights import Theirs, WeightMap
-
-CLIP = {
-    "embed.tower.patch": "vision_tower.embeddings.patch_embedding",
-    "embed.tower.class_token.weight": "vision_tower.embeddings.class_embedding",
-    "embed.tower.position": "vision_tower.embeddings.position_embedding",
-    "embed.tower.input_norm": "vision_tower.pre_layrnorm",
-    "embed.tower.layers.N.attention_norm": "vision_tower.encoder.layers.N.layer_norm1",
-    "embed.tower.layers.N.attention.q": "vision_tower.encoder.layers.N.self_attn.q_proj",
-    "embed.tower.layers.N.attention.k": "vision_tower.encoder.layers.N.self_attn.k_proj",
-    "embed.tower.layers.N.attention.v": "vision_tower.encoder.layers.N.self_attn.v_proj",
-    "embed.tower.layers.N.attention.proj": "vision_tower.encoder.layers.N.self_attn.out_proj",
-    "embed.tower.layers.N.mlp_norm": "vision_tower.encoder.layers.N.layer_norm2",
-    "embed.tower.layers.N.mlp.up": "vision_tower.encoder.layers.N.mlp.fc1",
-    "embed.tower.layers.N.mlp.down": "vision_tower.encoder.layers.N.mlp.fc2",
-}
-"""Our module of the tower -> the module of CLIP in LLaVA. ``N`` stands for a layer's index."""
 
 PROJECTOR = {
     "embed.projector.up": "multi_modal_projector.linear_1",
     "embed.projector.down": "multi_modal_projector.linear_2",
+    "embed.newline.weight": "image_newline",
 }
+TOWER = "vision_tower."
 LANGUAGE = "language_model."
-"""What their names of tensors of the language model begin with."""
+"""What their names of tensors of the tower and of the language model begin with."""
 
 RESPELT = {
     r"^(model\.)?vision_tower\.(vision_model\.)?": "vision_tower.",
     r"^model\.multi_modal_projector\.": "multi_modal_projector.",
+    r"^model\.image_newline$": "image_newline",
     r"^model\.language_model\.": "language_model.model.",
     r"^lm_head\.": "language_model.lm_head.",
 }
 """Names in memory and in files of other releases."""
 
-UNUSED_NORM = "vision_tower.post_layernorm"
-"""Their norm after the last layer, whose output LLaVA does not read. Files hold it, so it is written with values."""
-
-ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""Their names of activations in towers and projectors -> ours."""
-
-CLIP_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 32,
-    "hidden_act": "quick_gelu",
-    "layer_norm_eps": 1e-5,
-    "attention_dropout": 0.0,
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    },
+    "qwen2": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    },
 }
-LLAMA_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-}
-"""What a ``config.json`` need not say: the published ones of LLaVA leave out most sizes."""
+"""What a ``config.json`` need not say of its language model: the published ones of LLaVA leave out most sizes."""
 
 
 def weight_map(config: VLMConfig) -> WeightMap:
     """Return where ``transformers`` keeps the tensors of a model."""
     language = gpt_map(config.language)
+    unused = [TOWER + towers.UNUSED_NORM, TOWER + towers.KINDS[towers.kind_of(config.vision)].like_unused_norm]
+    tower = {f"embed.tower.{ours}": TOWER + theirs for ours, theirs in towers.PLACES.items()}
     return WeightMap(
-        {ours: Theirs(theirs) for ours, theirs in (CLIP | PROJECTOR).items()}
+        {ours: Theirs(theirs) for ours, theirs in (tower | PROJECTOR).items()}
         | {ours: replace(place, name=LANGUAGE + place.name) for ours, place in language.places.items()},
         copies={LANGUAGE + copy: LANGUAGE + original for copy, original in language.copies.items()},
-        # Older files hold the ids, which are counted here.
-        left_out=r"vision_tower\.(post_layernorm\..*|embeddings\.position_ids)",
+        left_out=rf"vision_tower\.({towers.UNUSED})",
         respelt=RESPELT,
         # The same shape, and nobody reads it.
-        doubles={f"vision_tower.pre_layrnorm.{leaf}": [f"{UNUSED_NORM}.{leaf}"] for leaf in ("weight", "bias")},
+        doubles={f"{unused[1]}.{leaf}": [f"{unused[0]}.{leaf}"] for leaf in ("weight", "bias")},
         held=_held(config),
     )
 
@@ -124,95 +108,85 @@ def config_to_transformers(config: VLMConfig, model_type: str | None = None) -> 
 
     Args:
         config: the model.
-        model_type: the kind to write; there is one.
+        model_type: the kind that the model came from. The configuration says which one it needs.
 
     Raises:
         ConfigurationError: no kind can express the configuration. The message names what it cannot.
     """
-    values = _to_llava(config)
+    kind = "llava_onevision" if config.newline else "llava"
+    values = _to_onevision(config) if config.newline else _to_llava(config)
     # Written values are read back: whatever `transformers` cannot say shows as a difference.
-    differences = compare(config.to_dict(), config_from_transformers(values).to_dict(), "transformers' llava")
+    differences = compare(config.to_dict(), config_from_transformers(values).to_dict(), f"transformers' {kind}")
     require(not differences, f"no model of transformers has this configuration. Nearest: {'; '.join(differences)}.")
     return values
 
 
 def _llava(values: Mapping[str, Any]) -> VLMConfig:
-    """Convert LLaVA-1.5."""
+    """Convert LLaVA-1.5, and LLaVA with other towers and language models."""
+    published = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default", "image_token_index": 32000}
+    return _read({**published, **values}, "clip_vision_model", "llama")
+
+
+def _onevision(values: Mapping[str, Any]) -> VLMConfig:
+    """Convert LLaVA-OneVision. Each image is one tile, as it reads several images of a conversation."""
+    published = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "image_token_index": 151646}
+    return replace(_read({**published, **values}, "siglip_vision_model", "qwen2"), newline=True)
+
+
+def _read(values: Mapping[str, Any], tower_kind: str, text_kind: str) -> VLMConfig:
     vision, text = dict(values.get("vision_config") or {}), dict(values.get("text_config") or {})
-    kind, layer = vision.get("model_type", "clip_vision_model"), values.get("vision_feature_layer", -2)
-    require(kind == "clip_vision_model", f"vision_config.model_type is {kind!r}; only 'clip_vision_model' is read.")
-    strategy = values.get("vision_feature_select_strategy", "default")
+    kind, known = vision.get("model_type", tower_kind), ", ".join(towers.KINDS)
+    require(kind in towers.KINDS, f"vision_config.model_type is {kind!r}; towers of {known} are read.")
+    strategy, readable = values["vision_feature_select_strategy"], towers.KINDS[kind].strategy
     require(
-        strategy == "default",
-        f"vision_feature_select_strategy is {strategy!r}; only 'default', without the class token, is read.",
+        strategy == readable,
+        f"vision_feature_select_strategy is {strategy!r}; from {kind} only {readable!r} is read: all patches, and no "
+        "class token.",
     )
-    tower = CLIP_DEFAULTS | vision
-    layers = tower["num_hidden_layers"]
-    require(isinstance(layer, int), f"vision_feature_layer is {layer}; features of a single layer are read.")
-    # Theirs counts hidden states, the first of which is the input of the first layer.
-    used = layer if layer >= 0 else layers + 1 + layer
-    require(1 <= used <= layers, f"vision_feature_layer is {layer}; the tower has {layers} layers.")
-    if text.get("model_type", "llama") == "llama":
-        text = {"model_type": "llama"} | LLAMA_DEFAULTS | text
+    text = {"model_type": text_kind} | TEXT_DEFAULTS.get(text.get("model_type", text_kind), {}) | text
+    # Files of some releases say it of the language model, files of others of the whole.
+    tied = any(each.get("tie_word_embeddings", False) for each in (text, values))
     return VLMConfig(
-        language=gpt_from({**text, "tie_word_embeddings": text.get("tie_word_embeddings", False)}),
-        vision=VisionConfig(
-            num_layers=used,
-            hidden_size=tower["hidden_size"],
-            num_heads=tower["num_attention_heads"],
-            ffn_hidden_size=tower["intermediate_size"],
-            image_size=tower["image_size"],
-            patch_size=tower["patch_size"],
-            channels=tower["num_channels"],
-            activation=_activation("vision_config.hidden_act", tower["hidden_act"]),
-            norm_eps=tower["layer_norm_eps"],
-        ),
+        language=gpt_from({**text, "tie_word_embeddings": tied}),
+        vision=towers.tower_from(vision, kind, values["vision_feature_layer"]),
         projector=ProjectorConfig(
-            activation=_activation("projector_hidden_act", values.get("projector_hidden_act", "gelu")),
+            activation=towers.activation_from("projector_hidden_act", values.get("projector_hidden_act", "gelu")),
             bias=bool(values.get("multimodal_projector_bias", True)),
         ),
-        image_token=values.get("image_token_index", values.get("image_token_id", 32000)),
+        image_token=values.get("image_token_id", values["image_token_index"]),
     )
 
 
 def _to_llava(config: VLMConfig) -> dict[str, Any]:
-    vision = config.vision
-    text = gpt_to(config.language)
     return {
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],
-        "text_config": text,
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": vision.hidden_size,
-            "intermediate_size": vision.ffn_hidden_size,
-            "num_hidden_layers": vision.num_layers,
-            "num_attention_heads": vision.num_heads,
-            "num_channels": vision.channels,
-            "image_size": vision.image_size,
-            "patch_size": vision.patch_size,
-            "hidden_act": _their_name(vision.activation),
-            "layer_norm_eps": vision.norm_eps,
-        },
+        "image_seq_length": config.image_tokens,
+        **_write(config),
+    }
+
+
+def _to_onevision(config: VLMConfig) -> dict[str, Any]:
+    return {
+        "model_type": "llava_onevision",
+        "architectures": ["LlavaOnevisionForConditionalGeneration"],
+        **_write(config),
+    }
+
+
+def _write(config: VLMConfig) -> dict[str, Any]:
+    return {
+        "text_config": gpt_to(config.language),
+        "vision_config": towers.tower_to(config.vision),
         # Layers behind the features are not here, so that they are read from the last one.
         "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "default",
-        "projector_hidden_act": _their_name(config.projector.activation),
+        "vision_feature_select_strategy": towers.KINDS[towers.kind_of(config.vision)].strategy,
+        "projector_hidden_act": towers.activation_to(config.projector.activation),
         "multimodal_projector_bias": config.projector.bias,
         "image_token_index": config.image_token,
-        "image_seq_length": vision.num_patches,
         "tie_word_embeddings": config.language.tie_embeddings,
     }
 
 
-READERS: dict[str, Callable[[Mapping[str, Any]], VLMConfig]] = {"llava": _llava}
-
-
-def _activation(key: str, name: str) -> str:
-    require(name in ACTIVATIONS, f"{key} is {name!r}; it has no counterpart here. Known: {', '.join(ACTIVATIONS)}.")
-    return ACTIVATIONS[name]
-
-
-def _their_name(activation: str) -> str:
-    """Return their name of an activation, or ours where they have none, which the reader then refuses."""
-    return next((theirs for theirs, ours in ACTIVATIONS.items() if ours == activation), activation)
+READERS: dict[str, Callable[[Mapping[str, Any]], VLMConfig]] = {"llava": _llava, "llava_onevision": _onevision}
+"""Their ``model_type`` -> reader."""

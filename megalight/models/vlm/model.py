@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalight.data.multimodal.images import NEWLINE
 from megalight.errors import DataError
 from megalight.models.gpt.model import GPT, Output
 from megalight.models.vision.model import Pictures, VisionTower
 from megalight.models.vlm.config import VLMConfig
 from megalight.nn import Activation, Linear, TokenEmbedding
+from megalight.nn.init import Initializer, Normal
 from megalight.types import PackedSequences
 
 
@@ -45,6 +47,23 @@ class ImageRows(nn.Module):
         return torch.where(here[:, None], rows.to(hidden.dtype), hidden)
 
 
+class Newline(nn.Module):
+    """A learned row after the features of each image.
+
+    Attributes:
+        weight: ``[h]``.
+    """
+
+    def __init__(self, hidden_size: int, std: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.initializers: dict[str, Initializer] = {"weight": Normal(std)}
+
+    def forward(self, source: Tensor, hidden: Tensor) -> Tensor:
+        """``source [T], hidden [T, h] -> [T, h]``."""
+        return torch.where((source == NEWLINE)[:, None], self.weight.to(hidden.dtype), hidden)
+
+
 class ImageTextEmbedding(TokenEmbedding):
     """The embedding of tokens, of which some are parts of images.
 
@@ -52,14 +71,18 @@ class ImageTextEmbedding(TokenEmbedding):
         text: the embedding of the others.
         tower: turns images into features.
         projector: gives these the width of hidden states.
+        newline: the row after each image, or None.
     """
 
-    def __init__(self, text: TokenEmbedding, tower: VisionTower, projector: Projector) -> None:
+    def __init__(
+        self, text: TokenEmbedding, tower: VisionTower, projector: Projector, newline: Newline | None = None
+    ) -> None:
         parts = text.word, text.position, text.token_type, text.norm
         super().__init__(*parts, multiplier=text.multiplier, dropout=text.dropout.p)
         self.tower = tower
         self.projector = projector
         self.images = ImageRows()
+        self.newline = newline
 
     def forward(
         self,
@@ -73,6 +96,8 @@ class ImageTextEmbedding(TokenEmbedding):
         if pictures is None:
             return hidden
         merged: Tensor = self.images(pictures.source, self.projector(self.tower(pictures)), hidden)
+        if self.newline is not None:
+            merged = self.newline(pictures.source, merged)
         return merged
 
 
@@ -85,7 +110,8 @@ class VLM(GPT):
     def __init__(self, config: VLMConfig) -> None:
         super().__init__(config.language)
         assert self.embed is not None
-        self.embed = ImageTextEmbedding(self.embed, VisionTower(config.vision), Projector(config))
+        newline = Newline(config.language.hidden_size, config.language.init.std) if config.newline else None
+        self.embed = ImageTextEmbedding(self.embed, VisionTower(config.vision), Projector(config), newline)
         self.config = config  # type: ignore[assignment]  # it has what the language model asks of its own
 
     def forward(

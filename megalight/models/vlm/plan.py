@@ -21,6 +21,7 @@ TOWER = Plan(
         # A rank's share of the text may have images from all shares of the rows.
         "*projector": Boundary(leave="gather"),
         "*embed.images": SequenceRegion(split_input=True),
+        "*embed.newline": SequenceRegion(split_input=True),
     }
 )
 """Rules for the tower and the projector, besides those of layers, which are the same as in the language model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalight.models.gpt.config import GPTConfig, NormConfig
+from megalight.models.gpt.config import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vlm.config import VLMConfig
 from megalight.registry import Registry
@@ -29,8 +29,60 @@ def vicuna(num_layers: int, hidden_size: int, num_heads: int, ffn_hidden_size: i
     )
 
 
+def siglip_so400m() -> VisionConfig:
+    """Configure SigLIP-so400m/14 at 384 pixels without its last layer, as LLaVA-OneVision reads it."""
+    return VisionConfig(
+        num_layers=26,
+        hidden_size=1152,
+        num_heads=16,
+        ffn_hidden_size=4304,
+        image_size=384,
+        patch_size=14,
+        margin=6,
+        activation="gelu_tanh",
+        class_token=False,
+        patch_bias=True,
+        input_norm=False,
+        norm_eps=1e-6,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    )
+
+
+def qwen2(
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    ffn_hidden_size: int,
+    vocab_size: int,
+    *,
+    tie_embeddings: bool = False,
+) -> GPTConfig:
+    """Configure Qwen2 with the vocabulary that LLaVA-OneVision pads it to (https://arxiv.org/abs/2408.03326)."""
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=vocab_size,
+        max_sequence_length=32768,
+        tie_embeddings=tie_embeddings,
+        norm=NormConfig(eps=1e-6),
+        position=PositionConfig(base=1000000.0),
+        attention=AttentionConfig(qkv_bias=True),
+    )
+
+
 for _name, _language in {
     "llava_1_5_7b": vicuna(32, 4096, 32, 11008),
     "llava_1_5_13b": vicuna(40, 5120, 40, 13824),
 }.items():
     PRESETS.register(_name)(VLMConfig(language=_language, vision=clip_large(), image_token=32000))
+
+for _name, _language in {
+    "llava_onevision_0_5b": qwen2(24, 896, 14, 2, 4864, 152000, tie_embeddings=True),
+    "llava_onevision_7b": qwen2(28, 3584, 28, 4, 18944, 152128),
+}.items():
+    PRESETS.register(_name)(VLMConfig(language=_language, vision=siglip_so400m(), image_token=151646, newline=True))

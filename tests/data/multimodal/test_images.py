@@ -32,6 +32,13 @@ def test_patches_are_those_that_a_convolution_reads() -> None:
     )
 
 
+def test_pixels_that_no_patch_covers_are_left_out() -> None:
+    picture = gradient(14, 14)
+    found = ImageForm(size=14, patch=4, class_token=False).patches(Image.fromarray(picture))
+    pixels = torch.from_numpy(picture).permute(2, 0, 1)[None].float()
+    assert torch.equal(torch.from_numpy(found).float(), torch.nn.functional.unfold(pixels, 4, stride=4)[0].T)
+
+
 def test_grey_has_one_channel() -> None:
     grey = ImageForm(size=8, patch=4, channels=1, class_token=False).patches(Image.fromarray(gradient(8, 8)))
     assert grey.shape == (4, 16)

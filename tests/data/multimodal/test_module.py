@@ -17,7 +17,7 @@ from megalight.data.chat.prepare import prepare_chat
 from megalight.data.corpus import Corpus
 from megalight.data.multimodal.batch import ImageTextBatch, with_images
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
-from megalight.data.multimodal.images import ImageForm, decode
+from megalight.data.multimodal.images import NEWLINE, ImageForm, decode
 from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.vlm.module import VLMModule
@@ -69,6 +69,15 @@ def test_rows_hold_each_conversation_once_with_its_images(prefix: str) -> None:
     assert not batch.loss_mask[batch.labels == 2].any()
     assert int(batch.loss_mask.sum()) == corpus.meta.num_loss_tokens  # type: ignore[union-attr]
     assert batch.sequences.num_tokens == batch.tokens.numel()
+
+
+def test_a_newline_is_one_more_token_of_each_image(prefix: str) -> None:
+    form = replace(FORM, newline=True)
+    found = dataset(prefix, form=form)
+    batch = collate([found[i] for i in range(len(found))])
+    images, source = batch.parts()
+    assert torch.equal(source, with_images(batch, images, 2, class_token=True, newline=True).source)
+    assert (source == NEWLINE).sum() == len(images.lengths) == len(found.corpus.images)  # type: ignore[arg-type]
 
 
 def test_each_image_is_that_of_its_conversation(prefix: str) -> None:
