@@ -29,6 +29,7 @@ from megalight.checkpoint.plain import PlainRun
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.parallel.data_parallel import DataParallel, clip_coefficient
+from megalight.parallel.data_parallel.foreign_clipping import refuse_clipping
 from megalight.parallel.groups import speaks
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
@@ -162,9 +163,12 @@ class FullyShard(PlainRun):
                 f"{', '.join(sorted(compiled))}.compile() also traces the hooks that gather parameters, and compiles "
                 "anew for each module. Write module.forward = torch.compile(module.forward) instead."
             )
+        refuse_clipping(module.parameters())
         self._loading = False
-        module.register_state_dict_pre_hook(self._check_readable)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(self._check_loading)  # type: ignore[no-untyped-call]
+        # Of every submodule: a script may also ask a layer alone.
+        for part in module.modules():
+            part.register_state_dict_pre_hook(self._check_readable)  # type: ignore[no-untyped-call]
+            part.register_load_state_dict_pre_hook(self._check_loading)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to a global norm of ``max_norm`` at most; return the norm before, on the device."""
@@ -236,7 +240,10 @@ class FullyShard(PlainRun):
         return ""
 
     def _check_readable(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Refuse ``module.state_dict()`` where parameters are not whole: their values would be NaN."""
+        """Refuse ``state_dict()`` where parameters are not whole: their values would be NaN. Wait for those that come.
+
+        Weights of the last step may still be on their way.
+        """
         residency = None if self.model.shards is None else self.model.shards.residency
         # With `keep_vars` the caller, as our own code, is after the names.
         if residency is not None and not residency.whole and not keep_vars:
@@ -245,6 +252,8 @@ class FullyShard(PlainRun):
                 "sharded.state_dict() on all ranks (what fully_shard returned is `sharded`), or this method inside "
                 "`with sharded.full_parameters():`, as save_pretrained() needs it."
             )
+        # Waits for messages of the last step, and sends none: one rank may call this alone.
+        self.engine.sync_parameters()
 
     def _check_loading(self, module: nn.Module, *_: Any) -> None:
         """Refuse ``module.load_state_dict()``: masters would not follow, and the next step would undo it."""
