@@ -1,6 +1,6 @@
 """Draw pictures of coloured shapes, with questions about them in LLaVA's form, and a tokenizer for these.
 
-    python examples/pictures.py runs/vlm/pictures --count 6000 --held-out 200
+    python examples/pictures.py runs/vlm/pictures --count 20000 --held-out 1000
 
 writes ``train.json``, ``held_out.json``, the pictures that they name, and ``tokenizer/``, a folder of a tokenizer with
 a chat template and the token ``<image>``.
@@ -75,8 +75,8 @@ def main() -> None:
     """Write everything."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--count", type=int, default=6000, help="pictures to train with (default: 6000)")
-    parser.add_argument("--held-out", type=int, default=200, help="pictures to test with (default: 200)")
+    parser.add_argument("--count", type=int, default=20000, help="pictures to train with (default: 20000)")
+    parser.add_argument("--held-out", type=int, default=1000, help="pictures to test with (default: 1000)")
     arguments = parser.parse_args()
     write(arguments.folder, "train", arguments.count, seed=1)
     write(arguments.folder, "held_out", arguments.held_out, seed=2)
