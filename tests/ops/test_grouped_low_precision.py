@@ -61,6 +61,11 @@ def rows(features: int, seed: int) -> Tensor:
     return x
 
 
+def equal(found: Tensor, exact: Tensor) -> bool:
+    """Whether all rows are equal but for the order of float64 sums, which some BLAS libraries choose by the shape."""
+    return bool(((found - exact).norm(dim=-1) <= 1e-14 * exact.norm(dim=-1)).all())
+
+
 def sequential(name: str, session: Session) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Outputs and gradients of one linear layer per expert."""
     ends = list(accumulate(SIZES))
@@ -84,7 +89,7 @@ def sequential(name: str, session: Session) -> tuple[list[Tensor], list[Tensor],
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("way", "name"), WAYS)
 def test_products_equal_a_linear_layer_per_expert(way: str, name: str, known: bool) -> None:
-    """Bit for bit, over two steps: past magnitudes of ``delayed`` are those of one expert."""
+    """Over two steps: past magnitudes of ``delayed`` are those of one expert."""
     ours, theirs = Session(seed=5), Session(seed=5)
     weight, offsets = stack(way, name, ours), torch.tensor(SIZES).cumsum(0).int()
     for number in range(2):
@@ -98,8 +103,8 @@ def test_products_equal_a_linear_layer_per_expert(way: str, name: str, known: bo
             expected = sequential(name, theirs)
         assert x.grad is not None
         for found, exact in zip((y, x.grad), expected[:2], strict=True):
-            assert torch.equal(found[: sum(SIZES)], torch.cat(exact))
-        assert torch.equal(weight.main_grad, torch.stack(expected[2]))
+            assert equal(found[: sum(SIZES)], torch.cat(exact))
+        assert equal(weight.main_grad, torch.stack(expected[2]))
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -133,7 +138,7 @@ def test_large_experts_run_one_by_one_where_the_host_knows_their_rows(
                     assert x.grad is not None
                     found.append((y[: sum(SIZES)], x.grad[: sum(SIZES)], stacked.main_grad.clone()))
         for one, other in zip(found[:2], found[2:], strict=True):
-            assert all(map(torch.equal, one, other))
+            assert all(map(equal, one, other))
     if both.history is not None:
         assert alone.history is not None
         assert both.history.past is not None
