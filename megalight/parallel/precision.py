@@ -62,6 +62,9 @@ class LowPrecisionOptions:
             with the scale of the whole weight, the codes are sent to the data-parallel ranks, and no rank holds the
             weights in their own dtype. For ``tensorwise`` and ``delayed``; their weights are then scaled by the current
             values. Not for experts.
+        experts_together: run all experts of a stack in one product, also large ones, which are faster one by one. The
+            host then never waits for their numbers of rows: so recorded steps need it. For ``tensorwise``, ``delayed``
+            and ``rowwise``.
         router_padding_for_quantization: fill up the tokens of each expert with zeros to a multiple of 16 (``mxfp8``:
             32, ``nvfp4``: 128) when they are brought to it. Casts then need no padding of their own.
         moe_router_padding_for_fp8: the old name. It acts, with a warning.
@@ -81,6 +84,7 @@ class LowPrecisionOptions:
     modules: Sequence[str] = ("*",)
     reduce_amax: bool = False
     primary_weights: bool = False
+    experts_together: bool = False
     router_padding_for_quantization: bool = False
     moe_router_padding_for_fp8: bool | None = None
     emulate: bool = False
@@ -103,6 +107,11 @@ class LowPrecisionOptions:
             raise ConfigurationError(
                 f"primary_weights=True keeps one set of codes of each weight, and recipe {self.recipe!r} needs two, as "
                 "a weight and its transpose have different scales; choose 'tensorwise' or 'delayed', or leave it out."
+            )
+        if self.experts_together and self.recipe not in ("tensorwise", "delayed", "rowwise"):
+            raise ConfigurationError(
+                f"experts_together=True: recipe {self.recipe!r} has products of one expert only; leave it out, or "
+                "choose 'tensorwise', 'delayed' or 'rowwise'."
             )
 
     def _take_old_names(self) -> None:
@@ -227,18 +236,25 @@ def apply_low_precision(
             }
             state, steps = state_of(weight), options.history or STEPS
             if weight.dim() == 3:
-                state.stack_precision = _stack(kind, schemes, session, weight, steps, shared)
+                state.stack_precision = _stack(kind, schemes, session, weight, steps, options.experts_together, shared)
             else:
                 state.precision = kind(schemes, session, history=steps, primary=options.primary_weights, **shared)
             history = (state.precision or state.stack_precision).history  # type: ignore[union-attr]
             if history is not None:
                 # Memory now, on all ranks: an expert that gets no tokens must still take part in the all-reduce.
                 history.place(weight.device)
-        if options.router_padding_for_quantization:
-            for experts in layer.modules():
-                if isinstance(experts, Experts) and any(map(stack_precision_of, (experts.up, experts.down))):
-                    experts.dispatcher.alignment = schemes.alignment
+        for experts in layer.modules():
+            if isinstance(experts, Experts):
+                _tell(experts, schemes.alignment if options.router_padding_for_quantization else 1)
     return session
+
+
+def _tell(experts: Experts, alignment: int) -> None:
+    """Tell the dispatcher what the products of these experts need."""
+    stacks = [(weight, found) for weight in (experts.up, experts.down) if (found := stack_precision_of(weight))]
+    if stacks:
+        experts.dispatcher.alignment = alignment
+        experts.dispatcher.tells_sizes = any(precision.wants_sizes(weight) for weight, precision in stacks)
 
 
 def _stack(
@@ -247,12 +263,18 @@ def _stack(
     session: Session,
     weight: Tensor,
     steps: int,
+    together: bool,
     shared: Mapping[str, Any],
 ) -> StackPrecision:
     """Return the precision of a stack of experts: all at once if our own products serve the recipe."""
     count = len(weight)
     if kind is LowPrecision and Together.why_not(weight, schemes, shared["emulate"]) is None:
-        return Together(schemes, session, count=count, history=steps, **shared)
+        return Together(schemes, session, count=count, history=steps, always=together, **shared)
+    if together:
+        raise ConfigurationError(
+            f"experts_together=True: the products of {kind.__name__} on {weight.device.type} take one expert at a "
+            "time; leave it out."
+        )
     if not schemes.delayed:
         return OneByOne([kind(schemes, session, **shared) for _ in range(count)])
     history = AmaxHistory(steps, count)
@@ -268,7 +290,7 @@ def remove_low_precision(model: nn.Module) -> None:
     # Modules that measured would go on for nobody.
     for module in model.modules():
         if isinstance(module, Dispatcher):
-            module.alignment = 1
+            module.alignment, module.tells_sizes = 1, False
         if isinstance(module, RMSNorm | LayerNorm | Activation | Rotary):
             module.backend = measuring(module.backend, wanted=False)
 
@@ -338,11 +360,12 @@ def _check_names(names: Mapping[str, bool], options: LowPrecisionOptions) -> Non
             f"primary_weights=True stores a weight as codes with one scale, and {', '.join(experts)} have one for each "
             "expert. Leave the experts out with modules=..., or leave out primary_weights."
         )
-    if options.router_padding_for_quantization and not experts:
-        raise ConfigurationError(
-            "router_padding_for_quantization=True, but no experts multiply in low precision here. Leave it out, or "
-            "add their layers to modules=..."
-        )
+    for option in ("router_padding_for_quantization", "experts_together"):
+        if getattr(options, option) and not experts:
+            raise ConfigurationError(
+                f"{option}=True, but no experts multiply in low precision here. Leave it out, or add their layers to "
+                "modules=..."
+            )
 
 
 def _check_sizes(name: str, weight: Tensor, schemes: Recipe) -> None:

@@ -14,6 +14,8 @@ from megalight.errors import ConfigurationError
 from megalight.nn import Linear
 from megalight.nn.init import initialise
 from megalight.nn.moe import Dispatcher, Experts, SharedConfig
+from megalight.ops.grouped_linear import together
+from megalight.ops.grouped_linear.low_precision import OneByOne
 from megalight.ops.parameter import cast_of, precision_of
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.expert import ExpertOptions
@@ -202,11 +204,55 @@ def test_experts_take_part() -> None:
     assert old == LowPrecisionOptions(router_padding_for_quantization=True)
 
 
+def test_the_host_learns_numbers_of_rows_where_products_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tells(recipe: str, **options: Any) -> bool:
+        model = build(WIDE, ffn_hidden_size=64)
+        apply_low_precision(model, LowPrecisionOptions(recipe, emulate=True, **options), ParallelMesh())
+        (experts,) = (module for module in model.modules() if isinstance(module, Experts))
+        found = experts.dispatcher.tells_sizes
+        remove_low_precision(model)
+        assert not experts.dispatcher.tells_sizes
+        return found
+
+    assert tells("blockwise")  # its products take one expert at a time
+    assert not tells("blockwise", modules=("attention.*",))
+    assert not tells("tensorwise")  # small experts
+    monkeypatch.setattr(together, "LARGE_ONE_SCALE", together.ROWS * 2 * 64.0 * 64)
+    assert tells("tensorwise")
+    assert tells("delayed")
+    assert not tells("rowwise")
+    assert not tells("delayed", experts_together=True)
+    assert not tells("tensorwise", modules=("mlp.experts.down",))  # half as large as ``up``
+
+
+def test_experts_one_by_one_train_like_experts_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "LARGE_ONE_SCALE", 1.0)
+    ways: list[type] = []
+    found = []
+    for cls in (OneByOne, together.Together):
+        original = cls.product
+
+        def noted(self: Any, *args: Any, cls: type = cls, original: Any = original, **more: Any) -> Any:
+            ways.append(cls)
+            return original(self, *args, **more)
+
+        monkeypatch.setattr(cls, "product", noted)
+    for option in (False, True):
+        ways.clear()
+        found.append(_experts_on_one_device(1, replace(OPTIONS, experts_together=option)))
+        assert set(ways) == {together.Together if option else OneByOne}
+    (losses, gradients), (others, other_gradients) = found
+    assert losses == others
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, other_gradients[name]) <= 1e-12, name
+
+
 @pytest.mark.parametrize(
     ("options", "width", "match"),
     [
         ({"primary_weights": True}, 64, "mlp.experts.up, mlp.experts.down have one for each expert. Leave the experts"),
         ({"modules": ("attention.*",), "router_padding_for_quantization": True}, 64, "no experts multiply in low"),
+        ({"modules": ("attention.*",), "experts_together": True}, 64, "experts_together=True, but no experts"),
         ({}, 40, r"mlp.experts.down has a weight of .64, 40. on this rank.*multiples of 16.*etp"),
         ({"modules": ("mlp.expert.*",)}, 64, "matches no linear layer.*mlp.experts.up"),
     ],

@@ -276,6 +276,7 @@ def test_what_cannot_be_is_refused(options: Any, changes: Any, error: type[Excep
         ({"recipe": "fp8"}, "not known; choose from tensorwise"),
         ({"recipe": "rowwise", "margin": 1}, "margin=1 does nothing"),
         ({"recipe": "blockwise", "reduce_amax": True}, "reduce_amax does nothing"),
+        ({"recipe": "mxfp8", "experts_together": True}, "'mxfp8' has products of one expert only"),
         ({"history": 0}, "history=0; give a whole number, at least 1"),
         ({"recipe": "delayed", "history": 1.5}, "history=1.5; give a whole number"),
         ({"history": 99}, "history=99 does nothing for recipe 'tensorwise'"),

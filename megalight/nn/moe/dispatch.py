@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from megalight.nn.moe.counts import HostCounts
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 
@@ -38,10 +40,13 @@ class Dispatcher(nn.Module, ABC):
         pads: whether it can give each expert a fixed number of rows.
         alignment: the number of rows of each expert is a multiple of this, filled up with zeros, for products in 8 or 4
             bits.
+        tells_sizes: whether the host shall learn the number of rows of each expert, though it must wait for it: some
+            products need it or are faster with it.
     """
 
     pads: ClassVar[bool] = True
     alignment: int = 1
+    tells_sizes: bool = False
 
     def connect(self) -> None:
         """Prepare before the first pass, and raise now if something is missing that shows only when processes run."""
@@ -76,13 +81,21 @@ class LocalDispatcher(Dispatcher):
     def dispatch(
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
     ) -> tuple[Grouped, Permutation]:
-        """Return the copies for all experts. The host does not wait for the device."""
-        # Offsets stay on the device. Their values decide nothing on the host.
+        """Return the copies for all experts.
+
+        The host waits for the device only with ``tells_sizes``, and not if ``capacity`` fixes the rows.
+        """
         room = None if capacity is None else aligned(capacity, self.alignment)
         where = permutation(routes.experts, num_experts, alignment=self.alignment, capacity=room)
+        numbers = HostCounts(where.offsets) if self.tells_sizes and room is None else None
+        # the copies are made while the numbers travel
         tokens, probs = permute(hidden, where, routes.probs)
         assert probs is not None
-        return Grouped(tokens, probs, where.offsets, None if room is None else [room] * num_experts), where
+        sizes = None if room is None else [room] * num_experts
+        if numbers is not None:
+            (ends,) = numbers.wait(num_experts)
+            sizes = [end - start for start, end in pairwise([0, *ends])]
+        return Grouped(tokens, probs, where.offsets, sizes), where
 
     def combine(self, outputs: Tensor, memo: Permutation) -> Tensor:
         """Add up the outputs of each token's copies."""

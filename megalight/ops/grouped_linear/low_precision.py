@@ -31,6 +31,10 @@ class StackPrecision(ABC):
     history: AmaxHistory | None
     needs_sizes: ClassVar[bool] = False
 
+    def wants_sizes(self, weight: Tensor) -> bool:
+        """Return whether products of this stack are worth a wait of the host for the sizes of the groups."""
+        return self.needs_sizes
+
     def way(self, weight: Tensor, sizes: Sequence[int] | None) -> StackPrecision:
         """Return what multiplies groups of these sizes, forward and backward."""
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ are the break-even points on an H200, from Mixtral-8x7B (2e11 and 1e11 per exper
 (2e9, three times as slow): ``benchmarks/moe_ops.py --only stack``.
 """
 
+ROWS = 512
+"""Rows of an expert in one product that are usual at least: experts that are large with so many want sizes."""
+
 
 class Gradients(NamedTuple):
     """Both casts of a gradient, and the ends of its groups."""
@@ -45,19 +49,33 @@ class Together(LowPrecision, StackPrecision):
 
     Args:
         count: ``E``.
+        always: never run large experts one by one.
     """
 
-    def __init__(self, recipe: Recipe, session: Session, *, count: int, history: int = STEPS, **options: Any) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        session: Session,
+        *,
+        count: int,
+        history: int = STEPS,
+        always: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(recipe, session, history=AmaxHistory(history, count), **options)
         self.count = count
+        self._least = math.inf if always else LARGE_ONE_SCALE if recipe.one_scale else LARGE
         self._options = options
         self._one_by_one: OneByOne | None = None
         self._served = False
 
+    def wants_sizes(self, weight: Tensor) -> bool:
+        """Return whether experts of this size usually run one by one."""
+        return ROWS * weight[0].numel() >= self._least
+
     def way(self, weight: Tensor, sizes: Sequence[int] | None) -> StackPrecision:
         """Return the faster way. Without sizes on the host it is this one: the host would have to wait for them."""
-        least = LARGE_ONE_SCALE if self.recipe.one_scale else LARGE
-        if sizes is None or sum(sizes) * weight[0].numel() < least * self.count:
+        if sizes is None or sum(sizes) * weight[0].numel() < self._least * self.count:
             self._served = True
             return self
         if self._one_by_one is None:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.nn.moe import Dispatcher, Grouped, aligned
+from megalight.nn.moe.counts import HostCounts
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
-from megalight.parallel.expert.exchange import HostCounts, Traffic, all_to_all, exchange
+from megalight.parallel.expert.exchange import Traffic, all_to_all, exchange
 from megalight.parallel.expert.options import DISPATCHERS
 from megalight.parallel.expert.padded import Padded
 

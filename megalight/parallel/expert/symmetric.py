@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.errors import LayoutError
+from megalight.nn.moe.counts import HostCounts
 from megalight.parallel.collectives import start_all_gather
 from megalight.parallel.expert.all_to_all import AllToAllDispatcher
-from megalight.parallel.expert.exchange import HostCounts, Traffic
+from megalight.parallel.expert.exchange import Traffic
 from megalight.parallel.expert.options import DISPATCHERS
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.copies import Copies

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalight.nn import MLP
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.moe import RouterConfig
-from megalight.nn.moe.dispatch import Grouped
+from megalight.nn.moe.dispatch import Grouped, LocalDispatcher
 from megalight.ops.router import Routes
 from tests.canonical import load_canonical
 from tests.nn.moe.loops import WIDTH, context, layer, looped
@@ -80,3 +80,18 @@ def test_logits_are_computed_in_the_dtype_of_the_router(dtype: Any) -> None:
     exact = (weights.double() @ moe.router.weight.double(), weights.double().T @ hidden.double())
     for actual, expected in zip(found, exact, strict=True):
         torch.testing.assert_close(actual.double(), expected, rtol=2**-7 if dtype else 2**-4, atol=0.05)
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_the_host_learns_the_rows_of_each_expert_if_asked(alignment: int) -> None:
+    dispatcher, hidden = LocalDispatcher(), torch.randn(3, WIDTH)
+    dispatcher.alignment = alignment
+    routes = Routes(torch.rand(3, 2), torch.tensor([[3, 0], [3, -1], [0, 3]]))
+    untold, _ = dispatcher.dispatch(hidden, routes, 4)
+    assert untold.sizes is None
+    dispatcher.tells_sizes = True
+    told, _ = dispatcher.dispatch(hidden, routes, 4)
+    assert told.sizes == ([2, 0, 0, 3] if alignment == 1 else [4, 0, 0, 4])
+    assert torch.equal(torch.tensor(told.sizes).cumsum(0), untold.offsets)
+    padded, _ = dispatcher.dispatch(hidden, routes, 4, capacity=4)
+    assert padded.sizes == [4] * 4
