@@ -28,6 +28,8 @@ from megalight.parallel.source import Target, parameter_targets, shard_targets
 
 MAGNITUDES = "magnitudes"
 """Entry of a rank's state with the histories of delayed scaling: names of weights, and ``[weights, steps, 3]``."""
+OWN = ("model", "optimizer")
+"""First parts of names in a checkpoint that no further state may have."""
 STATE = "optimizer."
 """Names of the optimizer's tensors begin with this, and go on with the state's own and the weight's."""
 ADAMS = ("Adam", "AdamW")
@@ -45,6 +47,9 @@ class Run:
         engine: None outside of training; then there is no optimizer state.
         optimizer: on the engine's shards.
         extra: name -> one flat tensor per engine shard, kept beside the optimizer's state.
+
+    Raises:
+        CheckpointError: a name of ``extra`` is one of the checkpoint's own.
     """
 
     model: ParallelModel
@@ -52,6 +57,15 @@ class Run:
     engine: DataParallelEngine | None = None
     optimizer: Optimizer | None = None
     extra: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.extra:
+            # Names of weights begin with the first, and names of the optimizer's tensors with the second.
+            if name.split(".")[0] in OWN or not name:
+                raise CheckpointError(
+                    f"extra_shard_states has the name {name!r}, and checkpoints keep {' and '.join(OWN)} under theirs; "
+                    "give this state another name, for example that of the callback."
+                )
 
     def contents(self, *, optimizer: bool, only: Container[str] | None = None) -> Contents:
         """What is to be saved.

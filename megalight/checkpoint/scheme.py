@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FSDP_DTENSOR, FULLY_RESHARDABLE
 from megalight.checkpoint.view import View, views_of_parameters, views_of_pieces, views_of_shards
+from megalight.errors import CheckpointError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import FlatShard
@@ -59,10 +60,14 @@ SCHEMES: Registry[Scheme] = Registry("checkpoint scheme")
 
 @SCHEMES.register(FULLY_RESHARDABLE)
 def fully_reshardable(contents: Contents) -> dict[str, View]:
-    """Every tensor under its canonical name and in its canonical shape, so that any layout reads it."""
+    """Every tensor under its canonical name and in its canonical shape, so that any layout reads it.
+
+    Raises:
+        CheckpointError: two tensors have one name.
+    """
     views = views_of_parameters(contents.tensors.items(), contents.specs, contents.mesh)
     for state in contents.states:
-        views |= views_of_shards(state.tensors, state.shards, prefix=state.prefix)
+        _add(views, views_of_shards(state.tensors, state.shards, prefix=state.prefix), state)
     return views
 
 
@@ -77,7 +82,7 @@ def dp_reshardable(contents: Contents) -> dict[str, View]:
     views = views_of_parameters(contents.tensors.items(), contents.specs, contents.mesh)
     for state in contents.states:
         make = views_of_pieces if state.prefix else views_of_shards  # without a prefix they are weights
-        views |= make(state.tensors, state.shards, prefix=state.prefix)
+        _add(views, make(state.tensors, state.shards, prefix=state.prefix), state)
     return views
 
 
@@ -90,3 +95,12 @@ def fsdp_dtensor(contents: Contents) -> dict[str, View]:
     """
     # The same tensors; only the files differ, which the writer chooses by the scheme's name.
     return fully_reshardable(contents)
+
+
+def _add(views: dict[str, View], more: Mapping[str, View], state: State) -> None:
+    if taken := sorted(views.keys() & more.keys()):
+        raise CheckpointError(
+            f"{len(taken)} tensors of the state {state.prefix.removesuffix('.')!r} have names of other tensors in the "
+            f"checkpoint: {taken[0]}. Give the state another name."
+        )
+    views |= more

@@ -42,7 +42,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
         engine: the data-parallel engine. None outside ``fit``.
         streams: random streams. None before the environment is set up.
         extra_shard_states: name -> one flat tensor per engine shard, for example a moving average of the weights. It is
-            saved and loaded by canonical name, as ``<name>.<canonical>``.
+            saved and loaded by canonical name, as ``<name>.<canonical>``. ``model`` and ``optimizer`` are taken.
     """
 
     reduces_totals = True

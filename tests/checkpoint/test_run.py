@@ -96,3 +96,12 @@ def test_files_of_other_ranks_are_read_for_histories_alone(tmp_path: Path, kept:
         assert missing.streams.given == []  # type: ignore[attr-defined]
     else:
         missing.resume_rank(checkpoint.open(path))
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "optimizer.exp_avg", ""])
+def test_states_beside_the_optimizer_cannot_take_its_name_or_that_of_weights(name: str) -> None:
+    model: Any = SimpleNamespace()
+    streams: Any = Streams()
+    Run(model, streams, extra={"models": [], "ema.fast": []})
+    with pytest.raises(CheckpointError, match=f"has the name '{name}', and checkpoints keep model and optimizer"):
+        Run(model, streams, extra={name: []})

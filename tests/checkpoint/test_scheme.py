@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,12 @@ def test_a_checkpoint_is_read_by_the_scheme_that_wrote_it(tmp_path: Path, monkey
         CheckpointError, match="scheme 'weights_alone'; known: dp_reshardable, fsdp_dtensor, fully_reshardable"
     ):
         checkpoint.open(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("scheme", ["fully_reshardable", "dp_reshardable", "fsdp_dtensor"])
+def test_states_that_share_names_are_refused(scheme: str) -> None:
+    model = Model(Layout(1, 1, "no_shard"), 0, filled=True)
+    held = contents(model)
+    twice = replace(held, states=[*held.states, replace(held.states[0])])
+    with pytest.raises(CheckpointError, match=f"tensors of the state 'optimizer.{STATES[0]}' have names of other"):
+        SCHEMES[scheme](twice)
