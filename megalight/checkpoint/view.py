@@ -270,8 +270,8 @@ def views_of_source(
     return views
 
 
-def _shaped(shape: tuple[int, ...], tensor: Tensor) -> Tensor:
-    return tensor.view(shape)
+def _shaped(shape: tuple[int, ...], tensor: Tensor) -> list[Tensor]:
+    return [tensor.view(shape)]
 
 
 def targets_of(views: Mapping[str, View]) -> list[Target]:

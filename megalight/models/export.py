@@ -140,7 +140,7 @@ def _whole(model: StoredModel, dtype: torch.dtype | None) -> dict[str, Wanted]:
         first = next(iter(each.parts))
         # buffers keep their dtype: the steps of an expert bias are too small for half of the bits
         kind = dtype if dtype is not None and first in weights_only else getattr(torch, stored[first].dtype)
-        whole[name] = Wanted(each.shape, kind, {PREFIX + ours: place.part for ours, place in each.parts.items()})
+        whole[name] = Wanted(each.shape, kind, {PREFIX + ours: place.views for ours, place in each.parts.items()})
     return whole
 
 

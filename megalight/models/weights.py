@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -19,13 +19,50 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Rows in blocks of one size, at equal distances: the queries of one group of heads after another, for example.
+
+    Attributes:
+        start: the first row of the first block.
+        size: rows of a block.
+        stride: distance of the first rows of neighbouring blocks.
+        count: number of blocks.
+    """
+
+    start: int
+    size: int
+    stride: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.size * self.count
+
+    @property
+    def stop(self) -> int:
+        """One past the last row."""
+        return self.start + self.stride * (self.count - 1) + self.size
+
+    def slices(self, first: int = 0, last: int | None = None) -> Iterator[tuple[slice, slice]]:
+        """Yield where the rows from ``first`` to ``last`` lie, block by block.
+
+        Yields:
+            places among these rows, counted from ``first``, and in the fused tensor.
+        """
+        last = len(self) if last is None else last
+        for block in range(first // self.size, -(-last // self.size)):
+            low, high = max(first, block * self.size), min(last, (block + 1) * self.size)
+            shift = self.start + block * (self.stride - self.size)
+            yield slice(low - first, high - first), slice(low + shift, high + shift)
+
+
+@dataclass(frozen=True)
 class Theirs:
     """The place of a canonical tensor in the other library's tensors ("theirs").
 
     Attributes:
         name: in tables, the name of their module or tensor with ``N`` for indices. After a look-up, their tensor.
-        rows: its rows in their fused tensor, with a step where the rows of several tensors take turns. None means all
-            rows.
+        rows: its rows in their fused tensor: with a step where single rows of several tensors take turns, and in blocks
+            where several rows of each do. None means all rows.
         transposed: whether they store matrices as ``[in, out]``. ``rows`` always counts in ``[out, in]``.
         depthwise: whether they store matrices ``[channels, k]`` as ``[channels, 1, k]`` (weights of a convolution).
         stack: how many canonical tensors they stack along the first dim. The last index of our name, which theirs
@@ -34,19 +71,26 @@ class Theirs:
     """
 
     name: str
-    rows: range | None = None
+    rows: range | Blocks | None = None
     transposed: bool = False
     depthwise: bool = False
     stack: int = 0
     index: int = 0
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Return the canonical tensor as a view of their tensor."""
+        """Return the canonical tensor in their tensor: a view of it, unless it lies in several blocks."""
+        views = self.views(tensor)
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    def views(self, tensor: Tensor) -> list[Tensor]:
+        """Return views of their tensor that are the canonical tensor, one after another along the first dim."""
         ours = tensor[self.index] if self.stack else tensor
         # First the stack, then the transposition, then the rows: they count in `[out, in]`.
         ours = ours.T if self.transposed and ours.ndim == 2 else ours
         ours = ours[:, 0] if self.depthwise and ours.ndim == 3 else ours
-        return ours if self.rows is None else ours[self.rows.start : self.rows.stop : self.rows.step]
+        if isinstance(self.rows, Blocks):
+            return [ours[rows] for _, rows in self.rows.slices()]
+        return [ours if self.rows is None else ours[self.rows.start : self.rows.stop : self.rows.step]]
 
     def shape(self, theirs: tuple[int, ...]) -> tuple[int, ...]:
         """Return the canonical shape, if their tensor has shape ``theirs``."""
@@ -74,6 +118,12 @@ class Theirs:
             offset: where ours begins.
             data: the memory, with the box's shape.
         """
+        if isinstance(self.rows, Blocks):
+            # Block by block, so that rows of other tensors between them are not read.
+            for here, rows in self.rows.slices(offset[0], offset[0] + len(data)):
+                one = replace(self, rows=range(rows.start, rows.stop))
+                one.read(fill, (0, *offset[1:]), data[here])
+            return
         turned = self.transposed and data.ndim == 2
         place, step, shift = list(offset), 1, 0
         if self.rows is not None:
@@ -256,7 +306,9 @@ class WeightMap:
             # In the dtype of the first part: parts of one tensor have one dtype.
             written[name] = first.new_empty(whole.shape)
             for ours, place in whole.parts.items():
-                place.part(written[name]).copy_(tensors[ours])
+                views = place.views(written[name])
+                for view, rows in zip(views, tensors[ours].split([len(view) for view in views]), strict=True):
+                    view.copy_(rows)
         return written
 
     def _spelt(self, name: str, known: Mapping[str, object]) -> str:

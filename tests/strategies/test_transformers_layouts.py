@@ -55,6 +55,17 @@ DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 7,
 }
+QWEN3_NEXT: dict[str, Any] = {
+    **EXPERTS,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 10,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", SIZES),
     "llama_tied": ("LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -67,6 +78,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeForCausalLM", {**EXPERTS, "pad_token_id": None, "eos_token_id": 2}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", DEEPSEEK),
     "deepseek_v2_lite": ("DeepseekV2ForCausalLM", {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"}),
+    "qwen3_next": ("Qwen3NextForCausalLM", QWEN3_NEXT),
     "gpt2": ("GPT2LMHeadModel", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -80,6 +92,8 @@ LOGITS: list[Any] = [
     ("olmoe", 4, {"tensor_parallel": 4, "sequence_parallel": True}),
     ("deepseek_v2", 2, LAYOUTS["tp2"][1]),
     ("deepseek_v2_lite", 2, LAYOUTS["pp2"][1]),
+    ("qwen3_next", 2, LAYOUTS["tp2"][1]),
+    ("qwen3_next", 4, LAYOUTS["tp2pp2"][1]),
 ]
 
 

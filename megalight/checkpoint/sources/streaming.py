@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -21,9 +21,9 @@ SPLIT = 16 << 20
 """Bytes of a tensor above which several threads read it."""
 
 
-def itself(tensor: Tensor) -> Tensor:
+def itself(tensor: Tensor) -> list[Tensor]:
     """Return the tensor: the only part of a tensor that is stored as it is."""
-    return tensor
+    return [tensor]
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,13 @@ class Wanted:
     Attributes:
         shape: its shape.
         dtype: its dtype; stored values are converted.
-        parts: canonical name -> the view of the tensor that this canonical tensor fills.
+        parts: canonical name -> the views of the tensor that this canonical tensor fills, from its first row to its
+            last. A tensor without dims has one view.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Mapping[str, Callable[[Tensor], Tensor]]
+    parts: Mapping[str, Callable[[Tensor], Sequence[Tensor]]]
 
     @property
     def nbytes(self) -> int:
@@ -48,15 +49,18 @@ class Wanted:
     def targets(self, memory: Tensor) -> Iterator[Target]:
         """Yield the boxes to fill in ``memory``. Large parts are cut by rows, so that several threads read them."""
         for name, view in self.parts.items():
-            data = view(memory)
-            shape, inner = tuple(data.shape), (0,) * (data.ndim - 1)
-            if data.nbytes <= SPLIT:
-                yield Target(name, shape, (0,) * data.ndim, data)
+            views = view(memory)
+            inner = views[0].shape[1:]
+            if views[0].ndim == 0:
+                yield Target(name, (), (), views[0])
                 continue
-            # One part for each thread, by rows.
-            step = -(-len(data) // THREADS)
-            for first in range(0, len(data), step):
-                yield Target(name, shape, (first, *inner), data[first : first + step])
+            shape, start = (sum(map(len, views)), *inner), 0
+            for data in views:
+                # Of a large one, a part for each thread, by rows.
+                step = len(data) if data.nbytes <= SPLIT else -(-len(data) // THREADS)
+                for first in range(0, max(len(data), 1), max(step, 1)):
+                    yield Target(name, shape, (start + first, *(0,) * len(inner)), data[first : first + step])
+                start += len(data)
 
 
 def stream(source: Source, wanted: Iterable[Wanted], process_group: ProcessGroup | None = None) -> Iterator[Tensor]:

@@ -14,13 +14,14 @@ from torch import Tensor
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.config import compare
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.hugging_face import deepseek, experts, gemma, gpt2, gpt_oss, llama, llama4, mamba
+from megalight.models.gpt.hugging_face import deepseek, experts, gemma, gpt2, gpt_oss, llama, llama4, mamba, qwen3_next
 from megalight.models.gpt.hugging_face.deepseek import without_missing_depths as without_missing_depths
 from megalight.models.gpt.hugging_face.kind import Kind
 from megalight.models.weights import WeightMap
 
 KINDS: tuple[Kind, ...] = (
     *mamba.KINDS,
+    *qwen3_next.KINDS,
     *deepseek.KINDS,
     *gemma.KINDS,
     *llama4.KINDS,
@@ -141,6 +142,9 @@ def _settings(config: GPTConfig) -> dict[str, Any]:
             values["moe"]["router"]["group_experts"] = config.moe.router.rule.best_of_group
     if config.mtp is not None:
         del values["mtp"]["loss_scale"]
+    if config.delta is not None:
+        del values["delta"]["step_range"], values["delta"]["step_floor"]  # initial values
+    values["mixer_pattern"] = [config.mixer_of(layer) for layer in range(config.num_layers)]
     values["attention"]["scale"] = config.attention.scale or config.head_dim**-0.5
     values["attention"]["chunk"] = [config.attention.chunk_of(layer) for layer in range(config.num_layers)]
     values["attention"]["window"] = [config.attention.window_of(layer) for layer in range(config.num_layers)]
