@@ -18,6 +18,7 @@ from megalight.checkpoint.disk.part import Part, Piece
 from megalight.checkpoint.memory import dtype_name, host_memory
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import Box, View
+from megalight.errors import CheckpointError
 
 ALIGNMENT = 16
 """Bytes; every dtype may begin there."""
@@ -149,7 +150,14 @@ def stage(
         world_size = max(ranks.size, *(rank + 1 for rank in states), 1)
         staged.append(Staged(fixed, small, scheme, world_size, copies))
 
-    ranks.together("preparing to save", collect)
+    try:
+        ranks.together("preparing to save", collect)
+    except CheckpointError:
+        # Another rank failed. Nobody else knows of this rank's copies, and the next save uses the same memory.
+        for each in staged:
+            if each.copies is not None:
+                each.copies.wait()
+        raise
     return staged[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies.checkpoints import beside as module
 from megalight.strategies.checkpoints.beside import SavesBeside
 from megalight.strategies.checkpoints.options import Checkpoints
 from tests.checkpoint import simple
@@ -188,6 +190,38 @@ def test_what_is_replaced_stays_while_a_save_waits_for_the_one_before(tmp_path: 
     beside.close()
     assert removed == []
     assert checkpoint.is_complete(one)
+
+
+def test_the_log_says_that_a_save_began_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(module, "rank_zero_info", lambda text, *values: told.append(text % values))
+    beside = SavesBeside("persistent", False, None, True, lambda path: None, lambda path: None)
+    one, two, three = (str(tmp_path / f"{name}.ckpt") for name in "123")
+    beside.begin(one, simple.views(simple.tensors(1)))
+    beside.begin(two, simple.views(simple.tensors(2)))
+    beside.finish()
+    beside.begin(three, simple.views(simple.tensors(3)))
+    beside.finish()
+    beside.close()
+    assert re.fullmatch(rf"saved {one} in \S+ s; training waited \S+ s for it", told[0])
+    late = rf"saved {two} in \S+ s; training waited \S+ s for it; it began \S+ s late, after {one}"
+    assert re.fullmatch(late, told[1])
+    assert re.fullmatch(rf"saved {three} in \S+ s; training waited \S+ s for it", told[2])
+
+
+def test_what_was_to_be_removed_is_not_forgotten_when_a_save_cannot_begin(tmp_path: Path) -> None:
+    removed: list[str] = []
+    beside = SavesBeside("persistent", False, None, True, removed.append, lambda path: None)
+    one, two = str(tmp_path / "1.ckpt"), str(tmp_path / "2.ckpt")
+    beside.begin(one, simple.views(simple.tensors(1)))
+    beside.remove(one)  # it is not published yet
+    with pytest.raises(CheckpointError, match="common"):
+        beside.begin(one, {}, common={"a": object()})
+    assert beside.background.pending is None
+    beside.begin(two, simple.views(simple.tensors(2)))
+    beside.finish()
+    beside.close()
+    assert removed == [one]
 
 
 def _busy(folder: str) -> list[bool]:

@@ -6,6 +6,7 @@ in the thread that trains; the workers of all ranks meet through the checkpoint'
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -31,6 +32,8 @@ from megalight.checkpoint.staging import Copies, Staged, stage
 from megalight.checkpoint.view import View
 from megalight.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
 Kind: TypeAlias = Literal["persistent", "per_save"]
 """How long a worker lives: as long as the run, or for one save."""
 
@@ -40,6 +43,8 @@ BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 PERIOD_SECONDS = 0.01
 LIMIT_SECONDS = 600.0
 """How long a save may go on after training has failed."""
+END_SECONDS = 10.0
+"""How long a killed worker may take to be gone. One that waits for storage that does not answer stays until it does."""
 
 
 class Worker:
@@ -88,7 +93,10 @@ class Worker:
         """Kill it, whatever it does, and wait until it is gone."""
         self.process.kill()
         # the connection closes with this object: another thread may be looking into it for a report
-        self.process.wait()
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("the killed worker process %d has not ended: its storage does not answer", self.process.pid)
 
 
 @dataclass
@@ -147,7 +155,9 @@ class Background:
         self._memory: SharedMemory | None = None
         self._worker: Worker | None = None
         self._copies: Copies | None = None
-        self._clearing = threading.Lock()
+        self._aborts = 0
+        # Taken again by the thread that has it: a signal may call `abort` at any place.
+        self._lock = threading.RLock()
 
     def prepare(self, nbytes: int) -> None:
         """Make the memory for saves in a thread: page-locked memory takes longer to make than to fill.
@@ -172,11 +182,12 @@ class Background:
                 before these values change.
 
         Raises:
-            CheckpointError: on every rank, when any rank could not begin.
+            CheckpointError: on every rank, when any rank could not begin. Nothing is left behind, and the next save
+                begins anew. Also, on this rank alone, after an :meth:`abort` that came when all ranks had begun.
         """
         # Staging and handing over happen at one moment on all ranks: the checkpoint is of one step.
         assert self.pending is None, "finish the save under way first"
-        target, begun, ranks = publish.absolute(path), time.time(), self._ranks
+        target, begun, ranks, aborts = publish.absolute(path), time.time(), self._ranks, self._aborts
         started: list[publish.Unfinished] = []
 
         def begin() -> Place:
@@ -191,12 +202,17 @@ class Background:
 
         def give() -> None:
             # the other workers look for this rank's part: no rank may leave before all have handed over theirs
-            self._give(folder, target, staged)
+            try:
+                self._give(folder, target, staged, aborts)
+            except OSError as error:
+                # Its worker was ended between its start and its job.
+                raise CheckpointError("it was aborted.") if self._aborts != aborts else error from None
 
-        self._end_copies()  # of a save that was aborted, into the same memory
         try:
             folder = ranks.first(f"starting to save {path}", begin)
             staged = stage(views, copy=self._reserve, process_group=self._group, **values)
+            # Known from here on, also if a rank cannot go on: the next save waits for them.
+            self._copies = staged.copies
             ranks.together(f"starting to save {path}", give)
         except BaseException as error:
             # The worker may have begun to write.
@@ -207,7 +223,15 @@ class Background:
                 partial.discard()
             raise
         waited = time.time() - begun
-        self.pending = Pending(target, begun, waited, started[0] if started else None)
+        with self._lock:
+            if self._aborts == aborts:
+                self.pending = Pending(target, begun, waited, started[0] if started else None)
+                return
+        # Aborted when all ranks had begun. The others do not know of it, so this must be no collective.
+        self._end_worker()
+        for partial in started:
+            partial.discard()
+        raise CheckpointError(f"saving {path} was aborted while it began.")
 
     def ready(self) -> bool:
         """Whether the save under way has come to its end. A collective of all ranks, on the host."""
@@ -262,10 +286,12 @@ class Background:
 
     def abort(self) -> None:
         """Kill this rank's worker at once and forget the save under way. No collective: an in-process restarter calls
-        it, in any thread. Who waits in :meth:`settle` is told so. What was published stays; what was not leaves a
-        folder that the next save cleans away.
+        it, in any thread. Who waits in :meth:`settle` or begins in :meth:`save` is told so. What was published stays;
+        what was not leaves a folder that the next save cleans away.
         """
-        pending = self.pending
+        with self._lock:
+            self._aborts += 1
+            pending = self.pending
         if pending is not None and pending.report is None:
             pending.report = Report("it was aborted.", time.time())  # before the worker's death, which is no news then
         self._end_worker()
@@ -291,6 +317,8 @@ class Background:
         return self._memory
 
     def _reserve(self, nbytes: int) -> Any:
+        # Those of a save that did not come to its end, into the same memory. Here, where an error is told to all ranks.
+        self._end_copies()
         return self._own_memory().reserve(nbytes)
 
     def _end_copies(self) -> None:
@@ -299,21 +327,23 @@ class Background:
         if copies is not None:
             copies.wait()
 
-    def _give(self, folder: Place, path: Place, staged: Staged) -> None:
+    def _give(self, folder: Place, path: Place, staged: Staged, aborts: int) -> None:
         assert self._memory is not None
         ranks = self._ranks
         starts = tuple(box.data.data_ptr() - self._memory.address for _, box in staged.boxes)
         seal = seal_of(path, staged) if ranks.rank == 0 else None
-        if self._worker is not None and self._worker.process.poll() is not None:
-            self._end_worker()  # somebody killed it between two saves
-        if self._worker is None:
-            self._worker = Worker(self._memory)
         job = Job(folder, staged.part(ranks.rank), starts, ranks.size, seal)
-        self._copies = staged.copies
+        with self._lock:
+            if self._worker is not None and self._worker.process.poll() is not None:
+                self._end_worker()  # somebody killed it between two saves
+            worker = self._worker = self._worker or Worker(self._memory)
+            # Under the lock: an abort comes before, and is seen here, or after, and ends this worker.
+            if self._aborts != aborts:
+                raise CheckpointError("it was aborted.")
         if staged.copies is None:
-            self._worker.give(job)
+            worker.give(job)
         else:
-            threading.Thread(target=_give_after, args=(staged.copies, self._worker, job), daemon=True).start()
+            threading.Thread(target=_give_after, args=(staged.copies, worker, job), daemon=True).start()
 
     def _news(self, pending: Pending) -> bool:
         """Whether a save has come to its end, on any rank."""
@@ -330,18 +360,20 @@ class Background:
         return pending.report is not None
 
     def _clear(self, discard: bool) -> None:
-        with self._clearing:
+        with self._lock:
             pending, self.pending = self.pending, None
             if not discard:
                 self._copies = None  # it was written, so it had arrived
-            if pending is not None and pending.partial is not None:
-                pending.partial.discard() if discard else pending.partial.release()
+        # Not under the lock: storage may take its time, and an abort must not wait for it.
+        if pending is not None and pending.partial is not None:
+            pending.partial.discard() if discard else pending.partial.release()
         if self.kind == "per_save":
             self._end_worker()
 
     def _wait_for_ends(self) -> None:
         """Wait until no rank has a worker, which could write into the folder that rank 0 deletes next."""
-        with suppress(CheckpointError):
+        # Ranks may be gone, or their process group: then there is nobody to wait for.
+        with suppress(CheckpointError, RuntimeError):
             self._ranks.together("ending workers", lambda: None)
 
     def _end_worker(self) -> None:

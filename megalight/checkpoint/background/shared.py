@@ -67,12 +67,13 @@ class SharedMemory:
         # Kept while it is large enough: locking the pages of new memory takes longer than a save.
         if nbytes > self._memory.numel() or not self._memory.numel():
             size = max(nbytes, mmap.PAGESIZE)
-            # Page-locked memory must not be freed.
-            self._unpin()
             # without it, memory that is not there would be a fatal signal at the first write
             allocate = getattr(os, "posix_fallocate", lambda file, _, size: os.ftruncate(file, size))
             allocate(self.descriptor, 0, size)
-            self._memory = torch.from_numpy(np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8))
+            memory = torch.from_numpy(np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8))
+            # Only now, as the old memory serves on where there is no more. Page-locked memory must not be freed.
+            self._unpin()
+            self._memory = memory
             self._pin()
 
     def close(self) -> None:

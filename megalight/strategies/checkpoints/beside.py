@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class SavesBeside:
         self._published = 0
         self._number = 0
         self._under_way = 0
+        self._late = ""
 
     def begin(self, path: str, views: Any, **values: Any) -> bool:
         """Begin a save, on all ranks. False: it was left out, because another is under way.
@@ -65,17 +67,19 @@ class SavesBeside:
         """
         # An error of the save before comes up now, on all ranks, and not in the middle of the next one.
         self.check()
-        if self.background.pending is not None and not self._skip:
+        asked, before = time.time(), self.background.pending
+        if before is not None and not self._skip:
             self.finish()  # before this save counts as asked for, or removals would no longer wait for it
         self._number += 1
         self._asked = self._number
         if self.background.pending is not None:
             log.warning("%s is not saved: %s is still being written", path, self.background.pending.path)
             return False
+        late = "" if before is None else f"; it began {time.time() - asked:.2f} s late, after {before.path}"
+        self.background.save(path, views, **values)
         # The path is written again, so what was to be removed there must stay.
         self._removals.pop(path, None)
-        self.background.save(path, views, **values)
-        self._under_way = self._number
+        self._under_way, self._late = self._number, late
         return True
 
     def prepare(self, nbytes: int) -> None:
@@ -154,8 +158,8 @@ class SavesBeside:
         self._links.clear()
         # Rank 0 tells, after links and removals are done.
         if self._zero:
-            told = "saved %s in %.2f s; training waited %.2f s for it"
-            rank_zero_info(told, pending.path, pending.seconds, pending.waited)
+            told = "saved %s in %.2f s; training waited %.2f s for it%s"
+            rank_zero_info(told, pending.path, pending.seconds, pending.waited, self._late)
 
 
 def relink(path: str, link: str) -> None:

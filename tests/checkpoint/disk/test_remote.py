@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -502,6 +503,53 @@ def test_a_store_tells_what_each_rank_has_written(folder: Address) -> None:
     rendezvous.announcement(folder, 0).tell("no space left")
     with pytest.raises(CheckpointError, match="rank 0: no space left"):
         rendezvous.collect(folder, 1)
+
+
+def _cannot_begin(url: str, address: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        use(address, patch)
+        background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+        try:
+            with patch.context() as failing:
+                if dist.get_rank() == 1:
+                    failing.setattr(background, "_give", lambda *_: _refuse())
+                with pytest.raises(CheckpointError, match="no more processes") as told:
+                    background.save(url, model.views())
+            dist.barrier()
+            background.save(url, model.views())
+            background.settle()
+            return str(told.value)
+        finally:
+            background.close()
+
+
+def _refuse() -> None:
+    raise OSError(errno.EAGAIN, "no more processes")
+
+
+def test_what_could_not_begin_leaves_nothing_there(objects: Address, server: str) -> None:  # noqa: F811
+    first, second = run(_cannot_begin, 2, str(objects / "a.ckpt"), server)
+    assert first == second
+    folders = {name.rsplit("/", 2)[0] for name in objects.store.find(objects.key) if name.endswith(".safetensors")}
+    assert len({name.partition("/save-")[2].partition("/")[0] for name in folders}) == 1
+    assert "a.ckpt/*/manifest.json" in names(objects)
+
+
+def test_what_a_worker_writes_after_an_abort_goes_with_the_next_save(objects: Address) -> None:
+    """Another rank's, which is killed a moment later than rank 0 has deleted the folder."""
+    background = Background()
+    try:
+        simple.save(objects / "a.ckpt", 1, background)
+        assert background.pending is not None
+        assert background.pending.partial is not None
+        folder = background.pending.partial.folder
+        background.abort()
+        write_file(folder / "data" / "1-0.safetensors", b"late")
+        simple.save(objects / "b.ckpt", 2, background)
+        background.settle()
+    finally:
+        background.close()
+    assert names(objects) == one("b.ckpt")
 
 
 def test_memory_is_not_seen_by_a_worker() -> None:
