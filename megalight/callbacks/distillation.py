@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import lightning.pytorch as pl
 
+from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.errors import ConfigurationError
-from megalight.models.distillation import DistillationLoss, Distiller, Layout
+from megalight.models.distillation import DistillationLoss, Distiller, LayerPair, Layout, read_modelopt
 from megalight.models.gpt.module import GPTModule
 
 
@@ -22,6 +24,13 @@ class Distillation(pl.Callback):
         temperature: divides the logits of both models.
         scale: multiplies the divergence.
         own_loss: add the student's own loss to the objective.
+        pairs: losses between hidden states of both models. If these have different widths, a projection is trained in
+            the student. It is saved with the student's checkpoints, and left out where they are used.
+        balance: scale the parts to one magnitude, as ModelOpt does: the losses of pairs, together, to that of the
+            divergence; and with ``own_loss`` the two, together, to ``scale`` times that of the student's own loss. The
+            factors are ratios of sums over one micro-batch, on all ranks that share its sequences, and have no
+            gradient. So the result depends on the size of micro-batches, and not on the layout.
+        modelopt_config: YAML file of ModelOpt's settings, in place of the arguments from ``divergence`` to ``balance``.
         tensor_parallel: the teacher's degree, over the same ranks.
         pipeline_parallel: the teacher's degree.
         sequence_parallel: the teacher's; see :class:`~megalight.strategies.MegatronStrategy`.
@@ -30,12 +39,14 @@ class Distillation(pl.Callback):
     Logs:
         train_divergence: mean divergence over the tokens, without ``scale``.
         train_own_loss: the student's own mean loss, with ``own_loss``. ``train_loss`` is the objective.
+        train_pair_<n>: mean loss of pair ``n``, without its weight; also ``val_pair_<n>``.
         val_loss: the student's own loss, also without ``own_loss``.
         val_divergence: mean divergence over the validation data.
 
     Raises:
-        ConfigurationError: a value is out of range; before processes start: the vocabularies differ, or the module is
-            no :class:`~megalight.models.gpt.module.GPTModule`; in set-up: there are two of these callbacks.
+        ConfigurationError: a value is out of range; before processes start: the vocabularies differ, a model lacks a
+            place of a pair, or the module is no :class:`~megalight.models.gpt.module.GPTModule`; in set-up: there are
+            two of these callbacks, or recompute or CUDA graphs hide hidden states of pairs.
         CheckpointError: the folder holds no complete model.
         DataError: before processes start: the data was made by another tokenizer than the teacher's, or its sequences
             are too long for the teacher.
@@ -48,12 +59,29 @@ class Distillation(pl.Callback):
         temperature: float = 1.0,
         scale: float = 1.0,
         own_loss: bool = False,
+        pairs: Sequence[LayerPair] = (),
+        balance: bool = False,
+        modelopt_config: str | os.PathLike[str] | None = None,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         sequence_parallel: bool = False,
         pipeline_layout: str | None = None,
     ) -> None:
-        loss = DistillationLoss(divergence=divergence, temperature=temperature, scale=scale, own=own_loss)
+        loss = DistillationLoss(
+            divergence=divergence,
+            temperature=temperature,
+            scale=scale,
+            own=own_loss,
+            pairs=tuple(pairs),
+            balance=balance,
+        )
+        if modelopt_config is not None:
+            if loss != DistillationLoss():
+                raise ConfigurationError(
+                    "modelopt_config describes the whole loss; leave divergence, temperature, scale, own_loss, pairs "
+                    "and balance out, or leave modelopt_config out."
+                )
+            loss = read_modelopt(modelopt_config)
         layout = Layout(tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout)
         self.distiller = Distiller(teacher, loss, layout)
 
@@ -64,8 +92,12 @@ class Distillation(pl.Callback):
                 f"{type(module).__name__} is no GPTModule, whose loss can compare its logits with a teacher's. Derive "
                 "from GPTModule, or write a loss of your own beside a frozen model (docs/frozen-models.md)."
             )
-        self.distiller.check(module.config.vocab_size)
+        self.distiller.check(module.config)
         module.distiller = self.distiller
+        # Called before processes start, and again in each of them.
+        transform = self.distiller.transform(module.config)
+        if transform is not None and transform not in module.transforms:
+            module.transforms.append(transform)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Do the same in each process."""
@@ -73,9 +105,31 @@ class Distillation(pl.Callback):
             raise ConfigurationError(
                 "the Trainer has more than one Distillation, and a student has one teacher; keep one."
             )
+        if self.distiller.loss.pairs:
+            _check_hidden(trainer)
         self.attach(pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the teacher away: a later Trainer without this callback trains the module alone."""
         assert isinstance(pl_module, GPTModule)
         pl_module.distiller = None
+
+
+def _check_hidden(trainer: pl.Trainer) -> None:
+    """Refuse what runs layers in a way in which outputs of single modules are not to be had.
+
+    Raises:
+        ConfigurationError: names the setting.
+    """
+    recompute = getattr(trainer.strategy, "recompute", None)
+    if recompute is not None and recompute.method == "uniform" and recompute.num_layers != 1:
+        raise ConfigurationError(
+            f"recompute.num_layers={recompute.num_layers} runs layers as groups, whose hidden states pairs cannot "
+            "read; choose recompute.num_layers=1."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, CUDAGraph) and callback.scope != "iteration":
+            raise ConfigurationError(
+                f"CUDAGraph(scope={callback.scope!r}) replays layers without the hooks by which pairs read their "
+                "hidden states; choose scope='iteration', or leave it out."
+            )

@@ -79,7 +79,7 @@ class TransformersExport(pl.Callback):
                 "TransformersExport reads the checkpoints of MegatronStrategy, of a module of a model family (such as "
                 f"GPTModule); this run has {type(trainer.strategy).__name__} and {type(pl_module).__name__}."
             )
-        if pl_module.transforms:
+        if any(transform.training_only is None for transform in pl_module.transforms):
             raise ConfigurationError(
                 "TransformersExport cannot write a model with adapters. Train first, then merge them (megalight merge) "
                 "and convert the result (megalight convert)."

@@ -16,6 +16,7 @@ from megalight.errors import ConfigurationError
 from megalight.inference.generate import evaluating, generate
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
+from megalight.models.hidden import KEPT, keeping
 from megalight.nn import Lineage
 from megalight.types import PackedSequences
 
@@ -89,16 +90,8 @@ def _in_a_row(found: Sequence[Tensor], text: Tensor) -> list[int]:
 
 def auxiliary_states(base: GPT, layers: Sequence[int], text: Tensor, sequences: PackedSequences) -> Tensor:
     """Return the base's hidden states ``[T, n h]`` after so many of its layers, side by side."""
-    found: dict[int, Tensor] = {}
-
-    def keep(after: int) -> object:
-        return base.layers[str(after - 1)].register_forward_hook(lambda *call: found.__setitem__(after, call[2]))
-
-    hooks = [keep(after) for after in set(layers)]
-    try:
+    names = [f"layers.{after - 1}" for after in layers]
+    with keeping(base, names) as found:
         # One row of logits is enough: only the layers' outputs are wanted.
         base(text, sequences, rows=torch.zeros(1, dtype=torch.long, device=text.device))
-    finally:
-        for hook in hooks:
-            hook.remove()  # type: ignore[attr-defined]
-    return torch.cat([found[after] for after in layers], -1)
+    return torch.cat([found[KEPT + name] for name in names], -1)

@@ -11,6 +11,12 @@ IGNORED = -100
 """Label of a token without a loss."""
 
 
+def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of the losses ``[T]`` of the tokens of a mask. Losses behind it belong to padding."""
+    weights = mask.reshape(-1)
+    return (losses[: weights.numel()] * weights).sum()
+
+
 def pack(rows: Tensor, sequences: PackedSequences, filler: int) -> Tensor:
     """Flatten rows ``[b, s]``, or packed ``[tokens]``, to ``[T]``, with ``filler`` in the dummy sequence of padding."""
     flat = rows.reshape(-1)

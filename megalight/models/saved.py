@@ -15,6 +15,7 @@ from megalight.checkpoint.foreign.transformers_folder import is_folder, read_con
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.sources.lenient import Lenient
 from megalight.checkpoint.sources.precision import FullPrecision
+from megalight.checkpoint.sources.without import Without
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare
 from megalight.models.family import Family, Weights, family, family_of_transformers
@@ -62,7 +63,8 @@ def saved_model(
     known = family(described["family"])
     config = known.config.from_dict(described["config"])
     # In the widest dtype that was saved, as a narrower one would round weights.
-    model = _room(known, config, rebuild(described.get("transforms", ())), device, dtype or widest(opened))
+    model = _room(known, config, serving(described), device, dtype or widest(opened))
+    source = without_training_parts(opened, described)
     with alone() as group:
         whole = holds_base(opened.common)
         if not whole:
@@ -70,7 +72,7 @@ def saved_model(
                 raise needs_base(opened, "name the weights that training began with by base (--base)")
             # The base first: the checkpoint then fills what the base lacks.
             model.read(initial_source(base, known, config), process_group=group)
-        model.read(opened, only_added=not whole, process_group=group)
+        model.read(source, only_added=not whole, process_group=group)
     return model
 
 
@@ -178,15 +180,33 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, k
         found = _weights(known).source(folder, config, PREFIX, strict=keys == "strict")
         return found if keys == "strict" else Lenient(found, str(folder), keys == "log", found.skipped, found.label)
     opened = checkpoint.open(folder)
+    described = description(opened)
     # Adapters are modules of their own, which the model to fill does not have.
-    if description(opened).get("transforms"):
+    if serving(described):
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
     # The same warning as for foreign folders: shapes that differ are refused when they are read.
     differences = compare(config.to_dict(), initial_config(folder, known).to_dict(), "the folder")
     if differences:
         log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
-    source = FullPrecision(opened)
+    source = without_training_parts(FullPrecision(opened), described)
     return source if keys == "strict" else Lenient(source, str(folder), keys == "log")
+
+
+def serving(described: Mapping[str, Any]) -> list[ModelTransform]:
+    """Return the transforms of a described model without those that serve training alone."""
+    return [found for found in rebuild(described.get("transforms", ())) if found.training_only is None]
+
+
+def training_parts(described: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what names of a described model's tensors begin with that served training alone."""
+    found = [transform.training_only for transform in rebuild(described.get("transforms", ()))]
+    return tuple(PREFIX + beginning for beginning in found if beginning is not None)
+
+
+def without_training_parts(source: Source, described: Mapping[str, Any]) -> Source:
+    """Return the weights of a described model without tensors that served training alone."""
+    beginnings = training_parts(described)
+    return Without(source, beginnings) if beginnings else source
 
 
 def companions_of(path: str | os.PathLike[str]) -> dict[str, bytes]:

@@ -30,6 +30,8 @@ from megalight.models.saved import (
     holds_base,
     initial_config,
     initial_source,
+    serving,
+    without_training_parts,
 )
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.source import Renamed, Source
@@ -81,7 +83,7 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredMode
         return StoredModel(family("gpt"), source.config, source, {}, source.training)
     opened = checkpoint.open(path)
     described = description(opened)
-    if described.get("transforms") or not holds_base(opened.common):
+    if serving(described) or not holds_base(opened.common):
         # The values of such weights do not tell what the model computes until the adapters are merged.
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
     known = family(described["family"])
@@ -93,6 +95,7 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredMode
         if not averages.tensors:
             raise CheckpointError(f"checkpoint {opened.path} has no moving averages; train with the callback EMA.")
         weights = Overlaid(weights, averages)
+    weights = without_training_parts(weights, described)
     return StoredModel(known, known.config.from_dict(described["config"]), weights, companions_of(path))
 
 

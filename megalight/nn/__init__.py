@@ -4,6 +4,7 @@ from megalight.nn.attention import Attention as Attention
 from megalight.nn.attention import InnerAttention as InnerAttention
 from megalight.nn.attention import Temperature as Temperature
 from megalight.nn.canonical import Section as Section
+from megalight.nn.comparison import StateComparison as StateComparison
 from megalight.nn.context import LayerContext as LayerContext
 from megalight.nn.embedding import Embedding as Embedding
 from megalight.nn.embedding import TokenEmbedding as TokenEmbedding

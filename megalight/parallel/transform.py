@@ -24,9 +24,12 @@ class ModelTransform(ABC):
 
     Attributes:
         name: the name under which it is registered.
+        training_only: what names of its tensors in the model begin with, if the model computes the same without it:
+            those who use a checkpoint's weights leave them out. None: it changes what the model computes.
     """
 
     name: ClassVar[str]
+    training_only: ClassVar[str | None] = None
 
     @abstractmethod
     def change(self, model: nn.Module) -> None:

@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megalight import checkpoint
 from megalight.callbacks import Distillation
@@ -33,6 +34,15 @@ def test_the_recipe_of_distillation(tmp_path: Path) -> None:
     student = checkpoint.open(tmp_path / "runs" / "distill" / "checkpoints" / "last.ckpt")
     assert student.tensors["model.embed.word.weight"].shape[1] == 16
     assert not any("teacher" in name for name in student.tensors)
+    pairs = tmp_path / "pairs.yaml"
+    values = [{"student": "layers.0", "teacher": "layers.0"}, {"student": "head.norm", "teacher": "head.norm"}]
+    teacher = "runs/demo/checkpoints/last.ckpt"
+    callback = {"class_path": "megalight.callbacks.Distillation", "init_args": {"teacher": teacher, "pairs": values}}
+    pairs.write_text(yaml.safe_dump({"trainer": {"callbacks": [callback], "default_root_dir": "runs/pairs"}}))
+    megalight(tmp_path, *learn, "-c", str(pairs))
+    (file,) = (tmp_path / "runs" / "pairs").rglob("metrics.csv")
+    with file.open() as lines:
+        assert {"train_pair_0", "val_pair_1"} <= set(next(csv.reader(lines)))
     corpus = str(tmp_path / "runs" / "demo" / "data" / "stdlib")
     data = GPTDataModule(data=corpus, sequence_length=64, global_batch_size=8)
     module = GPTModule(GPTConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=4096, max_sequence_length=64))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.distillation import OUTPUT, SAVED, Teacher, check_tokenizer
 from megalight.models.family import Family
 from megalight.models.gpt import GPTConfig
+from megalight.models.hidden import KEPT
 from megalight.models.stored import open_model
 from megalight.nn import Embedding, Linear, LMHead
 from megalight.nn.canonical import parts
@@ -54,29 +54,16 @@ class Base(Teacher):
     beside: Ends | None  # type: ignore[assignment]
 
     def __init__(self, known: Family, config: Any, layers: Sequence[int]) -> None:
-        super().__init__(known, config)
-        self.layers = tuple(layers)
+        super().__init__(known, config, [f"layers.{after - 1}" for after in layers])
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
-        """See :class:`~megalight.parallel.frozen.FrozenTask`. Hidden states of layers travel with the carry."""
-        found = {name: tensor for name, tensor in (carry or {}).items() if name != "hidden"}
-        with ExitStack() as hooks:
-            for after in set(self.layers):
-                # A stage has only some of the layers.
-                if (layer := model.layers._modules.get(str(after - 1))) is not None:  # type: ignore[union-attr]
-                    hooks.callback(layer.register_forward_hook(_keep(found, f"after_{after}")).remove)
-            end = super().forward_step(model, batch, carry)
+        """See :class:`~megalight.parallel.frozen.FrozenTask`."""
+        found = super().forward_step(model, batch, carry)
         if getattr(model, "head", None) is None:
-            return {**end, **found}
+            return found
         # In the order of the draft: it is trained for one order of its inputs.
-        return {**end, "auxiliary": torch.cat([found[f"after_{after}"] for after in self.layers], -1)}
-
-
-def _keep(found: dict[str, Tensor], name: str) -> Any:
-    def hook(layer: nn.Module, inputs: Any, output: Tensor) -> None:
-        found[name] = output
-
-    return hook
+        auxiliary = torch.cat([found[KEPT + name] for name in self.places], -1)
+        return {"hidden": found["hidden"], "auxiliary": auxiliary}
 
 
 @dataclass(frozen=True)

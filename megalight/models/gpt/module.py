@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megalight.errors import ConfigurationError
 from megalight.models.distillation import TEACHER, Distiller
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.flops import flops_per_token
 from megalight.models.gpt.model import Later
+from megalight.models.hidden import keeping
 from megalight.models.module import Carry
-from megalight.models.packing import IGNORED, pack
+from megalight.models.packing import IGNORED, masked_sum, pack
 from megalight.models.saved import Keys
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen import FrozenModel
@@ -60,6 +62,16 @@ class GPTModule(FamilyModule[GPTConfig]):
         """Return the teacher, if there is one."""
         return {} if self.distiller is None else {TEACHER: self.distiller.frozen()}
 
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse also a projection to the teacher's width that adapters have frozen."""
+        super().check_model(model)
+        projection = getattr(getattr(model, "distillation", None), "projection", None)
+        if isinstance(projection, Tensor) and not projection.requires_grad:
+            raise ConfigurationError(
+                "adapters have frozen the projection from the student's hidden states to the teacher's width. List the "
+                "callback Distillation after Adapters, which freezes what is there before it."
+            )
+
     def check_data(self, datamodule: Any) -> None:
         """Refuse data that does not fit the model or its teacher, or came from another tokenizer than the teacher's."""
         super().check_data(datamodule)
@@ -75,7 +87,8 @@ class GPTModule(FamilyModule[GPTConfig]):
         """From tokens ``[b, s]`` or the carry's ``hidden [T, h]`` to ``hidden``; last chunk: to ``losses [T]``.
 
         Multi-token prediction adds an entry ``mtp_<k>`` for each depth: hidden states, or losses. With a teacher, the
-        last chunk returns ``divergences [T]``, too, and leaves out losses that are not part of the objective.
+        last chunk returns ``divergences [T]``, too, and losses of pairs of hidden states; it leaves out losses that are
+        not part of the objective.
         """
         rows, results = opened(batch)
         # Sequence parallelism gives each rank an equal share of the tokens.
@@ -90,21 +103,30 @@ class GPTModule(FamilyModule[GPTConfig]):
         if model.training and any(getattr(model, part, None) is not None for part in ("mtp", "head")):
             shifted = [rows.shifted(depth) for depth in self._depths]
             later = [Later(pack(one.tokens, sequences, 0), labels_of(one)) for one in shifted]
-        lesson = None
-        if self.distiller is not None and getattr(model, "head", None) is not None:
-            lesson = self.distiller.lesson(results[TEACHER], rows.places, sequences, model.training)
-        output = model(
-            pack(rows.tokens, sequences, 0),
-            sequences,
-            labels=labels_of(rows),
-            hidden=None if carry is None else carry["hidden"],
-            later=later,
-            depths=[] if carry is None else [carry[f"mtp_{k}"] for k in self._depths if f"mtp_{k}" in carry],
-            lesson=lesson,
-        )
+        lesson, taught = None, self.distiller
+        ends = getattr(model, "head", None) is not None
+        if taught is not None and ends:
+            lesson = taught.lesson(results[TEACHER], rows.places, sequences, model.training)
+        with keeping(model, () if taught is None else taught.places, carry) as kept:
+            output = model(
+                pack(rows.tokens, sequences, 0),
+                sequences,
+                labels=labels_of(rows),
+                hidden=None if carry is None else carry["hidden"],
+                later=later,
+                depths=[] if carry is None else [carry[f"mtp_{k}"] for k in self._depths if f"mtp_{k}" in carry],
+                lesson=lesson,
+            )
         depths = {f"mtp_{depth}": tensor for depth, tensor in enumerate(output.depths, 1)}
         found = {"hidden": output.hidden, "losses": output.losses, "divergences": output.divergences}
-        return depths | {name: tensor for name, tensor in found.items() if tensor is not None}
+        answer = depths | {name: tensor for name, tensor in found.items() if tensor is not None}
+        if taught is None or not ends:
+            return answer | kept
+        if taught.loss.pairs:
+            answer |= taught.compared(model.distillation, kept, results[TEACHER], rows.places, sequences)  # type: ignore[arg-type]
+        if taught.loss.balance and model.training:
+            answer["means"] = taught.means(model.distillation, answer, rows.loss_mask)  # type: ignore[arg-type]
+        return answer
 
     def loss_step(self, carry: Carry, batch: TokenBatch | WithResults) -> Loss:
         """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens.
@@ -119,15 +141,14 @@ class GPTModule(FamilyModule[GPTConfig]):
             if (losses := carry.get(name)) is None:  # the model is not in training
                 break
             mask = rows.shifted(depth).loss_mask
-            lost = _masked_sum(losses, mask)
+            lost = masked_sum(losses, mask)
             auxiliary[name] = lost * (self._depth_scale / len(self._depths))
             metrics[f"{name}_loss"] = lost.detach(), mask.sum()
-        total = _masked_sum(carry["losses"], rows.loss_mask) if "losses" in carry else None
         if self.distiller is not None:
-            divergence = _masked_sum(carry["divergences"], rows.loss_mask)
-            total, more = self.distiller.objective(divergence, total, rows.loss_mask.sum(), self.training)
+            total, more = self.distiller.objective(carry, rows.loss_mask, self.training)
             metrics |= more
-        assert total is not None
+        else:
+            total = masked_sum(carry["losses"], rows.loss_mask)
         return Loss(total, auxiliary, metrics)
 
     def loss_tokens(self, batch: TokenBatch) -> Tensor:
@@ -153,9 +174,3 @@ class GPTModule(FamilyModule[GPTConfig]):
     def flops_per_token(self, sequence_length: int) -> float:
         """Return operations of forward and backward; see :func:`megalight.models.gpt.flops.flops_per_token`."""
         return float(flops_per_token(self.config, sequence_length))
-
-
-def _masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of the losses ``[T]`` of the tokens of a mask. Losses behind it belong to padding."""
-    weights = mask.reshape(-1)
-    return (losses[: weights.numel()] * weights).sum()

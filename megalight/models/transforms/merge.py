@@ -7,8 +7,8 @@ import os
 from megalight import checkpoint
 from megalight.checkpoint import views_of_parameters
 from megalight.errors import CheckpointError
-from megalight.models.saved import BASE, description, saved_model
-from megalight.models.transforms import describe, rebuild
+from megalight.models.saved import BASE, description, saved_model, serving
+from megalight.models.transforms import describe
 from megalight.models.transforms.lora import LoRA, merge
 
 RUN = ("optimizer", "callbacks", "lr_schedulers")
@@ -35,7 +35,7 @@ def merge_checkpoint(
     """
     opened = checkpoint.open(path)
     described = description(opened)
-    transforms = rebuild(described.get("transforms", ()))
+    transforms = serving(described)
     # Other transforms stay part of the model.
     others = [transform for transform in transforms if not isinstance(transform, LoRA)]
     if len(others) == len(transforms):

@@ -14,7 +14,8 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.shard import ShardSpec
 
-ENDS = ("embed", "head", "mtp")
+ENDS = {"embed": "embed", "head": "head", "mtp": "mtp", "distillation": "head"}
+"""Part of a model -> attribute of the stages that hold it. A student's part for its teacher goes with the head."""
 PARTS = ("embed", "layers", "head")
 
 
@@ -97,8 +98,8 @@ def _part(model: nn.Module, stages: Sequence[Stage]) -> nn.Module:
     part = shell(model)
     layers = layers_of(model)
     part._modules["layers"] = nn.ModuleDict({str(i): layers[i] for stage in stages for i in stage.layers})
-    for name in ENDS:
-        if not any(getattr(stage, name) for stage in stages) and name in part._modules:
+    for name, end in ENDS.items():
+        if not any(getattr(stage, end) for stage in stages) and name in part._modules:
             # None instead of nothing: the model's forward asks whether it has this end.
             part._modules[name] = None
     return part

@@ -4,6 +4,7 @@ from megalight.parallel.styles.attributes import Attributes as Attributes
 from megalight.parallel.styles.boundary import Boundary as Boundary
 from megalight.parallel.styles.channels import Channels as Channels
 from megalight.parallel.styles.column import Column as Column
+from megalight.parallel.styles.comparison import Comparison as Comparison
 from megalight.parallel.styles.context_region import ContextRegion as ContextRegion
 from megalight.parallel.styles.dropout import Dropout as Dropout
 from megalight.parallel.styles.expert import Expert as Expert

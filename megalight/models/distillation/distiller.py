@@ -1,35 +1,35 @@
-"""Distillation: a model learns the distribution of a frozen teacher (https://arxiv.org/abs/1503.02531).
-
-The teacher runs in its own layout and returns its last hidden states ``[T, h]``, not its logits ``[T, V]``. Its output
-layer lies beside the student's, split alike, and the loss applies both to a chunk of tokens at a time.
-"""
+"""What a student's LightningModule needs of its teacher."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
-from megalight.models.family import Family
-from megalight.models.packing import pack
+from megalight.models.distillation.loss import DistillationLoss, LayerPair
+from megalight.models.distillation.names import check_place, place
+from megalight.models.distillation.teacher import HEAD, OutputLayer, Teacher
+from megalight.models.family import family
+from megalight.models.gpt.config import GPTConfig
+from megalight.models.hidden import KEPT, places_of
+from megalight.models.packing import masked_sum
 from megalight.models.stored import open_model
-from megalight.nn import Lesson, Linear
+from megalight.models.transforms import Comparison
+from megalight.nn import Lesson, StateComparison
 from megalight.nn.canonical import parts
-from megalight.ops.divergence import KINDS, Projection
+from megalight.ops.divergence import Projection
 from megalight.parallel.frozen import Beside, FrozenModel
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.plan import Plan
 from megalight.parallel.source import Chosen
-from megalight.parallel.styles import Boundary, VocabHead
+from megalight.parallel.styles import VocabHead
 from megalight.types import PackedSequences
 
 TEACHER = "teacher"
@@ -38,96 +38,10 @@ TEACHER = "teacher"
 SAVED = "model."
 """What canonical names begin with in the folder of the teacher."""
 
-HEAD, OUTPUT = "head", "head.output_layer"
+OUTPUT = "head.output_layer"
 
-
-@dataclass(frozen=True, kw_only=True)
-class DistillationLoss:
-    """The loss of a student.
-
-    Attributes:
-        divergence: ``forward_kl``, ``reverse_kl``, ``jensen_shannon`` or ``cross_entropy``; see
-            :mod:`megalight.ops.divergence.kinds`.
-        temperature: divides the logits of both models. The loss is not multiplied by its square.
-        scale: multiplies the divergence.
-        own: whether the student's own loss is part of the objective.
-
-    Raises:
-        ConfigurationError: a value is unknown or out of range.
-    """
-
-    divergence: str = "forward_kl"
-    temperature: float = 1.0
-    scale: float = 1.0
-    own: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.divergence not in KINDS:
-            raise ConfigurationError(f"divergence={self.divergence!r} is not one of {', '.join(KINDS)}; use one.")
-        for name in ("temperature", "scale"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigurationError(f"{name}={getattr(self, name)} must be positive and finite; 1 is usual.")
-
-
-class LastNorm(nn.Module):
-    """The end of a teacher: the final norm, without the output layer."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, hidden: Tensor, labels: None = None) -> Tensor:
-        """``[T, h] -> [T, h]``."""
-        output: Tensor = self.norm(hidden)
-        return output
-
-
-class OutputLayer(nn.Module):
-    """The teacher's projection to the vocabulary, ``h -> V``."""
-
-    def __init__(self, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        self.layer = Linear(hidden_size, vocab_size)
-
-
-class Teacher:
-    """The forward pass of a teacher: to the normed hidden states of the real tokens, ``hidden [T, h]``.
-
-    Args:
-        known: its family, whose models are ``embed | layers | head``.
-        config: its configuration.
-
-    Attributes:
-        beside: its output layer on the ranks of the student's last stage, once the run has built it.
-    """
-
-    def __init__(self, known: Family, config: Any) -> None:
-        self.family = known
-        # Depths of multi-token prediction say nothing of the next token.
-        self.config = replace(config, mtp=None)
-        self.token_multiple = 1
-        self.beside: OutputLayer | None = None
-
-    def build_model(self) -> nn.Module:
-        """Build the model without its output layer."""
-        model = self.family.model(self.config)
-        model.head = LastNorm(model.head.norm)  # type: ignore[arg-type]
-        return model
-
-    def plan(self, model: nn.Module) -> Plan:
-        """Return the family's plan; the results are those of all tokens, whoever computed them."""
-        return self.family.plan(model) | Plan({HEAD: Boundary(leave="join")})
-
-    def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
-        """See :class:`~megalight.parallel.frozen.FrozenTask`."""
-        sequences = batch.sequences.pad_to(self.token_multiple)
-        hidden = None if carry is None else carry["hidden"]
-        output = model(pack(batch.tokens, sequences, 0), sequences, hidden=hidden)
-        if output.logits is None:
-            return {"hidden": output.hidden}
-        # The student pads to a multiple of its own.
-        return {"hidden": output.logits[: batch.tokens.numel()]}
+LAST = "head.norm"
+"""The place of the last hidden states, which a teacher returns in any case."""
 
 
 @dataclass(frozen=True)
@@ -168,21 +82,39 @@ class Distiller:
                 f"the teacher in {self.folder} is a {stored.family.name} model, which does not predict next tokens; "
                 "give a language model such as a GPT."
             )
-        object.__setattr__(self, "teacher", Teacher(stored.family, stored.config))
+        places = dict.fromkeys(place(pair.teacher) for pair in self.loss.pairs)
+        teacher = Teacher(stored.family, stored.config, [name for name in places if name != LAST])
+        object.__setattr__(self, "teacher", teacher)
         object.__setattr__(self, "files", stored.files)
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, config: GPTConfig) -> None:
         """Refuse a teacher that does not fit the student.
 
+        Args:
+            config: the student.
+
         Raises:
-            ConfigurationError: the vocabularies have different sizes.
+            ConfigurationError: the vocabularies have different sizes, or a model lacks a place of a pair.
         """
         theirs = self.teacher.config.vocab_size
-        if theirs != vocab_size:
+        if theirs != config.vocab_size:
             raise ConfigurationError(
-                f"the teacher in {self.folder} has vocab_size={theirs}, and the student has {vocab_size}: their "
+                f"the teacher in {self.folder} has vocab_size={theirs}, and the student has {config.vocab_size}: their "
                 "distributions cannot be compared. Use a teacher with the student's tokenizer and vocab_size."
             )
+        if not self.loss.pairs:
+            return
+        with torch.device("meta"):
+            ours, taught = places_of(family("gpt").model(config)), places_of(self.teacher.build_model())
+        for pair in self.loss.pairs:
+            check_place(pair.student, ours, "the student")
+            check_place(pair.teacher, taught, f"the teacher in {self.folder}")
+
+    def transform(self, config: GPTConfig) -> Comparison | None:
+        """Return the change of the student that the loss needs, or None."""
+        if not self.loss.pairs and not self.loss.balance:
+            return None
+        return Comparison(config.hidden_size, self.teacher.config.hidden_size, config.init.std)
 
     def check_length(self, length: int | None) -> None:
         """Refuse sequences that are too long for the teacher.
@@ -238,31 +170,88 @@ class Distiller:
             sequences: those of the student, with its padding.
         """
         assert self.teacher.beside is not None
-        hidden, layer = results["hidden"], self.teacher.beside.layer
-        # Padding of a share takes the row of some token, and its label has no loss.
-        if places is not None:
-            hidden = hidden[places]
-        hidden = F.pad(hidden, (0, 0, 0, sequences.num_tokens - hidden.shape[0]))
+        layer = self.teacher.beside.layer
+        hidden = _share(results["hidden"], places, sequences)
         teacher = Projection(hidden, layer.weight, layer.bias, self.teacher.config.logit_softcap)
         # Evaluation reports the student's own loss, which training may leave out.
         return Lesson(teacher, self.loss.divergence, self.loss.temperature, self.loss.own or not training)
 
+    def compared(
+        self,
+        comparison: StateComparison,
+        kept: Mapping[str, Tensor],
+        results: Mapping[str, Tensor],
+        places: Tensor | None,
+        sequences: PackedSequences,
+    ) -> dict[str, Tensor]:
+        """Return the losses of pairs of hidden states by name, ``[T]`` each, without their weights.
+
+        Args:
+            comparison: the student's part for them.
+            kept: the student's states; see :func:`~megalight.models.hidden.keeping`.
+            results, places, sequences: see :meth:`lesson`.
+        """
+        found = {}
+        for name, pair in self._pairs.items():
+            theirs = place(pair.teacher)
+            state = results["hidden" if theirs == LAST else KEPT + theirs]
+            found[name] = comparison(_share(state, places, sequences), kept[KEPT + place(pair.student)], pair.loss)
+        return found
+
+    def means(self, comparison: StateComparison, found: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        """Return what balances the parts; see :meth:`~megalight.models.distillation.loss.DistillationLoss.objective`.
+
+        Args:
+            comparison: finds means over the whole micro-batch.
+            found: losses ``[T]`` by name.
+            mask: the loss mask of this rank's tokens.
+        """
+        divergence, states, own = self._sums(found, mask)
+        rows = [divergence, states, torch.zeros_like(divergence) if own is None else own]
+        return comparison.pool.mean(torch.stack(rows))
+
     def objective(
-        self, divergence: Tensor, own: Tensor | None, tokens: Tensor, training: bool
+        self, found: Mapping[str, Tensor], mask: Tensor, training: bool
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """Return the loss of a micro-batch, and metrics.
 
         Args:
-            divergence: the sum over its tokens.
-            own: the student's own loss, likewise; None in training without it.
-            tokens: how many tokens count.
+            found: losses ``[T]`` by name: ``divergences``, those of pairs, and the student's own ``losses``, which may
+                be missing in training; and ``means``, if the parts are balanced.
+            mask: the loss mask.
         """
-        metrics = {"divergence": (divergence.detach(), tokens)}
-        if own is None:
-            return divergence * self.loss.scale, metrics
+        tokens = mask.sum()
+        divergence, states, own = self._sums(found, mask)
+        named = {"divergence": divergence} | {name: masked_sum(found[name], mask) for name in self._pairs}
+        if training and own is not None:
+            named["own_loss"] = own
+        metrics = {name: (total.detach(), tokens) for name, total in named.items()}
         if not training:
+            assert own is not None
             return own, metrics
-        return own + divergence * self.loss.scale, metrics | {"own_loss": (own.detach(), tokens)}
+        return self.loss.objective(divergence, states, own, found.get("means")), metrics
+
+    def _sums(self, found: Mapping[str, Tensor], mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        divergence = masked_sum(found["divergences"], mask)
+        states = self.loss.states([masked_sum(found[name], mask) for name in self._pairs], divergence)
+        return divergence, states, masked_sum(found["losses"], mask) if "losses" in found else None
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The places in the student whose hidden states are compared."""
+        return tuple(place(pair.student) for pair in self.loss.pairs)
+
+    @property
+    def _pairs(self) -> dict[str, LayerPair]:
+        return {f"pair_{number}": pair for number, pair in enumerate(self.loss.pairs)}
+
+
+def _share(state: Tensor, places: Tensor | None, sequences: PackedSequences) -> Tensor:
+    """Return the rows of a student's share of the tokens, and padding."""
+    # Padding of a share takes the row of some token, and its label has no loss.
+    if places is not None:
+        state = state[places]
+    return F.pad(state, (0, 0, 0, sequences.num_tokens - state.shape[0]))
 
 
 def check_tokenizer(model: str, files: Mapping[str, bytes], data: Mapping[str, bytes]) -> None:

@@ -1,0 +1,312 @@
+"""Losses on hidden states and the balance of losses, in every layout as on one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+
+from megalight import checkpoint
+from megalight.callbacks import Adapters, CUDAGraph, Distillation
+from megalight.errors import ConfigurationError
+from megalight.inference import load_model
+from megalight.models.distillation import LayerPair
+from megalight.models.gpt import GPT
+from megalight.models.gpt.module import GPTModule
+from megalight.models.stored import held_model, open_model, save_model
+from megalight.models.transforms import Comparison
+from megalight.nn import StateComparison
+from megalight.nn.init import initialise
+from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.recompute import Recompute
+from megalight.parallel.transform import apply_transforms
+from megalight.strategies import MegatronStrategy
+from tests.environment import trainer
+from tests.strategies.test_distillation import (
+    CONTEXT,
+    INTERLEAVED,
+    LENGTH,
+    LR,
+    PIPELINE,
+    SHARES,
+    STEPS,
+    STUDENT,
+    TEACHERS,
+    Student,
+    batches_of,
+    teacher_of,
+)
+from tests.strategies.training import BASE, SEED, whole
+from tests.workers import run
+
+WIDE = replace(BASE, num_layers=3)
+"""A teacher of the student's width."""
+PAIRS = (
+    LayerPair(student="layers.0", teacher="layers.1", weight=0.7),
+    LayerPair(student="layers.1.attention", teacher="layers.0.attention", loss="mse", weight=3.0),
+    LayerPair(student="layers.3.mlp_norm", teacher="layers.2.mlp", loss="mse"),
+    LayerPair(student="head.norm", teacher="head.norm"),
+)
+ATTENTION = (LayerPair(student="layers.2.attention", teacher="layers.1.attention"),)
+FULL = {"recompute": Recompute(granularity="full")}
+
+
+def guide_of(kind: str) -> GPT:
+    if kind in TEACHERS:
+        return teacher_of(kind)
+    model = GPT(WIDE).double()
+    initialise(model, 11, "model.")
+    return model
+
+
+@pytest.fixture(scope="module", params=["untied", "wide"])
+def teacher(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher") / str(request.param)
+    model = guide_of(request.param)
+    save_model(held_model("gpt", model.config, model), folder)
+    return folder
+
+
+def outputs(model: GPT, names: list[str], batch: Any) -> tuple[Tensor, list[Tensor]]:
+    """Logits and outputs of modules."""
+    found: dict[str, Tensor] = {}
+    with ExitStack() as hooks:
+        for name in names:
+
+            def keep(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+                found[name] = output[0] if isinstance(output, tuple) else output
+
+            hooks.callback(model.get_submodule(name).register_forward_hook(keep).remove)
+        logits = model(batch.tokens.flatten(), batch.sequences).logits
+    assert logits is not None
+    return logits, [found[name] for name in names]
+
+
+@functools.cache
+def by_hand(
+    teacher: str, packed: bool, pairs: tuple[LayerPair, ...], own_loss: bool = False, scale: float = 1.0,
+    balance: bool = False, micro_batch: int = 1, validate: bool = False,
+) -> tuple[list[list[float]], Mapping[str, Any]]:  # fmt: skip
+    """Objectives, divergences, losses of pairs and own losses of each step; and weights, of torch alone."""
+    student, guide = GPT(STUDENT).double(), guide_of(teacher)
+    # For the initial value of the projection, which is drawn by its name.
+    student.distillation = projection = StateComparison(STUDENT.hidden_size, guide.config.hidden_size).double()
+    initialise(student, SEED, "model.")
+    optimizer = torch.optim.AdamW(student.parameters(), lr=LR)
+    rows = []
+    for batch in batches_of(packed):
+        count = batch.loss_mask.sum()
+        objective, parts = torch.zeros(()).double(), torch.zeros(2 + len(pairs)).double()
+        for part in batch.split(micro_batch):
+            mask = part.loss_mask.flatten()
+            logits, ours = outputs(student, [pair.student for pair in pairs], part)
+            with torch.no_grad():
+                target, theirs = outputs(guide, [pair.teacher for pair in pairs], part)
+            log_p = target.log_softmax(-1)
+            kl = ((log_p.exp() * (log_p - logits.log_softmax(-1))).sum(-1) * mask).sum()
+            own = (F.cross_entropy(logits, part.labels.flatten(), reduction="none") * mask).sum()
+            lost = []
+            for pair, mine, other in zip(pairs, ours, theirs, strict=True):
+                if projection.projection is not None:
+                    mine = mine @ projection.projection.T + projection.bias
+                lengths = [state.square().sum(-1) + 1e-12 for state in (mine, other)]
+                cosine = (mine * other).sum(-1) / (lengths[0] * lengths[1]).sqrt()
+                each = 1 - cosine if pair.loss == "cosine" else ((mine - other) ** 2).mean(-1)
+                lost.append((each * mask).sum())
+            hidden = sum(pair.weight * value for pair, value in zip(pairs, lost, strict=True))
+            # A sample without loss tokens has no ratio.
+            if balance and mask.any():
+                taught = kl + (hidden * (kl / hidden).detach() if pairs else 0)
+                objective = objective + (own + scale * (own / taught).detach() * taught if own_loss else taught)
+            else:
+                objective = objective + scale * kl + hidden + (own if own_loss else 0)
+            parts += torch.stack([kl, *lost, own]).detach()
+        optimizer.zero_grad()
+        (objective / count).backward()
+        optimizer.step()
+        rows.append([float(objective.detach() / count), *(parts / count).tolist()])
+    return rows, whole(student)
+
+
+def check(folder: Path, layout: dict[str, Any], packed: bool, options: dict[str, Any], loss: dict[str, Any]) -> None:
+    """Train a student beside its teacher, and compare everything with torch alone."""
+    module, micro_batch = Student(packed), loss.pop("micro_batch", 1)
+    how = MegatronStrategy(micro_batch_size=micro_batch, **layout)
+    names = [f"train_{name}" for name in ("loss", "divergence", *(f"pair_{n}" for n in range(len(loss["pairs"]))))]
+    names += ["train_own_loss"] * bool(loss.get("own_loss"))
+    rows: list[list[float]] = []
+    module.on_train_batch_end = lambda *_: rows.append(  # type: ignore[method-assign]
+        [float(runner.callback_metrics[name]) for name in names]
+    )
+    runner = trainer(
+        how,
+        max_steps=STEPS,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        callbacks=[Distillation(folder, **options, **loss)],
+    )
+    runner.fit(module)
+    wanted_rows, wanted = by_hand(folder.name, packed, micro_batch=micro_batch, **loss)
+    np.testing.assert_allclose(rows, [row[: len(rows[0])] for row in wanted_rows], rtol=1e-9)
+    assert {f"val_pair_{n}" for n in range(len(loss["pairs"]))} <= runner.callback_metrics.keys()
+    assert how.parallel_model is not None
+    compared = set()
+    with how.parallel_model.full_parameters():
+        for name, tensor in how.parallel_model.tensors().items():
+            for piece in how.specs[name].pieces:
+                value = wanted[piece.name][piece.box]
+                error = np.linalg.norm(piece.view(tensor.detach()).numpy() - value) / max(np.linalg.norm(value), 1e-3)
+                assert error <= 1e-9, f"{piece.name} differs by {error:.1e}"
+                compared.add(piece.name)
+    last = how.mesh.rank("pp") == how.mesh.pp - 1
+    assert ("model.distillation.projection" in compared) == (last and folder.name != "wide")
+    predicted = runner.predict(module)
+    assert predicted is not None
+    assert predicted[0].shape == (4 // how.mesh.dp, 12 if packed else LENGTH)
+
+
+ALL = {"pairs": PAIRS}
+BALANCED = {"pairs": PAIRS, "own_loss": True, "scale": 0.3, "balance": True}
+
+
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+@pytest.mark.parametrize(
+    ("ranks", "layout", "packed", "options", "loss"),
+    [
+        (1, {}, False, {}, ALL),
+        (2, {"tensor_parallel": 2}, True, {}, {"pairs": ATTENTION, "own_loss": True}),
+        (2, {**SHARES, **FULL}, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, BALANCED),
+        (2, {**PIPELINE, **FULL}, True, {**SHARES}, {**ALL, "balance": True}),
+        (2, CONTEXT, True, {"tensor_parallel": 2}, BALANCED),
+        (2, {"data_parallel": DataParallel(level="optim_grads_params")}, False, {}, ALL),
+        (4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, BALANCED),
+        (4, {**CONTEXT, **SHARES}, False, {}, {**BALANCED, "micro_batch": 2}),
+        (4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, ALL),
+    ],
+)
+def test_a_student_learns_hidden_states_as_on_one_device(
+    teacher: Path, ranks: int, layout: Any, packed: bool, options: Any, loss: Any
+) -> None:
+    run(check, ranks, teacher, layout, packed, options, dict(loss))
+
+
+def _saved(folder: Path, saved: Path, layout: dict[str, Any], from_here: bool) -> dict[str, float]:
+    """Train and save, or load and only validate; return what validation reports."""
+    runner = trainer(
+        MegatronStrategy(micro_batch_size=1, **layout),
+        max_steps=STEPS,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        callbacks=[Distillation(folder, pairs=PAIRS)],
+    )
+    if from_here:
+        runner.fit(Student())
+        runner.save_checkpoint(saved)
+    else:
+        runner.validate(Student(), ckpt_path=str(saved), verbose=False)
+    return {name: float(value) for name, value in runner.callback_metrics.items() if name.startswith("val_")}
+
+
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+def test_the_projection_is_saved_and_left_out_of_the_model(teacher: Path, tmp_path: Path) -> None:
+    saved, tensor = tmp_path / "saved", "model.distillation.projection"
+    wanted = run(_saved, 2, teacher, saved, SHARES, True)[0]
+    assert len(wanted) == 2 + len(PAIRS)
+    assert run(_saved, 2, teacher, saved, PIPELINE, False)[0] == pytest.approx(wanted, rel=1e-9)
+    assert checkpoint.open(saved).tensors[tensor].shape == (16, STUDENT.hidden_size)
+    assert tensor not in open_model(saved).weights.tensors
+    assert not any("distillation" in name for name, _ in load_model(saved).named_parameters())
+    module = GPTModule(STUDENT, weights=saved)
+    module.configure_model()
+    assert module.model is not None
+    found, (_, by_torch) = whole(module.model), by_hand(teacher.name, False, PAIRS)
+    np.testing.assert_allclose(found["model.head.norm.weight"], by_torch["model.head.norm.weight"], rtol=1e-6)
+    save_model(open_model(saved), tmp_path / "plain")
+    assert checkpoint.open(tmp_path / "plain").common["model"]["transforms"] == []
+
+
+@pytest.mark.parametrize("teacher", ["wide"], indirect=True)
+def test_balance_depends_on_the_size_of_micro_batches(teacher: Path) -> None:
+    """As in ModelOpt: each micro-batch has ratios of its own."""
+    losses = [by_hand("wide", False, ATTENTION, True, 0.3, True, size)[0] for size in (1, 2)]
+    assert losses[0][0][1:] == pytest.approx(losses[1][0][1:], rel=1e-12)
+    assert abs(losses[0][1][0] / losses[1][1][0] - 1) > 1e-9
+    for size in (1, 2):
+        loss = {"pairs": ATTENTION, "own_loss": True, "scale": 0.3, "balance": True, "micro_batch": size}
+        run(check, 2, teacher, SHARES, False, {}, loss)
+
+
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"pairs": [LayerPair(student="layers.4", teacher="layers.0")]},
+            r"the student has no place 'layers.4'.* 4 ",
+        ),
+        ({"pairs": [LayerPair(student="layers.0", teacher="layer.0")]}, r"the teacher in .*no place.*mean 'layers.0'"),
+        ({"pairs": [LayerPair(student="embed", teacher="embed")]}, r"places of the first are layers.0, .*attention, "),
+        ({"balance": True}, "has one part, the divergence"),
+        ({"balance": True, "scale": 2.0, "pairs": ATTENTION}, "scale=2.0 has no effect with balance=True"),
+        ({"modelopt_config": "kd.yaml", "own_loss": True}, "modelopt_config describes the whole loss"),
+    ],
+)
+def test_pairs_that_cannot_work_are_refused(teacher: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"(?s){message}"):
+        Distillation(teacher, **options).attach(Student())
+
+
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+def test_names_of_megatron_are_understood(teacher: Path, tmp_path: Path) -> None:
+    pairs = [["decoder.layers.1.self_attention", "decoder.layers.0"], ["decoder.final_layernorm", "head.norm", "mse"]]
+    (tmp_path / "kd.yaml").write_text(yaml.safe_dump({"intermediate_layer_pairs": pairs}))
+    module, callback = Student(), Distillation(teacher, modelopt_config=tmp_path / "kd.yaml")
+    callback.attach(module)
+    callback.attach(module)
+    assert module.distiller is not None
+    assert module.distiller.places == ("layers.1.attention", "head.norm")
+    assert module.distiller.teacher.places == ("layers.0",)
+    assert module.transforms == [Comparison(STUDENT.hidden_size, 16)]
+
+
+def test_bad_pairs_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="loss='l1' is not one of cosine, mse"):
+        LayerPair(student="layers.0", teacher="layers.0", loss="l1")
+    with pytest.raises(ConfigurationError, match=r"weight=-1.0 must be positive"):
+        LayerPair(student="layers.0", teacher="layers.0", weight=-1.0)
+
+
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+def test_what_hides_hidden_states_is_refused(teacher: Path) -> None:
+    callback = Distillation(teacher, pairs=ATTENTION)
+    grouped = SimpleNamespace(recompute=Recompute(granularity="full", num_layers=2))
+    with pytest.raises(ConfigurationError, match=r"num_layers=2 runs layers as groups"):
+        callback.setup(SimpleNamespace(callbacks=[callback], strategy=grouped), Student(), "fit")  # type: ignore[arg-type]
+    plain = SimpleNamespace(recompute=Recompute())
+    graphs: Any = SimpleNamespace(callbacks=[callback, CUDAGraph(scope="layer")], strategy=plain)
+    with pytest.raises(ConfigurationError, match=r"CUDAGraph.scope='layer'. replays layers"):
+        callback.setup(graphs, Student(), "fit")
+
+
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+def test_adapters_must_not_freeze_the_projection(teacher: Path) -> None:
+    module = Student()
+    callbacks = [Distillation(teacher, pairs=ATTENTION), Adapters(rank=2)]
+    for callback in callbacks:
+        callback.attach(module)
+    with torch.device("meta"):
+        model = module.build_model()
+        apply_transforms(model, module.transforms)
+    with pytest.raises(ConfigurationError, match="Distillation after Adapters"):
+        module.check_model(model)
