@@ -307,8 +307,10 @@ class WeightMap:
             written[name] = first.new_empty(whole.shape)
             for ours, place in whole.parts.items():
                 views = place.views(written[name])
-                for view, rows in zip(views, tensors[ours].split([len(view) for view in views]), strict=True):
-                    view.copy_(rows)
+                # A scalar has no rows, and is one view.
+                rows = (tensors[ours],) if len(views) == 1 else torch.split(tensors[ours], [len(v) for v in views])
+                for view, values in zip(views, rows, strict=True):
+                    view.copy_(values)
         return written
 
     def _spelt(self, name: str, known: Mapping[str, object]) -> str:
