@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from megalight import checkpoint
+from megalight.callbacks.ema import EMA
 from megalight.callbacks.preemption import Preemption
 from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.publish import check_new, delete, place
@@ -18,7 +19,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.export import export
 from megalight.models.family import family
 from megalight.models.family.module import FamilyModule
-from megalight.models.stored import open_model
+from megalight.models.stored import AVERAGE, averages_begun, open_model
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,8 @@ class TransformersExport(pl.Callback):
             gets the weights of the last step: if no checkpoint has them, one is saved beside it and removed again.
 
     Raises:
-        ConfigurationError: an argument is not one of these, or the strategy or the model cannot be exported (in
-            ``fit``).
+        ConfigurationError: an argument is not one of these, the strategy or the model cannot be exported, or the run
+            keeps no averages for ``ema`` (the latter in ``fit``, before training).
         CheckpointError: ``folder`` is there already, or cannot be written (in ``fit``, before training).
     """
 
@@ -94,7 +95,25 @@ class TransformersExport(pl.Callback):
                 "TransformersExport writes beside checkpoints, and this run saves none. Add a ModelCheckpoint, or name "
                 "a folder (--export_hf=FOLDER, or the argument folder)."
             )
+        if self.ema:
+            self._check_averages(trainer)
         self._check_places(trainer)
+
+    def _check_averages(self, trainer: pl.Trainer) -> None:
+        """Check that the checkpoints to export will have averages."""
+        if not any(isinstance(each, EMA) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                "TransformersExport(ema=True) writes moving averages of the weights, and this run keeps none. Add the "
+                "callback EMA, or leave ema out."
+            )
+        # One with averages is saved for the folder, if need be.
+        if self.folder is not None:
+            return
+        if any(getattr(each, "save_weights_only", False) for each in trainer.checkpoint_callbacks):
+            raise ConfigurationError(
+                "TransformersExport(ema=True) reads moving averages from checkpoints, and a ModelCheckpoint of this "
+                "run saves weights alone. Leave save_weights_only out, or name a folder for the end (folder=...)."
+            )
 
     def _check_places(self, trainer: pl.Trainer) -> None:
         """Check that all ranks can write where the folders will be."""
@@ -112,8 +131,13 @@ class TransformersExport(pl.Callback):
     def on_checkpoint_written(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: str) -> None:
         """Write the folder of a finished checkpoint. The strategy calls this on all ranks."""
         self._newest = path
-        if self.when == "checkpoint":
-            self._export(path, folder_of(path))
+        if self.when != "checkpoint":
+            return
+        if self.ema and not averages_begun(checkpoint.open(path)):
+            # Training goes on: a later checkpoint has them.
+            rank_zero_info("%s has no folder of transformers: its moving averages have not begun", path)
+            return
+        self._export(path, folder_of(path))
 
     def on_checkpoint_removed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: str) -> None:
         """Remove the folder of a checkpoint that was removed."""
@@ -142,7 +166,7 @@ class TransformersExport(pl.Callback):
     def _export_last_step(self, trainer: pl.Trainer, folder: Place) -> None:
         """Write the weights of the last step, from a checkpoint that goes again if none has them."""
         newest, saved = self._newest, None
-        if newest is None or checkpoint.open(newest).common.get("global_step") != trainer.global_step:
+        if newest is None or not self._serves(checkpoint.open(newest), trainer.global_step):
             # Retention counts no checkpoints whose names begin with "last".
             newest = saved = str(folder.parent / f"last-for-{folder.name}.ckpt")
             # Averages are the state of a callback, which a checkpoint of weights lacks.
@@ -153,6 +177,11 @@ class TransformersExport(pl.Callback):
         # Only now: if the folder cannot be written, the weights are still there.
         if saved is not None:
             trainer.strategy.remove_checkpoint(saved)
+
+    def _serves(self, saved: checkpoint.Checkpoint, step: int) -> bool:
+        """Return whether a checkpoint has what is written of a step."""
+        has_it = not self.ema or any(name.startswith(AVERAGE) for name in saved.tensors)
+        return has_it and saved.common.get("global_step") == step
 
     def _export(self, path: str, folder: Place, overwrite: bool = True) -> None:
         dtype = None if self.dtype is None else DTYPES[self.dtype]

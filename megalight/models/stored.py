@@ -67,7 +67,7 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredMode
         ema: take the moving averages of the weights, which the callback ``EMA`` keeps in a checkpoint.
 
     Raises:
-        CheckpointError: a file is missing or damaged, the model has adapters, or there are no averages.
+        CheckpointError: a file is missing or damaged, the model has adapters, or there are no averages of any step.
         ConfigurationError: the model is of no known family, or has options that are not supported here.
     """
     if is_folder(path):
@@ -93,10 +93,23 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredMode
         # average stay as they are.
         averages = Renamed(canonical(opened), PREFIX, AVERAGE + PREFIX)
         if not averages.tensors:
-            raise CheckpointError(f"checkpoint {opened.path} has no moving averages; train with the callback EMA.")
+            raise CheckpointError(
+                f"checkpoint {opened.path} has no moving averages; train with the callback EMA, and save more than the "
+                "weights alone."
+            )
+        if not averages_begun(opened):
+            raise CheckpointError(
+                f"the moving averages in checkpoint {opened.path} have not begun: EMA(start_step=...) counts later "
+                "steps. Take a later checkpoint, or the weights."
+            )
         weights = Overlaid(weights, averages)
     weights = without_training_parts(weights, described)
     return StoredModel(known, known.config.from_dict(described["config"]), weights, companions_of(path))
+
+
+def averages_begun(opened: checkpoint.Checkpoint) -> bool:
+    """Return whether moving averages in a checkpoint have counted a step. Before, they are the first weights."""
+    return bool(opened.common.get("callbacks", {}).get("EMA", {}).get("updates") != 0)
 
 
 def held_model(name: str, config: Any, model: nn.Module) -> StoredModel:

@@ -120,6 +120,43 @@ def test_other_strategies_and_arguments_are_refused() -> None:
         TransformersExport(when="checkpoint", folder="out")
 
 
+def test_averages_that_no_checkpoint_will_have_are_refused_before_training(tmp_path: Path) -> None:
+    options = {**OPTIONS, "enable_checkpointing": True}
+    whole = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    weights = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_weights_only=True)
+    for callbacks, message in (
+        ([whole], "this run keeps none. Add the callback EMA"),
+        ([weights, EMA(0.5)], "saves weights alone. Leave save_weights_only out"),
+    ):
+        runner = pl_trainer(
+            MegatronStrategy(), callbacks=[*callbacks, TransformersExport(ema=True)], max_steps=1, **options
+        )
+        with pytest.raises(ConfigurationError, match=message):
+            runner.fit(WithData(BASE, optimizer=ADAM))
+    assert not list(tmp_path.iterdir())
+
+
+def test_averages_at_the_end_though_the_last_checkpoint_has_none(tmp_path: Path) -> None:
+    weights = ModelCheckpoint(tmp_path / "run", filename="a", every_n_train_steps=3, save_weights_only=True)
+    _fit(tmp_path / "with", EMA(0.5), weights, steps=3, ema=True)
+    _fit(tmp_path / "without", EMA(0.5), steps=3, ema=True)
+    _fit(tmp_path / "trained", steps=3)
+    found, trained = (_parameters(tmp_path / name) for name in ("with", "trained"))
+    assert all(torch.equal(tensor, found[key]) for key, tensor in _parameters(tmp_path / "without").items())
+    assert not any(torch.equal(found[key], tensor) for key, tensor in trained.items())
+    assert not list(tmp_path.glob("last-for-*"))
+
+
+def test_checkpoints_before_the_averages_begin_get_no_folder(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    callbacks = [EMA(0.5, start_step=2), TransformersExport(when="checkpoint", ema=True), save]
+    runner = pl_trainer(
+        MegatronStrategy(), callbacks=callbacks, max_steps=3, **{**OPTIONS, "enable_checkpointing": True}
+    )
+    runner.fit(WithData(BASE, optimizer=ADAM))
+    assert {path.name for path in tmp_path.glob("*-hf")} == {"step=2-hf", "step=3-hf"}
+
+
 class Stopped(Preemption):
     """A run that was told to stop."""
 
