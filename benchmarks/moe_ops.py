@@ -254,8 +254,11 @@ class Layer:
                 one = OneByOne([LowPrecision(recipe(kind), session, emulate=emulate) for _ in range(shape.experts)])
                 ways = {"one by one": way(one)}
                 if Together.why_not(values, recipe(kind), emulate) is None:
-                    # Without sizes on the host, so that large experts stay together, too.
-                    ways["together"] = way(Together(recipe(kind), session, count=shape.experts, emulate=emulate), None)
+                    for kept, always in (("cast together", False), ("together", True)):
+                        # Without `always`, large experts are cast together and multiplied one by one.
+                        ways[kept] = way(
+                            Together(recipe(kind), session, count=shape.experts, always=always, emulate=emulate)
+                        )
                 yield Part(f"stack {name}, {kind}", moved, operations, ways)
 
     def parts(self) -> Iterator[Part]:

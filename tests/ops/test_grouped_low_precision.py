@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.grouped_linear import grouped_linear, together
+from megalight.ops.grouped_linear.apart import Apart
 from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
 from megalight.ops.grouped_linear.together import Together
 from megalight.ops.linear import linear
@@ -123,7 +124,7 @@ def test_large_experts_run_one_by_one_where_the_host_knows_their_rows(
     assert both is not None
     assert alone is not None
     assert both.way(weight, None) is both.way(weight, smaller) is both
-    assert isinstance(both.way(weight, SIZES), OneByOne)
+    assert isinstance(both.way(weight, SIZES), Apart)
     offsets = torch.tensor(SIZES).cumsum(0).int()
     for number, known in enumerate([(True, False), (False, True), (True, True)]):
         found = []
@@ -147,28 +148,22 @@ def test_large_experts_run_one_by_one_where_the_host_knows_their_rows(
         assert torch.equal(both.history.past[filled], alone.history.past[filled])
 
 
-def test_only_ways_that_served_are_cast_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_multiply_by_one_cast_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "LARGE_ONE_SCALE", 1.0)
     weight, offsets = stack("together", "tensorwise", Session()), torch.tensor(SIZES).cumsum(0).int()
     both, x = stack_precision_of(weight), rows(IN, 1)
     assert isinstance(both, together.Together)
-    way = both.way(weight, SIZES)
-    assert isinstance(way, OneByOne)
     both.refresh(weight)
-    assert both._kept is None
+    kept = both._kept
     expected = grouped_linear(x, weight, offsets, SIZES)
-    kept = [expert._kept for expert in way.experts]
     with torch.no_grad():
         weight.mul_(2)
     both.refresh(weight)
-    assert all(one is expert._kept for one, expert in zip(kept, way.experts, strict=True))  # cast into the same memory
-    torch.testing.assert_close(grouped_linear(x, weight, offsets, SIZES)[: sum(SIZES)], 2 * expected[: sum(SIZES)])
-    grouped_linear(x, weight, offsets)
-    both.refresh(weight)
-    assert both._kept is not None
-    both.release()
+    assert both._kept is kept  # cast into the same memory
+    for sizes in (SIZES, None):
+        assert equal(grouped_linear(x, weight, offsets, sizes)[: sum(SIZES)], 2 * expected[: sum(SIZES)])
+    both.way(weight, SIZES).release()
     assert both._kept is None
-    assert all(expert._kept is None for expert in way.experts)
 
 
 def once(way: str, name: str, x: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.grouped_linear import grouped_linear
+from megalight.ops.grouped_linear import grouped_linear, together
 from megalight.ops.grouped_linear.low_precision import OneByOne
 from megalight.ops.grouped_linear.together import Together
 from megalight.ops.grouped_scaled import LINE, columns_of_groups, columns_of_stack
@@ -58,9 +58,14 @@ def products(name: str, way: str, known: bool, sizes: tuple[int, ...] = SIZES) -
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("way", ["together", "one by one"])
+@pytest.mark.parametrize("way", ["together", "one by one", "cast together"])
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise"])
-def test_products_of_the_device_equal_emulated_ones(name: str, way: str, known: bool) -> None:
+def test_products_of_the_device_equal_emulated_ones(
+    name: str, way: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "cast together":  # all experts are large then, and run one by one where their rows are known
+        monkeypatch.setattr(together, "LARGE_ONE_SCALE", 0.0)
+        monkeypatch.setattr(together, "LARGE", 0.0)
     for found, expected in zip(products(name, way, known), products(name, "emulated", known), strict=True):
         assert error(found, expected) < 1e-2
 

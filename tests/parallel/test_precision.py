@@ -15,7 +15,7 @@ from megalight.nn import Linear
 from megalight.nn.init import initialise
 from megalight.nn.moe import Dispatcher, Experts, SharedConfig
 from megalight.ops.grouped_linear import together
-from megalight.ops.grouped_linear.low_precision import OneByOne
+from megalight.ops.grouped_linear.apart import Apart
 from megalight.ops.parameter import cast_of, precision_of
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.expert import ExpertOptions
@@ -229,7 +229,7 @@ def test_experts_one_by_one_train_like_experts_together(monkeypatch: pytest.Monk
     monkeypatch.setattr(together, "LARGE_ONE_SCALE", 1.0)
     ways: list[type] = []
     found = []
-    for cls in (OneByOne, together.Together):
+    for cls in (Apart, together.Together):
         original = cls.product
 
         def noted(self: Any, *args: Any, cls: type = cls, original: Any = original, **more: Any) -> Any:
@@ -240,7 +240,7 @@ def test_experts_one_by_one_train_like_experts_together(monkeypatch: pytest.Monk
     for option in (False, True):
         ways.clear()
         found.append(_experts_on_one_device(1, replace(OPTIONS, experts_together=option)))
-        assert set(ways) == {together.Together if option else OneByOne}
+        assert set(ways) == {together.Together if option else Apart}
     (losses, gradients), (others, other_gradients) = found
     assert losses == others
     for name, gradient in gradients.items():

@@ -97,16 +97,26 @@ class _Plan:
 
 @lru_cache(maxsize=256)
 def _plan(
-    device: int, rows: int, columns: int, tokens: int, left: torch.dtype, right: torch.dtype, stride: int, align: int
+    device: int,
+    rows: int,
+    columns: int,
+    tokens: int,
+    left: torch.dtype,
+    right: torch.dtype,
+    strides: tuple[int, int, int],
+    align: int,
 ) -> _Plan:
-    """Make a plan. cuBLAS is column-major: our row-major ``out [rows, columns]`` is its ``[columns, rows]``."""
+    """Make a plan. cuBLAS is column-major: our row-major ``out [rows, columns]`` is its ``[columns, rows]``.
+
+    ``strides`` are those between rows of the left factor, of the right one and of ``out``.
+    """
     product = _made("MatmulDescCreate", COMPUTE_FP32, CODES[torch.float32])
     # 8-bit products exist in one form only: A transposed, B not. Both our factors are `[features, tokens]` in row-major
     # order, so both have the summed dim (tokens) contiguous, which is just this form.
     _set("MatmulDescSetAttribute", product, TRANSPOSE_A, c_int32(1))
-    a = _made("MatrixLayoutCreate", CODES[left], tokens, columns, tokens)
-    b = _made("MatrixLayoutCreate", CODES[right], tokens, rows, tokens)
-    out = _made("MatrixLayoutCreate", CODES[torch.float32], columns, rows, stride)
+    a = _made("MatrixLayoutCreate", CODES[left], tokens, columns, strides[0])
+    b = _made("MatrixLayoutCreate", CODES[right], tokens, rows, strides[1])
+    out = _made("MatrixLayoutCreate", CODES[torch.float32], columns, rows, strides[2])
     preference = _made("MatmulPreferenceCreate")
     _set("MatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, c_uint64(WORKSPACE))
     for attribute in MIN_ALIGNMENTS:
@@ -137,15 +147,16 @@ def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
         if write:
             out.zero_()
         return
-    if out.stride(1) != 1 or not (a.data.is_contiguous() and b.data.is_contiguous()):
-        raise BackendError("cublaslt needs contiguous factors and contiguous rows of `out`; choose another backend.")
+    if any(matrix.stride(1) != 1 for matrix in (out, a.data, b.data)):
+        raise BackendError("cublaslt needs contiguous rows of both factors and of `out`; choose another backend.")
     pointers = [t.data_ptr() for t in (a.data, b.data, out)]
     # The heuristic assumes 256 bytes unless told otherwise. Views into flat buffers may start anywhere, and an
     # algorithm for a wider alignment would then fault or read wrong data, so the plan depends on the alignment.
     align = ALIGNMENT if not any(pointer % ALIGNMENT for pointer in pointers) else LEAST_ALIGNMENT
     device = out.device.index
     # Column-major, the product is out^T = b a^T: the factors change places.
-    plan = _plan(device, rows, columns, tokens, b.data.dtype, a.data.dtype, out.stride(0), align)
+    strides = b.data.stride(0), a.data.stride(0), out.stride(0)
+    plan = _plan(device, rows, columns, tokens, b.data.dtype, a.data.dtype, strides, align)
     # Scales stay on the device: cuBLASLt reads them through these pointers when the kernel runs. The plan is shared by
     # all products of a shape, so the pointers are set anew for every call.
     _set("MatmulDescSetAttribute", plan.product, SCALE_OF_A, c_void_p(b.scale.data_ptr()))

@@ -62,10 +62,20 @@ def _accumulate(
 
 
 def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
-    """Implement :func:`megalight.ops.scaled_accumulate.scaled_accumulate` for contiguous factors."""
+    """Implement :func:`megalight.ops.scaled_accumulate.scaled_accumulate`."""
     (rows, tokens), columns = a.data.shape, len(b.data)
     tiles = cdiv(rows, TILE["BLOCK_ROWS"]) * cdiv(columns, TILE["BLOCK_COLUMNS"])
     if tiles:
         _accumulate[(tiles,)](
-            out, a.data, b.data, a.scale, b.scale, rows, columns, tokens, out.stride(0), ADD=not write, **TILE
+            out,
+            a.data.contiguous(),
+            b.data.contiguous(),
+            a.scale,
+            b.scale,
+            rows,
+            columns,
+            tokens,
+            out.stride(0),
+            ADD=not write,
+            **TILE,
         )

@@ -57,11 +57,14 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fa
     return choose(Spec(a.data.device.type, a.scheme, b.scheme, dtype), backend)(a, b, dtype, fast)
 
 
-def multiply_into(out: Tensor, a: Quantized, b: Quantized) -> bool:
-    """Write ``a b^T`` into ``out`` if torch can do so without a temporary tensor. Returns whether it did."""
+def multiply_into(out: Tensor, a: Quantized, b: Quantized, *, fast: bool = False, backend: str = "auto") -> bool:
+    """Write ``a b^T`` into ``out`` if torch can do so without a temporary tensor. Returns whether it did.
+
+    ``fast`` and ``backend`` are those of :func:`scaled_mm`.
+    """
     spec = Spec(a.data.device.type, a.scheme, b.scheme, out.dtype)
     # Other backends round to bf16 first, so they need a temporary anyway.
-    if choose(spec) is not _tensorwise or not out.is_contiguous():
+    if choose(spec, backend) is not _tensorwise or not out.is_contiguous():
         return False
     torch._scaled_mm(
         a.data,
@@ -69,6 +72,7 @@ def multiply_into(out: Tensor, a: Quantized, b: Quantized) -> bool:
         scale_a=a.scale.reshape(()),
         scale_b=b.scale.reshape(()),
         out_dtype=out.dtype,
+        use_fast_accum=fast,
         out=out,
     )
     return True

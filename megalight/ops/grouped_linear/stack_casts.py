@@ -1,0 +1,129 @@
+"""Casts of all experts of a stack at once, forward and backward. The host does not wait for the numbers of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalight.ops import grouped_scaled
+from megalight.ops.grouped_scaled import LINE
+from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
+from megalight.ops.quantize import Quantized, Scheme, cast
+from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
+from megalight.ops.quantize.recipes import Recipe
+
+
+class Gradients(NamedTuple):
+    """Both casts of a gradient, and the ends of its groups; their sizes if the host knows them."""
+
+    rows: Quantized
+    columns: Quantized
+    offsets: Tensor
+    sizes: Sequence[int] | None
+    dtype: torch.dtype
+
+
+class StackCasts(LowPrecision):
+    """Casts of a stack ``[E, out, in]`` and of the rows of its experts. All codes have a scale per row of a group.
+
+    It has the arguments of its base class, and
+
+    Args:
+        count: ``E``.
+    """
+
+    def __init__(self, recipe: Recipe, session: Session, *, count: int, history: int = STEPS, **options: Any) -> None:
+        super().__init__(recipe, session, history=AmaxHistory(history, count), **options)
+        self.count = count
+
+    def cast_input(
+        self, x: Tensor, offsets: Tensor, rows: bool, columns: bool
+    ) -> tuple[Quantized | None, Quantized | None]:
+        """Cast an input ``[R, in]`` for the product, and transposed for the weight gradient."""
+        recipe = self.recipe
+        return self._cast_groups(
+            x, INPUT, recipe.x if rows else None, recipe.x_t if columns else None, offsets, self.reduce_in
+        )
+
+    def gradients(self, grad_y: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> Gradients:
+        """Cast the gradient ``[R, out]`` for both products of the backward pass."""
+        recipe = self.recipe
+        rows, columns = self._cast_groups(
+            grad_y, GRADIENT, recipe.gradient, recipe.gradient_t, offsets, self.reduce_out
+        )
+        assert rows is not None and columns is not None
+        return Gradients(rows, columns, offsets, sizes, grad_y.dtype)
+
+    def cast_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        """Return the casts for the forward pass, ``[E * out, in]``, and for the input gradient, ``[E * in, out]``."""
+        return self._cast_weight(weight)
+
+    def _cast_groups(
+        self,
+        x: Tensor,
+        role: int,
+        rows: Scheme | None,
+        columns: Scheme | None,
+        offsets: Tensor,
+        reduce: Reduce | None,
+    ) -> tuple[Quantized | None, Quantized | None]:
+        """Cast ``x [R, f]`` for a product that contracts features, and its transposed groups for one of tokens."""
+        by_row = by_column = None
+        scheme = rows or columns
+        assert scheme is not None
+        if self.recipe.one_scale:
+            expert = torch.searchsorted(offsets, torch.arange(len(x), dtype=offsets.dtype, device=x.device), right=True)
+            # Rows after the last group count for an expert more, whose magnitude is dropped.
+            found = x.new_zeros(self.count + 1, dtype=torch.float32).scatter_reduce_(0, expert, _largest(x, 1), "amax")
+            amax = self._allowed(found[:-1], role, reduce)
+            by_row = amax[expert.clamp(max=self.count - 1)].unsqueeze(1)
+            by_column = amax.unsqueeze(1).expand(-1, x.shape[1])
+        elif rows is not None:
+            by_row = self._amax(x, rows, role, reduce)
+        return (
+            None if rows is None else cast(x, lined(rows), None, amax=by_row)[0],
+            None if columns is None else grouped_scaled.columns_of_groups(x, lined(columns), offsets, by_column),
+        )
+
+    def _cast_both(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        recipe, flat = self.recipe, weight.flatten(0, 1)
+        if recipe.one_scale:
+            amax = self._allowed(_largest(weight.flatten(1), 1), WEIGHT, self.reduce_weight).unsqueeze(1)
+            by_row = amax.expand(-1, weight.shape[1]).reshape(-1, 1)
+            by_column: Tensor | None = amax.expand(-1, weight.shape[2])
+        else:
+            by_row, by_column = self._amax(flat, recipe.weight, WEIGHT, self.reduce_in), None  # type: ignore[assignment]
+            if self.reduce_out is not None:
+                # The output features of other ranks are the other part of what the transpose's scales cover.
+                by_column = _largest(weight, 1)
+                self.reduce_out(by_column)
+        rows, _ = cast(flat, lined(recipe.weight), None, amax=by_row)
+        assert rows is not None
+        return rows, grouped_scaled.columns_of_stack(weight, lined(recipe.weight_t), by_column)
+
+    def _allowed(self, amax: Tensor, role: int, reduce: Reduce | None) -> Tensor:
+        """Return the magnitudes ``[E]`` that the scales cover, of this step's magnitudes or of past ones."""
+        if reduce is not None:
+            reduce(amax)
+        if self.history is not None:
+            # An expert without a token in all past steps takes its values of now.
+            amax = self.history.allow(role, amax, record=self.session.inside)
+        return amax * 2.0**self.margin if self.margin else amax
+
+
+def lined(scheme: Scheme) -> Scheme:
+    """Return the scheme with a scale per row: one scale per matrix is that of each of its rows."""
+    return replace(scheme, tile=LINE)
+
+
+def _largest(x: Tensor, dim: int) -> Tensor:
+    """Return the largest magnitudes along ``dim``, float32, in one pass."""
+    if not x.shape[dim]:
+        return x.new_zeros((*x.shape[:dim], *x.shape[dim + 1 :]), dtype=torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=dim, dtype=wide)
+    return found.float()
