@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from megalight.models.gpt import GPT
+from megalight.models.gpt.config import MultiTokenConfig
+from megalight.models.gpt.model import Later
 from megalight.models.hidden import KEPT, keeping, places_of
 from megalight.nn.init import initialise
 from megalight.types import PackedSequences
@@ -26,6 +29,16 @@ def test_every_place_of_a_model_has_hidden_states() -> None:
     assert all(state.shape == (6, BASE.hidden_size) and state.requires_grad for state in found.values())
     hooks = [module._forward_hooks for module in model.modules()]
     assert not any(hooks)
+
+
+def test_the_final_norm_is_kept_of_the_model_and_not_of_further_depths() -> None:
+    model = GPT(replace(BASE, mtp=MultiTokenConfig(num_layers=1)))
+    initialise(model, 0)
+    tokens, sequences = torch.arange(6), PackedSequences.of_uniform(1, 6, "cpu")
+    with keeping(model, ["layers.1", "head.norm"]) as found:
+        model(tokens, sequences, labels=tokens, later=[Later(tokens.roll(-1), tokens)])
+    assert model.head is not None
+    torch.testing.assert_close(found[KEPT + "head.norm"], model.head.norm(found[KEPT + "layers.1"]))
 
 
 def test_the_carry_goes_on_and_passes_of_other_threads_are_not_kept() -> None:

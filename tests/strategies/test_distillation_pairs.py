@@ -22,13 +22,15 @@ from megalight.callbacks import Adapters, CUDAGraph, Distillation
 from megalight.errors import ConfigurationError
 from megalight.inference import load_model
 from megalight.models.distillation import LayerPair
-from megalight.models.gpt import GPT
+from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt.config import MoEConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, open_model, save_model
 from megalight.models.transforms import Comparison
 from megalight.nn import StateComparison
 from megalight.nn.init import initialise
 from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import MegatronStrategy
@@ -96,12 +98,12 @@ def outputs(model: GPT, names: list[str], batch: Any) -> tuple[Tensor, list[Tens
 @functools.cache
 def by_hand(
     teacher: str, packed: bool, pairs: tuple[LayerPair, ...], own_loss: bool = False, scale: float = 1.0,
-    balance: bool = False, micro_batch: int = 1, validate: bool = False,
+    balance: bool = False, micro_batch: int = 1, config: GPTConfig = STUDENT,
 ) -> tuple[list[list[float]], Mapping[str, Any]]:  # fmt: skip
     """Objectives, divergences, losses of pairs and own losses of each step; and weights, of torch alone."""
-    student, guide = GPT(STUDENT).double(), guide_of(teacher)
+    student, guide = GPT(config).double(), guide_of(teacher)
     # For the initial value of the projection, which is drawn by its name.
-    student.distillation = projection = StateComparison(STUDENT.hidden_size, guide.config.hidden_size).double()
+    student.distillation = projection = StateComparison(config.hidden_size, guide.config.hidden_size).double()
     initialise(student, SEED, "model.")
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR)
     rows = []
@@ -139,9 +141,16 @@ def by_hand(
     return rows, whole(student)
 
 
-def check(folder: Path, layout: dict[str, Any], packed: bool, options: dict[str, Any], loss: dict[str, Any]) -> None:
+def check(
+    folder: Path,
+    layout: dict[str, Any],
+    packed: bool,
+    options: dict[str, Any],
+    loss: dict[str, Any],
+    config: GPTConfig = STUDENT,
+) -> None:
     """Train a student beside its teacher, and compare everything with torch alone."""
-    module, micro_batch = Student(packed), loss.pop("micro_batch", 1)
+    module, micro_batch = Student(packed, config), loss.pop("micro_batch", 1)
     how = MegatronStrategy(micro_batch_size=micro_batch, **layout)
     names = [f"train_{name}" for name in ("loss", "divergence", *(f"pair_{n}" for n in range(len(loss["pairs"]))))]
     names += ["train_own_loss"] * bool(loss.get("own_loss"))
@@ -157,7 +166,7 @@ def check(folder: Path, layout: dict[str, Any], packed: bool, options: dict[str,
         callbacks=[Distillation(folder, **options, **loss)],
     )
     runner.fit(module)
-    wanted_rows, wanted = by_hand(folder.name, packed, micro_batch=micro_batch, **loss)
+    wanted_rows, wanted = by_hand(folder.name, packed, micro_batch=micro_batch, config=config, **loss)
     np.testing.assert_allclose(rows, [row[: len(rows[0])] for row in wanted_rows], rtol=1e-9)
     assert {f"val_pair_{n}" for n in range(len(loss["pairs"]))} <= runner.callback_metrics.keys()
     assert how.parallel_model is not None
@@ -192,6 +201,7 @@ BALANCED = {"pairs": PAIRS, "own_loss": True, "scale": 0.3, "balance": True}
         (2, {"data_parallel": DataParallel(level="optim_grads_params")}, False, {}, ALL),
         (4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, BALANCED),
         (4, {**CONTEXT, **SHARES}, False, {}, {**BALANCED, "micro_batch": 2}),
+        (2, {**PIPELINE, "virtual_pipeline": 2, "pipeline": Pipeline(schedule="zero_bubble")}, False, {}, BALANCED),
         (4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, ALL),
     ],
 )
@@ -199,6 +209,12 @@ def test_a_student_learns_hidden_states_as_on_one_device(
     teacher: Path, ranks: int, layout: Any, packed: bool, options: Any, loss: Any
 ) -> None:
     run(check, ranks, teacher, layout, packed, options, dict(loss))
+
+
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+def test_a_student_with_experts_learns_hidden_states_under_expert_parallelism(teacher: Path) -> None:
+    config = replace(STUDENT, moe=MoEConfig(num_experts=4))
+    run(check, 2, teacher, {"expert_parallel": 2}, False, {}, dict(BALANCED), config)
 
 
 def _saved(folder: Path, saved: Path, layout: dict[str, Any], from_here: bool) -> dict[str, float]:
