@@ -1,4 +1,4 @@
-"""The recipes of Gemma and Llama 4: two processes train each, and the weights leave for transformers."""
+"""The recipes of Gemma-2, Gemma-3, Llama 4 and Qwen3-Next: two processes train each, and the weights leave for transformers."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ WORDS = [
         pytest.param(
             "llama4",
             "llama4_text",
+            ["--model.config.moe.ffn_hidden_size=16", "--model.config.moe.shared.ffn_hidden_size=16"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "gemma3",
+            "gemma3_text",
+            ["--model.config.embedding_multiplier=5.656854249492381"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "qwen3-next",
+            "qwen3_next",
             ["--model.config.moe.ffn_hidden_size=16", "--model.config.moe.shared.ffn_hidden_size=16"],
             marks=pytest.mark.full,
         ),
