@@ -1,4 +1,4 @@
-"""The recipes of Gemma-2, Gemma-3, Llama 4 and Qwen3-Next: two processes train each, and the weights leave for transformers."""
+"""Recipes of Gemma-2, Gemma-3, Llama 4 and Qwen3-Next: two processes train each, and the weights leave again."""
 
 from __future__ import annotations
 
