@@ -19,6 +19,7 @@ class Adapters(pl.Callback):
         targets: globs over names of linear layers or their sections; see :class:`~megalight.models.transforms.LoRA`.
         alpha: updates are multiplied by ``alpha / rank``.
         dropout: probability of dropping an input feature of an adapter in training.
+        exclude: globs in the form of ``targets``; what they match gets no adapter.
         dora: learn the length of each weight row apart; see :class:`~megalight.models.transforms.DoRA`.
         rank_stabilized: multiply by ``alpha / sqrt(rank)`` instead (rsLoRA, https://arxiv.org/abs/2312.03732).
         save_base: whether checkpoints hold the whole model. If not, they hold only the adapters, and loading one needs
@@ -39,8 +40,9 @@ class Adapters(pl.Callback):
         save_base: bool = True,
         rank_stabilized: bool = False,
         dora: bool = False,
+        exclude: Sequence[str] = (),
     ) -> None:
-        self.transform = (DoRA if dora else LoRA)(rank, targets, alpha, dropout, rank_stabilized)
+        self.transform = (DoRA if dora else LoRA)(rank, targets, alpha, dropout, rank_stabilized, exclude)
         self.save_base = save_base
 
     def attach(self, module: pl.LightningModule) -> None:

@@ -11,14 +11,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megalight.callbacks import Adapters
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.models.gpt import AttentionConfig
+from megalight.models.transforms import LoRA
 from megalight.models.vision import Pictures
 from megalight.models.vlm import VLM
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.init import initialise
+from megalight.optim import GroupRule
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
+from megalight.parallel.transform import apply_transforms
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy
 from megalight.types import PackedSequences
 from tests.environment import trainer
@@ -53,6 +57,14 @@ CONFIGS = {
 }
 FREEZE = {"aligned": ("*.tower.*", "model.layers.*", "model.head.*", "model.embed.word.*")}
 """Name of a case -> what is not trained. Only the projector is left here, as in LLaVA's first stage."""
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "tower_adapters": {"targets": ["tower.layers.*", "projector.*"]},
+    "language_adapters": {"targets": ["layers.*"], "exclude": ["embed.*"]},
+    "both_adapters": {"targets": ["layers.*"]},
+}
+RATES = {"rates": {"*.tower.*": 0.1, "*.projector.*": 10.0, "*.embed.word.*": 0.5}}
+"""Name of a case -> pattern -> factor of the learning rate."""
+CONFIGS |= dict.fromkeys((*ADAPTERS, *RATES), CONFIG)
 COUNTS = {"mixed": [(1, 0, 2, 3), (0, 0, 1, 0), (3, 1, 0, 1)], "none": [(0, 0, 0, 0)], "one": [(0, 0, 0, 1)]}
 """Images of each row of each step."""
 
@@ -89,9 +101,12 @@ def fit(name: str, counts: str, options: dict[str, Any]) -> dict[str, Any]:
     else:
         strategy = MegatronStrategy(data_parallel=DataParallel(), **options)
     losses, gradients = Losses(), Gradients()
-    module = WithData(CONFIGS[name], optimizer=ADAM, seed=SEED, freeze=FREEZE.get(name, ()))
+    rules = tuple(GroupRule(pattern, lr_scale=scale) for pattern, scale in RATES.get(name, {}).items())
+    module = WithData(CONFIGS[name], optimizer=replace(ADAM, rules=rules), seed=SEED, freeze=FREEZE.get(name, ()))
     module.case = (name, counts)
-    callbacks = [losses] if options.get("sharded") else [losses, gradients]
+    callbacks: list[Any] = [losses] if options.get("sharded") else [losses, gradients]
+    if name in ADAPTERS:
+        callbacks.append(Adapters(rank=3, alpha=6.0, **ADAPTERS[name]))
     shared = {"use_distributed_sampler": False, "gradient_clip_val": CLIP, "limit_val_batches": 0}
     trainer(strategy, callbacks=callbacks, max_steps=len(COUNTS[counts]), **shared).fit(module)
     final = gathered(strategy, module)
@@ -109,13 +124,22 @@ def by_hand(name: str, counts: str) -> dict[str, Any]:
     """The same run with torch alone: one device, whole batches, torch's own AdamW and clipping."""
     config = CONFIGS[name]
     model = VLM(config).double()
+    if name in ADAPTERS:
+        apply_transforms(model, [LoRA(rank=3, alpha=6.0, **ADAPTERS[name])])
     initialise(model, SEED, "model.")
     named = {f"model.{key}": parameter for key, parameter in model.named_parameters()}
     for key in (key for pattern in FREEZE.get(name, ()) for key in fnmatch.filter(named, pattern)):
         named[key].requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
-    rows = [{"params": matrices, "weight_decay": ADAM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    rows = [
+        {
+            "params": [parameter],
+            "weight_decay": ADAM.weight_decay if parameter.ndim > 1 else 0.0,
+            "lr": ADAM.lr * next((s for glob, s in RATES.get(name, {}).items() if fnmatch.fnmatch(key, glob)), 1.0),
+        }
+        for key, parameter in named.items()
+        if parameter.requires_grad
+    ]
     optimizer = torch.optim.AdamW(rows, lr=ADAM.lr, betas=ADAM.betas, eps=ADAM.eps)
     initial, losses, norms, gradients = whole(model), [], [], {}
     for step, each in enumerate(COUNTS[counts]):
@@ -130,7 +154,8 @@ def by_hand(name: str, counts: str) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=False)
         for parameter in trained:  # of the tower too, where no row has an image
             parameter.grad = torch.zeros_like(parameter)
-        loss.backward()
+        if loss.requires_grad:  # not where only the tower is trained, and no row has an image
+            loss.backward()
         gradients = gradients or canonical(model, {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
@@ -153,8 +178,22 @@ CHOSEN = [
     ("onevision", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("onevision", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("onevision", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("tower_adapters", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("tower_adapters", "one", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("language_adapters", "mixed", 2, {**SP, "micro_batch_size": 1}),
+    ("rates", "mixed", 2, {**SP, "micro_batch_size": 2}),
 ]
 FULL = [
+    ("tower_adapters", "none", 2, {**SP, "micro_batch_size": 1}),
+    ("tower_adapters", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("tower_adapters", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("language_adapters", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("language_adapters", "one", 2, {"context_parallel": 2, "micro_batch_size": 1}),
+    ("both_adapters", "mixed", 1, {"micro_batch_size": 4}),
+    ("both_adapters", "mixed", 4, {**SP, "micro_batch_size": 1}),
+    ("rates", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("rates", "one", 4, {"micro_batch_size": 1}),
+    ("rates", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
     ("onevision", "mixed", 1, {"micro_batch_size": 4}),
     ("onevision", "none", 2, {**SP, "micro_batch_size": 1}),
     ("onevision", "one", 2, {**SP, "micro_batch_size": 1}),
@@ -195,6 +234,14 @@ FULL = [
 ]
 
 
+PARTS = {
+    "tower_adapters": {"tower", "projector"},
+    "language_adapters": {"layers"},
+    "both_adapters": {"tower", "layers"},
+}
+"""Name of a case -> the parts that have adapters."""
+
+
 @pytest.mark.parametrize("layout", [*CHOSEN, *(pytest.param(each, marks=pytest.mark.full) for each in FULL)], ids=str)
 def test_layout_trains_the_same_model(layout: tuple[str, str, int, dict[str, Any]]) -> None:
     name, counts, ranks, options = layout
@@ -204,3 +251,10 @@ def test_layout_trains_the_same_model(layout: tuple[str, str, int, dict[str, Any
     if not options.get("sharded"):
         assert_same_gradients(found[0]["gradients"], expected["gradients"])
     assert_same_run(found[0], expected)
+    if name in ADAPTERS:
+        before, after = found[0]["initial"], found[0]["final"]
+        assert all(".lora_" in key for key, value in after.items() if (value != before[key]).any())
+        adapted = {key for key in after if ".lora_" in key}
+        assert {next(part for part in ("tower", "projector", "layers") if part in key) for key in adapted} == PARTS[
+            name
+        ]

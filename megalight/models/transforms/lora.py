@@ -33,6 +33,7 @@ class LoRA(ModelTransform):
         dropout: probability of dropping an input feature of an adapter in training.
         rank_stabilized: scale by ``alpha / sqrt(rank)`` instead, so that a higher rank does not learn more slowly
             (rsLoRA, https://arxiv.org/abs/2312.03732).
+        exclude: globs in the form of ``targets``; what they match gets no adapter.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -45,12 +46,14 @@ class LoRA(ModelTransform):
     alpha: float = 16.0
     dropout: float = 0.0
     rank_stabilized: bool = False
+    exclude: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         # A string is a sequence of letters, and each would be a target.
-        if isinstance(self.targets, str):
-            raise ConfigurationError(f"targets={self.targets!r} is one string; give a list: [{self.targets!r}].")
-        object.__setattr__(self, "targets", tuple(self.targets))
+        for name in ("targets", "exclude"):
+            if isinstance(given := getattr(self, name), str):
+                raise ConfigurationError(f"{name}={given!r} is one string; give a list: [{given!r}].")
+            object.__setattr__(self, name, tuple(given))
         if self.rank < 1:
             raise ConfigurationError(f"rank={self.rank}; it must be at least 1.")
         if not self.targets:
@@ -74,20 +77,31 @@ class LoRA(ModelTransform):
         """
         layers = dict(_linear_layers(model))
         names = [name for sections in layers.values() for name in sections]
-        for target in self.targets:
+        given = [("target", each) for each in self.targets] + [("exclude", each) for each in self.exclude]
+        for kind, target in given:
             # Before anything is changed: a wrong target leaves the model as it was.
             if not any(_matches(name, target) for name in names):
                 raise ConfigurationError(
-                    f"target {target!r} of LoRA matches no linear layer of {type(model).__name__}."
+                    f"{kind} {target!r} of LoRA matches no linear layer of {type(model).__name__}."
                     + (nearest(target, {name.rpartition(".")[2] for name in names}) or nearest(target, names))
                     + f" It has {', '.join(dict.fromkeys(name.rpartition('.')[2] for name in names)) or 'none'}."
                 )
+        if not any(map(self._adapts, names)):
+            raise ConfigurationError(
+                f"exclude={list(self.exclude)} of LoRA leaves none of the layers of targets={list(self.targets)}; give "
+                "narrower globs."
+            )
         # Before adapters are added: those are trained.
         model.requires_grad_(False)
         for path, sections in layers.items():
-            wanted = [name for name in sections if any(_matches(name, target) for target in self.targets)]
+            wanted = [name for name in sections if self._adapts(name)]
             if wanted:
                 self._adapt(path, model.get_submodule(path), wanted)
+
+    def _adapts(self, name: str) -> bool:
+        return any(_matches(name, each) for each in self.targets) and not any(
+            _matches(name, each) for each in self.exclude
+        )
 
     def _adapt(self, path: str, layer: nn.Module, wanted: list[str]) -> None:
         if isinstance(getattr(layer, "adapter", None), Adapter):

@@ -13,6 +13,7 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.models.transforms import LoRA, describe, rebuild
 from megalight.models.transforms.lora import merge
 from megalight.nn import Linear, Section
+from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialise as initialise_whole
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialise, materialise
@@ -205,9 +206,11 @@ def test_adapters_in_foreign_models(kind: str) -> None:
 def test_a_record_in_plain_values() -> None:
     lora = LoRA(rank=4, targets=["q", "v"], alpha=8.0, dropout=0.1)
     described = describe([lora])
-    values = {"rank": 4, "targets": ["q", "v"], "alpha": 8.0, "dropout": 0.1, "rank_stabilized": False}
+    values = {"rank": 4, "targets": ["q", "v"], "alpha": 8.0, "dropout": 0.1, "rank_stabilized": False, "exclude": []}
     assert described == [{"name": "lora", "values": values}]
     assert rebuild(described) == [lora]
+    # Records of older releases know no ``exclude``.
+    assert rebuild([{"name": "lora", "values": {key: values[key] for key in values if key != "exclude"}}]) == [lora]
     with pytest.raises(MegalightError, match=r"unknown model transform 'lorra'.*Did you mean 'lora'"):
         rebuild([{"name": "lorra", "values": {}}])
     with pytest.raises(ConfigurationError, match="rang"):
@@ -223,6 +226,7 @@ def test_rank_stabilized() -> None:
     ("values", "message"),
     [
         ({"rank": 0}, "rank=0; it must be at least 1"),
+        ({"rank": 2, "exclude": "q"}, r"exclude='q' is one string; give a list: \['q'\]"),
         ({"rank": 2, "targets": "q"}, r"targets='q' is one string; give a list: \['q'\]"),
         ({"rank": 2, "targets": []}, "targets is empty"),
         ({"rank": 2, "alpha": 0.0}, "alpha=0.0; it must be above 0"),
@@ -232,6 +236,14 @@ def test_rank_stabilized() -> None:
 def test_values_out_of_range(values: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LoRA(**values)
+
+
+def test_excluded_layers_get_no_adapter() -> None:
+    model = GPT(GPTConfig(**BASE))
+    LoRA(rank=2, targets=["attention.*"], exclude=["layers.0.*", "k"]).change(model)
+    found = {name for name in canonical_tensors(model) if ".lora_A" in name}
+    layers = range(1, model.config.num_layers)
+    assert found == {f"layers.{i}.attention.{part}.lora_A.weight" for i in layers for part in ("q", "v", "proj")}
 
 
 def test_models_that_do_not_fit() -> None:
@@ -246,6 +258,10 @@ def test_models_that_do_not_fit() -> None:
     assert "target 'q_prj' of LoRA matches no linear layer of GPT." in change(rank=2, targets=["q", "q_prj"])
     assert "Did you mean 'gate'?" in change(rank=2, targets=["gates"])
     assert "It has q, k, v, proj, gate, up, down" in change(rank=2, targets=["gates"])
+    assert "exclude 'q_prj' of LoRA matches no linear layer of GPT." in change(rank=2, exclude=["q_prj"])
+    assert "exclude=['layers.*'] of LoRA leaves none of the layers of targets=['q', 'k']" in change(
+        rank=2, targets=["q", "k"], exclude=["layers.*"]
+    )
     assert "rank=21 is larger than layers.0.mlp.gate_up allows, which has 24 input features" in change(
         rank=21, targets=["mlp.*"]
     )
