@@ -21,7 +21,7 @@ def test_ways_are_checked_and_timed(
     assert parts >= {"route, both", "permutation", "permute", "weighted swiglu, both", "product up, forward"}
     assert parts >= {"weight gradient down, written", "weight gradient down, added"}
     ways = {row["way"] for row in result["rows"] if row["part"] == "stack up, tensorwise"}
-    assert ways == {"one by one", "together"}
+    assert ways == {"one by one", "cast together", "together"}
     assert all(row["microseconds"] > 0 for row in result["rows"])
     assert "'triton' of permute cannot serve" in capsys.readouterr().out
 
