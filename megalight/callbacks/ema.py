@@ -163,6 +163,11 @@ def _masters(trainer: pl.Trainer) -> list[Tensor]:
             f"EMA averages the sharded fp32 master weights, which {type(trainer.strategy).__name__} does not keep; "
             "use MegatronStrategy or, with Lightning's own strategies, Lightning's EMAWeightAveraging callback."
         )
+    if half := next((shard.master.dtype for shard in engine.shards if shard.master.dtype.itemsize < 4), None):
+        raise ConfigurationError(
+            f"EMA averages master weights, which data_parallel.master_dtype lets be {half}: each change of the average "
+            "would be rounded away. Use float32 masters, or leave the callback out."
+        )
     return [shard.master.detach() for shard in engine.shards]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Target, parameter_targets, shard_targets
+
+log = logging.getLogger(__name__)
 
 MAGNITUDES = "magnitudes"
 """Entry of a rank's state with the histories of delayed scaling: names of weights, and ``[weights, steps, 3]``."""
@@ -167,7 +170,23 @@ class Run:
             )
         # Not strict: weights are in the checkpoint too, and were read before.
         saved.fill(targets_of(views), strict=False)
+        self._tell_masters(saved)
         self.resume_rank(saved)
+
+    def _tell_masters(self, saved: Checkpoint) -> None:
+        """Log what is lost or missing where the saved masters and those of this run differ."""
+        had = any(name.startswith(MASTER) for name in saved.tensors)
+        buckets = self._training[0].buckets
+        if self.model.mesh.global_rank:
+            return
+        if had and any(bucket.master_is_own_params and bucket.shard.master.dtype.itemsize < 4 for bucket in buckets):
+            log.warning(
+                "%s has masters that are wider than the weights of this run, which are their own masters "
+                "(data_parallel.master_dtype): training goes on from the masters rounded.",
+                saved.path,
+            )
+        elif not had and any(bucket.rounds_masters for bucket in buckets):
+            log.info("%s has no masters beside its weights: those of this run begin as the weights.", saved.path)
 
     def resume_rank(self, saved: Checkpoint) -> None:
         """Read random states, and the past magnitudes of delayed scaling. All ranks call it together.
@@ -259,11 +278,17 @@ class Run:
                 states[name] = value.clone() if isinstance(value, Tensor) else value
             for name, dtype in saved["tensors"].items():
                 # Zeros, because padding is not in the checkpoint and must stay finite.
-                states[name] = torch.zeros_like(shard.master, dtype=DTYPES[dtype])
+                states[name] = torch.zeros_like(shard.master, dtype=_state_dtype(optimizer, shard.master, dtype))
 
 
 def _flat(value: Any, master: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == master.shape and value.ndim == 1
+
+
+def _state_dtype(optimizer: Optimizer, master: Tensor, saved: str) -> torch.dtype:
+    """Return the dtype of a state tensor: as it was saved, but torch's own optimizers need that of the masters."""
+    torchs = type(optimizer).__module__.partition(".")[0] == "torch"
+    return master.dtype if torchs and DTYPES[saved].is_floating_point else DTYPES[saved]
 
 
 def _add_magnitudes(past: dict[str, Tensor], state: Mapping[str, Any] | None) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
 from megalight.ops.adam import adam_step
+from megalight.ops.common import wide
 
 
 class Adam(Optimizer):
@@ -106,9 +107,10 @@ class Adam(Optimizer):
             # A step count on the host needs no kernel and no wait; a graph needs it on the device to count its replays.
             device = parameter.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            # Moments in the dtype of the masters (float32).
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            # Moments in the dtype of the masters, but never in half precision: there, 0.999 of a second moment rounds
+            # back to all of it, and it would never fall.
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=wide(parameter.dtype))
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide(parameter.dtype))
         # Counted before the update: bias correction divides by 1 - beta^step, which is 0 for step 0.
         state["step"] += 1
         beta1, beta2 = group["betas"]
@@ -116,7 +118,7 @@ class Adam(Optimizer):
         assert gradient is not None
         if parameter.device.type == "cpu":
             # Masters in host memory. The fused kernel for CPUs needs gradients in the masters' dtype.
-            gradient = gradient.to(parameter.dtype)
+            gradient = gradient.to(wide(parameter.dtype))
             # Not `scale.to("cpu")`: the host would wait for all updates that the device has queued before these.
             scale = scale if self.host_scale is None else self.host_scale
             lr = lr.to(parameter.device) if isinstance(lr, Tensor) else lr

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalight.ops.common import wide
+
 
 def adam_step(
     param: Tensor,
@@ -23,12 +25,14 @@ def adam_step(
     out: Tensor | None = None,
 ) -> None:
     """Adam (Kingma and Ba 2015) or, with ``decoupled``, AdamW (Loshchilov and Hutter 2019)."""
+    # Parameters in half precision are rounded once, after the whole update.
+    stored, param = param, param.to(wide(param.dtype))
     grad = grad.to(param.dtype)
     if grad_scale is not None:
         grad = grad * grad_scale.to(param.dtype)
     # The decay comes before the update and uses the old parameter, as in `torch.optim.AdamW`.
     if weight_decay and decoupled:
-        param.mul_(1 - lr * weight_decay)
+        param = param * (1 - lr * weight_decay)
     elif weight_decay:
         grad = grad + weight_decay * param
     # Moments may be stored in half precision; the update below reads them in the parameter's dtype.
@@ -37,6 +41,7 @@ def adam_step(
     step = torch.as_tensor(step, dtype=torch.float64)  # 1 - beta**step loses digits in float32
     first = exp_avg.to(param.dtype) / (1 - beta1**step)
     second = exp_avg_sq.to(param.dtype) / (1 - beta2**step)
-    param.sub_(lr * first / (second.sqrt() + eps))
+    param = param - lr * first / (second.sqrt() + eps)
+    stored.copy_(param)
     if out is not None:
         out.copy_(param)

@@ -18,6 +18,7 @@ from megalight.parallel.data_parallel.finite import check_finite
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
 from megalight.parallel.data_parallel.layout import BucketLayout, Kind, level_of, plan_buckets
+from megalight.parallel.data_parallel.masters import check_masters, masters_of
 from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers, UnitMemory, choose, free_memory
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
@@ -56,7 +57,8 @@ class DataParallelEngine:
         reduce_dtype: dtype of gradients during the reduction; None: ``grad_dtype``.
         reduction: ``"sum"``, or ``"accumulate_fp32"``: see :class:`~megalight.parallel.data_parallel.reduce.Reducer`.
         master_dtype: dtype of the tensors that the optimizer updates; None: float32 for half-precision parameters,
-            else the parameters' own dtype, and then no copy is kept.
+            else the parameters' own dtype, and then no copy is kept. Parameters that it cannot hold exactly are treated
+            as with None.
         bucket_size: elements; None: 40 million, or 1 million per rank if that is more.
         edge_bucket_size: the same for the parameters that the model registers first. Their gradients are reduced last,
             and they are gathered first, so nothing hides these messages. None: ``bucket_size``.
@@ -92,7 +94,7 @@ class DataParallelEngine:
 
     Raises:
         ConfigurationError: a level or reduction does not exist, or the two do not fit together; or ``max_ctas`` is set
-            and the backend is not NCCL; or ``nccl_ub`` cannot be had.
+            and the backend is not NCCL; or ``nccl_ub`` cannot be had; or ``master_dtype`` can hold no parameter.
     """
 
     def __init__(
@@ -180,6 +182,7 @@ class DataParallelEngine:
         ways = {(kind.mesh, kind.data): kind for kind in kinds}
         groups = {key: _groups(kind, max_ctas) for key, kind in ways.items()}
         layouts = plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
+        check_masters(kinds, master_dtype)
         device = self.infos[0].parameter.device if layouts else torch.device("cpu")
         params = grads = None
         allocating = self._user_buffers.allocating
@@ -209,9 +212,7 @@ class DataParallelEngine:
                 self.infos,
                 (groups if self._reduces_by_unit(layout) else reducing)[layout.kind.mesh, layout.kind.data],
                 self.level.state,
-                # Small updates vanish in half precision: a step is often below half a
-                # unit in the last place of the weight.
-                master_dtype or _wide(layout.kind.param_dtype),
+                masters_of(layout.kind, master_dtype),
                 None if params is None else params.take(layout, layout.kind.stored_dtype),
                 None if grads is None else grads.take(layout, layout.kind.grad_dtype),
                 self._reducer.sum_dtype(layout.kind.grad_dtype),

@@ -17,6 +17,7 @@ from megalight.parallel.data_parallel.user_buffers import Registration
 from megalight.parallel.mesh import ParallelMesh
 
 Level = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+MasterDtype = Literal["float32", "bfloat16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -34,6 +35,11 @@ class DataParallel:
             whole on every rank.
         gradient_dtype: dtype of the gradient buffers: ``float32`` or ``bfloat16``. None: float32, or float64 if the
             weights are float64.
+        master_dtype: dtype of the main weights that the optimizer updates. ``bfloat16``: bfloat16 weights are their own
+            masters, which saves 4 bytes per weight over the ranks of a shard. Each update is rounded to the nearest
+            bfloat16 (there is no stochastic rounding), so updates of less than half a unit in the last place, 1/512 of
+            the weight, are lost. Weights of other dtypes keep their own masters. None: float32 for half precision, else
+            the weights themselves.
         reduce_dtype: dtype of gradients during the reduction. None: that of the buffers.
         reduce_scatter_with_fp32_accumulation: exchange gradients in the dtype of the reduction, and sum them in
             float32. So bfloat16 gradients take half the bytes, and their sums lose no precision.
@@ -66,6 +72,7 @@ class DataParallel:
     level: Level = "optim"
     units: tuple[str | type[nn.Module], ...] = ()
     gradient_dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    master_dtype: MasterDtype | None = None
     reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = None
     reduce_scatter_with_fp32_accumulation: bool = False
     bucket_size: int | None = None
@@ -85,6 +92,11 @@ class DataParallel:
         if self.level not in get_args(Level):
             raise ConfigurationError(
                 f"data_parallel.level={self.level!r}; it must be one of {', '.join(map(repr, get_args(Level)))}."
+            )
+        if self.master_dtype not in (None, *get_args(MasterDtype)):
+            raise ConfigurationError(
+                f"data_parallel.master_dtype={self.master_dtype!r}; it must be one of "
+                f"{', '.join(get_args(MasterDtype))}."
             )
         if self.nccl_ub not in get_args(Registration):
             raise ConfigurationError(
@@ -167,6 +179,7 @@ class DataParallel:
             mesh,
             level=self.level,
             grad_dtype=DTYPES.get(self.gradient_dtype or ""),
+            master_dtype=DTYPES.get(self.master_dtype or ""),
             reduce_dtype=DTYPES.get(self.reduce_dtype or ""),
             reduction="accumulate_fp32" if self.reduce_scatter_with_fp32_accumulation else "sum",
             bucket_size=self.bucket_size,
