@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from megalight.ops.grouped_linear.low_precision import StackPrecision
@@ -37,7 +38,8 @@ class Apart(StackPrecision):
         assert rows is not None
         y = x.new_empty(len(x), weight.shape[1])
         # Sums with fewer bits do a forward pass no harm. Gradients get sums in full float32.
-        self._multiply(y, rows, recipe.x, self.casts.cast_weight(weight)[0], recipe.weight, sizes, fast=True)
+        factor = self.casts.cast_weight(weight)[0]
+        self._multiply(y, rows, recipe.x, factor, recipe.weight, offsets, sizes, fast=True)
         return y, columns
 
     def gradients(self, grad_y: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> Gradients:
@@ -49,7 +51,8 @@ class Apart(StackPrecision):
         assert grads.sizes is not None
         recipe, factor = self.casts.recipe, self.casts.cast_weight(weight)[1]
         grad_x = weight.new_empty(len(grads.rows.data), weight.shape[2], dtype=grads.dtype)
-        self._multiply(grad_x, grads.rows, recipe.gradient, factor, recipe.weight_t, grads.sizes, fast=False)
+        rows, offsets, sizes = grads.rows, grads.offsets, grads.sizes
+        self._multiply(grad_x, rows, recipe.gradient, factor, recipe.weight_t, offsets, sizes, fast=False)
         return grad_x
 
     def accumulate(self, out: Tensor, grads: Gradients, x: Tensor | Quantized, write: bool) -> None:
@@ -65,7 +68,7 @@ class Apart(StackPrecision):
                 # Tensor cores contract multiples of 16 tokens. The codes after the last token are zeros.
                 tokens = slice(start, start + -(-size // 16) * 16)
                 left, right = (
-                    Quantized(codes.data[:, tokens], _scales(codes.scale[expert].unsqueeze(1), scheme), scheme)
+                    Quantized(codes.data[:, tokens], _own(codes.scale[expert].unsqueeze(1), scheme), scheme)
                     for codes, scheme in ((grads.columns, recipe.gradient_t), (x, recipe.x_t))
                 )
                 scaled_accumulate(out[expert], left, right, write=write, backend=self.casts.backend)
@@ -88,14 +91,21 @@ class Apart(StackPrecision):
         row_scheme: Scheme,
         factor: Quantized,
         scheme: Scheme,
+        offsets: Tensor,
         sizes: Sequence[int],
         fast: bool,
     ) -> None:
         """Write the product of each group's rows and its matrix, of those one below the other in ``factor``."""
-        backend, width = self.casts.backend, out.shape[1]
-        for expert, part in _filled(sizes):
-            a = _part(rows, part, row_scheme)
-            b = _part(factor, slice(expert * width, (expert + 1) * width), scheme)
+        backend, width, filled = self.casts.backend, out.shape[1], list(_filled(sizes))
+        if not filled:
+            return
+        one = _one_per_group(rows.scale, offsets) if row_scheme.tile == (0, 0) else None
+        for expert, part in filled:
+            # A copy: groups begin anywhere, and products need scales at multiples of 16 bytes.
+            scale = rows.scale[part].clone() if one is None else one[expert, :1, None]
+            a = Quantized(rows.data[part], scale, row_scheme)
+            matrix = slice(expert * width, (expert + 1) * width)
+            b = Quantized(factor.data[matrix], _own(factor.scale[matrix], scheme), scheme)
             if not multiply_into(out[part], a, b, fast=fast, backend=backend):
                 out[part] = scaled_mm(a, b, out.dtype, fast=fast, backend=backend)
 
@@ -109,11 +119,12 @@ def _filled(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
         start += size
 
 
-def _part(codes: Quantized, rows: slice, scheme: Scheme) -> Quantized:
-    """Return some rows, as codes of the scheme that one matrix would have."""
-    return Quantized(codes.data[rows], _scales(codes.scale[rows], scheme), scheme)
+def _one_per_group(scales: Tensor, offsets: Tensor) -> Tensor:
+    """Return the scale of each group, of scales ``[R, 1]`` equal in a group: ``[E, 4]``, rows of 16 bytes each."""
+    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
+    return scales[starts.clamp(max=len(scales) - 1)].repeat(1, 4)
 
 
-def _scales(scales: Tensor, scheme: Scheme) -> Tensor:
+def _own(scales: Tensor, scheme: Scheme) -> Tensor:
     """Return scales ``[r, 1]`` of rows, or ``[1, 1]`` if the scheme has one for the matrix: all are equal then."""
     return scales[:1] if scheme.tile == (0, 0) else scales
