@@ -98,14 +98,15 @@ def outputs(model: GPT, names: list[str], batch: Any) -> tuple[Tensor, list[Tens
 @functools.cache
 def by_hand(
     teacher: str, packed: bool, pairs: tuple[LayerPair, ...], own_loss: bool = False, scale: float = 1.0,
-    balance: bool = False, micro_batch: int = 1, config: GPTConfig = STUDENT,
+    balance: bool = False, micro_batch: int = 1, config: GPTConfig = STUDENT, device: str = "cpu",
 ) -> tuple[list[list[float]], Mapping[str, Any]]:  # fmt: skip
     """Objectives, divergences, losses of pairs and own losses of each step; and weights, of torch alone."""
     student, guide = GPT(config).double(), guide_of(teacher)
     # For the initial value of the projection, which is drawn by its name.
     student.distillation = projection = StateComparison(config.hidden_size, guide.config.hidden_size).double()
-    initialise(student, SEED, "model.")
-    optimizer = torch.optim.AdamW(student.parameters(), lr=LR)
+    # Devices draw different numbers.
+    initialise(student.to(device), SEED, "model.")
+    optimizer = torch.optim.AdamW(student.cpu().parameters(), lr=LR)
     rows = []
     for batch in batches_of(packed):
         count = batch.loss_mask.sum()
