@@ -24,7 +24,14 @@ from megalight.checkpoint.foreign import pickles
 from megalight.checkpoint.foreign.torch_folder import TorchFolder
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt import (
+    AttentionConfig,
+    GPTConfig,
+    MambaConfig,
+    MultiTokenConfig,
+    NormConfig,
+    PositionConfig,
+)
 from megalight.models.gpt.megatron import MegatronFolder, config_of
 from megalight.models.gpt.model import GPT
 from megalight.models.saved import saved_model
@@ -77,6 +84,24 @@ EXPERTS = replace(
 )
 
 
+HYBRID = replace(
+    LLAMA,
+    num_layers=5,
+    attention=AttentionConfig(),
+    layer_pattern="M*M-E",
+    mamba=MambaConfig(num_heads=4, head_dim=6, state_size=5, num_groups=2),
+    activation="squared_relu",
+    moe=MoEConfig(
+        num_experts=4,
+        ffn_hidden_size=12,
+        router=RouterConfig(top_k=2, score="sigmoid", expert_bias=True, scale=2.5),
+        shared=SharedConfig(ffn_hidden_size=8),
+    ),
+)
+DEPTHS = replace(LLAMA, mtp=MultiTokenConfig(num_layers=2, loss_scale=0.3))
+DEPTHS_EXPERTS = replace(EXPERTS, mtp=MultiTokenConfig())
+
+
 def arguments(config: GPTConfig, **changes: Any) -> argparse.Namespace:
     """What Megatron-LM keeps of its command line."""
     values: dict[str, Any] = {
@@ -113,6 +138,18 @@ def arguments(config: GPTConfig, **changes: Any) -> argparse.Namespace:
             "moe_shared_expert_intermediate_size": config.moe.shared.ffn_hidden_size,
             "moe_shared_expert_gate": config.moe.shared.gate,
         }
+    if config.mamba is not None:
+        values |= {
+            "is_hybrid_model": True,
+            "hybrid_override_pattern": config.layer_pattern,
+            "squared_relu": True,
+            "mamba_num_heads": config.mamba.num_heads,
+            "mamba_head_dim": config.mamba.head_dim,
+            "mamba_state_dim": config.mamba.state_size,
+            "mamba_num_groups": config.mamba.num_groups,
+        }
+    if config.mtp is not None:
+        values |= {"mtp_num_layers": config.mtp.num_layers, "mtp_loss_scaling_factor": config.mtp.loss_scale}
     return argparse.Namespace(**values | changes)
 
 
@@ -121,8 +158,8 @@ def weights(config: GPTConfig) -> dict[str, Tensor]:
     torch.manual_seed(3)
     found = {name: torch.randn(tensor.shape) for name, tensor in canonical_tensors(GPT(config)).items()}
     if config.moe is not None:
-        for layer in range(config.num_layers):
-            found[f"layers.{layer}.mlp.router.expert_bias"] = torch.randn(config.moe.num_experts)
+        for name in [name for name in found if name.endswith("mlp.router.weight")]:
+            found[name.replace("weight", "expert_bias")] = torch.randn(config.moe.num_experts)
     return found
 
 
@@ -188,6 +225,67 @@ def theirs(config: GPTConfig, ours: dict[str, Tensor], experts_apart: bool = Fal
     return made
 
 
+def depths(config: GPTConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Multi-token prediction beside the layers, each depth with a layer like the others."""
+    made = theirs(config, ours)
+    one = replace(config, num_layers=1, mtp=None)
+    for depth in range(config.num_depths):
+        old, new = f"mtp.depths.{depth}.", f"mtp.layers.{depth}."
+        inner = {name.replace(f"{old}layer.", "layers.0."): tensor for name, tensor in ours.items() if old in name}
+        for key, tensor in theirs(one, {**ours, **inner}).items():
+            if ".layers.0." in key:
+                made[key.replace("decoder.layers.0.", f"{new}transformer_layer.")] = tensor
+        made[f"{new}enorm.weight"] = ours[f"{old}embed_norm.weight"]
+        made[f"{new}hnorm.weight"] = ours[f"{old}hidden_norm.weight"]
+        made[f"{new}eh_proj.weight"] = ours[f"{old}join.weight"]
+        made[f"{new}final_layernorm.weight"] = ours[f"{old}norm.weight"]
+    return made
+
+
+def hybrid(config: GPTConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Layers of one kind each, and the parts of Mamba-2 under keys of their own."""
+    made = {
+        "embedding.word_embeddings.weight": ours["embed.word.weight"],
+        "output_layer.weight": ours["head.output_layer.weight"],
+        "decoder.final_norm.weight": ours["head.norm.weight"],
+    }
+    assert config.moe is not None
+    for layer, symbol in enumerate(config.layer_pattern):
+        old, new = f"layers.{layer}.", f"decoder.layers.{layer}."
+        if symbol == "M":
+            for part in ("z", "x", "B", "C", "dt"):
+                made[f"{new}mixer.in_proj.weight.{part}"] = ours[f"{old}mamba.{part}.weight"]
+            for part in ("x", "B", "C"):
+                made[f"{new}mixer.conv1d.weight.{part}"] = ours[f"{old}mamba.conv_{part}.weight"][:, None]
+                made[f"{new}mixer.conv1d.bias.{part}"] = ours[f"{old}mamba.conv_{part}.bias"]
+            for part in ("A_log", "D", "dt_bias"):
+                made[f"{new}mixer.{part}"] = ours[f"{old}mamba.scan.{part}"]
+            made[f"{new}mixer.norm.weight"] = ours[f"{old}mamba.norm.weight"]
+            made[f"{new}mixer.out_proj.weight"] = ours[f"{old}mamba.proj.weight"]
+            # fused with the projection in Transformer Engine's layers, and apart in others
+            norm = "mixer.in_proj.layer_norm_weight" if layer else "norm.weight"
+            made[new + norm] = ours[f"{old}mamba_norm.weight"]
+        elif symbol == "*":
+            q, k, v = (ours[f"{old}attention.{part}.weight"].split(config.head_dim) for part in "qkv")
+            rows = [t for g in range(2) for t in (*q[3 * g : 3 * g + 3], k[g], v[g])]
+            made[f"{new}self_attention.linear_qkv.weight"] = torch.cat(rows)
+            made[f"{new}self_attention.linear_proj.weight"] = ours[f"{old}attention.proj.weight"]
+            made[f"{new}self_attention.linear_qkv.layer_norm_weight"] = ours[f"{old}attention_norm.weight"]
+        elif symbol == "-":
+            made[f"{new}mlp.linear_fc1.weight"] = ours[f"{old}mlp.up.weight"]
+            made[f"{new}mlp.linear_fc2.weight"] = ours[f"{old}mlp.down.weight"]
+            made[f"{new}mlp.linear_fc1.layer_norm_weight"] = ours[f"{old}mlp_norm.weight"]
+        else:
+            made[f"{new}pre_mlp_layernorm.weight"] = ours[f"{old}mlp_norm.weight"]
+            for leaf in ("weight", "expert_bias"):
+                made[f"{new}mlp.router.{leaf}"] = ours[f"{old}mlp.router.{leaf}"]
+            for mine, its in (("up", "linear_fc1"), ("down", "linear_fc2")):
+                experts = [ours[f"{old}mlp.experts.{e}.{mine}.weight"] for e in range(config.moe.num_experts)]
+                made[f"{new}mlp.experts.experts.{its}.weight"] = torch.stack(experts)
+                made[f"{new}mlp.shared_experts.{its}.weight"] = ours[f"{old}mlp.shared.{mine}.weight"]
+    return made
+
+
 def stacked(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
     """The same with one key for all layers."""
     made = {key: tensor for key, tensor in tensors.items() if ".layers." not in key}
@@ -234,6 +332,9 @@ CASES: dict[str, tuple[GPTConfig, Callable[[GPTConfig, dict[str, Tensor]], dict[
     "sinks, layers stacked": (SINKS, lambda config, ours: stacked(theirs(config, ours), config.num_layers)),
     "experts": (EXPERTS, theirs),
     "experts, layers stacked": (EXPERTS, lambda config, ours: stacked(theirs(config, ours), config.num_layers)),
+    "hybrid": (HYBRID, hybrid),
+    "depths": (DEPTHS, depths),
+    "depths of experts": (DEPTHS_EXPERTS, depths),
     "experts apart": (EXPERTS, lambda config, ours: theirs(config, ours, experts_apart=True)),
 }
 
@@ -266,6 +367,14 @@ def test_a_box_of_a_fused_weight(tmp_path: Path) -> None:
         assert torch.equal(data, whole[low:high, 2:7].double())
 
 
+def test_a_box_of_a_convolution(tmp_path: Path) -> None:
+    ours = weights(HYBRID)
+    source = MegatronFolder(save(tmp_path, hybrid(HYBRID, ours), arguments(HYBRID)), "model.")
+    whole, data = ours["layers.2.mamba.conv_x.weight"], torch.empty(9, 2)
+    source.fill([Target("model.layers.2.mamba.conv_x.weight", tuple(whole.shape), (8, 1), data)], strict=False)
+    assert torch.equal(data, whole[8:17, 1:3])
+
+
 def test_mismatches_list_key_shape_and_shard(tmp_path: Path) -> None:
     tensors = theirs(LLAMA, weights(LLAMA))
     tensors["decoder.layers.1.mlp.linear_fc1.weight"] = torch.zeros(44, 16)
@@ -285,7 +394,7 @@ def test_mismatches_list_key_shape_and_shard(tmp_path: Path) -> None:
 STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
-@pytest.mark.parametrize("case", ["llama", "llama, layers stacked", "experts"])
+@pytest.mark.parametrize("case", ["llama", "llama, layers stacked", "experts", "hybrid", "depths"])
 def test_optimizer_state_is_imported(case: str, tmp_path: Path) -> None:
     """Dense models have one optimizer, those with experts two, of which each has some of the parameters."""
     config, make = CASES[case]
@@ -383,7 +492,9 @@ def test_optimizer_state_of_another_form_is_left_out_with_a_word(
     ("changes", "message"),
     [
         ({"multi_latent_attention": True}, "multi_latent_attention is True: multi-latent attention cannot be"),
-        ({"mtp_num_layers": 2}, "mtp_num_layers is 2"),
+        ({"mtp_num_layers": 2, "is_hybrid_model": True}, "multi-token prediction of hybrid models cannot"),
+        ({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}, "depths of multi-token prediction that share a layer"),
+        ({"hybrid_layer_pattern": "M*|M/M"}, "pattern of layers 'M\\*M/M': multi-token prediction"),
         ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "Sinkhorn's algorithm cannot be imported"),
         ({"position_embedding_type": "mrope"}, "'mrope'; it has no counterpart"),
     ],
@@ -398,6 +509,13 @@ def test_arguments_become_options() -> None:
     assert scaled.position.scaling is not None
     assert (scaled.position.scaling.factor, scaled.position.fraction) == (32.0, 0.5)
     assert scaled.attention.softmax == "vanilla"
+    bars = config_of(vars(arguments(HYBRID, hybrid_override_pattern=None, hybrid_layer_pattern="M*|M-E")))
+    assert bars == HYBRID
+    ratios = {"hybrid_attention_ratio": 0.34, "hybrid_mlp_ratio": 0.34, "mamba_num_heads": None, "mamba_head_dim": 8}
+    spread = config_of(vars(arguments(HYBRID, num_layers=3, hybrid_override_pattern=None, **ratios)))
+    assert sorted(spread.layer_pattern) == ["*", "-", "M"]
+    assert spread.mamba is not None
+    assert (spread.mamba.num_heads, spread.moe) == (2 * 16 // 8, None)
     exact = config_of(vars(arguments(GPT2, bias_gelu_fusion=False)))
     assert exact.activation == "gelu"
     assert config_of(vars(arguments(LLAMA, softmax_type="off-by-one"))).attention.softmax == "off-by-one"

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models.gpt.config import AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.config import AttentionConfig, GPTConfig, MultiTokenConfig, NormConfig, PositionConfig
+from megalight.models.gpt.layer_pattern import spread
+from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 from megalight.ops.rotary import RotaryScaling
 
@@ -15,12 +17,11 @@ COMMON = "common.pt"
 
 REFUSED = {
     "multi_latent_attention": "multi-latent attention",
-    "mtp_num_layers": "multi-token prediction",
+    "mtp_use_repeated_layer": "depths of multi-token prediction that share a layer",
     "apply_layernorm_1p": "norms with weights around zero",
     "apply_residual_connection_post_layernorm": "residual connections behind the norm",
     "rotary_seq_len_interpolation_factor": "interpolated rotary positions",
     "heterogeneous_layers_config_path": "layers of several kinds",
-    "is_hybrid_model": "hybrid models",
     "window_size": "sliding windows",
     "no_rope_freq": "layers without rotary positions",
     "qk_l2_norm": "L2 norms of queries and keys",
@@ -55,6 +56,7 @@ def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
         )
     bias = bool(get("add_bias_linear"))
     try:
+        pattern = _pattern(arguments)
         heads = arguments["num_attention_heads"]
         return GPTConfig(
             num_layers=arguments["num_layers"],
@@ -86,10 +88,48 @@ def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
                 qk_norm=bool(get("qk_layernorm")),
                 softmax=get("softmax_type") or "vanilla",
             ),
-            moe=_experts(arguments) if get("num_experts") else None,
+            layer_pattern=pattern,
+            mamba=_mamba(arguments) if "M" in pattern else None,
+            moe=_experts(arguments) if get("num_experts") and (not pattern or "E" in pattern) else None,
+            mtp=_depths(arguments),
         )
     except KeyError as missing:
         raise CheckpointError(f"the arguments in {COMMON} lack {missing}; is it a GPT of Megatron-LM?") from None
+
+
+def _pattern(arguments: Mapping[str, Any]) -> str:
+    """Return the layers of a hybrid model, a symbol each; empty for other models."""
+    get = arguments.get
+    # Bars divide the layers over stages of a pipeline.
+    stated = str(get("hybrid_override_pattern") or get("hybrid_layer_pattern") or "").replace("|", "")
+    if not stated and not get("is_hybrid_model"):
+        return ""
+    # In newer releases, the layers of a depth stand behind a slash.
+    if get("mtp_num_layers") or "/" in stated:
+        raise ConfigurationError(
+            f"mtp_num_layers is {get('mtp_num_layers')!r} and the pattern of layers {stated!r}: multi-token prediction "
+            "of hybrid models cannot be imported from Megatron-core."
+        )
+    ratios = get("hybrid_attention_ratio") or 0.0, get("hybrid_mlp_ratio") or 0.0
+    return stated or spread(arguments["num_layers"], *ratios)
+
+
+def _mamba(arguments: Mapping[str, Any]) -> MambaConfig:
+    get = arguments.get
+    head_dim = get("mamba_head_dim") or 64
+    return MambaConfig(
+        # Without a number, heads have twice as many features as the hidden states.
+        num_heads=get("mamba_num_heads") or 2 * arguments["hidden_size"] // head_dim,
+        head_dim=head_dim,
+        state_size=get("mamba_state_dim") or 128,
+        num_groups=get("mamba_num_groups") or 8,
+    )
+
+
+def _depths(arguments: Mapping[str, Any]) -> MultiTokenConfig | None:
+    if not (depths := arguments.get("mtp_num_layers")):
+        return None
+    return MultiTokenConfig(num_layers=depths, loss_scale=arguments.get("mtp_loss_scaling_factor") or 0.1)
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Which tensors of Megatron-core hold ours: keys, shapes, and the order of rows.
 
 Layers share one key, with the layer as the first dim, or have a key each. Fused tensors have queries, keys and values
-of one group of heads after another, and all rows of the gate before those of ``up``.
+of one group of heads after another, and all rows of the gate before those of ``up``. Those of Mamba-2 are stored apart,
+with their names behind the key.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ from megalight.nn.mlp import is_gated
 from megalight.parallel.source import Target
 
 ENDS = {
-    "embed.word": "embedding.word_embeddings",
-    "embed.position": "embedding.position_embeddings",
-    "head.norm": "decoder.final_layernorm",
-    "head.output_layer": "output_layer",
+    "embed.word": ("embedding.word_embeddings",),
+    "embed.position": ("embedding.position_embeddings",),
+    # the second name in hybrid models
+    "head.norm": ("decoder.final_layernorm", "decoder.final_norm"),
+    "head.output_layer": ("output_layer",),
 }
+DEPTH = {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "final_layernorm"}
+"""Our module in a depth of multi-token prediction -> theirs. Its layer is one like the others."""
+
+DEPTH_LAYERS = ("transformer_layer", "mtp_model_layer")
+"""Their names of that layer. The second one is newer, and stored under the first in most models."""
+
 LAYER = {
     "attention_norm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "attention_norm.bias": ("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias"),
@@ -35,6 +43,19 @@ LAYER = {
     "attention.k_norm": ("self_attention.k_layernorm",),
     "attention.sink.offset": ("self_attention.core_attention.softmax_offset",),
     "attention.proj": ("self_attention.linear_proj",),
+    "mamba_norm.weight": ("mixer.in_proj.layer_norm_weight", "norm.weight"),
+    "mamba_norm.bias": ("mixer.in_proj.layer_norm_bias", "norm.bias"),
+    **{f"mamba.{part}.weight": (f"mixer.in_proj.weight.{part}",) for part in ("z", "x", "B", "C", "dt")},
+    **{
+        f"mamba.conv_{part}.{leaf}": (f"mixer.conv1d.{leaf}.{part}",)
+        for part in ("x", "B", "C")
+        for leaf in ("weight", "bias")
+    },
+    "mamba.scan.A_log": ("mixer.A_log",),
+    "mamba.scan.dt_bias": ("mixer.dt_bias",),
+    "mamba.scan.D": ("mixer.D",),
+    "mamba.norm": ("mixer.norm",),
+    "mamba.proj": ("mixer.out_proj",),
     "mlp_norm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
     "mlp_norm.bias": ("mlp.linear_fc1.layer_norm_bias", "pre_mlp_layernorm.bias"),
     "mlp.gate": ("mlp.linear_fc1",),
@@ -70,6 +91,7 @@ class Place:
         runs: ``(ours, theirs, rows)``: so many rows from ours on are those from theirs on.
         shape: shape of the canonical tensor.
         dtype: torch's name of its dtype.
+        depthwise: they store ``[channels, k]`` as ``[channels, 1, k]`` (weights of a convolution).
     """
 
     key: str
@@ -77,6 +99,7 @@ class Place:
     runs: tuple[tuple[int, int, int], ...]
     shape: tuple[int, ...]
     dtype: str
+    depthwise: bool = False
 
     def wanted(self, box: Target) -> Iterator[Wanted]:
         """Yield the boxes of their tensor that a box of ours is made of."""
@@ -86,7 +109,8 @@ class Place:
             # Ours and theirs have rows in other orders, so one box may become several.
             if low < high:
                 data = box.data[low - first : high - first]
-                offset = (*self.index, theirs + low - ours, *box.offset[1:])
+                data = data[:, None] if self.depthwise else data
+                offset = (*self.index, theirs + low - ours, *(0,) * self.depthwise, *box.offset[1:])
                 # Theirs may have dims for layer and expert, where a box of ours has none.
                 yield Wanted(self.key, offset, data.view((1,) * len(self.index) + tuple(data.shape)))
 
@@ -111,7 +135,10 @@ def places_in(
     # The buffer is not among the parameters of the model on meta.
     if config.moe is not None and config.moe.router.expert_bias:
         layers = (layer for layer in range(config.num_layers) if config.has_experts(layer))
-        shapes |= {f"layers.{layer}.mlp.router.expert_bias": (config.moe.num_experts,) for layer in layers}
+        modules = [f"layers.{layer}" for layer in layers]
+        if config.has_experts(config.num_layers - 1):
+            modules += [f"mtp.depths.{depth}.layer" for depth in range(config.num_depths)]
+        shapes |= {f"{module}.mlp.router.expert_bias": (config.moe.num_experts,) for module in modules}
     if not buffers:
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".expert_bias")}
     places: dict[str, Place] = {}
@@ -127,13 +154,14 @@ def places_in(
         used.add(key)
         runs, rows = _runs(name, key, shape, config)
         stored = found[key]
-        expected = (*lead, rows, *shape[1:])
+        depthwise = ".conv1d.weight." in key
+        expected = (*lead, rows, *(1,) * depthwise, *shape[1:])
         # the vocabulary is padded for tensor parallelism: rows behind the end are dropped
         padded = name in ("embed.word.weight", "head.output_layer.weight") and stored.shape[1:] == expected[1:]
         if stored.shape != expected and not (padded and stored.shape[0] >= rows):
             shards = ", ".join(f"{list(shard.size)} at {list(shard.offset)}" for shard in stored.shards[:4])
             problems.append(f"{key} has shape {list(stored.shape)}, expected {list(expected)} (shards: {shards})")
-        places[name] = Place(key, index, runs, shape, stored.dtype)
+        places[name] = Place(key, index, runs, shape, stored.dtype, depthwise)
     others = (key for key in found if key not in used and not OPTIMIZER.match(key) and not key.startswith("rng_state"))
     problems += [f"{key} of shape {list(found[key].shape)} has no counterpart" for key in sorted(others)]
     return places, problems
@@ -141,12 +169,15 @@ def places_in(
 
 def _options(name: str, config: GPTConfig) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Yield the keys that may hold a canonical tensor, each with the index in its first dims, and their sizes."""
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    match = re.fullmatch(r"(layers|mtp\.depths)\.(\d+)\.(?:layer\.)?(.+)", name)
+    module, _, leaf = name.rpartition(".")
     if match is None:
-        module, _, leaf = name.rpartition(".")
-        yield f"{ENDS[module]}.{leaf}", (), ()
+        yield from ((f"{end}.{leaf}", (), ()) for end in ENDS[module])
         return
-    layer, inside = int(match[1]), match[2]
+    layer, inside = int(match[2]), match[3]
+    if inside.rpartition(".")[0] in DEPTH:
+        yield f"mtp.layers.{layer}.{DEPTH[inside.rpartition('.')[0]]}.{leaf}", (), ()
+        return
     number = re.search(r"(?<=experts\.)\d+", inside)
     template = re.sub(r"(?<=experts\.)\d+", "N", inside)
     module, _, leaf = template.rpartition(".")
@@ -157,6 +188,9 @@ def _options(name: str, config: GPTConfig) -> Iterator[tuple[str, tuple[int, ...
         experts = (config.moe.num_experts,) if stacked and config.moe else ()
         key = entry.replace("N", number.group()) if number else entry
         for ending in ("", HALVES.get(module.rpartition(".")[2], "")):
+            if match[1] != "layers":
+                yield from ((f"mtp.layers.{layer}.{their}.{key}{ending}", expert, experts) for their in DEPTH_LAYERS)
+                continue
             # A key of the layer's own, or one for all layers with the layer as the first dim.
             yield f"decoder.layers.{layer}.{key}{ending}", expert, experts
             yield f"decoder.layers.{key}{ending}", (layer, *expert), (config.num_layers, *experts)
