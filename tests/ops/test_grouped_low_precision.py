@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.grouped_linear import grouped_linear, together
+from megalight.ops.grouped_linear import apart_trial, grouped_linear, together
 from megalight.ops.grouped_linear.apart import Apart
 from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
 from megalight.ops.grouped_linear.together import Together
@@ -164,6 +164,33 @@ def test_both_ways_multiply_by_one_cast_of_the_weights(monkeypatch: pytest.Monke
         assert equal(grouped_linear(x, weight, offsets, sizes)[: sum(SIZES)], 2 * expected[: sum(SIZES)])
     both.way(weight, SIZES).release()
     assert both._kept is None
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_trial_finds_devices_without_the_products_of_one_expert(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, weight = torch.device("cpu"), draw(len(SIZES), OUT, IN)
+    monkeypatch.setattr(together, "LARGE_ONE_SCALE", 1.0)
+    monkeypatch.setattr(together, "LARGE", 1.0)
+    exact = apart_trial.products(recipe(name), device, emulate=True)
+
+    def refusing(*_: object, emulate: bool) -> list[Tensor]:
+        if not emulate:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return exact
+
+    for products, expected in (
+        (apart_trial.products, None),  # on a CPU, the reference serves
+        (lambda *_, emulate: exact if emulate else [tensor + 1 for tensor in exact], "gives wrong products here"),
+        (refusing, "refuses it here: CUBLAS_STATUS_NOT_SUPPORTED"),
+    ):
+        monkeypatch.setattr(apart_trial, "products", products)
+        apart_trial.why_not.cache_clear()
+        found = apart_trial.why_not(recipe(name), device)
+        assert found is None if expected is None else expected in str(found)
+        stacked = Together(recipe(name), Session(), count=len(SIZES))
+        assert stacked.wants_sizes(weight) == (expected is None)
+        assert (stacked.way(weight, SIZES) is stacked) == (expected is not None)
+    apart_trial.why_not.cache_clear()
 
 
 def once(way: str, name: str, x: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:

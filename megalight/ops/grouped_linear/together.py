@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalight.ops import grouped_scaled
+from megalight.ops.grouped_linear import apart_trial
 from megalight.ops.grouped_linear.apart import Apart
 from megalight.ops.grouped_linear.low_precision import StackPrecision
 from megalight.ops.grouped_linear.stack_casts import Gradients, StackCasts, lined
@@ -41,16 +43,20 @@ class Together(StackCasts, StackPrecision):
     def __init__(self, recipe: Recipe, session: Session, *, always: bool = False, **options: Any) -> None:
         super().__init__(recipe, session, **options)
         self._least = math.inf if always else LARGE_ONE_SCALE if recipe.one_scale else LARGE
+        self._emulate = bool(options.get("emulate"))
         self._apart = Apart(self)
 
     def wants_sizes(self, weight: Tensor) -> bool:
-        """Return whether experts of this size usually run one by one."""
-        return ROWS * weight[0].numel() >= self._least
+        """Return whether experts of this size usually run one by one, and can on this device."""
+        return ROWS * weight[0].numel() >= self._least and self._has_apart(weight.device)
 
     def way(self, weight: Tensor, sizes: Sequence[int] | None) -> StackPrecision:
         """Return the faster way. Without sizes on the host it is this one: the host would have to wait for them."""
         small = sizes is None or sum(sizes) * weight[0].numel() < self._least * self.count
-        return self if small else self._apart
+        return self._apart if not small and self._has_apart(weight.device) else self
+
+    def _has_apart(self, device: torch.device) -> bool:
+        return self._emulate or apart_trial.why_not(self.recipe, device) is None
 
     @staticmethod
     def why_not(weight: Tensor, recipe: Recipe, emulate: bool) -> str | None:
