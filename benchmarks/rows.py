@@ -104,6 +104,7 @@ ROWS: dict[str, Row] = {
     "mixtral-4l-mbs2": _row(
         "the same, micro-batches of two sequences", MIXTRAL, aim=480, peers=("mcore-te",), figures={"mcore-te": 431}
     ),
+    "mixtral-4l-mbs2-fp8": _row("the same in FP8", f"{MIXTRAL} precision=fp8", against=("mixtral-4l-mbs2", 1.25)),
     "qwen3-moe-8l": _row(
         "Qwen3-30B-A3B cut to 8 layers, balanced routes",
         f"layers=8 {QWEN3_MOE}",
