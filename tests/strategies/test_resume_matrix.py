@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 
 from megalight.callbacks import EMA
+from megalight.checkpoint.background.saves import Kind
+from megalight.data.gpt.module import GPTDataModule
+from megalight.data.indexed import IndexedWriter
 from megalight.models.config import DropoutConfig
+from megalight.models.gpt import GPTModule
 from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.source import shard_boxes
+from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import Checkpoints, DataParallel, MegatronStrategy, Pipeline
 from tests.environment import trainer
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData
@@ -23,6 +33,8 @@ from tests.workers import run
 # dropout draws from the random streams of every rank, so those must be restored too
 CONFIG = replace(CONFIGS["tied"], num_layers=4, dropout=DropoutConfig(hidden=0.1))
 EXPERTS = replace(CONFIG, num_layers=2, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True)))
+WIDE = replace(CONFIG, hidden_size=64, ffn_hidden_size=64)
+"""As products in 8 bits need it."""
 STOPS = (2, 3, 5, 6)
 FORMATS = ("fully_reshardable", "dp_reshardable", "fsdp_dtensor")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -43,24 +55,80 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def _fit(layout: str, form: str, stop: int, resume: str | None, save: str) -> tuple[list[float], str]:
+@dataclass(frozen=True)
+class How:
+    """What may differ between the runs of a chain, or makes their numbers special.
+
+    Attributes:
+        saves: ``async_save`` of the run; None: saves while training stands still.
+        readers: processes that read the data of a rank; None: the module brings its own data.
+        delayed: whether products are in 8 bits, with scales from the magnitudes of past steps.
+    """
+
+    saves: Kind | None = None
+    readers: int | None = None
+    delayed: bool = False
+
+
+class SaveAt(pl.Callback):
+    """Saves in training, at the end of a step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def _data(how: How, folder: str) -> GPTDataModule | None:
+    if how.readers is None:
+        return None
+    # Ranks of the pool are daemons, which may start no processes of their own.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    return GPTDataModule(
+        data=f"{folder}/tokens",
+        split="1",
+        global_batch_size=4,
+        sequence_length=12,
+        vocab_size=CONFIG.vocab_size,
+        num_workers=how.readers,
+        cache_dir=f"{folder}/cache",
+    )
+
+
+def _fit(
+    layout: str, form: str, stop: int, resume: str | None, save: str, how: How, folder: str
+) -> tuple[list[float], str]:
     """Train from a checkpoint until ``stop``; return the losses, and a digest of this rank's whole optimizer state."""
-    strategy = MegatronStrategy(micro_batch_size=1, checkpoints=Checkpoints(format=form), **LAYOUTS[layout][1])
-    config = EXPERTS if layout.startswith("experts") else CONFIG
-    losses, module = Losses(), WithData(config, optimizer=ADAM, seed=SEED)
+    plugin = None
+    if how.delayed:
+        options = LowPrecisionOptions("delayed", history=3, emulate=True)
+        plugin = MegatronLowPrecision(options, "bf16-true")
+    strategy = MegatronStrategy(
+        micro_batch_size=1,
+        checkpoints=Checkpoints(format=form, async_save=how.saves),
+        precision_plugin=plugin,
+        **LAYOUTS[layout][1],
+    )
+    config = EXPERTS if layout.startswith("experts") else WIDE if how.delayed else CONFIG
+    losses, data = Losses(), _data(how, folder)
     losses.on_train_start = lambda *_: None  # type: ignore[method-assign]
-    module.steps = STOPS[-1]
+    module = (WithData if data is None else GPTModule)(config, optimizer=ADAM, seed=SEED)
+    if isinstance(module, WithData):
+        module.steps = STOPS[-1]
+    saves = [SaveAt(stop, save)] if save and how.saves else []
     runner = trainer(
         strategy,
-        callbacks=[EMA(0.5), losses],
+        callbacks=[EMA(0.5), losses, *saves],
         max_steps=stop,
         gradient_clip_val=CLIP,
         use_distributed_sampler=False,
         limit_val_batches=0,
-        precision="bf16-true",
+        precision=None if how.delayed else "bf16-true",
     )
-    runner.fit(module, ckpt_path=resume)
-    if save:
+    runner.fit(module, data, ckpt_path=resume)
+    if save and not saves:
         runner.save_checkpoint(save)
     digest = hashlib.sha256()
     assert strategy.engine is not None
@@ -69,21 +137,33 @@ def _fit(layout: str, form: str, stop: int, resume: str | None, save: str) -> tu
         for tensor, shard in zip(state.tensors, state.shards, strict=True):
             for _, _, part in shard_boxes(tensor, shard):  # without padding, whose values nobody reads
                 digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    if how.delayed:
+        past = strategy.run.rank_state()["magnitudes"]["past"]
+        assert past.numel()
+        assert past.count_nonzero() > 0
+        digest.update(past.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return losses.losses, digest.hexdigest()
 
 
-def _all(layout: str, forms: tuple[str, ...], folder: str) -> dict[str, list[tuple[list[float], str]]]:
+def _all(layout: str, forms: tuple[str, ...], folder: str, hows: Sequence[How]) -> dict[str, Any]:
     """The run that never stops, and for each format what each of the following runs did."""
-    found = {"whole": [_fit(layout, forms[0], STOPS[-1], None, "")]}
+    # The first way, without saves beside it.
+    whole = replace(hows[0], saves=None)
+    found: dict[str, Any] = {"whole": [_fit(layout, forms[0], STOPS[-1], None, "", whole, folder)]}
     for form in forms:
         paths = [f"{folder}/{form}-{stop}.ckpt" for stop in STOPS]
         begins = [None, *paths[:-1]]
-        found[form] = [_fit(layout, form, *each) for each in zip(STOPS, begins, paths, strict=True)]
+        runs = zip(STOPS, begins, paths, hows, strict=True)
+        found[form] = [_fit(layout, form, stop, begin, path, how, folder) for stop, begin, path, how in runs]
     return found
 
 
-def check(layout: str, forms: tuple[str, ...], folder: Path) -> None:
-    for ranks in run(_all, LAYOUTS[layout][0], layout, forms, str(folder), timeout=600):
+def check(layout: str, forms: tuple[str, ...], folder: Path, hows: Sequence[How] = (How(),) * len(STOPS)) -> None:
+    if hows[0].readers is not None:
+        draw = np.random.default_rng(3)
+        with IndexedWriter(folder / "tokens", "uint16") as writer:
+            writer.add_documents(draw.integers(0, CONFIG.vocab_size, 700), [70] * 10)
+    for ranks in run(_all, LAYOUTS[layout][0], layout, forms, str(folder), hows, timeout=600):
         ((losses, state),) = ranks["whole"]
         for form in forms:
             runs = ranks[form]
@@ -102,3 +182,34 @@ def test_three_resumes_are_bitwise(layout: str, tmp_path: Path) -> None:
 
 def test_resumes_under_full_sharding_are_bitwise(tmp_path: Path) -> None:
     check("full2", ("fsdp_dtensor",), tmp_path)
+
+
+AXES: dict[str, tuple[How, ...]] = {
+    "readers": tuple(How(readers=count) for count in (0, 2, 1, 3)),
+    "persistent": (How(saves="persistent"),) * 4,
+    "per save": (How(saves="per_save"),) * 4,
+    "now and beside": tuple(How(saves=kind) for kind in ("persistent", None, "per_save", None)),
+    "delayed": (How(delayed=True),) * 4,
+    "all": (
+        How("persistent", 0, True),
+        How(None, 2, True),
+        How("per_save", 1, True),
+        How(None, 0, True),
+    ),
+}
+"""What changes between the four runs of a chain; the run that never stops does as the first, but never saves."""
+
+AXES_LAYOUTS = ("one", "dp2", "full2", "tp2", "pp2", "tp2pp2")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.full
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("layout", AXES_LAYOUTS)
+def test_resumes_with_other_readers_saves_and_scales_are_bitwise(layout: str, axis: str, tmp_path: Path) -> None:
+    """6 layouts x 6 axes x 3 resumes: 108 configurations, each format in two of the layouts."""
+    check(layout, (FORMATS[AXES_LAYOUTS.index(layout) % len(FORMATS)],), tmp_path, AXES[axis])
+
+
+def test_resumes_with_everything_changed_are_bitwise(tmp_path: Path) -> None:
+    check("dp2", ("dp_reshardable",), tmp_path, AXES["all"])
