@@ -145,18 +145,23 @@ class PeerExchange:
         slots = [slot.view(to, (self.memory.capacity,), torch.uint8) for to in range(self.memory.size)]
         leaving = [_bytes(x) for x in inputs]
         current = torch.cuda.current_stream()
-        self.copies.stream.wait_stream(current)  # the rows must be computed before they are copied
-        self.copies.await_free(slot)
         starts = [0, *accumulate(traffic.send)]
-        for to in self.memory.others:
-            pairs = []
-            for number, (source, width) in enumerate(zip(leaving, regions.widths, strict=True)):
-                if traffic.send[to] and width:
-                    rows = source[starts[to] * width : starts[to + 1] * width]
-                    pairs.append((slots[to][regions.place(number, rank, to)], rows))
-            # The flag is raised also without rows: the receiver waits for every rank.
-            self.copies.push(slot, to, *pairs)
-        left = self.copies.stream.record_event()
+        try:
+            self.copies.stream.wait_stream(current)  # the rows must be computed before they are copied
+            self.copies.await_free(slot)
+            for to in self.memory.others:
+                pairs = []
+                for number, (source, width) in enumerate(zip(leaving, regions.widths, strict=True)):
+                    if traffic.send[to] and width:
+                        rows = source[starts[to] * width : starts[to + 1] * width]
+                        pairs.append((slots[to][regions.place(number, rank, to)], rows))
+                # The flag is raised also without rows: the receiver waits for every rank.
+                self.copies.push(slot, to, *pairs)
+            left = self.copies.stream.record_event()
+        except BaseException:
+            # Nothing will be read from it: a later call must not find all slots busy, and hide this error.
+            self._busy.discard(slot.place)
+            raise
         try:
             if apart:
                 pause()

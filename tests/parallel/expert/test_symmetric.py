@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalight.errors import LayoutError
+from megalight.errors import LayoutError, MegalightError
 from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher, symmetric
 from megalight.parallel.expert.exchange import Traffic
 from megalight.parallel.expert.symmetric import BOUNDARY, PeerExchange, Regions
@@ -218,3 +220,25 @@ def test_machines_without_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "unreachable", lambda group: "needs all 2 ranks on one host, and they are on 2")
     with pytest.raises(LayoutError, match="cannot serve: it needs all 2 ranks on one host"):
         PeerExchange(None)  # type: ignore[arg-type]
+
+
+def test_a_push_that_fails_leaves_its_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = SimpleNamespace(place=1, view=lambda rank, shape, dtype: torch.zeros(shape, dtype=dtype))
+    asked: list[set[int]] = []
+
+    def next_slot(nbytes: int, busy: set[int]) -> Any:
+        asked.append(set(busy))
+        return slot
+
+    def push(*arguments: Any) -> None:
+        raise MegalightError("cuMemcpyDtoDAsync failed")
+
+    exchange = object.__new__(PeerExchange)
+    exchange.memory = SimpleNamespace(rank=0, size=2, others=(1,), capacity=1024, slot=next_slot)  # type: ignore[assignment]
+    exchange.copies = SimpleNamespace(stream=mock.MagicMock(), await_free=lambda slot: None, push=push)  # type: ignore[assignment]
+    exchange._busy = set()
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
+    for _ in range(2):
+        with pytest.raises(MegalightError, match="cuMemcpyDtoDAsync failed"):
+            exchange([torch.ones(2, 4)], Traffic.between_all([[1, 1], [1, 1]], 0))
+    assert asked == [set(), set()]
