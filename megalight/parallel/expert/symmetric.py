@@ -25,6 +25,7 @@ from megalight.parallel.expert.options import DISPATCHERS
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.copies import Copies
 from megalight.parallel.peers.memory import Flag, PeerMemory
+from megalight.parallel.peers.watch import Watch
 from megalight.parallel.turns import pause, taking_turns
 
 if TYPE_CHECKING:
@@ -120,16 +121,19 @@ class PeerExchange:
 
     Raises:
         LayoutError: the ranks cannot reach each other's memory.
+        MegalightError: at a call: in an earlier one, a peer has not sent its rows within the timeout of the group.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         if (reason := memory.unreachable(group)) is not None:
             raise _refusal(reason)
         self.memory, self.copies = PeerMemory(group), Copies()
+        self.watch = Watch(self.memory)
         self._busy: set[int] = set()
 
     def __call__(self, tensors: Sequence[Tensor], traffic: Traffic) -> tuple[Tensor, ...]:
         """Return the rows for this rank, as :func:`megalight.parallel.expert.exchange.exchange` does."""
+        self.watch.check()
         rank, apart = self.memory.rank, taking_turns()
         inputs = [x.contiguous() for x in tensors]
         regions = Regions(traffic.table, [prod(x.shape[1:]) * x.itemsize for x in inputs])
@@ -169,7 +173,7 @@ class PeerExchange:
             # Also if the pass was abandoned in its pause. The peers have sent their rows, and would wait for this slot
             # in the next step, forever.
             current = torch.cuda.current_stream()
-            self.copies.spin.wait(slot.flags(Flag.READY, self.memory.others))
+            self.copies.spin.wait_with(self.watch, slot.flags(Flag.READY, self.memory.others))
             for number, (out, source, width) in enumerate(zip(outs, leaving, regions.widths, strict=True)):
                 # Out of the slot at once: it must be free again soon, or the peers wait.
                 target, place = _bytes(out), regions.arrived(number, rank)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megalight.ops.jit import Value, constexpr, tl, triton
+from megalight.parallel.peers.memory import SLOTS
+from megalight.parallel.peers.watch import Watch
 
 WIDEST = 32
 """Largest number of flags in a row."""
@@ -22,6 +24,14 @@ def wait(flags: tuple[int, ...]) -> None:
     """
     if flags:
         _wait[(1,)](*_row(flags), WIDTH=WIDEST, num_warps=1)
+
+
+def wait_with(watch: Watch, flags: tuple[int, ...]) -> None:
+    """Do as :func:`wait`, but no longer than the watch allows: then note the peers, and let what is queued go on."""
+    if flags:
+        notes, free, stride = watch.places(flags)
+        limit = int(watch.limit * 1e9)
+        _wait_with[(1,)](*_row(flags), notes, free, stride, limit, WIDTH=WIDEST, SLOTS=SLOTS, num_warps=1)
 
 
 @lru_cache(maxsize=4096)
@@ -41,3 +51,42 @@ def _wait(first: Value, which: Value, WIDTH: constexpr) -> None:
             # Acquire at system scope: data that the peer wrote before the flag is visible after it.
             while tl.atomic_cas(row + word, 1, 0, sem="acquire", scope="sys") == 0:
                 pass
+
+
+@triton.jit(do_not_specialize=["first", "which", "notes", "free", "stride", "limit"])  # type: ignore[untyped-decorator]
+def _wait_with(
+    first: Value,
+    which: Value,
+    notes: Value,
+    free: Value,
+    stride: Value,
+    limit: Value,
+    WIDTH: constexpr,
+    SLOTS: constexpr,
+) -> None:
+    row, noted, unlocked = (
+        first.to(tl.pointer_type(tl.int32)),
+        notes.to(tl.pointer_type(tl.int32)),
+        free.to(tl.pointer_type(tl.int32)),
+    )
+    began = _now()
+    for word in range(WIDTH):
+        if (which >> word) & 1:
+            seen = tl.atomic_cas(row + word, 1, 0, sem="acquire", scope="sys")
+            if seen == 0:
+                # Once a peer was missing, no later wait is for it: whole steps may be queued.
+                gone = tl.load(noted + word, volatile=True)
+                while seen == 0:
+                    if (gone != 0) | (_now() - began > limit):
+                        tl.store(noted + word, 1)
+                        for place in range(SLOTS):
+                            tl.store(unlocked + place * stride + word, 1)
+                        seen += 2
+                    else:
+                        seen = tl.atomic_cas(row + word, 1, 0, sem="acquire", scope="sys")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _now() -> Value:
+    """Nanoseconds of the device's clock."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)

@@ -236,9 +236,30 @@ def test_a_push_that_fails_leaves_its_slot_free(monkeypatch: pytest.MonkeyPatch)
     exchange = object.__new__(PeerExchange)
     exchange.memory = SimpleNamespace(rank=0, size=2, others=(1,), capacity=1024, slot=next_slot)  # type: ignore[assignment]
     exchange.copies = SimpleNamespace(stream=mock.MagicMock(), await_free=lambda slot: None, push=push)  # type: ignore[assignment]
+    exchange.watch = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
     exchange._busy = set()
     monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
     for _ in range(2):
         with pytest.raises(MegalightError, match="cuMemcpyDtoDAsync failed"):
             exchange([torch.ones(2, 4)], Traffic.between_all([[1, 1], [1, 1]], 0))
     assert asked == [set(), set()]
+
+
+def _gone() -> str:
+    """A peer that was missing in one exchange is named before the next one."""
+    with symmetric_on_cpu():
+        exchange = PeerExchange(dist.group.WORLD)  # type: ignore[arg-type]
+        traffic = Traffic.between_all([[1, 1], [1, 1]], dist.get_rank())
+        exchange([torch.ones(2, 4)], traffic)
+        exchange.watch.missing[1 - dist.get_rank()] = 1
+        try:
+            exchange([torch.ones(2, 4)], traffic)
+        except MegalightError as error:
+            return str(error)
+    return ""
+
+
+def test_a_peer_that_is_gone_is_named() -> None:
+    for rank, message in enumerate(run(_gone, 2)):
+        assert message.startswith(f"rank {rank} waited ")
+        assert f"for tokens of rank {1 - rank}, in vain" in message

@@ -1,0 +1,72 @@
+"""A limit on waits for peers: a rank whose peer is gone names it, and does not wait for ever."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.errors import MegalightError
+from megalight.parallel.peers.memory import Flag, PeerMemory
+
+DEFAULT_LIMIT = 1800.0
+"""Seconds, where the group does not tell how long its collectives wait."""
+
+
+class Watch:
+    """Notes peers whose flags have not come in time.
+
+    The kernel that waits writes the notes, and raises the missing peers' flags of kind ``FREE`` here, so that nothing
+    that is queued behind it stays. What is computed from then on is worthless; :meth:`check` raises on the host.
+
+    Args:
+        memory: slots and flags.
+        limit: seconds that a wait for a flag may take; None: as long as collectives of the group.
+
+    Attributes:
+        missing: ``[size]``: 1 for each peer that was missing, by its rank in the group; in host memory.
+    """
+
+    def __init__(self, memory: PeerMemory, limit: float | None = None) -> None:
+        self.memory = memory
+        self.limit = limit_of(memory.group) if limit is None else limit
+        # The kernel writes it where the host reads it, so the host waits for nothing.
+        self.missing: Tensor = torch.zeros(memory.size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        self._notes = self.missing.numpy()  # the same memory; reading it is no operation of torch in the step
+
+    def check(self) -> None:
+        """Raise if a peer was missing.
+
+        Raises:
+            MegalightError: it names the global ranks.
+        """
+        if not self._notes.any():
+            return
+        found = self._notes.nonzero()[0].tolist()
+        ranks = dist.get_process_group_ranks(self.memory.group)
+        names = ", ".join(str(ranks[place]) for place in found)
+        raise MegalightError(
+            f"rank {ranks[self.memory.rank]} waited {self.limit:g} s for tokens of rank {names}, in vain: that process "
+            "has ended, or hangs. Look at its log for the first error. If it is only slow, raise the timeout of the "
+            "process group (timeout_seconds of the strategy)."
+        )
+
+    def places(self, flags: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return, for the peer of the first flag, the addresses of its note and of its FREE flag of the first slot.
+
+        The third number is the distance of this flag to that of the next slot, in words.
+        """
+        first = self.memory.flag(self.memory.rank, 0, Flag.FREE, 0)
+        column = (min(flags) - first) // 4 % self.memory.size
+        return self.missing.data_ptr() + 4 * column, first + 4 * column, len(Flag) * self.memory.size
+
+
+def limit_of(group: ProcessGroup) -> float:
+    """Return how many seconds collectives of a group wait."""
+    for kind in ("cuda", "cpu"):
+        try:
+            return float(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
+        except (RuntimeError, AttributeError):
+            continue  # no backend for this device, or one that does not tell
+    return DEFAULT_LIMIT
