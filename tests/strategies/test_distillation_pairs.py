@@ -297,6 +297,18 @@ def test_names_of_megatron_are_understood(teacher: Path, tmp_path: Path) -> None
     assert module.transforms == [Comparison(STUDENT.hidden_size, 16)]
 
 
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+def test_balance_without_pairs_makes_no_projection(teacher: Path) -> None:
+    module = Student()
+    Distillation(teacher, own_loss=True, balance=True).attach(module)
+    with torch.device("meta"):
+        model = module.build_model()
+        names = {name for name, _ in model.named_parameters()}
+        apply_transforms(model, module.transforms)
+    assert isinstance(model.distillation, StateComparison)
+    assert {name for name, _ in model.named_parameters()} == names, "nothing would train it"
+
+
 def test_bad_pairs_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="loss='l1' is not one of cosine, mse"):
         LayerPair(student="layers.0", teacher="layers.0", loss="l1")

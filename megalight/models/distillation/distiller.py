@@ -65,7 +65,7 @@ class Distiller:
 
     Raises:
         CheckpointError: the folder holds no complete model, or one with adapters.
-        ConfigurationError: the teacher has no output layer to learn from.
+        ConfigurationError: the teacher is of another family than ``gpt``.
     """
 
     folder: str | os.PathLike[str]
@@ -77,10 +77,11 @@ class Distiller:
     def __post_init__(self) -> None:
         """Read the teacher's configuration."""
         stored = open_model(self.folder)
-        if not stored.family.generates:
+        # Models that read images predict tokens too, but no student has images to show them.
+        if not isinstance(stored.config, GPTConfig):
             raise ConfigurationError(
-                f"the teacher in {self.folder} is a {stored.family.name} model, which does not predict next tokens; "
-                "give a language model such as a GPT."
+                f"the teacher in {self.folder} is a {stored.family.name} model; students learn from models of the "
+                "family gpt. Name the folder of one."
             )
         places = dict.fromkeys(place(pair.teacher) for pair in self.loss.pairs)
         teacher = Teacher(stored.family, stored.config, [name for name in places if name != LAST])
