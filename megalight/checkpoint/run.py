@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 MAGNITUDES = "magnitudes"
 """Entry of a rank's state with the histories of delayed scaling: names of weights, and ``[weights, steps, 3]``."""
+WIDE = ("float32", "float64")
+"""Dtypes of masters that hold more than half-precision weights."""
 OWN = ("model", "optimizer")
 """First parts of names in a checkpoint that no further state may have."""
 STATE = "optimizer."
@@ -175,18 +177,22 @@ class Run:
 
     def _tell_masters(self, saved: Checkpoint) -> None:
         """Log what is lost or missing where the saved masters and those of this run differ."""
-        had = any(name.startswith(MASTER) for name in saved.tensors)
+        # Masters in host memory are saved in any dtype, also in that of the weights.
+        had = any(name.startswith(MASTER) and stored.dtype in WIDE for name, stored in saved.tensors.items())
         buckets = self._training[0].buckets
+        narrow = [bucket.shard.master.dtype.itemsize < 4 for bucket in buckets]
         if self.model.mesh.global_rank:
             return
-        if had and any(bucket.master_is_own_params and bucket.shard.master.dtype.itemsize < 4 for bucket in buckets):
+        if had and any(narrow):
             log.warning(
-                "%s has masters that are wider than the weights of this run, which are their own masters "
-                "(data_parallel.master_dtype): training goes on from the masters rounded.",
+                "%s has masters that are wider than those of this run (data_parallel.master_dtype): training goes on "
+                "from the masters rounded.",
                 saved.path,
             )
-        elif not had and any(bucket.rounds_masters for bucket in buckets):
-            log.info("%s has no masters beside its weights: those of this run begin as the weights.", saved.path)
+        elif not had and any(b.rounds_masters and not half for b, half in zip(buckets, narrow, strict=True)):
+            log.info(
+                "%s has no masters that are wider than its weights: those of this run begin as the weights.", saved.path
+            )
 
     def resume_rank(self, saved: Checkpoint) -> None:
         """Read random states, and the past magnitudes of delayed scaling. All ranks call it together.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.callbacks import EMA
+from megalight.checkpoint.run import Run
+from megalight.checkpoint.sources.precision import MASTER
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.random import RandomStreams
 from megalight.strategies import Checkpoints, MegatronFSDPStrategy, MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData
@@ -127,6 +131,36 @@ def test_checkpoints_pass_from_one_kind_to_the_other(
         assert (masters, moments) == (True, True)
         assert len(messages) == (told is not None and rank == 0)
         assert all(told in message for message in messages if told)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "on_host", "told"),
+    [
+        ("bfloat16", torch.bfloat16, False, None),
+        ("bfloat16", torch.bfloat16, True, None),
+        ("bfloat16", torch.float32, True, "begin as the weights"),
+        ("float32", torch.bfloat16, True, "the masters rounded"),
+        ("float32", torch.float32, True, None),
+        (None, torch.bfloat16, True, None),
+    ],
+)
+def test_masters_in_host_memory_are_told_by_their_dtype(
+    stored: str | None, dtype: torch.dtype, on_host: bool, told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint has masters beside its weights if they were in host memory, also in bfloat16."""
+    own = dtype == torch.bfloat16 and not on_host
+    bucket = SimpleNamespace(
+        shard=SimpleNamespace(master=torch.zeros(2, dtype=dtype)), master_is_own_params=own, rounds_masters=not own
+    )
+    tensors = {} if stored is None else {f"{MASTER}model.a": SimpleNamespace(dtype=stored)}
+    model: Any = SimpleNamespace(mesh=SimpleNamespace(global_rank=0))
+    there: Any = SimpleNamespace(buckets=[bucket])
+    with caplog.at_level(logging.INFO, "megalight.checkpoint.run"):
+        Run(model, RandomStreams(0), there, SimpleNamespace())._tell_masters(  # type: ignore[arg-type]
+            SimpleNamespace(tensors=tensors, path="saved")  # type: ignore[arg-type]
+        )
+    assert len(caplog.messages) == (told is not None)
+    assert all(told in message for message in caplog.messages if told)
 
 
 def _refused(precision: str, callbacks: Any) -> str:
