@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.callbacks import CUDAGraph
 from megalight.models.module import Carry
-from megalight.parallel.graphs.attributes import Attributes
+from megalight.parallel.graphs.attributes import REMEMBERED, Attributes
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
 from tests.callbacks.test_cuda_graph import NEVER, Quiet
@@ -139,3 +139,14 @@ def test_what_changes_inside_is_left_out() -> None:
     layer.extra = None  # type: ignore[assignment]
     attributes()
     assert attributes.changed == {"a.factor": 1, "a.extra": 2}
+
+
+def test_the_state_that_was_not_used_for_longest_is_forgotten() -> None:
+    layer = Layer()
+    attributes = Attributes([("layer", layer)])
+    usual = attributes()
+    for step in range(3 * REMEMBERED):
+        layer.factor = float(step + 2)
+        attributes()
+        layer.factor = 1.0
+        assert attributes() == usual

@@ -154,6 +154,8 @@ def test_settings_of_modelopt_are_read_as_they_are(plugin: Any, tmp_path: Path) 
     [
         ({"logit_kl_topk": 64, "skip_lm": True}, "has 'logit_kl_topk', 'skip_lm', which is not supported"),
         ({"logit_layers": ["lm_head", "output_layer"]}, "write .output_layer, output_layer."),
+        ({"logit_layers": None}, "logit_layers=None; logits are"),
+        ({"logit_layers": 3}, "logit_layers=3; logits are"),
         ({"intermediate_layer_pairs": [["a"]]}, r"has \['a'\]; write .student's layer"),
         ({"intermediate_layer_pairs": [["a", "b", "l1"]]}, "loss='l1' is not one of cosine, mse"),
         ({"kd_loss_scale": "much"}, "kd_loss_scale='much' is no float"),

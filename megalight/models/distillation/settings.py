@@ -33,10 +33,10 @@ def read_modelopt(path: str | os.PathLike[str]) -> DistillationLoss:
             f"{path} has {', '.join(map(repr, unknown))}, which is not supported here; remove it. Known are "
             f"{', '.join(KNOWN)}."
         )
-    layers = [str(name).rpartition(".")[2] for name in given.get("logit_layers", ["output_layer"] * 2)]
-    if layers != ["output_layer"] * 2:
+    layers = given.get("logit_layers", ["output_layer"] * 2)
+    if not isinstance(layers, list) or [str(name).rpartition(".")[2] for name in layers] != ["output_layer"] * 2:
         raise ConfigurationError(
-            f"{path}: logit_layers={given['logit_layers']}; logits are those of the output layers of both models, so "
+            f"{path}: logit_layers={layers}; logits are those of the output layers of both models, so "
             "write [output_layer, output_layer], or leave it out."
         )
     own = not _of(bool, given, "skip_lm_loss", True, path)

@@ -70,7 +70,7 @@ class Attributes:
     def __call__(self) -> int:
         """Return the number of the state in which the attributes are now; called before each step.
 
-        Equal values have equal numbers, among the last ``REMEMBERED`` states.
+        Equal values have equal numbers, among the ``REMEMBERED`` states that were used last.
         """
         now = self._values()
         if self._last is not None and now != self._last:
@@ -79,6 +79,7 @@ class Attributes:
         self._last = now
         for number, state in self._states.items():
             if state == now:
+                self._states[number] = self._states.pop(number)  # the one that was not used for longest goes first
                 return number
         self._made += 1
         self._states[self._made] = now
