@@ -72,6 +72,11 @@ def heads_why_not(dtype: torch.dtype, head_dim: int, value_dim: int, widest: int
     return None
 
 
+def whole_why_not(divided: bool) -> str | None:
+    """Return why a kernel cannot norm a row that is a part (``divided``) of what is normalised together, or None."""
+    return "norms whole rows, and these are parts of rows that are divided over devices" if divided else None
+
+
 @lru_cache
 def cuda_why_not(device: str) -> str | None:
     """Return why a CUDA kernel cannot be used for tensors on ``device`` (a device type), or None."""

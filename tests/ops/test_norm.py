@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from megalight.errors import BackendError
 from megalight.ops import norm
+from megalight.ops.common import whole_why_not
+from megalight.ops.gated_norm import GATED_NORM, gated_norm
 from megalight.ops.norm import native, reference
+from megalight.registry import Backend
 from tests.ops.checks import check_norms, error
 
 
@@ -53,3 +58,30 @@ def test_sum_refuses_mixed_types() -> None:
 def test_triton_says_what_it_lacks() -> None:
     rows = {b.name: why for b, why in norm.RMS_NORM.table(norm.Spec("cuda", torch.bfloat16, torch.bfloat16, 20000))}
     assert rows["triton"] == "serves rows of at most 16384 features, not 20000"
+
+
+def test_a_named_backend_that_cannot_norm_a_divided_row_raises() -> None:
+    """Two halves of a row, whose mean squares meet in the middle: only the reference has a place for that."""
+    x, weight = torch.randn(3, 8, dtype=torch.float64), torch.rand(8).double()
+    meet = lambda mean: (mean + x[:, 4:].square().mean(-1, keepdim=True)) / 2  # noqa: E731
+    half = x[:, :4], weight[:4], 1e-5
+    for backend in ("auto", "auto+amax", "reference"):
+        found = norm.rms_norm(*half, backend=backend, average=meet)
+        torch.testing.assert_close(found, reference.rms_norm(x, weight, 1e-5)[:, :4])
+    for backend in ("torch", "torch+amax", "triton"):
+        with pytest.raises(BackendError, match=r"cannot serve.*norms whole rows.*reference: can serve"):
+            norm.rms_norm(*half, backend=backend, average=meet)
+    assert norm.rms_norm(*half, backend="torch").shape == (3, 4)
+
+
+def test_a_named_backend_that_cannot_norm_a_divided_group_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused: Backend[Any, Any] = Backend(
+        "fused", lambda *_, **__: torch.zeros(()), 0, lambda spec: whole_why_not(spec.divided)
+    )
+    monkeypatch.setitem(GATED_NORM._backends, "fused", fused)
+    y, z, weight = torch.randn(3, 8), torch.randn(3, 8), torch.rand(8)
+    assert not gated_norm(y, z, weight, 4, 1e-5, backend="fused").dim()
+    with pytest.raises(BackendError, match=r"cannot serve.*reference: can serve; fused: norms whole rows"):
+        gated_norm(y, z, weight, 4, 1e-5, average=torch.neg, backend="fused")
+    halved = gated_norm(y, z, weight, 4, 1e-5, average=lambda mean: 4 * mean)
+    torch.testing.assert_close(halved, gated_norm(y, z, weight, 4, 1e-5) / 2, rtol=1e-3, atol=1e-3)

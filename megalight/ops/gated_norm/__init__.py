@@ -14,12 +14,21 @@ from megalight.registry import Backend, BackendRegistry, remembered
 
 
 class Spec(NamedTuple):
-    """A request to the norm: device type, dtypes of input and weight, and features that are normalised together."""
+    """A request to the norm.
+
+    Attributes:
+        device: device type.
+        dtype: dtype of the input.
+        weight_dtype: dtype of the weight.
+        size: number of features of a group.
+        divided: the groups are parts of those that are normalised together.
+    """
 
     device: str
     dtype: torch.dtype
     weight_dtype: torch.dtype
     size: int
+    divided: bool = False
 
 
 GATED_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("gated_norm")
@@ -55,11 +64,11 @@ def gated_norm(
         group_size: features of a group, a divisor of ``size``.
         eps: added to the mean square.
         average: mean squares ``[T, groups, 1]`` of the features here -> those of whole groups, of which these features
-            are a part. None: groups are whole. Otherwise the reference computes, whatever ``backend`` is, because a
-            fused kernel has no place for it.
+            are a part. None: groups are whole.
         backend: a backend's name, or ``auto``.
+
+    Raises:
+        BackendError: the named backend cannot serve, for example because of ``average``.
     """
-    if average is not None:
-        return reference.gated_norm(y, z, weight, group_size, eps, average)
-    spec = Spec(y.device.type, y.dtype, weight.dtype, group_size)
-    return _choose(spec, backend)(y, z, weight, group_size, eps)
+    spec = Spec(y.device.type, y.dtype, weight.dtype, group_size, average is not None)
+    return _choose(spec, backend)(y, z, weight, group_size, eps, average=average)

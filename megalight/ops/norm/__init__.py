@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, select, serve_all, triton_why_not
+from megalight.ops.common import lazy, select, serve_all, triton_why_not, whole_why_not
 from megalight.ops.norm import native, reference
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -20,13 +20,15 @@ class Spec(NamedTuple):
         device: device type.
         dtype: dtype of the input.
         weight_dtype: dtype of the weight (and the bias).
-        size: number of features that are normalised together.
+        size: number of features of a row.
+        divided: the row is a part of the features that are normalised together.
     """
 
     device: str
     dtype: torch.dtype
     weight_dtype: torch.dtype
     size: int
+    divided: bool = False
 
 
 RMS_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("rms_norm")
@@ -39,13 +41,15 @@ EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 4096)
 
 
 def _torch_why_not(spec: Spec) -> str | None:
-    return None if spec.dtype == spec.weight_dtype else f"needs a weight in the dtype of the input, {spec.dtype}"
+    if spec.dtype != spec.weight_dtype:
+        return f"needs a weight in the dtype of the input, {spec.dtype}"
+    return whole_why_not(spec.divided)
 
 
 def _triton_why_not(spec: Spec) -> str | None:
     if spec.size > MAX_TRITON_SIZE:
         return f"serves rows of at most {MAX_TRITON_SIZE} features, not {spec.size}"
-    return triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
+    return whole_why_not(spec.divided) or triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
 
 
 _TRITON = "megalight.ops.norm.triton"
@@ -86,11 +90,15 @@ def rms_norm(
     gradient of ``x``, for later casts to 8 bits.
 
     ``average`` is for an ``x`` that is a part of what is normalised together: it turns mean squares ``[..., 1]`` of the
-    part into those of all features. Then the reference computes, because a fused kernel has no place for it.
+    part into those of all features. The reference serves it; fused kernels have no place for it.
+
+    Raises:
+        BackendError: the named backend cannot serve, for example because of ``average``.
     """
-    if average is not None:
-        return reference.rms_norm(x, weight, eps, average)
-    out: Tensor = _choose(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
+    if average is None:
+        out: Tensor = _choose(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
+    else:
+        out = _choose(RMS_NORM, _spec(x, weight)._replace(divided=True), backend)(x, weight, eps, average=average)
     return out
 
 

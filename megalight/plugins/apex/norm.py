@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.common import HALF
+from megalight.ops.common import HALF, whole_why_not
 from megalight.ops.norm import Spec
 from megalight.ops.norm.reference import of_sum
 from megalight.plugins.apex.package import PACKAGE
@@ -20,7 +20,8 @@ def _why_not(spec: Spec, function: str) -> str | None:
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"
     if spec.dtype != spec.weight_dtype:
         return f"needs a weight in the dtype of the input, {spec.dtype}"
-    return package_why_not(spec.device, "the fused norm", f"{MODULE}:{function}", EXTENSION)
+    reason = whole_why_not(spec.divided)
+    return reason or package_why_not(spec.device, "the fused norm", f"{MODULE}:{function}", EXTENSION)
 
 
 def rms_why_not(spec: Spec) -> str | None:

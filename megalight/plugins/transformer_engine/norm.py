@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import HALF, once_differentiable
+from megalight.ops.common import HALF, once_differentiable, whole_why_not
 from megalight.ops.norm import Spec
 from megalight.ops.norm.reference import of_sum
 from megalight.plugins.transformer_engine.package import KERNELS, dtype_code, kernel
@@ -24,7 +24,8 @@ def _why_not(spec: Spec, kind: str) -> str | None:
     if spec.dtype != spec.weight_dtype:
         return f"needs a weight in the dtype of the input, {spec.dtype}"
     kernels = [f"{KERNELS}:{kind}_{way}" for way in ("fwd", "bwd")]
-    return package_why_not(spec.device, f"the norm ({kind})", MINIMUM, *kernels)
+    reason = whole_why_not(spec.divided)
+    return reason or package_why_not(spec.device, f"the norm ({kind})", MINIMUM, *kernels)
 
 
 def rms_why_not(spec: Spec) -> str | None:
