@@ -223,10 +223,13 @@ class Background:
                 partial.discard()
             raise
         waited = time.time() - begun
+        pending = Pending(target, begun, waited, started[0] if started else None)
         with self._lock:
+            # Known before the look: a signal between both may abort in this thread, which the lock does not stop.
+            self.pending = pending
             if self._aborts == aborts:
-                self.pending = Pending(target, begun, waited, started[0] if started else None)
                 return
+            self.pending = None
         # Aborted when all ranks had begun. The others do not know of it, so this must be no collective.
         self._end_worker()
         for partial in started:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megalight import checkpoint
 from megalight.checkpoint import staging
 from megalight.checkpoint.background import saves
-from megalight.checkpoint.background.saves import KINDS, Background, Kind, Worker
+from megalight.checkpoint.background.saves import KINDS, Background, Kind, Pending, Worker
 from megalight.checkpoint.background.shared import SharedMemory
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
@@ -163,7 +163,7 @@ def test_copies_that_fail_are_told_of_on_all_ranks(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-PLACES = ("staging", "starting", "giving", "started")
+PLACES = ("staging", "starting", "giving", "started", "noting")
 """Where the thread that trains may be when another one aborts."""
 
 
@@ -190,11 +190,17 @@ def abort_at(place: str, background: Background, patch: pytest.MonkeyPatch) -> N
             background.abort()
         return answers
 
+    class Noted(Pending):
+        def __init__(self, *values: Any) -> None:
+            super().__init__(*values)
+            background.abort()
+
     target, name, value = {
         "staging": (saves, "stage", staging_),
         "starting": (saves, "Worker", Starting),
         "giving": (Worker, "give", giving),
         "started": (Ranks, "together", started),
+        "noting": (saves, "Pending", Noted),
     }[place]
     patch.setattr(target, name, value)
 
