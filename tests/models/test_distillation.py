@@ -13,10 +13,14 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from megalight import checkpoint
 from megalight.errors import ConfigurationError
+from megalight.models.bert.config import BertConfig
 from megalight.models.distillation import DistillationLoss, LayerPair, read_modelopt
+from megalight.models.distillation.distiller import Distiller
 from megalight.nn import StateComparison
 from megalight.ops.divergence import Projection, linear_divergence
+from tests.models import vlm_samples
 
 STUBS = {
     "megatron": [],
@@ -174,3 +178,13 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kd.yaml").write_text("- a list")
     with pytest.raises(ConfigurationError, match="must hold keys and values"):
         read_modelopt(tmp_path / "kd.yaml")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [("vlm", vlm_samples.CONFIG), ("bert", BertConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=16))],
+)
+def test_teachers_of_other_families_are_refused(kind: str, config: Any, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {}, common={"model": {"family": kind, "config": config.to_dict()}})
+    with pytest.raises(ConfigurationError, match=f"is a {kind} model; students learn from models of the family gpt"):
+        Distiller(tmp_path / "c")

@@ -115,7 +115,9 @@ class Distiller:
         """Return the change of the student that the loss needs, or None."""
         if not self.loss.pairs and not self.loss.balance:
             return None
-        return Comparison(config.hidden_size, self.teacher.config.hidden_size, config.init.std)
+        # Without pairs nothing would train a projection.
+        wide = self.teacher.config.hidden_size if self.loss.pairs else config.hidden_size
+        return Comparison(config.hidden_size, wide, config.init.std)
 
     def check_length(self, length: int | None) -> None:
         """Refuse sequences that are too long for the teacher.
