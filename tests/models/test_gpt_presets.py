@@ -29,6 +29,7 @@ PUBLISHED_PARAMETERS = {
     "mixtral_8x22b": 140_620_634_112,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_next_80b_a3b": 79_674_391_296,
     "olmoe_1b_7b": 6_919_161_856,
     "deepseek_v2": 235_741_434_880,
     "deepseek_v2_lite": 15_706_484_224,
@@ -97,6 +98,16 @@ def test_parameters(name):
 @pytest.mark.parametrize("name", PUBLISHED_ACTIVE)
 def test_active_parameters(name):
     assert num_parameters(preset(name), active=True) / 1e9 == pytest.approx(PUBLISHED_ACTIVE[name], abs=0.08)
+
+
+def test_parameters_of_qwen3_next_are_those_of_its_name():
+    """The card says 80 billion, 79 of them beside the embedding and the head, and 3 billion active ones."""
+    config = preset("qwen3_next_80b_a3b")
+    tables = 2 * 151936 * 2048
+    idle = 48 * (512 - 10) * 3 * 2048 * 512
+    assert num_parameters(config, active=True) == num_parameters(config) - idle
+    assert round((num_parameters(config) - tables) / 1e9) == 79
+    assert round((num_parameters(config, active=True) - tables) / 1e9) == 3
 
 
 def test_gates_are_counted():

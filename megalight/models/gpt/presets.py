@@ -14,6 +14,7 @@ from megalight.models.gpt.config import (
     PositionConfig,
     TemperatureConfig,
 )
+from megalight.models.gpt.delta_config import DeltaNetConfig
 from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.ops.rotary import RotaryScaling
@@ -122,6 +123,36 @@ def qwen3_moe(
             ffn_hidden_size=expert_ffn_hidden_size,
             router=RouterConfig(top_k=8),
             # The global loss, as Qwen's report describes it (https://arxiv.org/abs/2505.09388).
+            balance=BalanceConfig(global_aux_loss=1e-3),
+        ),
+    )
+
+
+def qwen3_next() -> GPTConfig:
+    """Configure Qwen3-Next-80B-A3B (https://huggingface.co/Qwen), without its layer for multi-token prediction.
+
+    Three of four layers have Gated DeltaNet, the fourth gated attention; each has 512 experts, 10 for each token, and a
+    gated shared one.
+    """
+    return GPTConfig(
+        num_layers=48,
+        hidden_size=2048,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        ffn_hidden_size=5120,  # of no layer: all have experts
+        vocab_size=151936,
+        max_sequence_length=262144,
+        norm=NormConfig(eps=1e-6, around_zero=True),
+        position=PositionConfig(base=10000000.0, fraction=0.25),
+        attention=AttentionConfig(qk_norm=True, output_gate=True),
+        mixer_pattern=("gated_delta_net",) * 3 + ("attention",),
+        delta=DeltaNetConfig(num_heads=32, num_key_heads=16, head_dim=128, key_dim=128),
+        moe=MoEConfig(
+            num_experts=512,
+            ffn_hidden_size=512,
+            router=RouterConfig(top_k=10),
+            shared=SharedConfig(ffn_hidden_size=512, gate=True),
             balance=BalanceConfig(global_aux_loss=1e-3),
         ),
     )
@@ -459,6 +490,7 @@ for _name, _config in {
     "mixtral_8x22b": mixtral(56, 6144, 48, 16384, 65536),
     "qwen3_30b_a3b": qwen3_moe(48, 2048, 32, 6144, 768),
     "qwen3_235b_a22b": qwen3_moe(94, 4096, 64, 12288, 1536),
+    "qwen3_next_80b_a3b": qwen3_next(),
     "olmoe_1b_7b": olmoe(),
     "deepseek_v2": deepseek_v2(
         60, 5120, 128, 12288, 160, 1536, q_rank=1536, num_groups=8, group_top_k=3, group_experts=1, scale=16.0
