@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
+from megalight.data.module import TokenDataModule
 from megalight.errors import ConfigurationError
-from megalight.models.distillation import DistillationLoss, Distiller, LayerPair, Layout, read_modelopt
+from megalight.models.distillation import DistillationLoss, Distiller, LayerPair, Layout, Recorded, read_modelopt
 from megalight.models.gpt.module import GPTModule
 
 
@@ -35,26 +36,31 @@ class Distillation(pl.Callback):
         pipeline_parallel: the teacher's degree.
         sequence_parallel: the teacher's; see :class:`~megalight.strategies.MegatronStrategy`.
         pipeline_layout: the layers of each of the teacher's stages.
+        teacher_logits: folder of ``megalight teach``, in place of ``teacher``: the teacher's most likely tokens for
+            each training sample. No teacher is in memory. ``divergence`` is ``forward_kl`` or ``cross_entropy``, over
+            these tokens and one bucket for all others, at the temperature of the folder.
 
     Logs:
         train_divergence: mean divergence over the tokens, without ``scale``.
         train_own_loss: the student's own mean loss, with ``own_loss``. ``train_loss`` is the objective.
         train_pair_<n>: mean loss of pair ``n``, without its weight; also ``val_pair_<n>``.
         val_loss: the student's own loss, also without ``own_loss``.
-        val_divergence: mean divergence over the validation data.
+        val_divergence: mean divergence over the validation data; not with ``teacher_logits``.
 
     Raises:
         ConfigurationError: a value is out of range; before processes start: the vocabularies differ, a model lacks a
             place of a pair, or the module is no :class:`~megalight.models.gpt.module.GPTModule`; in set-up: there are
-            two of these callbacks, or recompute or CUDA graphs hide hidden states of pairs.
+            two of these callbacks, recompute or CUDA graphs hide hidden states of pairs, or the data has no numbered
+            samples for ``teacher_logits``.
         CheckpointError: the folder holds no complete model.
         DataError: before processes start: the data was made by another tokenizer than the teacher's, or its sequences
-            are too long for the teacher.
+            are too long for the teacher, or ``teacher_logits`` is not complete; in set-up: it was written for other
+            samples.
     """
 
     def __init__(
         self,
-        teacher: str | os.PathLike[str],
+        teacher: str | os.PathLike[str] | None = None,
         divergence: str = "forward_kl",
         temperature: float = 1.0,
         scale: float = 1.0,
@@ -66,6 +72,7 @@ class Distillation(pl.Callback):
         pipeline_parallel: int = 1,
         sequence_parallel: bool = False,
         pipeline_layout: str | None = None,
+        teacher_logits: str | os.PathLike[str] | None = None,
     ) -> None:
         loss = DistillationLoss(
             divergence=divergence,
@@ -83,7 +90,21 @@ class Distillation(pl.Callback):
                 )
             loss = read_modelopt(modelopt_config)
         layout = Layout(tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout)
-        self.distiller = Distiller(teacher, loss, layout)
+        self.distiller: Distiller | Recorded
+        if teacher is not None and teacher_logits is None:
+            self.distiller = Distiller(teacher, loss, layout)
+        elif teacher_logits is not None and teacher is None:
+            if layout != Layout():
+                raise ConfigurationError(
+                    "tensor_parallel, pipeline_parallel, sequence_parallel and pipeline_layout describe a teacher in "
+                    "memory, and with teacher_logits there is none; leave them out."
+                )
+            self.distiller = Recorded(teacher_logits, loss)
+        else:
+            raise ConfigurationError(
+                "give either teacher, a model that runs beside the student, or teacher_logits, a folder that "
+                f"megalight teach wrote; {'neither' if teacher is None else 'both'} was given."
+            )
 
     def attach(self, module: pl.LightningModule) -> None:
         """Give the module its teacher. Called before processes start."""
@@ -108,11 +129,32 @@ class Distillation(pl.Callback):
         if self.distiller.loss.pairs:
             _check_hidden(trainer)
         self.attach(pl_module)
+        if isinstance(self.distiller, Recorded) and stage == "fit":
+            _serve(self.distiller, getattr(trainer, "datamodule", None))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the teacher away: a later Trainer without this callback trains the module alone."""
         assert isinstance(pl_module, GPTModule)
         pl_module.distiller = None
+        data = getattr(trainer, "datamodule", None)
+        if isinstance(data, TokenDataModule):
+            data.taught = None
+
+
+def _serve(recorded: Recorded, data: object) -> None:
+    """Let batches of training bring what the teacher predicts.
+
+    Raises:
+        ConfigurationError: the data has no numbered samples.
+        DataError: the store was written for other samples.
+    """
+    if not isinstance(data, TokenDataModule):
+        raise ConfigurationError(
+            f"teacher_logits={recorded.folder} is read by numbers of samples, which {type(data).__name__} does not "
+            "have; train with a data module such as GPTDataModule or SFTDataModule."
+        )
+    recorded.store.check(*data.training_samples())
+    data.taught = recorded.store
 
 
 def _check_hidden(trainer: pl.Trainer) -> None:

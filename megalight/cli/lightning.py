@@ -55,16 +55,27 @@ def run(words: Sequence[str]) -> int:
 
     It is 75 for a run that ``Preemption`` stopped: start it again with ``--ckpt_path=auto`` to complete it.
     """
-    # Before anything is parsed: the parser imports what a file names.
-    set_parsing_settings(import_path_allowlist=IMPORTABLE)
-    load_plugins()
-    for family in families():
-        family.module()  # imported, so that it can be called by its bare name
+    _prepare()
     with reported(f"megalight {words[0]}", MisconfigurationException, FileNotFoundError), _refusals_of_lightning():
         cli = MegalightCLI(args=list(words))
     # Only after the run: a signal sets the flag at the end of a step.
     stops = (callback for callback in cli.trainer.callbacks if isinstance(callback, Preemption))  # type: ignore[attr-defined]
     return PREEMPTED if any(callback.preempted for callback in stops) else 0
+
+
+def parsed(words: Sequence[str]) -> MegalightCLI:
+    """Create the trainer, the model and the data module of a command, as :func:`run` does, without running it."""
+    _prepare()
+    with _refusals_of_lightning():
+        return _Parsed(args=list(words))
+
+
+def _prepare() -> None:
+    # Before anything is parsed: the parser imports what a file names.
+    set_parsing_settings(import_path_allowlist=IMPORTABLE)
+    load_plugins()
+    for family in families():
+        family.module()  # imported, so that it can be called by its bare name
 
 
 @contextmanager
@@ -191,6 +202,13 @@ class MegalightCLI(LightningCLI):
                 added.append(ours())
         callbacks[:0] = added  # in front: ModelCheckpoint must stay last
         return trainer
+
+
+class _Parsed(MegalightCLI):
+    """Stops where the verb would begin."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Do nothing."""
 
 
 def _check_typed(key: str, value: Any) -> None:

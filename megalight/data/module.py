@@ -20,6 +20,7 @@ from megalight.data.mixture import Data, Mixture, Part
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.data.sizes import check_sizes
 from megalight.data.splits import SPLITS
+from megalight.data.taught import Taught, TaughtStore
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 
@@ -56,6 +57,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
     Attributes:
         eod_id: id of the end-of-document token, or None.
         pad_id: id that means only padding, or -1.
+        taught: what a teacher predicts for the training samples, which batches then hold; None: there is no store.
 
     Raises:
         DataError: a file is missing or incomplete, an id is outside the vocabulary, or the data was made with another
@@ -99,6 +101,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         self.pad_id = -1
         self._check()
         self._datasets: dict[str, Samples[Any] | None] = {}
+        self.taught: TaughtStore | None = None
 
     @abstractmethod
     def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
@@ -205,6 +208,14 @@ class TokenDataModule(pl.LightningDataModule, ABC):
             log.info("%s: %d samples of at most %d tokens", name, len(dataset), self.sequence_length)
         return dataset
 
+    def training_samples(self) -> tuple[Samples[Any], int]:
+        """Return the training samples, and how many of them a run reads. The first pass reads them in order."""
+        if "train" not in self._datasets:
+            self._datasets["train"] = self._build("train")
+        dataset, limit = self._datasets["train"], self._train_samples
+        assert dataset is not None
+        return dataset, len(dataset) if limit is None else min(len(dataset), limit)
+
     @property
     def _whole_run(self) -> bool:
         """Whether one pass over the training data lasts for the whole run (``max_steps``)."""
@@ -254,6 +265,10 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         if dataset is None:
             return []
         sampler = self._sampler(name)
+        collate = type(self).collate
+        if name == "train" and self.taught is not None:
+            taught = Taught(dataset, self.taught, collate)
+            dataset, collate = taught, taught.collate  # type: ignore[assignment]
         # Reading mapped files takes microseconds, so Lightning's advice to use many workers does not apply.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         trainer = self.trainer
@@ -262,7 +277,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
             batch_size=sampler.share,
             sampler=sampler,
             num_workers=self.num_workers,
-            collate_fn=type(self).collate,
+            collate_fn=collate,
             pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
             # Workers keep their memory maps over epochs.
             persistent_workers=self.num_workers > 0,

@@ -12,19 +12,21 @@ from megalight.nn.linear import Linear
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.divergence import Projection, linear_divergence
 from megalight.ops.top_token import top_token
+from megalight.types import TopTokens
 
 
 class Lesson(NamedTuple):
     """What a head learns from a teacher.
 
     Attributes:
-        teacher: the teacher's logits, not computed yet, over the same rows of the vocabulary as the head's weight.
+        teacher: the teacher's logits, not computed yet, over the same rows of the vocabulary as the head's weight; or
+            its most likely tokens ``[T, K]`` of the whole vocabulary.
         kind: name of the divergence; see :mod:`megalight.ops.divergence.kinds`.
         temperature: divides the logits of both.
         own: compute the cross entropy of the labels, too.
     """
 
-    teacher: Projection
+    teacher: Projection | TopTokens
     kind: str = "forward_kl"
     temperature: float = 1.0
     own: bool = True

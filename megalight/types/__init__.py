@@ -10,3 +10,4 @@ from megalight.types.packed import ContextShare as ContextShare
 from megalight.types.packed import PackedSequences as PackedSequences
 from megalight.types.packed import to_device as to_device
 from megalight.types.results import WithResults as WithResults
+from megalight.types.top_tokens import TopTokens as TopTokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from megalight.errors import DataError
 from megalight.types.packed import PackedSequences
+from megalight.types.top_tokens import TopTokens
 from megalight.types.zigzag import check_length
 
 
@@ -29,6 +31,7 @@ class TokenBatch:
             (:meth:`PackedSequences.with_axes`). None: tokens have one position. A share keeps them in ``share``.
         places: set by :meth:`context_share`: ``[T]``, the place of each token of the share among the tokens of the
             whole batch, laid end to end. That of padding is 0.
+        taught: ``[B, S]``: what a teacher predicts after each token, from a store. None: there is no store.
     """
 
     tokens: Tensor
@@ -39,6 +42,7 @@ class TokenBatch:
     later: tuple[TokenBatch, ...] = ()
     axis_positions: Tensor | None = field(default=None, kw_only=True)
     places: Tensor | None = field(default=None, kw_only=True)
+    taught: TopTokens | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -87,6 +91,7 @@ class TokenBatch:
                 self.loss_mask[row],
                 None if documents is None else documents[row],
                 axis_positions=None if axes is None else axes[row],
+                taught=None if self.taught is None else self.taught.each(operator.itemgetter(row)),
             )
             for row in rows
         ]
@@ -113,7 +118,13 @@ class TokenBatch:
         def shift(rows: Tensor) -> Tensor:
             return rows.reshape(-1).roll(-by).view(rows.shape).masked_fill(behind, 0)
 
-        return replace(self, tokens=shift(self.tokens), labels=shift(self.labels), loss_mask=shift(self.loss_mask))
+        return replace(
+            self,
+            tokens=shift(self.tokens),
+            labels=shift(self.labels),
+            loss_mask=shift(self.loss_mask),
+            taught=None,
+        )
 
     def context_share(self, rank: int, size: int, multiple: int = 1, ahead: int = 0) -> TokenBatch:
         """Take the part of every sequence that one context-parallel rank holds (:meth:`PackedSequences.zigzag`).
@@ -142,11 +153,17 @@ class TokenBatch:
         def take(rows: Tensor) -> Tensor:
             return rows.reshape(-1)[places].masked_fill(padding, 0).view(shape)
 
+        # Whole rows of padding have no loss, so what is taught there may be that of any token.
+        taught = None
+        if self.taught is not None:
+            taught = self.taught.each(lambda rows: rows.flatten(0, 1)[places].view(*shape, *rows.shape[2:]))
+
         def cut(batch: TokenBatch) -> TokenBatch:
             return TokenBatch(take(batch.tokens), take(batch.labels), take(batch.loss_mask), share=share)
 
         # shifted before the cut: a share's next token may be the first of another share
-        return replace(cut(self), later=tuple(cut(self.shifted(by)) for by in range(1, ahead + 1)), places=places)
+        later = tuple(cut(self.shifted(by)) for by in range(1, ahead + 1))
+        return replace(cut(self), later=later, places=places, taught=taught)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """Copy to ``device``. Copies from page-locked memory never make the host wait."""
@@ -161,6 +178,9 @@ class TokenBatch:
             later=tuple(batch.to(device, non_blocking) for batch in self.later),
             places=None if self.places is None else self.places.to(device, non_blocking=non_blocking),
             axis_positions=None if axes is None else axes.to(device, non_blocking=non_blocking),
+            taught=None
+            if self.taught is None
+            else self.taught.each(lambda rows: rows.to(device, non_blocking=non_blocking)),
         )
 
     def pin_memory(self) -> TokenBatch:
@@ -174,4 +194,5 @@ class TokenBatch:
             later=tuple(batch.pin_memory() for batch in self.later),
             places=None if self.places is None else self.places.pin_memory(),
             axis_positions=None if self.axis_positions is None else self.axis_positions.pin_memory(),
+            taught=None if self.taught is None else self.taught.each(Tensor.pin_memory),
         )

@@ -15,7 +15,20 @@ TRAINER_VERBS = {
 """Verbs of Lightning's Trainer, with the line that ``megalight --help`` shows."""
 
 VERBS = (
-    *("prepare", "recipes", "launch", "generate", "merge", "quantize", "convert", "inspect", "plot", "doctor", "bench"),
+    *(
+        "prepare",
+        "recipes",
+        "launch",
+        "generate",
+        "merge",
+        "quantize",
+        "teach",
+        "convert",
+        "inspect",
+        "plot",
+        "doctor",
+        "bench",
+    ),
     *("schema", "completion"),
 )
 """Our own verbs: the modules of this package."""

@@ -13,5 +13,6 @@ from megalight.models.distillation.distiller import Layout as Layout
 from megalight.models.distillation.distiller import check_tokenizer as check_tokenizer
 from megalight.models.distillation.loss import DistillationLoss as DistillationLoss
 from megalight.models.distillation.loss import LayerPair as LayerPair
+from megalight.models.distillation.recorded import Recorded as Recorded
 from megalight.models.distillation.settings import read_modelopt as read_modelopt
 from megalight.models.distillation.teacher import Teacher as Teacher

@@ -30,7 +30,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
 from megalight.parallel.source import Chosen
 from megalight.parallel.styles import VocabHead
-from megalight.types import PackedSequences
+from megalight.types import PackedSequences, TokenBatch
 
 TEACHER = "teacher"
 """Name of the teacher among the frozen models of a run, and first part of its canonical names."""
@@ -139,13 +139,13 @@ class Distiller:
         """See :func:`check_tokenizer`."""
         check_tokenizer(f"the teacher in {self.folder}", self.files, files)
 
-    def frozen(self) -> FrozenModel:
-        """Return the declaration of the teacher for a run."""
+    def frozen_models(self) -> dict[str, FrozenModel]:
+        """Return the declaration of the teacher for a run, by its name."""
         config, weights = self.teacher.config, open_model(self.folder).weights
         with torch.device("meta"):
             names = [SAVED + part.name for part in parts(self.teacher.build_model())]
         output = "embed.word" if config.tie_embeddings else OUTPUT
-        return FrozenModel(
+        declared = FrozenModel(
             task=self.teacher,
             tensor_parallel=self.layout.tensor_parallel,
             pipeline_parallel=self.layout.pipeline_parallel,
@@ -161,20 +161,21 @@ class Distiller:
                 source=Chosen(weights, {f"{TEACHER}.{HEAD}.layer.weight": f"{SAVED}{output}.weight"}),
             ),
         )
+        return {TEACHER: declared}
 
     def lesson(
-        self, results: Mapping[str, Tensor], places: Tensor | None, sequences: PackedSequences, training: bool
+        self, results: Mapping[str, Tensor], batch: TokenBatch, sequences: PackedSequences, training: bool
     ) -> Lesson:
         """Return what the student's head learns from the teacher's results for a micro-batch.
 
         Args:
             results: of all tokens of the micro-batch.
-            places: ``[T]``, the places of the student's share of the tokens among them; None: it has all.
+            batch: the student's share of it.
             sequences: those of the student, with its padding.
         """
         assert self.teacher.beside is not None
         layer = self.teacher.beside.layer
-        hidden = _share(results["hidden"], places, sequences)
+        hidden = _share(results["hidden"], batch.places, sequences)
         teacher = Projection(hidden, layer.weight, layer.bias, self.teacher.config.logit_softcap)
         # Evaluation reports the student's own loss, which training may leave out.
         return Lesson(teacher, self.loss.divergence, self.loss.temperature, self.loss.own or not training)
@@ -184,7 +185,7 @@ class Distiller:
         comparison: StateComparison,
         kept: Mapping[str, Tensor],
         results: Mapping[str, Tensor],
-        places: Tensor | None,
+        batch: TokenBatch,
         sequences: PackedSequences,
     ) -> dict[str, Tensor]:
         """Return the losses of pairs of hidden states by name, ``[T]`` each, without their weights.
@@ -192,13 +193,15 @@ class Distiller:
         Args:
             comparison: the student's part for them.
             kept: the student's states; see :func:`~megalight.models.hidden.keeping`.
-            results, places, sequences: see :meth:`lesson`.
+            results, batch, sequences: see :meth:`lesson`.
         """
         found = {}
         for name, pair in self._pairs.items():
             theirs = place(pair.teacher)
             state = results["hidden" if theirs == LAST else KEPT + theirs]
-            found[name] = comparison(_share(state, places, sequences), kept[KEPT + place(pair.student)], pair.loss)
+            found[name] = comparison(
+                _share(state, batch.places, sequences), kept[KEPT + place(pair.student)], pair.loss
+            )
         return found
 
     def means(self, comparison: StateComparison, found: Mapping[str, Tensor], mask: Tensor) -> Tensor:

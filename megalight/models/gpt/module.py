@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.models.distillation import TEACHER, Distiller
+from megalight.models.distillation import TEACHER, Distiller, Recorded
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.flops import flops_per_token
@@ -56,11 +56,11 @@ class GPTModule(FamilyModule[GPTConfig]):
     ) -> None:
         super().__init__(config, optimizer, seed, weights, weights_keys)
 
-        self.distiller: Distiller | None = None
+        self.distiller: Distiller | Recorded | None = None
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the teacher, if there is one."""
-        return {} if self.distiller is None else {TEACHER: self.distiller.frozen()}
+        return {} if self.distiller is None else self.distiller.frozen_models()
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse also a projection to the teacher's width that adapters have frozen."""
@@ -106,7 +106,7 @@ class GPTModule(FamilyModule[GPTConfig]):
         lesson, taught = None, self.distiller
         ends = getattr(model, "head", None) is not None
         if taught is not None and ends:
-            lesson = taught.lesson(results[TEACHER], rows.places, sequences, model.training)
+            lesson = taught.lesson(results.get(TEACHER, {}), rows, sequences, model.training)
         with keeping(model, () if taught is None else taught.places, carry) as kept:
             output = model(
                 pack(rows.tokens, sequences, 0),
@@ -120,10 +120,10 @@ class GPTModule(FamilyModule[GPTConfig]):
         depths = {f"mtp_{depth}": tensor for depth, tensor in enumerate(output.depths, 1)}
         found = {"hidden": output.hidden, "losses": output.losses, "divergences": output.divergences}
         answer = depths | {name: tensor for name, tensor in found.items() if tensor is not None}
-        if taught is None or not ends:
+        if not isinstance(taught, Distiller) or not ends:
             return answer | kept
         if taught.loss.pairs:
-            answer |= taught.compared(model.distillation, kept, results[TEACHER], rows.places, sequences)  # type: ignore[arg-type]
+            answer |= taught.compared(model.distillation, kept, results[TEACHER], rows, sequences)  # type: ignore[arg-type]
         if taught.loss.balance and model.training:
             answer["means"] = taught.means(model.distillation, answer, rows.loss_mask)  # type: ignore[arg-type]
         return answer

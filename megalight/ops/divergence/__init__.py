@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from megalight.ops.cross_entropy.chunked import Combine
-from megalight.ops.divergence import chunked
+from megalight.ops.divergence import chunked, top
 from megalight.ops.divergence.kinds import KINDS as KINDS
+from megalight.types import TopTokens
+
+TOP_KINDS = ("forward_kl", "cross_entropy")
+"""Divergences from stored tokens. Others would need the teacher's distribution inside the bucket."""
 
 
 class Projection(NamedTuple):
@@ -30,7 +34,7 @@ class Projection(NamedTuple):
 
 def linear_divergence(
     student: Projection,
-    teacher: Projection,
+    teacher: Projection | TopTokens,
     labels: Tensor,
     *,
     kind: str = "forward_kl",
@@ -47,9 +51,14 @@ def linear_divergence(
     hidden states and take up to 1/32 of the device's memory; those that fit are kept for the backward, as in
     :func:`megalight.ops.cross_entropy.linear_cross_entropy`. The teacher gets no gradient.
 
+    A teacher of stored tokens is compared over its ``K`` tokens and one bucket for all others, into which the student's
+    probabilities are summed: ``sum_k p_k (log p_k - log q_k) + p_rest (log p_rest - log q_rest)``. Its probabilities
+    are those at the temperature, and are divided by their sum.
+
     Args:
+        teacher: its logits, or its most likely tokens ``[T, K]``.
         labels: ``[T]`` int64. Tokens with negative labels have neither loss.
-        kind: a name in :data:`KINDS`.
+        kind: a name in :data:`KINDS`; in :data:`TOP_KINDS` for stored tokens.
         temperature: divides the logits of both models for the divergence. It is not multiplied by its square.
         own: compute the cross entropy.
         chunk: tokens per chunk. None: as many as the memory allows.
@@ -58,12 +67,20 @@ def linear_divergence(
     Returns:
         divergences ``[T]``, and cross entropies ``[T]`` or None, in float32 (float64 for float64).
     """
-    device = student.hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        student, teacher = (side._replace(hidden=side.hidden.to(dtype)) for side in (student, teacher))
     size = student.weight.shape[0]
     real = max(0, min(size, (first_row + size if num_rows is None else num_rows) - first_row))
+    student = _as_autocast(student)
+    if isinstance(teacher, TopTokens):
+        entropy = {"forward_kl": True, "cross_entropy": False}[kind]
+        return top.top_divergence(student, teacher, labels, temperature, own, chunk, first_row, real, combine, entropy)
+    teacher = _as_autocast(teacher)
     return chunked.linear_divergence(
         student, teacher, labels, KINDS[kind], temperature, own, chunk, first_row, real, combine
     )
+
+
+def _as_autocast(side: Projection) -> Projection:
+    device = side.hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return side
+    return side._replace(hidden=side.hidden.to(torch.get_autocast_dtype(device)))

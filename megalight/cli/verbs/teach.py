@@ -1,0 +1,97 @@
+"""``megalight teach TEACHER --top-k K --output FOLDER -- -c RECIPE ...``: store a teacher's predictions."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+PASSED_ON = "fit"
+"""The verb whose arguments come after ``--``."""
+
+
+def describe() -> str:
+    """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
+    return (
+        "store a teacher's most likely tokens for the training samples of a run\n\n"
+        "The arguments after -- are those of megalight fit, for the run that will learn from the store\n"
+        "(Distillation(teacher_logits=FOLDER)). This command runs the teacher in one process, and trains nothing."
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("teacher", help="a checkpoint, a run's folder (its newest one), or a folder of transformers")
+    parser.add_argument("-k", "--top-k", type=int, required=True, help="tokens to store for each token; 64 is usual")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
+    parser.add_argument("-t", "--temperature", type=float, default=1.0, help="divides the logits (default: 1)")
+    parser.add_argument(
+        "--stored", choices=("float16", "float32"), default="float16", help="dtype on disk (default: float16)"
+    )
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a forward pass (default: 1)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the store and print a summary."""
+    from megalight.checkpoint.disk.publish import check_new
+    from megalight.cli.newest import newest_in
+    from megalight.errors import ConfigurationError
+
+    # Before anything is read: the teacher's pass takes hours, and a store is not overwritten.
+    check_new(arguments.output)
+    if arguments.micro_batch_size < 1:
+        raise ConfigurationError(f"--micro-batch-size={arguments.micro_batch_size} must be at least 1.")
+
+    import torch  # after the checks: importing it takes seconds
+
+    from megalight.cli.lightning import parsed
+    from megalight.data.module import TokenDataModule
+    from megalight.inference import load_model
+    from megalight.inference.teaching import check_teaching, teach
+    from megalight.models.distillation import check_tokenizer
+    from megalight.models.stored import open_model
+
+    path = newest_in(arguments.teacher)
+    cli = parsed([PASSED_ON, *arguments.passed_on])
+    data = cli.datamodule
+    if not isinstance(data, TokenDataModule):
+        raise ConfigurationError(
+            f"data is {type(data).__name__}, whose samples have no numbers by which to store predictions; use "
+            "GPTDataModule or SFTDataModule."
+        )
+    stored = open_model(path)
+    theirs, ours = stored.config.vocab_size, getattr(getattr(cli.model, "config", None), "vocab_size", None)
+    if theirs != ours:
+        raise ConfigurationError(
+            f"the teacher in {path} has vocab_size={theirs}, and the model of the run has {ours}: their distributions "
+            "cannot be compared. Use a teacher with the run's tokenizer and vocab_size."
+        )
+    check_teaching(theirs, stored.config.max_sequence_length, data, arguments.top_k, arguments.temperature)
+    check_tokenizer(f"the teacher in {path}", stored.files, data.checkpoint_files())
+    # The trainer says how many samples a run reads.
+    data.trainer = cli.trainer
+    model = load_model(
+        path,
+        arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        getattr(torch, arguments.dtype) if arguments.dtype else None,
+    )
+    meta = teach(
+        model,
+        data,
+        arguments.output,
+        top_k=arguments.top_k,
+        temperature=arguments.temperature,
+        dtype=arguments.stored,
+        micro_batch_size=arguments.micro_batch_size,
+        progress=not arguments.quiet,
+    )
+    size = meta.samples * meta.record.itemsize / 1e6
+    print(
+        f"{arguments.output}: {meta.samples} samples of {meta.sequence_length} tokens, {meta.top_k} of "
+        f"{meta.vocab_size} ids each, {size:.1f} MB"
+    )
+    return 0

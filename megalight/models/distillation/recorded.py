@@ -1,0 +1,167 @@
+"""What a student's LightningModule needs of a teacher whose predictions lie on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalight.data.taught import TaughtStore
+from megalight.data.tokenizer import FILE as TOKENIZER
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError
+from megalight.models.distillation.loss import DistillationLoss
+from megalight.models.gpt.config import GPTConfig
+from megalight.models.packing import masked_sum
+from megalight.nn import Lesson
+from megalight.ops.divergence import TOP_KINDS
+from megalight.parallel.frozen import FrozenModel
+from megalight.types import PackedSequences, TokenBatch
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a student's LightningModule needs of a teacher whose predictions lie on disk.
+
+    Batches bring them (:attr:`~megalight.types.TokenBatch.taught`). Validation has none, and reports the student's own
+    loss.
+
+    Args:
+        folder: what ``megalight teach`` wrote. It is opened when it is first needed.
+        loss: the loss.
+
+    Raises:
+        ConfigurationError: the loss needs more of the teacher than its most likely tokens.
+    """
+
+    folder: str | os.PathLike[str]
+    loss: DistillationLoss
+
+    def __post_init__(self) -> None:
+        """Check the loss."""
+        if self.loss.divergence not in TOP_KINDS:
+            raise ConfigurationError(
+                f"divergence={self.loss.divergence!r} needs all probabilities of the teacher, and a store holds the "
+                f"largest; choose one of {', '.join(TOP_KINDS)}, or give teacher instead of teacher_logits."
+            )
+        if self.loss.pairs or self.loss.balance:
+            raise ConfigurationError(
+                "pairs and balance need the teacher's hidden states, and a store holds none; leave them out (scale "
+                "weighs the divergence against the own loss), or give teacher instead of teacher_logits."
+            )
+
+    @cached_property
+    def store(self) -> TaughtStore:
+        """The store."""
+        return TaughtStore(self.folder)
+
+    def check(self, config: GPTConfig) -> None:
+        """Refuse a store that does not fit the student.
+
+        Args:
+            config: the student.
+
+        Raises:
+            ConfigurationError: the vocabularies have different sizes, or the temperatures differ.
+            DataError: the store is not complete.
+        """
+        meta = self.store.meta
+        if meta.vocab_size != config.vocab_size:
+            raise ConfigurationError(
+                f"the teacher of {self.folder} has vocab_size={meta.vocab_size}, and the student has "
+                f"{config.vocab_size}: their distributions cannot be compared. Use a teacher with the student's "
+                "tokenizer and vocab_size."
+            )
+        if meta.temperature != self.loss.temperature:
+            raise ConfigurationError(
+                f"temperature={self.loss.temperature}, but {self.folder} was written with {meta.temperature}: the "
+                "bucket of unlikely tokens has no other. Set this one, or write the store again with --temperature."
+            )
+
+    def transform(self, config: GPTConfig) -> None:
+        """Return no change of the student."""
+
+    def check_length(self, length: int | None) -> None:
+        """Refuse sequences of another length.
+
+        Args:
+            length: tokens of a sequence of the data; None: not known.
+
+        Raises:
+            DataError: the store was written for another length.
+        """
+        stored = self.store.meta.sequence_length
+        if length is not None and length != stored:
+            raise DataError(
+                f"data.sequence_length={length}, but {self.folder} was written for {stored}; set this one, or write "
+                "the store again with megalight teach."
+            )
+
+    def check_tokenizer(self, files: Mapping[str, bytes]) -> None:
+        """Refuse data of another tokenizer.
+
+        Args:
+            files: the files that come with the data. Without a tokenizer there, nothing is known.
+
+        Raises:
+            DataError: the tokenizers differ.
+        """
+        stored = self.store.meta.tokenizer
+        if stored is None or TOKENIZER not in files:
+            return
+        found = Tokenizer.from_json(files[TOKENIZER].decode()).identity
+        if found != stored:
+            raise DataError(
+                f"{self.folder} was written for data of the tokenizer {stored}, but that of the data is {found}: ids "
+                "do not mean the same. Use that data, or write the store again with megalight teach."
+            )
+
+    def frozen_models(self) -> dict[str, FrozenModel]:
+        """Return nothing: no teacher is in memory."""
+        return {}
+
+    def lesson(
+        self, results: Mapping[str, Tensor], batch: TokenBatch, sequences: PackedSequences, training: bool
+    ) -> Lesson | None:
+        """Return what the student's head learns from the teacher's tokens; None without any (validation).
+
+        Args:
+            results: of frozen models; not used.
+            batch: the student's share of a micro-batch.
+            sequences: those of the student, with its padding.
+            training: whether the own loss may be left out.
+        """
+        if batch.taught is None:
+            return None
+
+        def packed(rows: Tensor) -> Tensor:
+            rows = rows.flatten(0, 1)
+            # Padding has no label, so what is taught there does not count.
+            return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, sequences.num_tokens - len(rows)))
+
+        taught = batch.taught.each(packed)
+        return Lesson(taught, self.loss.divergence, self.loss.temperature, self.loss.own or not training)
+
+    def objective(
+        self, found: Mapping[str, Tensor], mask: Tensor, training: bool
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """Return the loss of a micro-batch, and metrics; see :meth:`.Distiller.objective`."""
+        own = masked_sum(found["losses"], mask) if "losses" in found else None
+        if not training:
+            assert own is not None
+            return own, {}
+        divergence, tokens = masked_sum(found["divergences"], mask), mask.sum()
+        metrics = {"divergence": (divergence.detach(), tokens)}
+        if own is not None:
+            metrics["own_loss"] = own.detach(), tokens
+        return self.loss.objective(divergence, torch.zeros_like(divergence), own, None), metrics
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """No hidden states of the student are compared."""
+        return ()
