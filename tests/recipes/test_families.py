@@ -1,4 +1,4 @@
-"""Recipes of Gemma-2, Gemma-3, Llama 4 and Qwen3-Next: two processes train each, and the weights leave again."""
+"""Recipes of small models of published families: two processes train each, and the weights leave again."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ WORDS = [
             "qwen3-next",
             "qwen3_next",
             ["--model.config.moe.ffn_hidden_size=16", "--model.config.moe.shared.ffn_hidden_size=16"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param("gpt-oss", "gpt_oss", [], marks=pytest.mark.full),
+        pytest.param("olmoe", "olmoe", [], marks=pytest.mark.full),
+        pytest.param(
+            "deepseek-v2",
+            "deepseek_v2",
+            ["--model.config.moe.ffn_hidden_size=16", "--model.config.moe.shared.ffn_hidden_size=32"],
             marks=pytest.mark.full,
         ),
     ],
