@@ -151,6 +151,45 @@ class LowPrecisionOptions:
             )
 
 
+def check_low_precision(model: nn.Module, options: LowPrecisionOptions) -> None:
+    """Check that a model fits, before there are processes.
+
+    Args:
+        model: the whole model, split as one rank would; without values.
+
+    Raises:
+        ConfigurationError: as for :func:`apply_low_precision`.
+    """
+    layers = layers_of(model, "low precision")
+    chosen = _chosen(model, layers, options, len(layers))
+    _check_names(
+        {name: weight.dim() == 3 for layer in layers.values() for name, weight, *_ in _weights(layer)}, options
+    )
+    schemes = options.schemes()
+    for path, layer in chosen.items():
+        for name, weight, *_ in _weights(layer):
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
+                _check_sizes(f"{path}.{name}", weight, schemes)
+
+
+def _chosen(
+    model: nn.Module, layers: Mapping[int, nn.Module], options: LowPrecisionOptions, total: int
+) -> dict[str, nn.Module]:
+    """Return the layers that use low precision by name; ``total``: number of layers of the whole model."""
+    if options.first_layers + options.last_layers >= total:
+        raise ConfigurationError(
+            f"first_layers={options.first_layers} and last_layers={options.last_layers} leave none of {total} layers; "
+            "lower them."
+        )
+    chosen = {
+        f"layers.{index}": layer
+        for index, layer in layers.items()
+        if options.first_layers <= index < total - options.last_layers
+    }
+    # layers of multi-token prediction are neither the first nor the last of the model
+    return {**chosen, **depths_of(model)}
+
+
 def apply_low_precision(
     model: nn.Module,
     options: LowPrecisionOptions,
@@ -181,13 +220,7 @@ def apply_low_precision(
     # An earlier run may have chosen other layers.
     remove_low_precision(model)
     layers = layers_of(model, "low precision")
-    total = len(layers) if num_layers is None else num_layers
-    kept = options.first_layers + options.last_layers
-    if kept >= total:
-        raise ConfigurationError(
-            f"first_layers={options.first_layers} and last_layers={options.last_layers} leave none of {total} layers; "
-            "lower them."
-        )
+    chosen = _chosen(model, layers, options, len(layers) if num_layers is None else num_layers)
     _check_names(_names(layers, mesh), options)
     schemes = options.schemes()
     session = Session(seed)
@@ -199,13 +232,7 @@ def apply_low_precision(
     checked: set[tuple[torch.device, torch.dtype]] = set()
     # Their backward writes the gradients of queries and keys, which are cast for the products that made these.
     rotations = [module for module in model.modules() if isinstance(module, Rotary)]
-    chosen = {
-        f"layers.{index}": layer
-        for index, layer in layers.items()
-        if options.first_layers <= index < total - options.last_layers
-    }
-    # layers of multi-token prediction are neither the first nor the last of the model
-    for path, layer in {**chosen, **depths_of(model)}.items():
+    for path, layer in chosen.items():
         # What makes an input also measures its largest magnitude. The cast then reads the input
         # once instead of twice.
         if kind.wants_magnitudes and schemes.one_scale and not schemes.delayed:

@@ -86,5 +86,6 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> N
         module.check_model(model)
         options = options_for(module, model, strategy.options)
         check_split(model, mesh, options, strategy.precision.dtype, strategy.root_device)
+        strategy.precision.check(model)
         for frozen in module.frozen_models().values():
             frozen.check(mesh, strategy.precision.dtype, strategy.root_device)

@@ -17,6 +17,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.recompute import Recompute
+from megalight.plugins.precision import LowPrecisionOptions, MegatronLowPrecision
 from megalight.strategies import MegatronStrategy, Pipeline
 from tests.strategies.training import BASE
 
@@ -135,6 +136,24 @@ def fit(moe: Callable[[], dict[str, Any]], options: Callable[[], dict[str, Any]]
         enable_checkpointing=False,
         max_steps=1,
     ).fit(GPTModule(config), datamodule=Rows())
+
+
+@pytest.mark.parametrize(
+    ("low", "message"),
+    [
+        ({"modules": ["mlp.expert.*"]}, "matches no linear layer.*mlp.experts.up"),
+        ({"modules": ["mlp.experts.*"]}, r"layers.0.mlp.experts.down has a weight of .* needs multiples of 16"),
+        ({"first_layers": 2}, "leave none of 2 layers"),
+    ],
+)
+def test_8_bits_refused_before_a_process_starts(
+    low: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, **low))
+    with pytest.raises(ConfigurationError, match=f"(?s){message}"):
+        fit(dict, lambda: {**EP, "precision_plugin": plugin})
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(("moe", "options", "message"), CASES.values(), ids=CASES.keys())

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from megalight.errors import ConfigurationError, nearest
 from megalight.ops.linear.low_precision import LOW_PRECISION, Session
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
+from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, check_low_precision
 from megalight.plugins.precision.megatron import MegatronPrecision
 
 
@@ -46,6 +47,14 @@ class MegatronLowPrecision(MegatronPrecision):
         self.options = options or LowPrecisionOptions()
         self.kind = LOW_PRECISION[implementation]
         self.session: Session | None = None
+
+    def check(self, root: nn.Module) -> None:
+        """Check that the layers of the model fit.
+
+        Raises:
+            ConfigurationError: they do not.
+        """
+        check_low_precision(root, self.options)
 
     def prepare(self, model: ParallelModel, seed: int = 0) -> None:
         """Set up the linear layers for low precision.

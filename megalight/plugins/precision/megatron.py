@@ -28,7 +28,7 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
@@ -124,6 +124,9 @@ class MegatronPrecision(Precision):
                 torch.set_default_dtype(before)
         else:
             yield
+
+    def check(self, root: nn.Module) -> None:
+        """Check a model without values, split as one rank would, before there are processes."""
 
     def prepare(self, model: ParallelModel, seed: int = 0) -> None:
         """Prepare this rank's part of the model. Setup calls it when the parameters have their dtype and device.
