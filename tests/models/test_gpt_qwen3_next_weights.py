@@ -147,6 +147,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0; it must be at least 1"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types has no linear_attention"),
         (
             {"layer_types": ["chunked_attention", "linear_attention"]},

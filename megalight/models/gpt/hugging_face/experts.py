@@ -51,10 +51,24 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     return replace(dense, moe=moe)
 
 
+def sparse_layers(values: Mapping[str, Any]) -> tuple[int, set[int]]:
+    """Return the step from one layer with experts to the next, and the layers that have none all the same.
+
+    Raises:
+        ConfigurationError: the step is no positive number.
+    """
+    step = values.get("decoder_sparse_step", 1)
+    if not isinstance(step, int) or step < 1:
+        raise ConfigurationError(
+            f"config.json has decoder_sparse_step={step!r}; it must be at least 1. Experts in every layer are 1."
+        )
+    return step, set(values.get("mlp_only_layers") or ())
+
+
 def _pattern(values: Mapping[str, Any]) -> tuple[bool, ...]:
     if values["model_type"] != "qwen3_moe":
         return (True,)
-    step, dense = values.get("decoder_sparse_step", 1), set(values.get("mlp_only_layers") or ())
+    step, dense = sparse_layers(values)
     # One pattern repeats, unless some layers are named.
     if not dense:
         return (*[False] * (step - 1), True)

@@ -10,6 +10,7 @@ from typing import Any
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.delta_config import DeltaNetConfig
+from megalight.models.gpt.hugging_face.experts import sparse_layers
 from megalight.models.gpt.hugging_face.kind import Kind, refuse_others
 from megalight.models.gpt.hugging_face.llama import llama_map, llama_to
 from megalight.models.gpt.hugging_face.rotary import rotary_from
@@ -121,7 +122,7 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
 
 
 def _experts(values: Mapping[str, Any]) -> MoEConfig | None:
-    step, dense = values.get("decoder_sparse_step", 1), set(values.get("mlp_only_layers") or ())
+    step, dense = sparse_layers(values)
     pattern = tuple(i not in dense and (i + 1) % step == 0 for i in range(values["num_hidden_layers"]))
     if not values["num_experts"] or not any(pattern):
         return None
