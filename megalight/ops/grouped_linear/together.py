@@ -43,7 +43,6 @@ class Together(StackCasts, StackPrecision):
     def __init__(self, recipe: Recipe, session: Session, *, always: bool = False, **options: Any) -> None:
         super().__init__(recipe, session, **options)
         self._least = math.inf if always else LARGE_ONE_SCALE if recipe.one_scale else LARGE
-        self._emulate = bool(options.get("emulate"))
         self._apart = Apart(self)
 
     def wants_sizes(self, weight: Tensor) -> bool:
@@ -56,7 +55,8 @@ class Together(StackCasts, StackPrecision):
         return self._apart if not small and self._has_apart(weight.device) else self
 
     def _has_apart(self, device: torch.device) -> bool:
-        return self._emulate or apart_trial.why_not(self.recipe, device) is None
+        # Emulated products serve everywhere.
+        return self.backend == "reference" or apart_trial.why_not(self.recipe, device) is None
 
     @staticmethod
     def why_not(weight: Tensor, recipe: Recipe, emulate: bool) -> str | None:
