@@ -37,7 +37,16 @@ from megalight.imports import version
 SUSTAINED_TFLOPS = {device: rates.gemm / 1e12 for device, rates in RATES.items()}
 """Measured sustained bf16 matmul rate, the realistic limit of a training step."""
 
-PACKAGES = ("lightning", "triton", "transformers", "transformer_engine", "megatron-core", "megatron-fsdp", "apex")
+PACKAGES = (
+    "lightning",
+    "triton",
+    "transformers",
+    "peft",
+    "transformer_engine",
+    "megatron-core",
+    "megatron-fsdp",
+    "apex",
+)
 
 
 def arguments() -> argparse.Namespace:

@@ -5,7 +5,8 @@
 per GPU and optimizer step, for a replica with ``t = mbs micro seq`` tokens on ``tp pp cp`` GPUs with equal work:
 
 - products: ``6 W t`` operations for the ``W`` matmul weights that a token passes (with the head, without the embedding;
-  of experts, ``k``). In FP8, products of layers run at the FP8 rate, and those of the head at the bf16 rate.
+  of experts, ``k``). Frozen weights have no gradient: ``4 W t``, and ``6 t`` for each weight of their adapters. In FP8,
+  products of layers run at the FP8 rate, and those of the head and of adapters at the bf16 rate.
 - attention: ``6 L H d s t``, causal, at the rate measured for forward and backward with 128 features per head.
 - activations: the bytes that ops other than products move. Elements per token and layer, of 2 bytes in bf16:
 
@@ -21,7 +22,7 @@ per GPU and optimizer step, for a replica with ``t = mbs micro seq`` tokens on `
 
   and once, after the layers, a norm (8 h) and cross entropy (3 V: statistics read, the gradient reads and writes).
 - accumulation: each product that adds to a float32 gradient reads and writes it, 8 bytes per weight and micro-batch.
-  Experts' weights are divided over ``ep`` GPUs.
+  Frozen weights have none. Experts' weights are divided over ``ep`` GPUs.
 - optimizer: per weight, the norm of gradients reads 4 bytes, and zeroing them writes 4. On the shard, Adam reads
   gradient, moments and master, and writes moments, master and the bf16 weight: 30 bytes.
 
@@ -99,12 +100,14 @@ def roofline(step: Step, rates: Rates, replicas: int = 1) -> Roofline:
     # Experts have ep times fewer replicas, so their optimizer state takes as much of each GPU as without ep.
     split = step.tp * step.pp
     saved = step.layers * step.expert_weights * (1 - 1 / step.ep)
-    state = 30 * step.weights / (split * step.cp * replicas) + 8 * (step.weights - saved) / split
+    state = 30 * step.trained_weights / (split * step.cp * replicas) + 8 * (step.trained_weights - saved) / split
+    times, adapters = (4, 6 * step.adapter_weights) if step.rank else (6, 0)
+    accumulated = step.adapter_weights or step.matmul_weights - saved
     return Roofline(
-        products=6 * share * (layers / fast + head / rates.gemm),
+        products=share * (times * (layers / fast + head / rates.gemm) + adapters / rates.gemm),
         attention=share * step.attention_flops_per_token / rates.attention,
         activations=share * activation_bytes_per_token(step) / rates.memory,
-        accumulation=8 * step.micro * (step.matmul_weights - saved) / split / rates.memory,
+        accumulation=8 * step.micro * accumulated / split / rates.memory,
         optimizer=state / rates.memory,
         flops=share * step.flops_per_token,
     )

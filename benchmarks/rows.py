@@ -49,6 +49,7 @@ LONGEST = f"mbs=1 micro=1 cp=4 seq=131072 recompute={NORMS},mlp.act,layers.*[1-4
 """Every fifth layer stores the first product of its MLP. There is no memory for more."""
 MIXTRAL = "layers=4 experts=8 topk=2"
 QWEN3_MOE = "hidden=2048 ffn=768 heads=32 kv=4 dim=128 experts=128 topk=8 vocab=151936"
+ADAPTERS = "mbs=1 micro=4 steps=6 warmup=3 rank=16"
 NO_GAPS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """These rows need nearly all memory for blocks of many sizes, so fragmentation would leave too little."""
 
@@ -127,6 +128,12 @@ ROWS: dict[str, Row] = {
             ("natural", "the router's own routes", "mbs=2 natural=1", 200, 125),
         )
     },
+    "llama3-8b-lora": _row(
+        "Llama-3-8B, adapters of rank 16 on all linear layers, one GPU",
+        f"{LLAMA3_8B} {ADAPTERS}",
+        peers=("peft", "peft-compile", "peft-compile-bf16"),
+    ),
+    "llama3-16l-lora": _row("16 layers of that", f"vocab=128256 {ADAPTERS}", peers=("peft", "peft-compile")),
     "125m": _row("125M, micro-batches of 1024 tokens: bound by launches", SMALL, peers=("hf", "hf-compile")),
     "125m-graph": _row("the same as a CUDA graph", f"{SMALL} graph=1", against=("125m", 1.25)),
     "llama3-16l-dp2": _row("16 layers of Llama-3-8B, DP=2", "vocab=128256 mbs=1", gpus=2, peers=("fsdp2",)),
@@ -238,6 +245,7 @@ ROWS: dict[str, Row] = {
     "tiny-cpu": _row("a tiny model on the CPU, to try the command", TINY, peers=("hf", "mcore-te")),
     "tiny-cpu-dp2": _row("the same, DP=2: two processes", TINY, gpus=2, peers=("fsdp2",)),
     "tiny-cpu-dp2-full": _row("the same, fully sharded", f"{TINY} level=optim_grads_params", gpus=2),
+    "tiny-cpu-lora": _row("the tiny model, adapters alone", f"{TINY} rank=4", peers=("peft",)),
     "tiny-moe-cpu-ep2": _row("tiny experts, EP=2", f"{TINY} experts=4 ep=2", gpus=2),
     "tiny-cpu-tp2": _row("the tiny model, TP=2 with SP", f"{TINY} tp=2", gpus=2),
 }

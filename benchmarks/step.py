@@ -23,7 +23,8 @@ class Step:
     width ``ffn``, divided over ``ep`` ranks; a token passes through ``topk`` of them. Random numbers choose them, so
     that all are equally busy, unless ``natural``. ``dim`` is the size of a head (0: ``hidden / heads``). ``level``
     says what data-parallel replicas shard, and ``sharding`` gives further options of ``DataParallel``, as
-    ``prefetch:2``.
+    ``prefetch:2``. With ``rank``, only low-rank adapters of that rank are trained, one for each linear layer of the
+    layers, and all else is frozen.
     """
 
     layers: int = 16
@@ -58,6 +59,7 @@ class Step:
     dim: int = 0
     level: str = "optim"
     sharding: tuple[str, ...] = ()
+    rank: int = 0
     device: str = "cuda"
 
     @property
@@ -110,6 +112,18 @@ class Step:
         return self.matmul_weights + self.hidden * self.vocab
 
     @property
+    def adapter_weights(self) -> int:
+        """Number of elements in all adapters: ``rank (in + out)`` for q, k, v, the projection, gate, up and down."""
+        attended, keys = self.heads * self.head_dim, self.kv * self.head_dim
+        attention = 4 * self.hidden + 2 * attended + 2 * keys
+        return self.layers * self.rank * (attention + 3 * (self.hidden + self.ffn))
+
+    @property
+    def trained_weights(self) -> int:
+        """Number of elements that the optimizer updates."""
+        return self.adapter_weights or self.weights
+
+    @property
     def attention_flops_per_token(self) -> float:
         """FLOPs of forward and backward of causal attention, which has half of all pairs."""
         return 6.0 * self.layers * self.heads * self.head_dim * self.seq
@@ -117,8 +131,10 @@ class Step:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs: 6 x the matmul weights that a token passes (with the head, without the input embedding) + causal
-        attention."""
-        return 6.0 * (self.layers * self.active_weights + self.hidden * self.vocab) + self.attention_flops_per_token
+        attention. Frozen weights have no gradient, so they count 4 x, and their adapters 6 x."""
+        passed = self.layers * self.active_weights + self.hidden * self.vocab
+        products = 4.0 * passed + 6.0 * self.adapter_weights if self.rank else 6.0 * passed
+        return products + self.attention_flops_per_token
 
     def but(self, text: str) -> Step:
         """Return this step with other values, such as ``"pp=4 vpp=2 recompute=mlp.act,mlp_norm"``."""
@@ -183,7 +199,7 @@ def only_of(step: Step, allowed: Iterable[str]) -> str | None:
     plain = Step()
     asked = [
         name
-        for name in (*SPLITS, "recompute", "graph", "experts", "sharding")
+        for name in (*SPLITS, "recompute", "graph", "experts", "sharding", "rank")
         if name not in allowed and getattr(step, name) != getattr(plain, name)
     ]
     return f"this runner has no {', '.join(asked)}" if asked else None

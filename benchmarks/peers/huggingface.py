@@ -50,8 +50,8 @@ class Runner:
             meter.tick()
 
 
-def llama(step: Step) -> Any:
-    """Make a Llama with the step's shape in float32, on its device. Its values are the same on all ranks and calls."""
+def llama(step: Step, dtype: torch.dtype = torch.float32) -> Any:
+    """Make a Llama with the step's shape, on its device. Its values are the same on all ranks and calls."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -69,7 +69,7 @@ def llama(step: Step) -> Any:
     )
     torch.manual_seed(1)
     with torch.device(step.device):
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM._from_config(config, dtype=dtype)
 
 
 def loss_of(model: nn.Module, step: Step, seed: int) -> torch.Tensor:

@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.meter import Meter, forget, random_rows
 from benchmarks.peers import world_size
 from benchmarks.step import Step
-from megalight.callbacks import CUDAGraph
+from megalight.callbacks import Adapters, CUDAGraph
 from megalight.imports import has
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import BackendConfig
 from megalight.models.gpt.module import GPTModule
+from megalight.models.transforms import LoRA
 from megalight.nn.init import initialise
 from megalight.nn.moe import BalanceConfig, MoEConfig, Router, RouterConfig
 from megalight.nn.side_losses import KeptSideLosses, collecting
@@ -30,6 +31,7 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.transform import apply_transforms
 from megalight.plugins.precision.low_precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from megalight.strategies.checkpoints.options import Checkpoints
@@ -45,6 +47,8 @@ CHECKED_STEPS = 6
 GRAPH_WARMUP = 2
 LEARNING_RATE = 6e-4
 """Learning rate of the twin, before division by its layers. A few times higher, deep narrow models amplify rounding."""
+ADAPTER_LEARNING_RATE = 2e-2
+"""The same for adapters. Their effect is a product of two matrices, one of which begins at 0."""
 
 
 class Wrong(RuntimeError):
@@ -232,14 +236,33 @@ def train(
         enable_model_summary=False,
         use_distributed_sampler=False,
         limit_val_batches=0,
-        callbacks=[Steps(begin, tick), *graphs],
+        callbacks=[Steps(begin, tick), *graphs, *adapters_of(step)],
     )
-    adam = AdamConfig(lr=LEARNING_RATE / step.layers, weight_decay=0.0) if fixed else AdamConfig(lr=1e-4)
+    adam = AdamConfig(lr=twin_rate(step), weight_decay=0.0) if fixed else AdamConfig(lr=1e-4)
     module = GPTModule(replace(config_of(step), backends=BackendConfig(**with_config)), optimizer=adam)
     rows = Rows(step, steps, strategy, fixed)
     trainer.fit(module, DataLoader(rows, batch_size=None, num_workers=2 if cuda else 0, pin_memory=cuda))
     use_backends(**dict.fromkeys(without, "auto"))
     return module
+
+
+def adapters_of(step: Step) -> list[pl.Callback]:
+    """Return the callback that trains adapters alone, if the step asks for that."""
+    return [Adapters(step.rank)] if step.rank else []
+
+
+def twin_rate(step: Step) -> float:
+    """Return the learning rate of a twin."""
+    return (ADAPTER_LEARNING_RATE if step.rank else LEARNING_RATE) / step.layers
+
+
+def one_device(step: Step) -> GPT:
+    """Make the step's model on one device in float32, with its adapters and without values."""
+    with torch.device("meta"):
+        model = GPT(config_of(step))
+        if step.rank:
+            apply_transforms(model, [LoRA(step.rank)])
+    return model.to_empty(device=step.device).float()
 
 
 def precision_of(step: Step) -> dict[str, Any]:
@@ -269,12 +292,10 @@ def sharding_of(step: Step) -> dict[str, Any]:
 
 def by_hand(step: Step) -> list[float]:
     """Return the losses of :func:`train` with ``fixed``, from a plain loop on one device in float32."""
-    adam = AdamConfig(lr=LEARNING_RATE / step.layers)
-    with torch.device("meta"):
-        model = GPT(config_of(step))
-    model = model.to_empty(device=step.device).float()
+    adam, model = AdamConfig(lr=twin_rate(step)), one_device(step)
     initialise(model, GPTModule(config_of(step)).seed, prefix="model.")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0.0)
     replicas = world_size() // step.model_ranks
     rows = torch.cat([share(step, replica, 0) for replica in range(replicas)]).to(step.device)
     sequences = PackedSequences.of_uniform(1, step.seq, step.device)
@@ -288,7 +309,7 @@ def by_hand(step: Step) -> list[float]:
             torch.stack([loss, *(value / len(rows) for value in side.values.values())]).sum().backward()
             mean += float(loss.detach())
         losses.append(mean)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -315,9 +336,7 @@ def check_loss(step: Step, module: GPTModule) -> dict[str, Any]:
     sequences = PackedSequences.of_uniform(1, step.seq, step.device)
     with torch.no_grad():
         fast = module.model(tokens, sequences, labels=labels).losses.float()
-        with torch.device("meta"):
-            wide = GPT(config_of(step))
-        wide = wide.to_empty(device=step.device).float()
+        wide = one_device(step)
         for ours, theirs in zip(wide.parameters(), module.model.parameters(), strict=True):
             ours.copy_(theirs)
         exact = wide(tokens, sequences, labels=labels).losses

@@ -41,6 +41,16 @@ def test_terms_by_hand():
     assert found.tflops == pytest.approx(found.flops / found.seconds / 1e12)
 
 
+def test_frozen_weights_have_no_gradient():
+    found, plain = roofline(replace(SMALL, rank=2), UNIT), roofline(SMALL, UNIT)
+    adapters = 3 * 2 * ((8 + 8) + 2 * (8 + 4) + (8 + 8) + 3 * (8 + 20))
+    assert found.products == (4 * (3 * (192 + 480) + HEAD) + 6 * adapters) * TOKENS
+    assert found.accumulation == 8 * adapters * 5
+    assert found.optimizer == 38 * adapters
+    assert found.activations == plain.activations
+    assert found.flops == found.products + found.attention
+
+
 def test_fp8_speeds_up_the_layers_alone_and_adds_casts():
     found, plain = roofline(replace(SMALL, precision="fp8"), UNIT), roofline(SMALL, UNIT)
     assert found.products == 6 * (3 * 672 / 2 + HEAD) * TOKENS
