@@ -44,7 +44,7 @@ class TransformersExport(pl.Callback):
 
     Raises:
         ConfigurationError: an argument is not one of these, the strategy or the model cannot be exported, or the run
-            keeps no averages for ``ema`` (the latter in ``fit``, before training).
+            keeps no averages for ``ema``, or ends before they begin (in ``fit``, before training).
         CheckpointError: ``folder`` is there already, or cannot be written (in ``fit``, before training).
     """
 
@@ -127,6 +127,22 @@ class TransformersExport(pl.Callback):
         if self.folder is not None:
             target = place(self.folder)
             Ranks().first(f"checking {target}", lambda: check_new(target))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse averages that begin after the last step.
+
+        Only here the number of steps is known, and whether a checkpoint held averages that had begun.
+        """
+        averages = next((each for each in trainer.callbacks if isinstance(each, EMA)), None)  # type: ignore[attr-defined]
+        if not self.ema or averages is None or averages.updates:
+            return
+        steps = trainer.estimated_stepping_batches
+        if averages.start_step > steps:
+            raise ConfigurationError(
+                f"TransformersExport(ema=True) writes moving averages of the weights, which EMA begins at step "
+                f"{averages.start_step} (start_step), and this run ends at step {steps}. Lower start_step, train more "
+                "steps (max_steps, max_epochs), or leave ema out."
+            )
 
     def on_checkpoint_written(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: str) -> None:
         """Write the folder of a finished checkpoint. The strategy calls this on all ranks."""

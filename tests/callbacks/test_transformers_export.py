@@ -136,6 +136,27 @@ def test_averages_that_no_checkpoint_will_have_are_refused_before_training(tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch")
+def test_averages_that_begin_after_the_last_step_are_refused_before_training(tmp_path: Path) -> None:
+    """Whether steps or epochs end the run. Averages that a checkpoint has begun serve, whatever the callback says."""
+    options = {**OPTIONS, "enable_checkpointing": True}
+
+    def fit(folder: str, start_step: int, resume: Path | None = None, **ends: int) -> set[str]:
+        save = ModelCheckpoint(tmp_path / folder, filename="a", every_n_train_steps=1)
+        callbacks = [EMA(0.5, start_step), TransformersExport(ema=True), save]
+        runner = pl_trainer(MegatronStrategy(), callbacks=callbacks, **ends, **options)
+        runner.fit(WithData(BASE, optimizer=ADAM), ckpt_path=resume)
+        return {path.name for path in (tmp_path / folder).iterdir()}
+
+    for ends, last in (({"max_steps": 2}, 2), ({"max_epochs": 1, "limit_train_batches": 1}, 1)):
+        with pytest.raises(ConfigurationError, match=rf"at step 3 \(start_step\), and this run ends at step {last}\."):
+            fit("run", 3, **ends)
+        assert not list(tmp_path.rglob("*"))
+    assert fit("run", 2, max_steps=2) == {"a.ckpt", "a-hf"}
+    assert fit("again", 9, tmp_path / "run" / "a.ckpt", max_steps=3) == {"a.ckpt", "a-hf"}
+
+
 def test_averages_at_the_end_though_the_last_checkpoint_has_none(tmp_path: Path) -> None:
     weights = ModelCheckpoint(tmp_path / "run", filename="a", every_n_train_steps=3, save_weights_only=True)
     _fit(tmp_path / "with", EMA(0.5), weights, steps=3, ema=True)
