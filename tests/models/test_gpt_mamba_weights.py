@@ -129,6 +129,9 @@ def test_what_no_kind_can_say() -> None:
     config = preset("nemotron_h_8b")
     with pytest.raises(ConfigurationError, match=r"Nearest: position\.kind is rope here and none"):
         config_to_transformers(replace(config, position=replace(config.position, kind="rope")))
+    assert config.mamba is not None
+    with pytest.raises(ConfigurationError, match=r"mamba\.norm_eps is 0\.01 here and None"):
+        config_to_transformers(replace(config, mamba=replace(config.mamba, norm_eps=0.01)))
 
 
 @pytest.mark.parametrize("name", ["mamba2_130m", "mamba2_2_7b", "nemotron_h_8b", "nemotron3_nano_30b_a3b"])

@@ -36,6 +36,7 @@ from megalight.models.gpt.megatron import MegatronFolder, config_of
 from megalight.models.gpt.model import GPT
 from megalight.models.saved import saved_model
 from megalight.nn.canonical import canonical_tensors
+from megalight.nn.mamba2 import GatedNorm
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 from megalight.optim.schedules import Cosine
 from megalight.parallel.source import Target
@@ -89,7 +90,7 @@ HYBRID = replace(
     num_layers=5,
     attention=AttentionConfig(),
     layer_pattern="M*M-E",
-    mamba=MambaConfig(num_heads=4, head_dim=6, state_size=5, num_groups=2),
+    mamba=MambaConfig(num_heads=4, head_dim=6, state_size=5, num_groups=2, norm_eps=1e-5),
     activation="squared_relu",
     moe=MoEConfig(
         num_experts=4,
@@ -516,6 +517,11 @@ def test_arguments_become_options() -> None:
     assert sorted(spread.layer_pattern) == ["*", "-", "M"]
     assert spread.mamba is not None
     assert (spread.mamba.num_heads, spread.moe) == (2 * 16 // 8, None)
+    norms = [each.eps for each in GPT(bars).modules() if isinstance(each, GatedNorm)]
+    assert norms == [1e-5, 1e-5]  # whatever the eps of the other norms is
+    same = config_of(vars(arguments(HYBRID, norm_epsilon=1e-5)))
+    assert same.mamba is not None
+    assert same.mamba.norm_eps is None  # so that transformers, which has one eps, can express the model
     exact = config_of(vars(arguments(GPT2, bias_gelu_fusion=False)))
     assert exact.activation == "gelu"
     assert config_of(vars(arguments(LLAMA, softmax_type="off-by-one"))).attention.softmax == "off-by-one"

@@ -162,6 +162,7 @@ def test_ratios(layers: int, attention: float, mlp: float, pattern: str) -> None
         ({"layer_pattern": "M**M", "mamba": MAMBA, "norm": {"after": True}}, "norm.after has no meaning"),
         ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "num_groups": 3}}, "not a multiple of mamba.num_groups 3"),
         ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "norm_groups": 3}}, "not a multiple of mamba.norm_groups 3"),
+        ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "norm_eps": 0.0}}, "mamba.norm_eps is 0.0; it must be above 0"),
         ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "conv_kernel": 1}}, "conv_kernel is 1"),
         ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "step_range": [0.1, 0.01]}}, "step_range is"),
         ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "state_size": 0}}, "state_size is 0"),

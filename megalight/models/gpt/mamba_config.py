@@ -19,6 +19,7 @@ class MambaConfig:
         conv_kernel: number of tokens that the convolution sees.
         conv_bias: whether the convolution has a bias.
         norm_groups: groups of features that the norm after the scan treats on their own. 0: ``num_groups``.
+        norm_eps: eps of that norm. None: that of the model's other norms.
         step_range: range of the initial step sizes.
         step_floor: least initial step size.
     """
@@ -30,6 +31,7 @@ class MambaConfig:
     conv_kernel: int = 4
     conv_bias: bool = True
     norm_groups: int = 0
+    norm_eps: float | None = None
     step_range: tuple[float, float] = (1e-3, 0.1)
     step_floor: float = 1e-4
 
@@ -47,6 +49,7 @@ class MambaConfig:
                 f"mamba.num_heads {self.num_heads} is not a multiple of mamba.{name} {count}; each group serves the "
                 "same number of heads, so choose a divisor.",
             )
+        require(self.norm_eps is None or self.norm_eps > 0, f"mamba.norm_eps is {self.norm_eps}; it must be above 0.")
         require(self.conv_kernel >= 2, f"mamba.conv_kernel is {self.conv_kernel}; it must be at least 2.")
         require(
             len(self.step_range) == 2 and 0 < self.step_range[0] <= self.step_range[1] and self.step_floor > 0,

@@ -179,7 +179,7 @@ def build_mamba(config: GPTConfig, index: int) -> Mamba2:
         conv_kernel=mamba.conv_kernel,
         conv_bias=mamba.conv_bias,
         norm_groups=mamba.norm_groups,
-        norm_eps=config.norm.eps,
+        norm_eps=config.norm.eps if mamba.norm_eps is None else mamba.norm_eps,
         steps=mamba.step_range,
         step_floor=mamba.step_floor,
         std=config.init.std,

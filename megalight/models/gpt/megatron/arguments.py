@@ -15,6 +15,9 @@ from megalight.ops.rotary import RotaryScaling
 COMMON = "common.pt"
 """The file that holds the arguments."""
 
+MIXER_EPS = 1e-5
+"""Eps of the norm behind Mamba's scan, which ``megatron/core/ssm/mamba_mixer.py`` does not take from an argument."""
+
 REFUSED = {
     "multi_latent_attention": "multi-latent attention",
     "mtp_use_repeated_layer": "depths of multi-token prediction that share a layer",
@@ -73,7 +76,7 @@ def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
             tie_embeddings=not get("untie_embeddings_and_output_weights"),
             norm=NormConfig(
                 kind="rms" if get("normalization") == "RMSNorm" else "layer",
-                eps=get("norm_epsilon") or get("layernorm_epsilon") or 1e-5,
+                eps=_norm_eps(arguments),
             ),
             position=PositionConfig(
                 kind=kind,  # type: ignore[arg-type]
@@ -123,7 +126,12 @@ def _mamba(arguments: Mapping[str, Any]) -> MambaConfig:
         head_dim=head_dim,
         state_size=get("mamba_state_dim") or 128,
         num_groups=get("mamba_num_groups") or 8,
+        norm_eps=None if _norm_eps(arguments) == MIXER_EPS else MIXER_EPS,
     )
+
+
+def _norm_eps(arguments: Mapping[str, Any]) -> float:
+    return float(arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5)
 
 
 def _depths(arguments: Mapping[str, Any]) -> MultiTokenConfig | None:
