@@ -131,7 +131,7 @@ def averaged(models: Sequence[StoredModel]) -> StoredModel:
             raise ConfigurationError(
                 f"models of different configurations cannot be averaged: {'; '.join(differences) or other.family.name}."
             )
-    return replace(first, weights=Averaged([model.weights for model in models]), training={})
+    return replace(first, weights=Averaged(first.weights, [model.weights for model in models[1:]]), training={})
 
 
 def save_model(model: StoredModel, path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:

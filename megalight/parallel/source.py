@@ -6,7 +6,7 @@ A source may be one of our checkpoints or a folder of another library. The calle
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
@@ -92,24 +92,33 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Renamed:
-    """A source seen under another prefix: a teacher (``teacher.``) is filled from tensors saved as ``model.``.
+class Request:
+    """What one call of :meth:`Source.fill` asks for: its arguments."""
+
+    targets: Sequence[Target]
+    strict: bool = True
+    prefix: str = ""
+    process_group: ProcessGroup | None = None
+
+    def to(self, source: Source) -> Filled:
+        """Ask a source."""
+        return source.fill(self.targets, strict=self.strict, prefix=self.prefix, process_group=self.process_group)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A source made of another one. Subclasses change what is asked of it, and see what it has read.
 
     Attributes:
-        source: the source that is read. Tensors whose names do not begin with ``theirs`` are not seen.
-        ours: the prefix of names for the caller.
-        theirs: the prefix of names in the source.
+        source: the source that is read.
     """
 
     source: Source
-    ours: str
-    theirs: str
 
     @property
-    def tensors(self) -> dict[str, Stored]:
-        """The available tensors, by our names."""
-        found = self.source.tensors.items()
-        return {self._to_ours(name): stored for name, stored in found if name.startswith(self.theirs)}
+    def tensors(self) -> Mapping[str, Stored]:
+        """The available tensors."""
+        return self.source.tensors
 
     def fill(
         self,
@@ -119,14 +128,57 @@ class Renamed:
         prefix: str = "",
         process_group: ProcessGroup | None = None,
     ) -> Filled:
-        """See :meth:`Source.fill`; errors use the source's own names."""
-        # A generator: the source decides which boxes it reads together, and no list of all of them is made.
-        filled = self.source.fill(
-            (replace(target, name=self._to_theirs(target.name)) for target in targets),
-            strict=strict,
-            prefix=self._to_theirs(prefix or self.ours),
-            process_group=process_group,
-        )
+        """See :meth:`Source.fill`."""
+        request = Request(list(targets), strict, prefix, process_group)
+        passed = self.before(request)
+        return self.after(request, passed, self.read(passed))
+
+    def before(self, request: Request) -> Request:
+        """Return what is asked of the source in place of ``request``."""
+        return request
+
+    def read(self, passed: Request) -> Filled:
+        """Ask the source."""
+        return passed.to(self.source)
+
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """Use what the source has read, and return the names that the caller hears of.
+
+        Args:
+            request: what the caller asked for.
+            passed: what :meth:`before` made of it.
+            filled: what the source answered.
+        """
+        return filled
+
+
+@dataclass(frozen=True)
+class Renamed(Wrapped):
+    """A source seen under another prefix: a teacher (``teacher.``) is filled from tensors saved as ``model.``.
+
+    Tensors whose names do not begin with ``theirs`` are not seen. Errors use the source's own names.
+
+    Attributes:
+        ours: the prefix of names for the caller.
+        theirs: the prefix of names in the source.
+    """
+
+    ours: str
+    theirs: str
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """The available tensors, by our names."""
+        found = self.source.tensors.items()
+        return {self._to_ours(name): stored for name, stored in found if name.startswith(self.theirs)}
+
+    def before(self, request: Request) -> Request:
+        """See :meth:`Wrapped.before`."""
+        targets = [replace(target, name=self._to_theirs(target.name)) for target in request.targets]
+        return replace(request, targets=targets, prefix=self._to_theirs(request.prefix or self.ours))
+
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`Wrapped.after`."""
         return Filled(tuple(map(self._to_ours, filled.missing)), tuple(map(self._to_ours, filled.unexpected)))
 
     def _to_ours(self, name: str) -> str:
@@ -137,15 +189,15 @@ class Renamed:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Chosen(Wrapped):
     """Some tensors of a source, perhaps under other names: a model's head alone, or all of it except the head.
 
+    Tensors that were not chosen are not missed.
+
     Attributes:
-        source: the source that is read.
         names: our name -> name in the source.
     """
 
-    source: Source
     names: Mapping[str, str]
 
     @property
@@ -154,22 +206,21 @@ class Chosen:
         found = self.source.tensors
         return {ours: found[theirs] for ours, theirs in self.names.items() if theirs in found}
 
-    def fill(
-        self,
-        targets: Iterable[Target],
-        *,
-        strict: bool = True,
-        prefix: str = "",
-        process_group: ProcessGroup | None = None,
-    ) -> Filled:
-        """See :meth:`Source.fill`; tensors that were not chosen are not missed."""
-        lost = sorted(set(self.names) - self.tensors.keys())
+    def before(self, request: Request) -> Request:
+        """See :meth:`Wrapped.before`."""
+        lost = self._lost()
         # Known on all ranks alike, and before any of them waits for others.
-        if strict and lost:
+        if request.strict and lost:
             raise CheckpointError(f"the weights lack {self.names[lost[0]]} (and {len(lost) - 1} more tensors).")
-        chosen = (replace(target, name=self.names[target.name]) for target in targets)
-        self.source.fill(chosen, strict=False, process_group=process_group)
-        return Filled(tuple(lost), ())
+        targets = [replace(target, name=self.names[target.name]) for target in request.targets]
+        return replace(request, targets=targets, strict=False, prefix="")
+
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`Wrapped.after`."""
+        return Filled(self._lost(), ())
+
+    def _lost(self) -> tuple[str, ...]:
+        return tuple(sorted(set(self.names) - self.tensors.keys()))
 
 
 def model_targets(model: nn.Module, prefix: str = "") -> Iterator[Target]:

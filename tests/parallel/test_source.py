@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,7 +11,18 @@ from torch import Tensor
 
 from megalight.errors import CheckpointError
 from megalight.parallel.shard import Piece, ShardSpec
-from megalight.parallel.source import Filled, Renamed, Source, Stored, Target, parameter_targets, shard_targets
+from megalight.parallel.source import (
+    Chosen,
+    Filled,
+    Renamed,
+    Request,
+    Source,
+    Stored,
+    Target,
+    Wrapped,
+    parameter_targets,
+    shard_targets,
+)
 from tests.checkpoint.layouts import LAYOUTS, STATES, Layout, Model, full
 
 
@@ -82,3 +93,37 @@ def test_memory_that_would_be_copied_is_refused() -> None:
     tensor: Tensor = torch.zeros(3, 2).t()
     with pytest.raises(RuntimeError, match="view"):
         list(parameter_targets([("x", tensor)], {"x": spec}))
+
+
+class Doubled(Wrapped):
+    """Asks leniently, and doubles what was read."""
+
+    def before(self, request: Request) -> Request:
+        return replace(request, strict=False)
+
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        for target in request.targets:
+            target.data.mul_(2)
+        return Filled(filled.missing, ("strict",) if request.strict and not passed.strict else ())
+
+
+def test_a_wrapped_source_is_asked_and_heard_through_its_hooks() -> None:
+    stored = Dictionary(("model.temperature", "model.layers.0.norm.weight"))
+    norm = torch.ones(6)
+    target = Target("model.layers.0.norm.weight", (6,), (0,), norm)
+    assert Doubled(stored).fill(iter([target])) == Filled((), ("strict",))  # targets may come one by one
+    assert torch.equal(norm, 2 * full("model.layers.0.norm.weight"))
+    assert Wrapped(Doubled(stored)).fill([target], strict=False) == Filled((), ())
+    with pytest.raises(CheckpointError, match=r"unexpected \{'model\.temperature'\}"):
+        Wrapped(stored).fill([target], prefix="model.")
+    assert Wrapped(stored).fill([target], prefix="model.layers") == Filled((), ())
+
+
+def test_chosen_tensors_are_named_where_the_source_lacks_them() -> None:
+    head = Chosen(Dictionary(("model.temperature",)), {"t": "model.temperature", "norm": "model.norm.weight"})
+    value = torch.zeros(())
+    targets = [Target("t", (), (), value)]
+    with pytest.raises(CheckpointError, match=r"the weights lack model\.norm\.weight"):
+        head.fill(targets)
+    assert head.fill(targets, strict=False) == Filled(("norm",), ())
+    assert torch.equal(value, full("model.temperature"))

@@ -5,7 +5,6 @@ Those made of other sources hold as much memory as is filled at a time.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,72 +14,38 @@ from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.compare import compare
 from megalight.checkpoint.ranks import Ranks
-from megalight.parallel.source import Filled, Source, Stored, Target
-
-
-class Filling(ABC):
-    """A source with the tensors of a first one. What the first has filled goes through :meth:`follow`."""
-
-    @property
-    @abstractmethod
-    def first(self) -> Source:
-        """The source that knows the tensors and is filled from first."""
-
-    @abstractmethod
-    def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
-        """Change or count what the first source has read into ``boxes``."""
-
-    @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """The available tensors."""
-        return self.first.tensors
-
-    def fill(
-        self,
-        targets: Iterable[Target],
-        *,
-        strict: bool = True,
-        prefix: str = "",
-        process_group: ProcessGroup | None = None,
-    ) -> Filled:
-        """See :meth:`megalight.parallel.source.Source.fill`."""
-        boxes = list(targets)
-        filled = self.first.fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
-        # After the first has filled: what follows may change or replace that.
-        self.follow(boxes, prefix, process_group)
-        return filled
+from megalight.parallel.source import Filled, Request, Source, Stored, Target, Wrapped
 
 
 @dataclass(frozen=True)
-class Averaged(Filling):
+class Averaged(Wrapped):
     """The mean of several sources with equal tensors. Floating-point values are added in float32, or wider.
 
     Tensors of other dtypes (counters, masks) are those of the first source.
+
+    Attributes:
+        others: the sources besides the first one.
     """
 
-    sources: Sequence[Source]
+    others: Sequence[Source]
 
-    @property
-    def first(self) -> Source:
-        """See :attr:`Filling.first`."""
-        return self.sources[0]
-
-    def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
-        """See :meth:`Filling.follow`."""
-        floating = [box for box in boxes if self._is_float(box.name)]
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+        floating = [box for box in request.targets if self._is_float(box.name)]
         total: list[Target] = []
-        for source in self.sources:
+        for source in (self.source, *self.others):
             # The first is read again, too: its values may have been rounded to the boxes' dtype, and a sum of half
             # values would lose digits.
             parts = [replace(box, data=_wide(box.data)) for box in floating]
-            source.fill(parts, strict=False, process_group=process_group)
+            source.fill(parts, strict=False, process_group=request.process_group)
             # Empty in the first turn, whose parts become the sum.
             for sum_, part in zip(total, parts, strict=False):
                 sum_.data.add_(part.data)
             total = total or parts
         for box, sum_ in zip(floating, total, strict=True):
             # Divided before it is rounded to the box's dtype.
-            box.data.copy_(sum_.data.div_(len(self.sources)))
+            box.data.copy_(sum_.data.div_(1 + len(self.others)))
+        return filled
 
     def _is_float(self, name: str) -> bool:
         return name in self.tensors and getattr(torch, self.tensors[name].dtype).is_floating_point
@@ -91,39 +56,30 @@ def _wide(data: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Overlaid(Filling):
-    """A source whose tensors are read from ``over`` where it has them, and from ``under`` where not."""
+class Overlaid(Wrapped):
+    """A source whose tensors are read from ``over`` where that has them."""
 
-    under: Source
     over: Source
 
-    @property
-    def first(self) -> Source:
-        """See :attr:`Filling.first`."""
-        return self.under
-
-    def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
-        """See :meth:`Filling.follow`."""
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         held = self.over.tensors
-        # Only its own tensors; all else stays as `under` has filled it.
-        self.over.fill([box for box in boxes if box.name in held], strict=False, process_group=process_group)
+        # Only its own tensors; all else stays as the source below has filled it.
+        boxes = [box for box in request.targets if box.name in held]
+        self.over.fill(boxes, strict=False, process_group=request.process_group)
+        return filled
 
 
 @dataclass(frozen=True)
-class Watched(Filling):
+class Watched(Wrapped):
     """A source that reports how many elements each fill has read."""
 
-    source: Source
     report: Callable[[int], None]
 
-    @property
-    def first(self) -> Source:
-        """See :attr:`Filling.first`."""
-        return self.source
-
-    def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
-        """See :meth:`Filling.follow`."""
-        self.report(sum(box.data.numel() for box in boxes))
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+        self.report(sum(box.data.numel() for box in request.targets))
+        return filled
 
 
 @dataclass(frozen=True)

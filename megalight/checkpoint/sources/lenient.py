@@ -3,56 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-
-from torch.distributed import ProcessGroup
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from megalight.checkpoint.ranks import Ranks
-from megalight.parallel.source import Filled, Source, Stored, Target
+from megalight.parallel.source import Filled, Request, Wrapped
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Lenient:
+class Lenient(Wrapped):
     """A source that fills what it has: missing tensors keep their values, and tensors nobody asks for are skipped.
 
     Attributes:
-        source: the source that is read.
         where: what the log calls it.
         say: whether rank 0 logs the name of every tensor that a strict fill misses or skips.
         skipped: names of other stored tensors, which ``source`` itself does not show.
         label: what the log calls a tensor of ``source``.
     """
 
-    source: Source
     where: str
     say: bool
     skipped: tuple[str, ...] = ()
     label: Callable[[str], str] = repr
 
-    @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """The available tensors."""
-        return self.source.tensors
+    def before(self, request: Request) -> Request:
+        """See :meth:`~megalight.parallel.source.Wrapped.before`. ``strict`` only decides about the log."""
+        return replace(request, strict=False)
 
-    def fill(
-        self,
-        targets: Iterable[Target],
-        *,
-        strict: bool = True,
-        prefix: str = "",
-        process_group: ProcessGroup | None = None,
-    ) -> Filled:
-        """See :meth:`megalight.parallel.source.Source.fill`; ``strict`` only decides about the log.
-
-        Raises:
-            CheckpointError: shapes differ, or a file is damaged.
-        """
-        filled = self.source.fill(targets, strict=False, prefix=prefix, process_group=process_group)
-        if strict and self.say:
-            self._report(filled, Ranks(process_group))
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+        if request.strict and self.say:
+            self._report(filled, Ranks(request.process_group))
         return Filled(filled.missing, (*filled.unexpected, *self.skipped))
 
     def _report(self, filled: Filled, ranks: Ranks) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.distillation import OUTPUT, SAVED, Teacher, check_tokenizer
@@ -22,7 +21,7 @@ from megalight.nn.canonical import parts
 from megalight.parallel.frozen import Beside, FrozenModel
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.plan import Plan
-from megalight.parallel.source import Chosen, Filled, Source, Stored, Target
+from megalight.parallel.source import Chosen, Filled, Request, Target, Wrapped
 from megalight.parallel.styles import Vocab, VocabHead
 
 BASE = "base"
@@ -128,47 +127,39 @@ class BaseModel:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A source in which some tensors have only some of their rows.
+class Rows(Wrapped):
+    """A source in which some tensors have only some of their rows. A tensor whose rows are chosen is read whole.
 
     Attributes:
-        source: the source that is read.
         rows: name -> the rows that are left, in this order.
     """
 
-    source: Source
     rows: Mapping[str, Sequence[int]]
 
-    @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """The tensors that keep all of their rows, and the others as they are stored."""
-        return self.source.tensors
+    def before(self, request: Request) -> Request:
+        """See :meth:`~megalight.parallel.source.Wrapped.before`."""
+        return replace(request, targets=[self._whole(target) for target in request.targets])
 
-    def fill(
-        self,
-        targets: Iterable[Target],
-        *,
-        strict: bool = True,
-        prefix: str = "",
-        process_group: ProcessGroup | None = None,
-    ) -> Filled:
-        """See :meth:`Source.fill`. A tensor whose rows are chosen is read whole."""
-        read: list[tuple[Target, Tensor]] = []
-        asked: list[Target] = []
-        for target in targets:
-            if target.name in self.rows:
-                shape = tuple(self.source.tensors[target.name].shape)
-                whole = torch.empty(shape, dtype=target.data.dtype)
-                read.append((target, whole))
-                target = Target(target.name, shape, (0,) * len(shape), whole)
-            asked.append(target)
+    def read(self, passed: Request) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.read`."""
         missing: list[str] = []
         # A tied base has one tensor for both ends, and a source reads a box once in a call. All ranks take part in
         # every call, also with nothing to read.
         for name in sorted(self.tensors):
-            part = [target for target in asked if target.name == name]
-            missing += self.source.fill(part, strict=strict, prefix=prefix, process_group=process_group).missing
-        for target, whole in read:
-            first, count = target.offset[0], target.data.shape[0]
-            target.data.copy_(whole[list(self.rows[target.name][first : first + count])])
+            part = [target for target in passed.targets if target.name == name]
+            missing += replace(passed, targets=part).to(self.source).missing
         return Filled(tuple(dict.fromkeys(missing)), ())
+
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+        for target, whole in zip(request.targets, passed.targets, strict=True):
+            if target.name in self.rows:
+                first, count = target.offset[0], target.data.shape[0]
+                target.data.copy_(whole.data[list(self.rows[target.name][first : first + count])])
+        return filled
+
+    def _whole(self, target: Target) -> Target:
+        if target.name not in self.rows:
+            return target
+        shape = tuple(self.source.tensors[target.name].shape)
+        return Target(target.name, shape, (0,) * len(shape), torch.empty(shape, dtype=target.data.dtype))
