@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megalight.nn.canonical import Section
 from megalight.nn.init import Constant, Initializer, Normal
 from megalight.ops.linear import linear
+from megalight.ops.low_rank import add_low_rank
 
 
 class Adapter(nn.Module):
@@ -101,18 +102,12 @@ class Adapter(nn.Module):
         return self.B.shape[1]
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x [..., in], y [..., out] -> [..., out]``; ``weight`` and ``bias`` are the layer's."""
+        """``x [..., in], y [..., out] -> [..., out]``, in place of ``y``; ``weight`` and ``bias`` are the layer's."""
         # The factor multiplies the narrow tensor, which is the smaller one.
         narrow = self.scale * self.meet(linear(x if self.dropout is None else self.dropout(x), self.A))
         if self.magnitude is not None:
             return self._with_lengths(narrow, y, weight, bias)
-        if len(self.adapted) == 1:
-            # One section: a single product, and no split.
-            return y + linear(narrow, self.B)
-        # a fused layer: each adapted section adds the product of its own pair, the others do not change
-        pairs = zip(torch.split(narrow, self.width, -1), torch.split(self.B, self.sizes), strict=True)
-        parts = zip(torch.split(y, self.section_sizes, -1), self.adapted, strict=True)
-        return torch.cat([part + linear(*next(pairs)) if adapted else part for part, adapted in parts], -1)
+        return add_low_rank(y, narrow, self.B, self.section_sizes, self.adapted)
 
     def _with_lengths(self, narrow: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Give the rows of ``W + scale B A`` the lengths of ``magnitude``."""
