@@ -16,6 +16,7 @@ from megalight.nn.latent_attention import SharedHead as SharedHead
 from megalight.nn.layer import TransformerLayer as TransformerLayer
 from megalight.nn.lineage import Lineage as Lineage
 from megalight.nn.lineage import LineageAttention as LineageAttention
+from megalight.nn.lineage import LineageLatentAttention as LineageLatentAttention
 from megalight.nn.linear import Linear as Linear
 from megalight.nn.mamba2 import Mamba2 as Mamba2
 from megalight.nn.masked_lm import MaskedLMHead as MaskedLMHead

@@ -43,6 +43,7 @@ class LatentAttention(nn.Module):
         value_dim: features of a value head, ``V``.
         inner: attention between the projections. It must have the scale of ``D + R`` features: in generation, heads
             have ``c + R``.
+        input_size: width of the input. None: ``hidden_size``, which is that of the output.
         norm_eps: eps of the norms of the latents.
         rotary: name of the rotary table in the context. None means no rotation.
         std: standard deviation of the initial weights, except for ``proj``.
@@ -61,6 +62,7 @@ class LatentAttention(nn.Module):
         value_dim: int,
         inner: nn.Module,
         *,
+        input_size: int | None = None,
         norm_eps: float = 1e-6,
         rotary: str | None = None,
         std: float = 0.02,
@@ -70,15 +72,16 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.kv_rank, self.head_dim, self.rotary_dim, self.value_dim = kv_rank, head_dim, rotary_dim, value_dim
         self.rotary = rotary
+        width = input_size or hidden_size
         self.q_down: Linear | None = None
         self.q_latent_norm: nn.Module | None = None
         if q_rank is not None:
-            self.q_down = Linear(hidden_size, q_rank, std=std)
+            self.q_down = Linear(width, q_rank, std=std)
             self.q_latent_norm = RMSNorm(q_rank, norm_eps, backend=norm_backend)
         # The heads are the units: those of `q_up` and `kv_up` divide, and the latents stay whole.
         queries = Section("q_up", num_heads * (head_dim + rotary_dim), num_heads)
-        self.q_up = Linear(hidden_size if q_rank is None else q_rank, (queries,), std=std)
-        self.kv_down = Linear(hidden_size, kv_rank + rotary_dim, std=std)
+        self.q_up = Linear(width if q_rank is None else q_rank, (queries,), std=std)
+        self.kv_down = Linear(width, kv_rank + rotary_dim, std=std)
         self.kv_latent_norm = RMSNorm(kv_rank, norm_eps, backend=norm_backend)
         self.kv_up = Linear(kv_rank, (Section("kv_up", num_heads * (head_dim + value_dim), num_heads),), std=std)
         self.shared_key = SharedHead()
@@ -97,6 +100,17 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, h] -> [T, h]``. ``memory`` is unused."""
+        q, latent, key = self._latents(hidden, context)
+        if state is not None:
+            rows = state.append(torch.cat([latent, key], -1))
+            # the first pass of a sequence has no earlier tokens, and computes keys and values as training does
+            if context.sequences.keys is not None:
+                return self._project(self._continue(q, rows, context))
+        k, v = self._keys_values(latent, key)
+        return self._project(self.inner(q, k, v, context.sequences))
+
+    def _latents(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries ``[T, H, D + R]``, normed latents ``[T, c]`` and rotated features of keys ``[T, R]``."""
         table = None if self.rotary is None else context.rotary[self.rotary]
         q_latent = hidden
         if self.q_down is not None and self.q_latent_norm is not None:
@@ -109,13 +123,7 @@ class LatentAttention(nn.Module):
         if table is not None:
             plain, turned = torch.split(q, [self.head_dim, self.rotary_dim], -1)
             q, key = torch.cat([plain, table.rotate(turned)], -1), table.rotate(key[:, None])[:, 0]
-        if state is not None:
-            rows = state.append(torch.cat([latent, key], -1))
-            # the first pass of a sequence has no earlier tokens, and computes keys and values as training does
-            if context.sequences.keys is not None:
-                return self._project(self._continue(q, rows, context))
-        k, v = self._keys_values(latent, key)
-        return self._project(self.inner(q, k, v, context.sequences))
+        return q, latent, key
 
     def _project(self, mixed: Tensor) -> Tensor:
         projected: Tensor = self.proj(mixed.flatten(1))

@@ -22,40 +22,56 @@ from megalight.types import PackedSequences
 
 
 def lineage_attention(
-    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], sequences: PackedSequences
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    sequences: PackedSequences,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
-    """Return the output ``[T, H, D]`` of step ``len(keys) - 1``, with scores divided by ``sqrt(D)``.
+    """Return the output ``[T, H, Dv]`` of step ``len(keys) - 1``.
 
     Args:
         q: ``[T, H, D]``, the queries of this step.
-        keys: for each step up to this one ``[T, Hkv, D]``.
-        values: likewise.
-        sequences: how the places divide into sequences.
+        keys: for each step up to this one ``[T, Hkv, D]``; those of the first step ``[Tk, Hkv, D]``, if
+            ``sequences.keys`` describes them.
+        values: likewise, ``[T, Hkv, Dv]``.
+        sequences: how the places divide into sequences. Queries are the last tokens of ``sequences.keys``.
+        scale: factor on scores; ``1 / sqrt(D)`` by default.
 
     Raises:
         LayoutError: the tokens are a context-parallel share.
     """
     if len(keys) == 1:
-        return attention(q, keys[0], values[0], sequences)
+        return attention(q, keys[0], values[0], sequences, scale=scale)
     lineage = torch.stack(list(keys[1:])), torch.stack(list(values[1:]))
-    out: Tensor = apply(_Lineage, q, keys[0], values[0], *lineage, sequences)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    out: Tensor = apply(_Lineage, q, keys[0], values[0], *lineage, sequences, scale)
     return out
 
 
 class _Lineage(torch.autograd.Function):
-    """``q [T, H, D]``, ``k, v [T, Hkv, D]``, and of the lineage ``[n, T, Hkv, D]``."""
+    """``q [T, H, D]``, ``k, v [Tk, Hkv, D]``, and of the lineage ``[n, T, Hkv, D]``."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, sequences: PackedSequences
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        own_k: Tensor,
+        own_v: Tensor,
+        sequences: PackedSequences,
+        scale: float,
     ) -> Tensor:
-        dense = sequences.uniform
+        dense = sequences.uniform if sequences.keys is None else None
         ctx.batch, ctx.packing = (1, sequences) if dense is None else (dense[0], None)
+        ctx.scale = scale
         query, key, value = (t.view(ctx.batch, -1, *t.shape[1:]) for t in (q, k, v))
-        out, lse = block_attention(query, key, value, ctx.packing, causal=True)
+        out, lse = block_attention(query, key, value, ctx.packing, causal=True, scale=scale)
         # `[T, H]`, of the real tokens
         real = lse.transpose(1, 2).flatten(0, 1)
-        scores = _scores(q, own_k)
+        scores = _by_head(q, own_k) * scale
         total = torch.logaddexp(real, scores.logsumexp(0))
         weights = (scores - total).exp()
         merged = out.flatten(0, 1) * (real - total).exp()[..., None] + _sum(weights, own_v)
@@ -72,14 +88,16 @@ class _Lineage(torch.autograd.Function):
         )
         lse = total.view(ctx.batch, -1, total.shape[1]).transpose(1, 2).contiguous()
         # With the merged output and log-sum-exp, the gradients of the block and of the lineage add up to the whole.
-        found = block_attention_backward(pulled, query, key, value, merged, lse, ctx.packing, causal=True)
+        found = block_attention_backward(
+            pulled, query, key, value, merged, lse, ctx.packing, causal=True, scale=ctx.scale
+        )
         grad_q, grad_k, grad_v = (part.flatten(0, 1) for part in found)
         pull, kind = grad.to(total.dtype), total.dtype
-        weights = (_scores(q, own_k) - total).exp()  # [n, T, H]
+        weights = (_by_head(q, own_k) * ctx.scale - total).exp()  # [n, T, H]
         slopes = _by_head(pull, own_v) - (pull * out.to(kind)).sum(-1)
-        slopes = weights * slopes / math.sqrt(q.shape[-1])
+        slopes = weights * slopes * ctx.scale
         grad_q = (grad_q.to(kind) + _sum(slopes, own_k)).to(q.dtype)
-        return grad_q, grad_k, grad_v, _outer(slopes, q, own_k), _outer(weights, grad, own_v), None
+        return grad_q, grad_k, grad_v, _outer(slopes, q, own_k), _outer(weights, grad, own_v), None, None
 
 
 def _by_head(heads: Tensor, own: Tensor) -> Tensor:
@@ -87,10 +105,6 @@ def _by_head(heads: Tensor, own: Tensor) -> Tensor:
     kind = wide(heads.dtype)
     grouped = heads.to(kind).reshape(len(heads), own.shape[2], -1, heads.shape[-1])
     return torch.einsum("tkgd,ntkd->ntkg", grouped, own.to(kind)).flatten(2)
-
-
-def _scores(q: Tensor, own_k: Tensor) -> Tensor:
-    return _by_head(q, own_k) / math.sqrt(q.shape[-1])
 
 
 def _sum(weights: Tensor, own: Tensor) -> Tensor:

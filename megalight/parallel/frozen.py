@@ -91,7 +91,7 @@ class FrozenModel:
 
     Attributes:
         task: the model and its forward pass.
-        tensor_parallel, pipeline_parallel: its own degrees; data parallelism uses the remaining ranks.
+        tensor_parallel, pipeline_parallel, expert_parallel: its own degrees; data parallelism uses the remaining ranks.
         options: further options of its split; the plan of a ``MegalightModule`` is its own.
         source: its values; None: initial values drawn with ``seed``.
         saved_as: the prefix of its names in the source.
@@ -105,6 +105,7 @@ class FrozenModel:
     task: FrozenTask
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: int = 1
     options: ParallelOptions = field(default_factory=ParallelOptions)
     source: Source | None = None
     saved_as: str = "model"
@@ -133,7 +134,13 @@ class FrozenModel:
         Raises:
             LayoutError: the ranks are not divisible.
         """
-        return ParallelMesh(mesh.world_size, mesh.global_rank, tp=self.tensor_parallel, pp=self.pipeline_parallel)
+        return ParallelMesh(
+            mesh.world_size,
+            mesh.global_rank,
+            tp=self.tensor_parallel,
+            pp=self.pipeline_parallel,
+            ep=self.expert_parallel,
+        )
 
     def build(self, name: str, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> FrozenRun:
         """Build the model with its values on the ranks of the trained model. All of them call this together.
@@ -219,6 +226,12 @@ class FrozenRun:
                 replica, also along ``cp``.
         """
         homes, skeletons = self._all(micro_batches)
+        wanted = len(skeletons)
+        # Replicas that exchange tokens of experts run equally many: the last micro-batch again, for nobody.
+        again = -wanted % len(self._theirs) if self.model.coupling is not None else 0
+        homes, skeletons = homes + homes[-1:] * again, skeletons + skeletons[-1:] * again
+        if homes[-1] == self._replica:
+            micro_batches = [*micro_batches, *[micro_batches[-1]] * again]
         # Replica of the frozen model for each micro-batch: equal, consecutive shares.
         share = [index * len(self._theirs) // len(skeletons) for index in range(len(skeletons))]
         inputs = [
@@ -236,7 +249,7 @@ class FrozenRun:
         # The way back: from the last stage of each frozen replica to the ranks that need the results.
         outputs = [
             Route(self._answering[replica], self._asking[home], form)
-            for home, replica, form in zip(homes, share, forms, strict=True)
+            for home, replica, form in zip(homes[:wanted], share, forms, strict=False)
         ]
         results = exchange(
             # Ranks on other stages have no answers, and only take part in the exchange.
@@ -247,7 +260,7 @@ class FrozenRun:
         )
         if self._rank not in self._asking[self._replica]:
             return [{} for _ in micro_batches]
-        found = zip(forms, results, strict=True)
+        found = zip(forms, results, strict=False)
         return [
             {entry.name: tensor for entry, tensor in zip(form, tensors, strict=True)}
             for form, tensors in found

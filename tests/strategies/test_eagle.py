@@ -27,6 +27,8 @@ from megalight.models.gpt import GPT
 from megalight.models.stored import held_model, save_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialise
+from megalight.nn.moe import MoEConfig, RouterConfig
+from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import check_split
 from megalight.parallel.options import ParallelOptions
@@ -36,15 +38,16 @@ from tests.strategies.training import BASE, SEED, global_batch
 from tests.workers import run
 
 STEPS, LR, DECAY, AHEAD = 2, 1e-2, 0.7, 3
-SERVED = replace(BASE, num_layers=4, logit_softcap=9.0)
+SERVED = {"dense": replace(BASE, num_layers=4, logit_softcap=9.0)}
+SERVED["experts"] = replace(SERVED["dense"], moe=MoEConfig(num_experts=4, router=RouterConfig(top_k=2)))
 LAYERS = (3, 1, 2)
 """Not in ascending order: the draft reads them in the order that it was trained for."""
 IDS = tuple(range(2, 99, 8))
 """13, so that two ranks have padding; few, so that some guesses are right by chance."""
 
 
-def served() -> GPT:
-    model = GPT(SERVED).double()
+def served(kind: str = "dense") -> GPT:
+    model = GPT(SERVED[kind]).double()
     initialise(model, 11, "model.")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -53,10 +56,16 @@ def served() -> GPT:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "base"
-    save_model(held_model("gpt", SERVED, served()), folder)
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    for kind, config in SERVED.items():
+        save_model(held_model("gpt", config, served(kind)), folder / kind)
     return folder
+
+
+@pytest.fixture(scope="module")
+def base(bases: Path) -> Path:
+    return bases / "dense"
 
 
 def config(ids: tuple[int, ...] = IDS) -> EagleConfig:
@@ -64,17 +73,17 @@ def config(ids: tuple[int, ...] = IDS) -> EagleConfig:
 
 
 class Drafter(EagleModule):
-    def __init__(self, base: Path, packed: bool, ids: tuple[int, ...], **options: Any) -> None:
-        super().__init__(base, config(ids), seed=SEED, steps=AHEAD, decay=DECAY, **options)
-        self.packed = packed
+    def __init__(self, base: Path, packed: bool, rows: int, draft: EagleConfig, **options: Any) -> None:
+        super().__init__(base, draft, seed=SEED, steps=AHEAD, decay=DECAY, **options)
+        self.packed, self.rows = packed, rows
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=LR)
 
     def train_dataloader(self) -> DataLoader[Any]:
         share = self.trainer.strategy.distributed_sampler_kwargs
-        batches = [global_batch(step, packed=self.packed) for step in range(STEPS)]
-        rows = [batch.split(4 // share["num_replicas"])[share["rank"]] for batch in batches]
+        batches = [global_batch(step, self.rows, packed=self.packed) for step in range(STEPS)]
+        rows = [batch.split(self.rows // share["num_replicas"])[share["rank"]] for batch in batches]
         return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
 
     val_dataloader = train_dataloader
@@ -117,9 +126,11 @@ def guesses(w: Mapping[str, Tensor], fused: Tensor, embedded: list[Tensor]) -> l
 
 
 @functools.cache
-def by_hand(packed: bool, ids: tuple[int, ...]) -> tuple[list[tuple[float, ...]], Mapping[str, Any]]:
+def by_hand(
+    packed: bool, count: int, config: EagleConfig, kind: str
+) -> tuple[list[tuple[float, ...]], Mapping[str, Any]]:
     """Objective, and loss and accuracy of each step, of each batch; and the weights at the end."""
-    draft, guide = DraftModel(config(ids).beside(SERVED)).double(), served()
+    draft, guide, ids = DraftModel(config.beside(SERVED[kind])).double(), served(kind), config.draft_ids
     initialise(draft, SEED, "model.")
     weights, rows = canonical_tensors(draft), []
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
@@ -128,7 +139,7 @@ def by_hand(packed: bool, ids: tuple[int, ...]) -> tuple[list[tuple[float, ...]]
     for name, layer in guide.layers.items():
         layer.register_forward_hook(lambda *call, name=name: kept.__setitem__(int(name) + 1, call[2]))
     for number in range(STEPS):
-        batch = global_batch(number, packed=packed)
+        batch = global_batch(number, count, packed=packed)
         with torch.no_grad():
             logits = guide(batch.tokens.flatten(), batch.sequences).logits[:, list(ids) or slice(None)]
         table = guide.embed.word.weight.detach()
@@ -157,8 +168,8 @@ def by_hand(packed: bool, ids: tuple[int, ...]) -> tuple[list[tuple[float, ...]]
     return rows, {name: leaf.detach().numpy() for name, leaf in leaves.items()}
 
 
-def check(base: Path, layout: dict[str, Any], packed: bool, ids: tuple[int, ...], options: dict[str, Any]) -> None:
-    module, rows = Drafter(base, packed, ids, **options), []
+def check(base: Path, layout: dict[str, Any], packed: bool, count: int, draft: EagleConfig, options: Any) -> None:
+    module, rows = Drafter(base, packed, count, draft, **options), []
     how = MegatronStrategy(micro_batch_size=1, **layout)
 
     def keep(*_: Any) -> None:
@@ -170,7 +181,7 @@ def check(base: Path, layout: dict[str, Any], packed: bool, ids: tuple[int, ...]
     module.on_train_batch_end = keep  # type: ignore[method-assign]
     runner = trainer(how, max_steps=STEPS, use_distributed_sampler=False, num_sanity_val_steps=0)
     runner.fit(module)
-    wanted_rows, wanted = by_hand(packed, ids)
+    wanted_rows, wanted = by_hand(packed, count, draft, base.name)
     np.testing.assert_allclose(rows, wanted_rows, rtol=1e-9)
     assert how.parallel_model is not None
     for name, tensor in how.parallel_model.tensors().items():
@@ -179,37 +190,42 @@ def check(base: Path, layout: dict[str, Any], packed: bool, ids: tuple[int, ...]
             error = np.linalg.norm(piece.view(tensor.detach()).numpy() - value) / max(np.linalg.norm(value), 1e-3)
             assert error <= 1e-9, f"{piece.name} differs by {error:.1e}"
     assert 0 <= float(runner.callback_metrics["val_step_0_accuracy"]) <= 1
-    folder = base.parent / f"draft-{how.mesh.world_size}-{how.mesh.tp}-{packed}"
+    folder = base.parent / f"draft-{base.name}-{how.mesh.describe()}-{packed}"
     runner.save_checkpoint(folder)
     assert not any("base" in name for name in checkpoint.open(folder).tensors)
+
+
+TP, SP, CP = {"tensor_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel": 2}
+CHUNKS = {"pipeline_parallel": 2, "pipeline_layout": "Et|t|t|tL"}
 
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "packed", "ids", "options"),
     [
         (1, {}, True, IDS, {}),
-        (2, {"tensor_parallel": 2}, False, IDS, {}),
-        (2, {"tensor_parallel": 2, "sequence_parallel": True}, True, (), {"tensor_parallel": 2}),
+        (2, TP, False, IDS, {}),
+        (2, SP, True, (), TP),
         (2, {}, True, IDS, {"pipeline_parallel": 2}),
-        pytest.param(
-            4,
-            {"tensor_parallel": 2, "sequence_parallel": True},
-            False,
-            IDS,
-            {"tensor_parallel": 2, "pipeline_parallel": 2},
-            marks=pytest.mark.full,
-        ),
+        (2, CP, True, IDS, CHUNKS),
+        (2, CP, False, IDS, SP),
+        pytest.param(4, SP, False, IDS, TP | CHUNKS, marks=pytest.mark.full),
+        pytest.param(4, SP | CP, True, IDS, CHUNKS, marks=pytest.mark.full),
     ],
 )
 def test_a_draft_learns_as_by_hand(
     base: Path, ranks: int, layout: Any, packed: bool, ids: tuple[int, ...], options: Any
 ) -> None:
-    run(check, ranks, base, layout, packed, ids, options)
+    run(check, ranks, base, layout, packed, 4, config(ids), options)
+
+
+def test_a_draft_learns_beside_experts_on_several_ranks(bases: Path) -> None:
+    # Three micro-batches for two replicas of the base, which run two each.
+    run(check, 2, bases / "experts", TP, True, 3, config(), {"expert_parallel": 2})
 
 
 def test_the_export_has_the_tensors_that_engines_read(base: Path, tmp_path: Path) -> None:
     with torch.device("meta"):
-        draft = DraftModel(config().beside(SERVED))
+        draft = DraftModel(config().beside(SERVED["dense"]))
     draft = draft.to_empty(device="cpu")
     initialise(draft, SEED, "model.")
     save_model(held_model("eagle", draft.config, draft), tmp_path / "draft")
@@ -264,7 +280,7 @@ def test_a_draft_that_does_not_fit_its_base_is_refused(base: Path, given: dict[s
 
 
 def test_weights_of_a_draft_for_another_base_are_refused(base: Path, tmp_path: Path) -> None:
-    large = replace(SERVED, num_layers=6)
+    large = replace(SERVED["dense"], num_layers=6)
     with torch.device("meta"):
         draft = DraftModel(EagleConfig(auxiliary_layers=(1, 3, 5)).beside(large))
     save_model(held_model("eagle", draft.config, draft.to_empty(device="cpu")), tmp_path / "draft")
@@ -274,7 +290,7 @@ def test_weights_of_a_draft_for_another_base_are_refused(base: Path, tmp_path: P
 
 def test_data_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     ours, other = (Tokenizer.train([text * 9], 262).to_json().encode() for text in ("some words ", "other letters "))
-    save_model(replace(held_model("gpt", SERVED, served()), files={FILE: ours}), tmp_path / "base")
+    save_model(replace(held_model("gpt", SERVED["dense"], served()), files={FILE: ours}), tmp_path / "base")
     module = EagleModule(tmp_path / "base", config())
     module.check_data(SimpleNamespace(checkpoint_files=lambda: {FILE: ours}))
     with pytest.raises(DataError, match=r"the base in .* was trained with another tokenizer than that of the data"):
@@ -287,13 +303,12 @@ def test_bad_options_are_refused(base: Path, options: dict[str, Any], message: s
         EagleModule(base, **options)
 
 
-@pytest.mark.parametrize(
-    ("axis", "message"),
-    [("pp", "a pipeline cuts models made of embed"), ("cp", "has ContextRegion.. for no attention")],
-)
-def test_the_draft_has_no_stages_and_whole_sequences(axis: str, message: str) -> None:
+def test_the_draft_has_no_stages() -> None:
     with torch.device("meta"):
-        draft = DraftModel(config().beside(SERVED))
-    mesh, options = ParallelMesh(2, 0, **{axis: 2}), ParallelOptions(plan=eagle_plan(draft))
-    with pytest.raises(LayoutError, match=message):
-        check_split(draft, mesh, options, torch.float64, torch.device("cpu"))
+        draft = DraftModel(config().beside(SERVED["dense"]))
+    options = ParallelOptions(plan=eagle_plan(draft))
+    with pytest.raises(LayoutError, match="a pipeline cuts models made of embed"):
+        check_split(draft, ParallelMesh(2, 0, pp=2), options, torch.float64, torch.device("cpu"))
+    options = replace(options, context=ContextOptions(kind="ring"))
+    with pytest.raises(LayoutError, match="kind='ring' cannot serve the attention of a draft model"):
+        check_split(draft, ParallelMesh(2, 0, cp=2), options, torch.float64, torch.device("cpu"))

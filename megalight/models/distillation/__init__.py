@@ -11,6 +11,7 @@ from megalight.models.distillation.distiller import TEACHER as TEACHER
 from megalight.models.distillation.distiller import Distiller as Distiller
 from megalight.models.distillation.distiller import Layout as Layout
 from megalight.models.distillation.distiller import check_tokenizer as check_tokenizer
+from megalight.models.distillation.distiller import share_of as share_of
 from megalight.models.distillation.loss import DistillationLoss as DistillationLoss
 from megalight.models.distillation.loss import LayerPair as LayerPair
 from megalight.models.distillation.recorded import Recorded as Recorded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,17 @@ class Layout:
     pipeline_parallel: int = 1
     sequence_parallel: bool = False
     pipeline_layout: str | None = None
+    expert_parallel: int = 1
+
+    def declare(self, **declared: Any) -> FrozenModel:
+        """Return a frozen model with this layout; see :class:`~megalight.parallel.frozen.FrozenModel`."""
+        return FrozenModel(
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            expert_parallel=self.expert_parallel,
+            options=ParallelOptions(sequence_parallel=self.sequence_parallel, pipeline_layout=self.pipeline_layout),
+            **declared,
+        )
 
 
 @dataclass(frozen=True)
@@ -145,13 +157,8 @@ class Distiller:
         with torch.device("meta"):
             names = [SAVED + part.name for part in parts(self.teacher.build_model())]
         output = "embed.word" if config.tie_embeddings else OUTPUT
-        declared = FrozenModel(
+        declared = self.layout.declare(
             task=self.teacher,
-            tensor_parallel=self.layout.tensor_parallel,
-            pipeline_parallel=self.layout.pipeline_parallel,
-            options=ParallelOptions(
-                sequence_parallel=self.layout.sequence_parallel, pipeline_layout=self.layout.pipeline_layout
-            ),
             source=Chosen(weights, {name: name for name in names}),
             for_last_stage=True,
             beside=Beside(
@@ -175,7 +182,7 @@ class Distiller:
         """
         assert self.teacher.beside is not None
         layer = self.teacher.beside.layer
-        hidden = _share(results["hidden"], batch.places, sequences)
+        hidden = share_of(results["hidden"], batch.places, sequences)
         teacher = Projection(hidden, layer.weight, layer.bias, self.teacher.config.logit_softcap)
         # Evaluation reports the student's own loss, which training may leave out.
         return Lesson(teacher, self.loss.divergence, self.loss.temperature, self.loss.own or not training)
@@ -200,7 +207,7 @@ class Distiller:
             theirs = place(pair.teacher)
             state = results["hidden" if theirs == LAST else KEPT + theirs]
             found[name] = comparison(
-                _share(state, batch.places, sequences), kept[KEPT + place(pair.student)], pair.loss
+                share_of(state, batch.places, sequences), kept[KEPT + place(pair.student)], pair.loss
             )
         return found
 
@@ -252,12 +259,18 @@ class Distiller:
         return {f"pair_{number}": pair for number, pair in enumerate(self.loss.pairs)}
 
 
-def _share(state: Tensor, places: Tensor | None, sequences: PackedSequences) -> Tensor:
-    """Return the rows of a student's share of the tokens, and padding."""
+def share_of(state: Tensor, places: Tensor | None, sequences: PackedSequences) -> Tensor:
+    """Return the rows of a rank's share of the tokens, and padding: ``state [N, ...] -> [T, ...]``.
+
+    Args:
+        state: of all tokens of a micro-batch.
+        places: see :class:`~megalight.types.TokenBatch`; None: the share is all of them.
+        sequences: those of the share, with their padding.
+    """
     # Padding of a share takes the row of some token, and its label has no loss.
     if places is not None:
         state = state[places]
-    return F.pad(state, (0, 0, 0, sequences.num_tokens - state.shape[0]))
+    return F.pad(state, (*(0, 0) * (state.dim() - 1), 0, sequences.num_tokens - state.shape[0]))
 
 
 def check_tokenizer(model: str, files: Mapping[str, bytes], data: Mapping[str, bytes]) -> None:

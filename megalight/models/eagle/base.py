@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.models.distillation import OUTPUT, SAVED, Teacher, check_tokenizer
+from megalight.models.distillation import OUTPUT, SAVED, Layout, Teacher, check_tokenizer
 from megalight.models.family import Family
 from megalight.models.gpt import GPTConfig
 from megalight.models.hidden import KEPT
@@ -71,8 +71,7 @@ class BaseModel:
 
     Args:
         folder: a checkpoint, or a ``transformers`` folder.
-        tensor_parallel: the base's degree, over the same ranks.
-        pipeline_parallel: likewise.
+        layout: the base's layout, over the same ranks.
 
     Raises:
         CheckpointError: the folder holds no complete model, or one with adapters.
@@ -80,8 +79,7 @@ class BaseModel:
     """
 
     folder: str | os.PathLike[str]
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
+    layout: Layout = field(default_factory=Layout)
     config: GPTConfig = field(init=False, compare=False)
     files: Mapping[str, bytes] = field(init=False, compare=False, repr=False)
 
@@ -111,10 +109,8 @@ class BaseModel:
         word, config = f"{SAVED}embed.word.weight", task.config
         output = word if config.tie_embeddings else f"{SAVED}{OUTPUT}.weight"
         ends = {f"{BASE}.{ENDS}.embed.weight": word, f"{BASE}.{ENDS}.head.output_layer.weight": output}
-        return FrozenModel(
+        return self.layout.declare(
             task=task,
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
             source=Chosen(weights, {name: name for name in names}),
             for_last_stage=True,
             beside=Beside(

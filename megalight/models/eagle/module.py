@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.models.distillation import Layout, share_of
 from megalight.models.eagle.base import BASE, Base, BaseModel
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.family.module import FamilyModule
@@ -42,6 +42,10 @@ class EagleModule(FamilyModule[EagleConfig]):
         decay: see above.
         tensor_parallel: the base's degree, over the same ranks.
         pipeline_parallel: the base's degree.
+        sequence_parallel: the base's; see :class:`~megalight.strategies.MegatronStrategy`.
+        pipeline_layout: the layers of each of the base's stages; more stages than ``pipeline_parallel``: several chunks
+            of layers per rank.
+        expert_parallel: the base's degree, if it has experts.
 
     Logs, besides those of :class:`~megalight.models.module.MegalightModule`, in training and validation:
         train_step_<n>_loss: the mean loss of step ``n``.
@@ -67,12 +71,16 @@ class EagleModule(FamilyModule[EagleConfig]):
         decay: float = 0.9,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        sequence_parallel: bool = False,
+        pipeline_layout: str | None = None,
+        expert_parallel: int = 1,
     ) -> None:
         if steps < 1:
             raise ConfigurationError(f"steps={steps} must be at least 1; 4 are usual.")
         if not 0 < decay <= 1:
             raise ConfigurationError(f"decay={decay} must be above 0 and at most 1; 0.9 is usual.")
-        self.base_model = BaseModel(base, tensor_parallel, pipeline_parallel)
+        layout = Layout(tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel)
+        self.base_model = BaseModel(base, layout)
         if config is None and weights is None:
             config = EagleConfig()
         super().__init__(config, optimizer, seed, weights, weights_keys)
@@ -91,16 +99,24 @@ class EagleModule(FamilyModule[EagleConfig]):
         super().check_data(datamodule)
         self.base_model.check_tokenizer(getattr(datamodule, "checkpoint_files", dict)())
 
+    def context_share(self, batch: Any, rank: int, size: int) -> Any:
+        """Take a share of each sequence, and of the tokens that the steps read and predict."""
+        return batch.context_share(rank, size, self.token_multiple, ahead=self.steps)
+
     def forward_step(self, model: nn.Module, batch: WithResults, carry: Carry | None = None) -> Carry:
         """From the base's results to ``losses_<n> [T]`` and ``hits_<n> [T]`` of each step."""
         rows, results = opened(batch)
         ends = self.base.beside
         assert ends is not None
         sequences = rows.sequences.pad_to(self.token_multiple)
-        missing = sequences.num_tokens - rows.tokens.numel()
-        hidden, auxiliary = (F.pad(results[BASE][name], (0, 0, 0, missing)) for name in ("hidden", "auxiliary"))
+        # Of all tokens, also where this rank holds a share: the next token may lie in another one.
+        hidden = results[BASE]["hidden"]
         # Once for all steps: each step learns from the next of its rows.
         top = ends.head.top(hidden, normed=True)
+
+        def share(state: Tensor) -> Tensor:
+            return share_of(state, rows.places, sequences)
+
         embedded, labels, lessons = [], [], []
         for ahead in range(1, self.steps + 1):
             later = rows.shifted(ahead)
@@ -108,13 +124,14 @@ class EagleModule(FamilyModule[EagleConfig]):
             labels.append(pack(later.labels.masked_fill(later.loss_mask == 0, IGNORED), sequences, IGNORED))
             # Rows that come round from the beginning lie behind the end of a sequence, where nothing counts.
             teacher = Projection(
-                hidden.roll(-ahead, 0), ends.head.output_layer.weight, None, self.base.config.logit_softcap
+                share(hidden.roll(-ahead, 0)), ends.head.output_layer.weight, None, self.base.config.logit_softcap
             )
             lessons.append(Lesson(teacher, "cross_entropy", own=False))
         found: Carry = {}
+        auxiliary = share(results[BASE]["auxiliary"])
         for step, draft in enumerate(model(auxiliary, embedded, sequences, labels, lessons)):
             found[f"losses_{step}"] = draft.losses
-            found[f"hits_{step}"] = (draft.top == top.roll(-step - 1, 0)).to(draft.losses)
+            found[f"hits_{step}"] = (draft.top == share(top.roll(-step - 1, 0))).to(draft.losses)
         return found
 
     def loss_step(self, carry: Carry, batch: WithResults) -> Loss:

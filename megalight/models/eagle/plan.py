@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from megalight.nn import LMHead, RMSNorm
+from megalight.nn import LineageAttention, LMHead, RMSNorm
 from megalight.parallel.plan import Plan
-from megalight.parallel.styles import Column, Row, SequenceRegion, VocabHead
+from megalight.parallel.styles import Column, LineageRegion, Row, SequenceRegion, VocabHead
 
 RULES = Plan(
     {
@@ -19,6 +19,7 @@ RULES = Plan(
         "*layer.mlp.down": Row(),
         RMSNorm: SequenceRegion(),
         LMHead: VocabHead(),
+        LineageAttention: LineageRegion(),
     }
 )
 

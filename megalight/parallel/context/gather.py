@@ -44,16 +44,45 @@ def attend(
     # Two dense blocks overlap with the gather, which this way cannot: it is for what only full attention has.
     if layout is not None and _plain(inner):
         return dense_gather.attend(q, k, v, layout, groups.all, scale=inner.scale, backend=inner.backend)
-    chunks, rows = share.once(
-        ("gather", inner.causal, inner.window), _chunks, sequences, share, inner.causal, inner.window
-    )
+    chunks, keys, values = seen(k, v, sequences, groups, causal=inner.causal, window=inner.window)
+    out: Tensor = inner(q, keys, values, chunks, None, sink)
+    return out
+
+
+def chunks_of(
+    sequences: PackedSequences, *, causal: bool = True, window: int | None = None
+) -> tuple[PackedSequences, Tensor]:
+    """Return the chunks of a share's queries with their keys, and the indices of these keys among the gathered ones."""
+    share = sequences.context
+    assert share is not None
+    return share.once(("gather", causal, window), _chunks, sequences, share, causal, window)
+
+
+def seen(
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    groups: ContextGroups,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> tuple[PackedSequences, Tensor, Tensor]:
+    """Return the chunks of a share's queries, and keys ``[Tk, Hkv, D]`` and values that they see, of all shares.
+
+    Args:
+        k: ``[T, Hkv, D]``, of this share.
+        v: ``[T, Hkv, Dv]``, of this share.
+        sequences: this share.
+        groups: the process groups.
+        causal, window: see :class:`~megalight.nn.InnerAttention`.
+    """
+    chunks, rows = chunks_of(sequences, causal=causal, window=window)
     # `[cp T, Hkv (D + Dv)]`: keys and values in one collective. Its backward is a reduce-scatter.
     everything = all_gather(torch.cat([k.flatten(1), v.flatten(1)], 1), groups.all)
     # A row is selected at most twice. So its gradient is a sum of two terms, which does not depend on their order.
     taken = torch.split(everything.index_select(0, rows), [k[0].numel(), v[0].numel()], 1)
     keys, values = (part.view(len(rows), *x.shape[1:]) for part, x in zip(taken, (k, v), strict=True))
-    out: Tensor = inner(q, keys, values, chunks, None, sink)
-    return out
+    return chunks, keys, values
 
 
 def _plain(inner: InnerAttention) -> bool:

@@ -10,6 +10,7 @@ from megalight.parallel.styles.dropout import Dropout as Dropout
 from megalight.parallel.styles.expert import Expert as Expert
 from megalight.parallel.styles.head_exchange import HeadExchange as HeadExchange
 from megalight.parallel.styles.head_region import HeadRegion as HeadRegion
+from megalight.parallel.styles.lineage_region import LineageRegion as LineageRegion
 from megalight.parallel.styles.norm_groups import NormGroups as NormGroups
 from megalight.parallel.styles.replicated import Replicated as Replicated
 from megalight.parallel.styles.routing import Routing as Routing
