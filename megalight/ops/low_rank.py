@@ -47,11 +47,13 @@ class _AddLowRank(torch.autograd.Function):
         # Under autocast, the output of a layer may have fewer bits than its adapter.
         narrow = narrow.reshape(-1, narrow.shape[-1]).to(y.dtype)
         ctx.save_for_backward(narrow)
-        ctx.mark_dirty(y)
-        rows, factor = y.view(-1, y.shape[-1]), up.to(y.dtype)
+        # An alias, and not `mark_dirty`, which refuses views, as products in 8 bits may return. Autograd still tells if
+        # somebody has saved `y`.
+        out = y.detach()
+        rows, factor = out.view(-1, out.shape[-1]), up.to(y.dtype)
         for features, few, own in ctx.parts:
             rows[:, features].addmm_(narrow[:, few], factor[own].t())
-        return y
+        return out
 
     @staticmethod
     @once_differentiable

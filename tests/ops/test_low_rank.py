@@ -76,3 +76,36 @@ def test_an_adapter_in_more_bits_than_the_output():
     torch.testing.assert_close(out.float(), plain(half.float(), narrow, up, adapted), rtol=0, atol=0.05)
     grads = torch.autograd.grad(out.float().sum(), (narrow, up))
     assert [grad.dtype for grad in grads] == [torch.float32, torch.float32]
+
+
+class Viewed(torch.autograd.Function):
+    """Returns a view of what it computes, as products in 8 bits do."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return (2 * y).view(y.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_the_layer_may_return_a_view():
+    adapted = (True, True, True)
+    y, narrow, up = inputs = factors(adapted)
+    out = add_low_rank(Viewed.apply(y), narrow, up, SIZES, adapted)
+    expected = plain(2 * y, narrow, up, adapted)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    for ours, theirs in zip(
+        torch.autograd.grad(out.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+def test_an_output_that_its_layer_saved_is_refused():
+    y, narrow, up = factors((True, True, True))
+    out = add_low_rank(y.exp(), narrow, up, SIZES, (True, True, True))  # exp saves what it returns
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
