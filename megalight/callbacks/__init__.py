@@ -5,6 +5,7 @@ from megalight.callbacks.adapters import Adapters
 from megalight.callbacks.distillation import Distillation
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.expert_loads import ExpertLoads
+from megalight.callbacks.fused_ops import FusedOps
 from megalight.callbacks.garbage import GarbageCollection
 from megalight.callbacks.graphs.automatic import AutomaticCUDAGraph
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
@@ -33,6 +34,7 @@ __all__ = [
     "CUDAGraph",
     "Distillation",
     "ExpertLoads",
+    "FusedOps",
     "GarbageCollection",
     "MemorySnapshot",
     "ModelOptQuantization",

@@ -184,6 +184,18 @@ def check_activations(module: Any, device: str, dtype: torch.dtype, shape: tuple
     check(lambda x: module.gated(x, kind), lambda x: activation_reference.gated(x, kind), (wide,))
 
 
+def check_gated_pair(
+    fn: Callable[..., Tensor], device: str, dtype: torch.dtype, shape: tuple[int, ...], kind: str
+) -> None:
+    gate, up = (2 * torch.randn(*shape, device=device).to(dtype) for _ in range(2))
+    check(lambda a, b: fn(a, b, kind), lambda a, b: activation_reference.gated_pair(a, b, kind), (gate, up))
+    # Strides of a transposed input.
+    both = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (gate, up)]
+    assert error(fn(*both, kind), activation_reference.gated_pair(gate, up, kind)) < (
+        1e-2 if dtype == torch.bfloat16 else 1e-5
+    )
+
+
 def check_cross_entropy(
     fn: Callable[..., Tensor],
     device: str,

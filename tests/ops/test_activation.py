@@ -5,14 +5,28 @@ import torch
 from torch import Tensor
 
 from megalight.ops import activation as room
-from megalight.ops.activation import KINDS, activation, gated, native, reference
-from tests.ops.checks import check_activations, error
+from megalight.ops.activation import KINDS, activation, gated, gated_pair, native, reference
+from tests.ops.checks import check_activations, check_gated_pair, error
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_torch_equals_the_reference(kind: str, dtype: torch.dtype) -> None:
     check_activations(native, "cpu", dtype, (63, 65), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_pair_equals_the_packed_form(kind: str, dtype: torch.dtype) -> None:
+    check_gated_pair(native.gated_pair, "cpu", dtype, (63, 65), kind)
+    gate, up = torch.randn(2, 3, 5, dtype=torch.float64)
+    packed = reference.gated(torch.cat((gate, up), -1), kind)
+    assert error(gated_pair(gate, up, kind, backend="reference"), packed) < 1e-14
+
+
+def test_pairs_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"gate is \[2, 4\] torch.float32 and up \[2, 3\].*must be equal"):
+        gated_pair(torch.ones(2, 4), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)

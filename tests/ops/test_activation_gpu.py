@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.ops.activation import KINDS
-from tests.ops.checks import check_activations, check_measured
+from tests.ops.checks import check_activations, check_gated_pair, check_measured
 
 pytestmark = pytest.mark.gpu
 
@@ -16,6 +16,14 @@ def test_triton_equals_the_reference(kind: str, shape: tuple[int, ...], dtype: t
     from megalight.ops.activation import triton
 
     check_activations(triton, "cuda", dtype, shape, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_equal_the_reference(kind: str, dtype: torch.dtype) -> None:
+    from megalight.ops.activation import pair
+
+    check_gated_pair(pair.gated_pair, "cuda", dtype, (1000, 333), kind)
 
 
 @pytest.mark.parametrize("gates", [True, False])

@@ -65,6 +65,13 @@ def test_activations(kind: str) -> None:
     checks.check_activations(kernels("activation"), "cpu", torch.float32, (3, 63), kind)
 
 
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_gated_pairs(kind: str) -> None:
+    kernels("activation")
+    pair = importlib.import_module("megalight.ops.activation.pair")
+    checks.check_gated_pair(pair.gated_pair, "cpu", torch.float32, (70, 63), kind)
+
+
 @pytest.mark.parametrize("kind", ["silu", "sigmoid"])
 @pytest.mark.parametrize("gates", [True, False])
 def test_amax_on_the_way(kind: str, gates: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from megalight.models.config import from_plain, to_plain
 from megalight.models.transforms.comparison import Comparison as Comparison
 from megalight.models.transforms.dora import DoRA as DoRA
+from megalight.models.transforms.fused import Fused as Fused
 from megalight.models.transforms.lora import LoRA as LoRA
 from megalight.parallel.transform import TRANSFORMS, ModelTransform
 

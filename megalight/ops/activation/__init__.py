@@ -28,7 +28,8 @@ class Spec(NamedTuple):
 GATED: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]] = BackendRegistry("gated")
 ACTIVATION: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]] = BackendRegistry("activation")
 WEIGHTED: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("weighted_activation")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (GATED, ACTIVATION, WEIGHTED)
+GATED_PAIR: BackendRegistry[Spec, Callable[[Tensor, Tensor, str], Tensor]] = BackendRegistry("gated_pair")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (GATED, ACTIVATION, WEIGHTED, GATED_PAIR)
 EXAMPLE = Spec("cpu", torch.bfloat16, "silu")
 
 
@@ -45,10 +46,13 @@ ACTIVATION.register(Backend("torch", native.activation, 10, serve_all))
 ACTIVATION.register(Backend("reference", reference.activation, 0, serve_all))
 WEIGHTED.register(Backend("triton", lazy("megalight.ops.activation.weighted", "weighted"), 20, _triton_why_not))
 WEIGHTED.register(Backend("reference", reference.weighted, 0, serve_all))
+GATED_PAIR.register(Backend("triton", lazy("megalight.ops.activation.pair", "gated_pair"), 20, _triton_why_not))
+GATED_PAIR.register(Backend("torch", native.gated_pair, 10, serve_all))
+GATED_PAIR.register(Backend("reference", reference.gated_pair, 0, serve_all))
 
 
 @remembered
-def _choose(registry: BackendRegistry[Spec, Callable[..., Tensor]], spec: Spec, backend: str) -> Callable[..., Tensor]:
+def _choose(registry: BackendRegistry[Spec, Any], spec: Spec, backend: str) -> Callable[..., Tensor]:
     if spec.kind not in KINDS:
         raise ValueError(f"unknown activation {spec.kind!r}; known: {', '.join(KINDS)}.{nearest(spec.kind, KINDS)}")
     return select(registry, spec, backend)
@@ -86,6 +90,21 @@ def gated(
     if clamp is not None and clamp <= 0:
         raise ValueError(f"clamp={clamp} must be positive, or None for no limit.")
     return _weighted(x, kind, True, weights, offset, clamp, backend)
+
+
+def gated_pair(gate: Tensor, up: Tensor, kind: str = "silu", backend: str = "auto") -> Tensor:
+    """``act(gate) * up`` for two tensors ``[..., f]`` of one dtype, as layers with two projections have them.
+
+    Raises:
+        ValueError: ``kind`` is unknown, or the tensors differ in shape or dtype.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gate is {list(gate.shape)} {gate.dtype} and up {list(up.shape)} {up.dtype}; "
+            "shape and dtype must be equal. Cast one of them first."
+        )
+    out: Tensor = _choose(GATED_PAIR, Spec(gate.device.type, gate.dtype, kind), backend)(gate, up, kind)
+    return out
 
 
 def activation(x: Tensor, kind: str, backend: str = "auto", *, weights: Tensor | None = None) -> Tensor:

@@ -28,3 +28,8 @@ def gated(x: Tensor, kind: str) -> Tensor:
     """``act(gate) * up`` with ``x = gate | up`` along the last dim."""
     gate, up = x.chunk(2, -1)
     return KINDS[kind](gate) * up
+
+
+def gated_pair(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """``act(gate) * up``."""
+    return KINDS[kind](gate) * up

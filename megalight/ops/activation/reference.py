@@ -42,6 +42,12 @@ def gated(x: Tensor, kind: str) -> Tensor:
     return (KINDS[kind](gate) * up).to(x.dtype)
 
 
+def gated_pair(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """``act(gate) * up``."""
+    dtype = wide(gate.dtype)
+    return (KINDS[kind](gate.to(dtype)) * up.to(dtype)).to(gate.dtype)
+
+
 def weighted(x: Tensor, kind: str, gates: bool, weights: Tensor | None, offset: float, clamp: float | None) -> Tensor:
     """``act(gate) * (up + offset) * weights`` with clamped halves, or ``act(x) * weights``."""
     wide_x = x.to(wide(x.dtype))

@@ -1,0 +1,86 @@
+"""Our fused ops inside models of ``transformers``, for any strategy."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Adam, AdamW, Optimizer
+
+from megalight.models.fused import fuse, unfuse
+from megalight.models.module import MegalightModule
+from megalight.models.transforms.fused import Fused
+
+
+class FusedOps(pl.Callback):
+    """Runs models of ``transformers`` (Llama, Mistral, Qwen2, Qwen3) with fused ops while a Trainer works on them.
+
+    Fused are norms with the sum before them, the gated activation, rotary embedding, the head with its loss, and the
+    step of torch's ``Adam`` and ``AdamW``. Losses and gradients are equal up to rounding. Names and weights stay, so
+    checkpoints fit models with and without this callback. See :func:`megalight.models.fused.fuse`.
+
+    In training, a model that is given ``labels`` returns its loss and no logits.
+
+    Raises:
+        ConfigurationError: the module has no decoder layer of these families.
+    """
+
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self._stepped: list[tuple[Optimizer, int]] = []
+
+    def attach(self, module: pl.LightningModule) -> None:
+        """Change the model, or note that it is to be changed when it is built. Called before processes start."""
+        if isinstance(module, MegalightModule):
+            if Fused() not in module.transforms:
+                module.transforms.append(Fused())
+        elif type(module).configure_model is pl.LightningModule.configure_model:
+            Fused().change(module)
+        else:
+            fuse(module)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Change the model before it is split."""
+        # For trainers without our strategy's early checks.
+        self.attach(pl_module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Change a model that ``configure_model`` has built."""
+        Fused().change(pl_module)
+        rank_zero_info(f"FusedOps: {fuse(pl_module)} decoder layers run fused ops")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let torch's Adam update all its parameters in one kernel, unless its user has chosen a way."""
+        # Here: a checkpoint's options and state are there now.
+        for optimizer in trainer.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                chosen = any(group.get(way) for way in ("foreach", "fused", "capturable", "differentiable"))
+                if type(optimizer) in (Adam, AdamW) and not chosen and group.get("foreach") is None:
+                    group["fused"] = True
+                    self._stepped.append((optimizer, number))
+            if any(changed is optimizer for changed, _ in self._stepped):
+                _count_on_device(optimizer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave model and optimizer as they were."""
+        self._restore(pl_module)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave model and optimizer as they were."""
+        self._restore(pl_module)
+
+    def _restore(self, module: pl.LightningModule) -> None:
+        # Models of our own modules remember their transforms for the next Trainer.
+        if not isinstance(module, MegalightModule):
+            unfuse(module)
+        for optimizer, number in self._stepped:
+            optimizer.param_groups[number]["fused"] = None
+        self._stepped.clear()
+
+
+def _count_on_device(optimizer: Optimizer) -> None:
+    """Move the numbers of steps to the device of their parameter, where the fused kernel reads them."""
+    for parameter, state in optimizer.state.items():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].to(parameter.device, torch.float32)

@@ -1,0 +1,17 @@
+"""The head, together with its loss."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megalight.ops.cross_entropy import linear_cross_entropy
+
+
+class Head(nn.Linear):
+    """A linear layer to the vocabulary that also returns losses, without all logits in float32."""
+
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return logits ``[..., V]``, or losses ``[T]`` of ``labels [T]`` from hidden states ``[T, h]``."""
+        if labels is None:
+            return super().forward(input)
+        return linear_cross_entropy(input, self.weight, labels, bias=self.bias)
