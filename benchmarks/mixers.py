@@ -6,7 +6,8 @@ Groups: `attention` (windows, sinks, soft caps and ragged documents, beside plai
 heads of an 8B model), `mla` (latent attention at the sizes of DeepSeek-V3) and `mamba` (Mamba-2, its ops, layers of
 Nemotron-H-8B, and the delta rule of Qwen3-Next). `auto` is what a model takes; other names are backends and peers.
 
-A way whose output or input gradients differ from a float64 run is reported and not timed; nor is one that cannot serve.
+A way whose output or input gradients differ from a float64 run is reported and not timed; nor is one that cannot serve,
+or that is not ready after `--patience` seconds (some packages try many kernels at their first call).
 Times are medians over runs of all ways in turn, with the host's work, as in training without CUDA graphs. `share` is
 the rate of forward and backward, relative to the first way of the group's first case for attention, and to the best
 peer of the same case for the others.
@@ -20,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +69,36 @@ class Row:
     aim: float | None = None
 
 
+class Slow(MegalightError):
+    """A way is not ready in time."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Limit the time of a block.
+
+    Raises:
+        Slow: it takes longer.
+    """
+
+    def stop(*_: Any) -> None:
+        raise Slow(f"not ready after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class Clock:
     """Time between two points of the device's work, in microseconds. On a CPU, every run is timed once."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.rounds = device, 1 if device == "cpu" else ROUNDS
+    def __init__(self, device: str, patience: float) -> None:
+        self.device, self.patience = device, patience
+        self.rounds = 1 if device == "cpu" else ROUNDS
 
     def count(self, run: Callable[[], Any]) -> int:
         """Return how many runs make up a round."""
@@ -125,10 +153,11 @@ def timed(case: Case, ways: dict[str, Way], clock: Clock) -> dict[str, list[floa
     found: dict[str, list[float] | str] = {}
     for name, way in ways.items():
         try:
-            parts = runs_of(way, inputs)
-            for run in parts:
-                clock.of(run, clock.rounds)  # compiles, and chooses
-            runs[name] = [(run, clock.count(run)) for run in parts]
+            with within(clock.patience):
+                parts = runs_of(way, inputs)
+                for run in parts:
+                    clock.of(run, clock.rounds)  # compiles, and chooses
+                runs[name] = [(run, clock.count(run)) for run in parts]
         except (MegalightError, RuntimeError) as error:  # out of memory, for example
             found[name] = reason_of(error, name)
         torch.cuda.empty_cache()
@@ -155,7 +184,8 @@ def measured(group: str, case: Case, wanted: Sequence[str], clock: Clock, refuse
         if wanted and name not in wanted:
             continue
         try:
-            reason = problem(case, make)
+            with within(clock.patience):
+                reason = problem(case, make)
             if reason is None:
                 ways[name] = make(case.tokens)
         except (MegalightError, RuntimeError, ImportError) as error:
@@ -186,10 +216,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=GROUPS, choices=GROUPS)
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--ways", nargs="*", default=(), help="only these")
+    parser.add_argument("--patience", type=float, default=30.0, help="seconds for each way to get ready")
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script works")
     options = parser.parse_args(words)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    clock = Clock(device)
+    clock = Clock(device, options.patience)
     rows: list[Row] = []
     refused: list[str] = []
     said: list[str] = []

@@ -98,6 +98,25 @@ class Shapes:
 
         return lambda tokens: Way(fn)
 
+    def packed(self, lengths: list[int]) -> Callable[[int], Way]:
+        """Return cuDNN over packed sequences, as torch's nested tensors call it."""
+
+        def make(tokens: int) -> Way:
+            sequences = PackedSequences.of_lengths(scaled(lengths, tokens), self.device)
+            offsets = sequences.cu_seqlens
+            # cuDNN compiles a kernel for each number and each longest length of sequences: these are few.
+            count, longest = (1 << (n - 1).bit_length() for n in (len(sequences.lengths), sequences.max_length))
+            offsets = F.pad(offsets, (0, count + 1 - len(offsets)), value=sequences.num_tokens)
+
+            def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                run = torch.ops.aten._cudnn_attention_forward
+                out: Tensor = run(q, k, v, None, offsets, offsets, longest, longest, True, 0.0, True, False)[0]
+                return out
+
+            return Way(fn)
+
+        return make
+
     def sink(self, dtype: torch.dtype) -> Tensor:
         return torch.linspace(-1, 1, self.heads, device=self.device, dtype=dtype)
 
@@ -140,7 +159,7 @@ class Shapes:
         yield self.op(f"sinks, window {self.windows[0] + 1}", whole, self.windows[0], sink=self.sink)
         yield self.op("soft cap", whole, aim=0.85, softcap=50.0)
         for name, lengths in self.packs.items():
-            yield self.op(name, lengths, aim=0.9)
+            yield self.op(name, lengths, aim=0.9, peers={"torch cudnn, packed": self.packed(lengths)})
         yield self.op("few long, many short, sinks", self.packs["few long, many short"], sink=self.sink)
         yield self.layer(None)
         for window in self.windows[1:]:

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from megalight.ops.activation import reference as activation_reference
 from megalight.ops.adam import reference as adam_reference
+from megalight.ops.causal_conv import reference as conv_reference
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
+from megalight.ops.gated_norm import reference as gated_norm_reference
 from megalight.ops.norm import reference as norm_reference
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
 from megalight.ops.quantize.formats import to_fp8
@@ -111,6 +114,37 @@ def check_ssd(
         return out
 
     check(strided, lambda *tensors: ssd_reference.ssd(*tensors, positions), inputs)
+
+
+def check_causal_conv(
+    module: Any, device: str, dtype: torch.dtype, lengths: Sequence[int], channels: int, taps: int
+) -> None:
+    """The input is a part of wider rows, as in a model."""
+    positions = PackedSequences.of_lengths(list(lengths), device).positions
+    wider = torch.randn(sum(lengths), channels + 10, device=device).to(dtype)
+    weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in ((channels, taps), (channels,)))
+    for silu in (True, False):
+
+        def run(fn: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, silu: bool = silu) -> Tensor:
+            out: Tensor = fn(x[:, 3 : 3 + channels], weight, bias, positions, silu)
+            return out
+
+        own, exact = partial(run, module.causal_conv), partial(run, conv_reference.causal_conv)
+        check(own, exact, (wider, weight, bias))
+        check(own, exact, (wider, weight))
+
+
+def check_gated_norm(module: Any, device: str, dtype: torch.dtype, rows: int, groups: int, group: int) -> None:
+    """The gate is a part of wider rows, as in a model."""
+    size = groups * group
+    y, wider = (torch.randn(rows, width, device=device).to(dtype) for width in (size, size + 9))
+    weight = torch.randn(size, device=device).to(dtype)
+
+    def run(fn: Any, y: Tensor, wider: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = fn(y, wider[:, 5 : 5 + size], weight, group, 1e-5)
+        return out
+
+    check(partial(run, module.gated_norm), partial(run, gated_norm_reference.gated_norm), (y, wider, weight))
 
 
 def check_norms(

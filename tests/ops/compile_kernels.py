@@ -82,7 +82,9 @@ def main() -> None:
     from megalight.ops.activation import triton as activations
     from megalight.ops.adam import triton as adam
     from megalight.ops.attention_merge import triton as blocks
+    from megalight.ops.causal_conv import triton as convolutions
     from megalight.ops.cross_entropy import triton as rows
+    from megalight.ops.gated_norm import triton as gated_norms
     from megalight.ops.linear import triton as linear
     from megalight.ops.norm import triton as norms
     from megalight.ops.quantize import Scheme, quantize
@@ -134,6 +136,13 @@ def main() -> None:
         a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))
         sums.accumulate(torch.zeros(64, 64), a, b, zero)
     mixture_of_experts()
+    for channels, taps, dtype in ((10240, 4, HALF), (70, 2, HALF), (2048, 3, torch.float32)):
+        rows_of = leaf(256, channels, dtype=dtype), leaf(channels, taps, dtype=dtype), leaf(channels, dtype=dtype)
+        for silu in (True, False):
+            through(convolutions.causal_conv(*rows_of, torch.arange(256), silu))
+    for groups, size, dtype in ((8, 1024, HALF), (1, 8192, HALF), (1, 2048, torch.float32), (3, 100, HALF)):
+        gated = leaf(64, groups * size, dtype=dtype), leaf(64, groups * size, dtype=dtype)
+        through(gated_norms.gated_norm(*gated, leaf(groups * size, dtype=dtype), size, 1e-5))
     for heads, groups, size, width in ((16, 2, 64, 128), (8, 1, 128, 128), (6, 3, 20, 100)):
         steps = torch.rand(256, heads).requires_grad_(), (-torch.rand(heads)).requires_grad_()
         keys, queries = leaf(256, groups, width), leaf(256, groups, width)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import megalight.ops.attention as ops
 from megalight.errors import BackendError, LayoutError
 from megalight.ops.attention import ATTENTION, EXAMPLE, attention
 from megalight.types import PackedSequences
@@ -138,6 +139,18 @@ def test_varlen_pads_narrow_values(head_dim: int, value_dim: int, serves: bool) 
         ({"head_dim": 192, "value_dim": 128}, "equal key and value heads"),
     ],
 )
-def test_cudnn_says_what_it_lacks(change: dict[str, object], reason: str) -> None:
+def test_cudnn_says_what_it_lacks(change: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "wider_heads", lambda device: False)
     table = ATTENTION.table(EXAMPLE._replace(device="cuda", **change))
     assert reason in next(why or "" for backend, why in table if backend.name == "cudnn")
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "serves"), [(192, 128, True), (256, 128, False), (192, 192, False)])
+def test_cudnn_serves_latent_heads_on_hopper(
+    head_dim: int, value_dim: int, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "wider_heads", lambda device: True)
+    monkeypatch.setattr(ops, "cuda_why_not", lambda device: None)
+    monkeypatch.setattr(torch._C, "_get_cudnn_sdp_enabled", lambda: True)
+    table = ATTENTION.table(EXAMPLE._replace(device="cuda", head_dim=head_dim, value_dim=value_dim))
+    assert (next(why for backend, why in table if backend.name == "cudnn") is None) == serves

@@ -51,12 +51,13 @@ def test_uniform(backend: str, batch: int, length: int, heads: int, kv_heads: in
     check_attention(backend, uniform(batch, length), heads, kv_heads, dim, causal=causal)
 
 
+@pytest.mark.parametrize("backend", ["varlen", "auto"])
 @pytest.mark.parametrize("sequences", [uniform, ragged], ids=["uniform", "ragged"])
-def test_values_narrower_than_keys(sequences: Callable[..., PackedSequences]) -> None:
+def test_values_narrower_than_keys(sequences: Callable[..., PackedSequences], backend: str) -> None:
     """The heads of DeepSeek-V3: 192 features of queries and keys, 128 of values."""
     packed = sequences(2, 250) if sequences is uniform else ragged(63, 1, 307, 129)
     check(
-        lambda q, k, v: attention(q, k, v, packed, scale=0.135, backend="varlen"),
+        lambda q, k, v: attention(q, k, v, packed, scale=0.135, backend=backend),
         lambda q, k, v: reference.attention(q, k, v, packed, True, 0.135, None, None, 0.0),
         [torch.randn(500, 4, dim, device="cuda").bfloat16() for dim in (192, 192, 128)],
         poison=False,

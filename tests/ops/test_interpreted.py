@@ -54,6 +54,19 @@ def test_ssd(lengths: list[int], sizes: tuple[int, int, int, int], monkeypatch: 
     checks.check_ssd(module, "cpu", torch.float32, lengths, sizes)
 
 
+@pytest.mark.parametrize(("lengths", "channels", "taps"), [([5, 1, 60, 33], 20, 4), ([64, 2], 70, 2), ([90], 3, 5)])
+def test_causal_conv(lengths: list[int], channels: int, taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("causal_conv")
+    monkeypatch.setattr(module, "TOKENS", 16)
+    monkeypatch.setattr(module, "STRIP", 2)
+    checks.check_causal_conv(module, "cpu", torch.float32, lengths, channels, taps)
+
+
+@pytest.mark.parametrize(("rows", "groups", "group"), [(9, 2, 63), (300, 3, 16), (3, 1, 2100)])
+def test_gated_norm(rows: int, groups: int, group: int) -> None:
+    checks.check_gated_norm(kernels("gated_norm"), "cpu", torch.float32, rows, groups, group)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "dim"), [(4, 2, 8, 8), (3, 1, 10, 6)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary(heads: int, kv_heads: int, head_dim: int, dim: int, interleaved: bool) -> None:

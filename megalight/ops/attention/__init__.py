@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,20 @@ def _kernel_why_not(spec: Spec, widest: int) -> str | None:
     return heads or _sdpa_why_not(spec) or cuda_why_not(spec.device)
 
 
+WIDER = 192
+"""Features of queries and keys that cuDNN serves on Hopper, beside at most 128 of values."""
+SINCE = 91000
+"""First version of cuDNN that torch trusts with heads of more than 128 features."""
+
+
+@lru_cache
+def wider_heads(device: str) -> bool:
+    """Return whether cuDNN has kernels for heads of up to ``WIDER`` features: on Hopper, and in newer versions."""
+    if cuda_why_not(device) is not None:
+        return False
+    return torch.cuda.get_device_capability() == (9, 0) and (torch.backends.cudnn.version() or 0) >= SINCE
+
+
 def _cudnn_why_not(spec: Spec) -> str | None:
     if not spec.uniform:
         return "needs equally long sequences"
@@ -72,6 +87,8 @@ def _cudnn_why_not(spec: Spec) -> str | None:
         return "has no bottom-right causal mask, and compiles a new kernel for every number of keys"
     if spec.window:
         return "has no window"
+    if spec.value_dim < spec.head_dim <= WIDER and not spec.head_dim % 8 and wider_heads(spec.device):
+        spec = spec._replace(head_dim=spec.value_dim)  # heads of latent attention, whose values need no padding
     return _kernel_why_not(spec, 128) or (
         None if torch._C._get_cudnn_sdp_enabled() else "torch.backends.cuda.enable_cudnn_sdp(False) switched it off"
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.causal_conv import reference
-from megalight.ops.common import serve_all
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
@@ -27,6 +27,17 @@ CAUSAL_CONV: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("cau
 REGISTRIES = (CAUSAL_CONV,)
 EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 4)
 
+MAX_TAPS = 8
+"""Most taps of the kernels, which read a row again for each."""
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    if spec.taps > MAX_TAPS:
+        return f"serves at most {MAX_TAPS} taps, not {spec.taps}"
+    return triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
+
+
+CAUSAL_CONV.register(Backend("triton", lazy("megalight.ops.causal_conv.triton", "causal_conv"), 20, _triton_why_not))
 CAUSAL_CONV.register(Backend("reference", reference.causal_conv, 0, serve_all))
 
 

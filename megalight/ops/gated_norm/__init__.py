@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import serve_all
+from megalight.ops.common import lazy, serve_all, triton_why_not, whole_why_not
 from megalight.ops.gated_norm import reference
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -35,6 +35,17 @@ GATED_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("gate
 REGISTRIES = (GATED_NORM,)
 EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 1024)
 
+MAX_SIZE = 16384
+"""Most features of a group that a program of the kernels holds."""
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    if spec.size > MAX_SIZE:
+        return f"serves groups of at most {MAX_SIZE} features, not {spec.size}"
+    return whole_why_not(spec.divided) or triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
+
+
+GATED_NORM.register(Backend("triton", lazy("megalight.ops.gated_norm.triton", "gated_norm"), 20, _triton_why_not))
 GATED_NORM.register(Backend("reference", reference.gated_norm, 0, serve_all))
 
 

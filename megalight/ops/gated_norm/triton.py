@@ -1,0 +1,157 @@
+"""The gated norm: one kernel forward, one backward. A program holds one group of one row at a time.
+
+The backward computes the gated values and their mean square again: it needs the inputs for its gradients anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import apply, once_differentiable
+from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
+
+TILE = 2048
+"""Elements that a program handles at once, if groups are smaller than this."""
+WARPS_PER_SM = 16
+"""Warps of the backward per multiprocessor: each program writes its own weight gradients."""
+
+
+@jit
+def _values(pointer: Value, stride: Value, row: Value, column: Value, inside: Value) -> Value:
+    return tl.load(pointer + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
+
+
+@jit
+def _forward(
+    y: Value,
+    z: Value,
+    weight: Value,
+    out: Value,
+    rows: Value,
+    group: Value,
+    y_stride: Value,
+    z_stride: Value,
+    size: Value,
+    eps: Value,
+    ROWS: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    feature = tl.arange(0, BLOCK)
+    column = tl.program_id(1) * group + feature
+    inside = (row < rows)[:, None] & (feature < group)[None, :]
+    gate = _values(z, z_stride, row, column, inside)
+    gated = _values(y, y_stride, row, column, inside) * gate * tl.sigmoid(gate)
+    scale = tl.rsqrt(tl.sum(gated * gated, 1) / group + eps)
+    factor = tl.load(weight + column, mask=feature < group, other=0.0).to(tl.float32)
+    normed = gated * scale[:, None] * factor[None, :]
+    target = out + row.to(tl.int64)[:, None] * size + column[None, :]
+    tl.store(target, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    grad_out: Value,
+    y: Value,
+    z: Value,
+    weight: Value,
+    grad_y: Value,
+    grad_z: Value,
+    grad_weight: Value,
+    rows: Value,
+    group: Value,
+    y_stride: Value,
+    z_stride: Value,
+    size: Value,
+    eps: Value,
+    ROWS: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    program = tl.program_id(0)
+    feature = tl.arange(0, BLOCK)
+    column = tl.program_id(1) * group + feature
+    factor = tl.load(weight + column, mask=feature < group, other=0.0).to(tl.float32)[None, :]
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (feature < group)[None, :]
+        gate = _values(z, z_stride, row, column, inside)
+        value = _values(y, y_stride, row, column, inside)
+        grad = _values(grad_out, size, row, column, inside)
+        share = tl.sigmoid(gate)
+        opened = gate * share
+        gated = value * opened
+        scale = tl.rsqrt(tl.sum(gated * gated, 1) / group + eps)[:, None]
+        normed = gated * scale
+        sums += grad * normed
+        grad *= factor
+        # as of an RMS norm
+        grad = scale * (grad - normed * (tl.sum(grad * normed, 1) / group)[:, None])
+        target = row.to(tl.int64)[:, None] * size + column[None, :]
+        tl.store(grad_y + target, (grad * opened).to(grad_y.dtype.element_ty), mask=inside)
+        slope = share * (1 + gate * (1 - share))
+        tl.store(grad_z + target, (grad * value * slope).to(grad_z.dtype.element_ty), mask=inside)
+    tl.store(grad_weight + program * size + column, tl.sum(sums, 0), mask=feature < group)
+
+
+@lru_cache
+def _tile(group: int) -> dict[str, int]:
+    """Return the rows per program, the block width and the number of warps for groups of ``group`` features."""
+    block = max(8, next_power(group))
+    rows = max(1, TILE // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 256))}
+
+
+def _row_wise(x: Tensor) -> Tensor:
+    """Return ``x [T, size]`` with features side by side; rows may lie apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, z: Tensor, weight: Tensor, group: int, eps: float) -> Tensor:
+        y, z = _row_wise(y), _row_wise(z)
+        rows, size = y.shape
+        out = torch.empty(rows, size, dtype=y.dtype, device=y.device)
+        tile = _tile(group)
+        sizes = (rows, group, y.stride(0), z.stride(0), size)
+        _forward[(cdiv(rows, tile["ROWS"]), size // group)](y, z, weight, out, *sizes, eps, **tile)
+        ctx.save_for_backward(y, z, weight)
+        ctx.group, ctx.eps = group, eps
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        y, z, weight = ctx.saved_tensors
+        rows, size = y.shape
+        group = ctx.group
+        tile = _tile(group)
+        programs = num_multiprocessors(y.device) * WARPS_PER_SM // tile["num_warps"] * group // size
+        programs = max(1, min(programs, cdiv(rows, tile["ROWS"])))
+        grad_y, grad_z = (torch.empty(rows, size, dtype=t.dtype, device=y.device) for t in (y, z))
+        shares = torch.empty(programs, size, dtype=torch.float32, device=y.device)
+        sizes = (rows, group, y.stride(0), z.stride(0), size)
+        tensors = (grad_out.contiguous(), y, z, weight, grad_y, grad_z, shares)
+        _backward[(programs, size // group)](*tensors, *sizes, ctx.eps, **tile)
+        return grad_y, grad_z, shares.sum(0).to(weight.dtype), None, None
+
+
+def gated_norm(
+    y: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    group_size: int,
+    eps: float,
+    average: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """See :func:`megalight.ops.gated_norm.gated_norm`. ``average`` is None: ``why_not`` refuses parts of groups."""
+    out: Tensor = apply(_GatedNorm, y, z, weight, group_size, eps)
+    return out

@@ -1,0 +1,37 @@
+"""The kernels of mixers on a GPU, beside the scan: convolutions and gated norms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalight.ops import causal_conv, gated_norm
+from tests.ops.checks import check_causal_conv, check_gated_norm
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("lengths", [[512], [5, 1, 260, 333], [1, 1, 1030]])
+@pytest.mark.parametrize(("channels", "taps"), [(1000, 4), (70, 2), (64, 5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_causal_conv(lengths: list[int], channels: int, taps: int, dtype: torch.dtype) -> None:
+    from megalight.ops.causal_conv import triton
+
+    check_causal_conv(triton, "cuda", dtype, lengths, channels, taps)
+
+
+@pytest.mark.parametrize(("rows", "groups", "group"), [(999, 8, 1024), (4099, 3, 100), (70, 1, 8192)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gated_norm(rows: int, groups: int, group: int, dtype: torch.dtype) -> None:
+    from megalight.ops.gated_norm import triton
+
+    check_gated_norm(triton, "cuda", dtype, rows, groups, group)
+
+
+def test_triton_is_chosen() -> None:
+    half, exact = torch.bfloat16, torch.float64
+    assert causal_conv.CAUSAL_CONV.select(causal_conv.Spec("cuda", half, half, 4)).name == "triton"
+    assert causal_conv.CAUSAL_CONV.select(causal_conv.Spec("cuda", half, half, 9)).name == "reference"
+    assert causal_conv.CAUSAL_CONV.select(causal_conv.Spec("cuda", exact, exact, 4)).name == "reference"
+    assert gated_norm.GATED_NORM.select(gated_norm.Spec("cuda", half, half, 1024)).name == "triton"
+    assert gated_norm.GATED_NORM.select(gated_norm.Spec("cuda", half, half, 1024, True)).name == "reference"
