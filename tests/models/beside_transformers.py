@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.hugging_face import config_from_transformers, from_transformers
+from megalight.models.gpt.hugging_face import (
+    config_from_transformers,
+    config_to_transformers,
+    from_transformers,
+    to_transformers,
+)
 from megalight.nn.canonical import canonical_tensors
 from megalight.types import PackedSequences
 from tests.canonical import load_canonical
@@ -31,9 +38,26 @@ def ours_of(model: Any, folder: Path) -> tuple[GPT, dict[str, Tensor]]:
     return ours, files
 
 
-def assert_equal(model: Any, folder: Path) -> None:
+def assert_round_trip(model: Any, ours: GPT, files: Mapping[str, Tensor], kind: str | None = None) -> None:
+    """Compare tensors and configuration that are written with those that were read.
+
+    Args:
+        model: theirs.
+        ours: the same with our modules.
+        files: tensors by their names in published files.
+        kind: the ``model_type`` to write, if several can say the same. None: the one that is found.
+    """
+    back = to_transformers(canonical_tensors(ours), ours.config)
+    assert back.keys() == files.keys()
+    assert all(torch.equal(back[key].double(), files[key].double()) for key in back)
+    values = config_to_transformers(ours.config, kind)
+    assert values["model_type"] == model.config.model_type
+    again = type(model.config)(**copy.deepcopy(values))  # some change what they are given
+    assert config_to_transformers(config_from_transformers(again.to_dict()), kind) == values
+
+
+def assert_equal(model: Any, ours: GPT, folder: Path) -> None:
     """Compare logits, losses and gradients. Both models hold gradients in place of weights afterwards."""
-    ours, _ = ours_of(model, folder)
     assert ours.config == GPTConfig.from_dict(ours.config.to_dict())
     tokens = torch.randint(0, 53, (3, 17))
     answer = model(tokens, labels=tokens)

@@ -1,4 +1,4 @@
-"""Models with experts of ``transformers`` in ours: equal logits, losses and gradients, and the way back."""
+"""Models with experts of ``transformers`` in ours, beside what ``test_gpt_weights_matrix`` finds for every kind."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import torch
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.hugging_face import (
     config_from_transformers,
-    config_to_transformers,
-    to_transformers,
 )
 from megalight.models.gpt.presets import preset
-from megalight.nn.canonical import canonical_tensors
 from megalight.nn.moe import BalanceConfig
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.types import PackedSequences
-from tests.models.beside_transformers import assert_equal, ours_of
+from tests.models.beside_transformers import ours_of
 from tests.models.test_gpt_hugging_face import SIZES
 from tests.reference_gpt import relative_error
 
@@ -48,24 +45,6 @@ def theirs(name: str, **options: Any) -> Any:
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_equal_logits_losses_and_gradients(name: str, tmp_path: Path) -> None:
-    assert_equal(theirs(name), tmp_path)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_round_trip(name: str, tmp_path: Path) -> None:
-    model = theirs(name)
-    ours, files = ours_of(model, tmp_path)
-    back = to_transformers(canonical_tensors(ours), ours.config)
-    assert back.keys() == files.keys()
-    assert all(torch.equal(back[key], files[key]) for key in back)
-    values = config_to_transformers(ours.config, name.removesuffix("_some"))
-    assert values["model_type"] == name.removesuffix("_some")
-    again = type(model.config)(**values)
-    assert config_to_transformers(config_from_transformers(again.to_dict()), values["model_type"]) == values
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
