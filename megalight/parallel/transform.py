@@ -26,9 +26,11 @@ class ModelTransform(ABC):
         name: the name under which it is registered.
         training_only: what names of its tensors in the model begin with, if the model computes the same without it:
             those who use a checkpoint's weights leave them out. None: it changes what the model computes.
+        given_by: what users write to have it, for messages. Empty: they list it themselves.
     """
 
     name: ClassVar[str]
+    given_by: ClassVar[str] = ""
     training_only: ClassVar[str | None] = None
 
     @abstractmethod

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megalight import checkpoint
 from megalight.callbacks import Adapters, CUDAGraph, Distillation
-from megalight.errors import ConfigurationError
+from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import load_model
 from megalight.models.distillation import LayerPair
 from megalight.models.gpt import GPT, GPTConfig
@@ -251,6 +251,29 @@ def test_the_projection_is_saved_and_left_out_of_the_model(teacher: Path, tmp_pa
     np.testing.assert_allclose(found["model.head.norm.weight"], by_torch["model.head.norm.weight"], rtol=1e-6)
     save_model(open_model(saved), tmp_path / "plain")
     assert checkpoint.open(tmp_path / "plain").common["model"]["transforms"] == []
+
+
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+@pytest.mark.parametrize("loss", [{"pairs": ATTENTION}, {"own_loss": True, "balance": True}], ids=["pairs", "balance"])
+def test_a_run_without_pairs_does_not_resume_with_them(teacher: Path, loss: dict[str, Any]) -> None:
+    before: dict[str, Any] = {}
+    Student().on_save_checkpoint(before)
+    module = Student()
+    Distillation(teacher, **loss).attach(module)
+    told = (
+        r"none; this module's has: Comparison.*\. Leave out pairs and balance of Distillation, or begin a new run from"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        module.check_checkpoint(before)
+    during: dict[str, Any] = {}
+    module.on_save_checkpoint(during)
+    Student().check_checkpoint(during)  # the other way round, the checkpoint's serve
+    other = Student()
+    other.transforms = [Comparison(STUDENT.hidden_size, 99)]
+    with pytest.raises(
+        CheckpointError, match="Use those that it was trained with, or begin a new run from its weights"
+    ):
+        other.check_checkpoint(during)
 
 
 @pytest.mark.parametrize("teacher", ["wide"], indirect=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -16,7 +16,7 @@ from megalight.models.config import compare
 from megalight.models.family import family
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import BASE, KEYS, Keys, companions_of, initial_config, initial_source
-from megalight.models.transforms import describe, rebuild
+from megalight.models.transforms import LoRA, describe, rebuild
 from megalight.optim import AdamConfig
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Source
@@ -237,13 +237,24 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         if self.transforms or (self.model is not None and not all(p.is_meta for p in self.model.parameters())):
             ours, theirs = (", ".join(map(repr, transforms)) or "none" for transforms in (self.transforms, found))
             raise CheckpointError(
-                f"the checkpoint's model has these transforms: {theirs}; this module's has: {ours}. Use those that it "
-                "was trained with, or merge adapters first (megalight merge)."
+                f"the checkpoint's model has these transforms: {theirs}; this module's has: {ours}. "
+                f"{_way_on(self.transforms, found)}"
             )
         self.transforms = found
         # The model is still on meta, so it can change.
         if self.model is not None:
             apply_transforms(self.model, found)
+
+
+def _way_on(ours: Sequence[ModelTransform], theirs: Sequence[ModelTransform]) -> str:
+    """Return what to do where a module and a checkpoint have different transforms."""
+    added = [transform.given_by or repr(transform) for transform in ours if transform not in theirs]
+    resume = "Use those that it was trained with"
+    if added and all(transform in ours for transform in theirs):
+        resume = f"Leave out {' and '.join(dict.fromkeys(added))}"
+    # A run begins without adapters from weights that have them inside.
+    merge = "merge its adapters (megalight merge) and " if any(isinstance(each, LoRA) for each in theirs) else ""
+    return f"{resume}, or {merge}begin a new run from its weights (the module's weights, in place of ckpt_path)."
 
 
 def _whole_names(

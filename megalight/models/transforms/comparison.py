@@ -27,6 +27,7 @@ class Comparison(ModelTransform):
     """
 
     name: ClassVar[str] = "comparison"
+    given_by: ClassVar[str] = "pairs and balance of Distillation"
     training_only: ClassVar[str | None] = "distillation."
 
     width: int

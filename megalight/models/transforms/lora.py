@@ -40,6 +40,7 @@ class LoRA(ModelTransform):
     """
 
     name: ClassVar[str] = "lora"
+    given_by: ClassVar[str] = "the callback Adapters"
 
     rank: int
     targets: Sequence[str] = ("layers.*",)

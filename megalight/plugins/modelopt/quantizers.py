@@ -36,6 +36,7 @@ class Quantizers(ModelTransform):
     """
 
     name: ClassVar[str] = "modelopt"
+    given_by: ClassVar[str] = "the callback ModelOptQuantization"
 
     preset: str = "FP8_DEFAULT_CFG"
     head: bool = False
