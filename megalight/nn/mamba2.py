@@ -18,7 +18,7 @@ from megalight.nn.linear import Linear
 from megalight.nn.short_conv import CausalConv
 from megalight.nn.state import SequenceRows, Slots
 from megalight.ops.common import HALF, wide
-from megalight.ops.gated_norm import gated_norm
+from megalight.ops.gated_norm import check_backend, gated_norm
 from megalight.ops.ssd import ssd, ssd_continued
 from megalight.types import PackedSequences
 
@@ -150,6 +150,10 @@ class GatedNorm(nn.Module):
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """``y, z [T, size] -> [T, size]``."""
         return gated_norm(y, z, self.weight, self.group_size, self.eps, average=self.average, backend=self.backend)
+
+    def check_backend(self, device: torch.device) -> None:
+        """Raise if the named backend cannot serve on ``device``; see :func:`~megalight.ops.norm.check_backend`."""
+        check_backend(self.weight, self.group_size, device.type, self.backend, divided=self.average is not None)
 
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""

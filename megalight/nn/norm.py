@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from megalight.nn.init import Constant, Initializer
 from megalight.ops.common import wide
-from megalight.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megalight.ops.norm import (
+    LAYER_NORM,
+    RMS_NORM,
+    add_layer_norm,
+    add_rms_norm,
+    check_backend,
+    layer_norm,
+    rms_norm,
+)
 
 
 class RMSNorm(nn.Module):
@@ -60,6 +68,11 @@ class RMSNorm(nn.Module):
         assert self.average is None
         return add_rms_norm(x, residual, self.factor, self.eps, backend=self.backend)
 
+    def check_backend(self, device: torch.device) -> None:
+        """Raise if the named backend cannot serve on ``device``; see :func:`~megalight.ops.norm.check_backend`."""
+        divided = self.average is not None
+        check_backend(RMS_NORM, self.weight, self.factor.dtype, device.type, self.backend, divided)
+
     def extra_repr(self) -> str:
         """Return size and eps, for printing."""
         return f"{self.weight.numel()}, eps={self.eps}"
@@ -108,6 +121,10 @@ class LayerNorm(nn.Module):
         if residual is None and not pair:
             return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps, backend=self.backend)
+
+    def check_backend(self, device: torch.device) -> None:
+        """Raise if the named backend cannot serve on ``device``; see :func:`~megalight.ops.norm.check_backend`."""
+        check_backend(LAYER_NORM, self.weight, self.weight.dtype, device.type, self.backend, divided=False)
 
     def extra_repr(self) -> str:
         """Return size, eps and bias, for printing."""

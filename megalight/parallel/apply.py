@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from megalight.errors import LayoutError, nearest
+from megalight.errors import BackendError, LayoutError, nearest
 from megalight.nn.moe import MoE
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
@@ -169,6 +169,22 @@ def check_overlap(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear) and module.shared.mesh.tp > 1:
             module.shared.check_overlap(module.name, module.weight, device)
+
+
+def check_backends(model: nn.Module, device: torch.device) -> None:
+    """Raise, before a model runs on ``device``, if a backend that was named for one of its modules cannot serve.
+
+    Modules that can tell have a method ``check_backend(device)``.
+
+    Raises:
+        BackendError: names the module, and gives the reason of each backend.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "check_backend"):
+            try:
+                module.check_backend(device)
+            except BackendError as error:
+                raise BackendError(f"{name}: {error}") from error
 
 
 @contextmanager

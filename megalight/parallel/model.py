@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.nn.moe import Dispatcher
-from megalight.parallel.apply import check_overlap, parallelize
+from megalight.parallel.apply import check_backends, check_overlap, parallelize
 from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.initial_values import initialise, materialise
@@ -166,7 +166,7 @@ class ParallelModel:
         else:
             model._refuse_to_run()
         model.recompute(model.options.recompute)
-        model.check_overlap()
+        model.check_device()
         return model
 
     def check_same(self, mesh: ParallelMesh, options: ParallelOptions) -> None:
@@ -367,13 +367,15 @@ class ParallelModel:
         for chunk in self.chunks:
             apply_recompute(chunk, options, whole=self.mesh.pp == 1)
 
-    def check_overlap(self) -> None:
-        """Raise if messages cannot travel as asked for on these devices. All ranks of the mesh call this together.
+    def check_device(self) -> None:
+        """Raise if layers or messages cannot work as asked for on these devices. All ranks of the mesh call this.
 
         Raises:
+            BackendError: a backend that was named for a module cannot serve.
             LayoutError: an overlap backend cannot serve a layer, or a dispatcher the ranks of its experts.
             ConfigurationError: the device has a single queue, so nothing can run beside messages.
         """
+        check_backends(self.root, self.device)
         check_overlap(self.root, self.device)
         # Every rank of a stage has the same layers, so ranks that share experts come here equally often.
         for module in self.root.modules():
@@ -468,13 +470,15 @@ def check_split(
     """Check that a model on meta can be split, by splitting it as one rank would. No process group is needed.
 
     Raises:
+        BackendError: a backend that was named for a module cannot serve on ``device``.
         LayoutError: its sizes are not divisible, or it cannot run on ``device``.
         ConfigurationError: no plan says what to split; or recompute of a layer or module that does not exist.
     """
     # No mesh is asked for a group here, so this runs before there are processes.
     apply_transforms(root, options.transforms)
     _split(root, mesh, options, "")
-    check_overlap(root.to(dtype=dtype), device)
+    check_backends(root.to(dtype=dtype), device)
+    check_overlap(root, device)
 
 
 def _split(

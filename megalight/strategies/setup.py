@@ -65,7 +65,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     # After the split, because it wraps the parallel layers.
     model.recompute(strategy.recompute)
     precision.prepare(model, seed)
-    model.check_overlap()
+    model.check_device()
     if not keeps_random_state(module, strategy.mesh):
         strategy.streams.seed(seed)
     return model

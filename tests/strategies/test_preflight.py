@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 import megalight.parallel.model
-from megalight.errors import ConfigurationError
+from megalight.errors import BackendError, ConfigurationError
+from megalight.models.gpt import AttentionConfig, BackendConfig, GPTConfig, MambaConfig, NormConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import DataParallel, MegatronStrategy, preflight
-from tests.strategies.training import CONFIGS
+from tests.strategies.training import CONFIGS, WithData
 from tests.workers import run
+
+WHOLE = AttentionConfig(qk_norm=True, qk_norm_whole=True)
+MAMBA = MambaConfig(num_heads=4, head_dim=8, state_size=4, num_groups=2)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,40 @@ def test_overlap_is_chosen_for_weights_of_the_run(
     )
     preflight._split_on_meta(strategy, GPTModule(CONFIGS["gqa"]), ParallelMesh(2, 0, tp=2))
     assert seen == [{dtype}]
+
+
+def norms(backend: str, **config: Any) -> GPTConfig:
+    """A model whose norms use this backend."""
+    return replace(CONFIGS["mha"], backends=BackendConfig(norm=backend), **config)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "message"),
+    [
+        (norms("triton"), 1, r"layers\.0\.attention_norm: backend 'triton' of rms_norm cannot.*reference: can serve"),
+        (norms("triton"), 2, r"layers\.0\.attention_norm: backend 'triton' of rms_norm cannot.*reference: can serve"),
+        (norms("apex", norm=NormConfig(kind="layer")), 1, r"attention_norm: backend 'apex' of layer_norm cannot serve"),
+        (norms("torch", norm=NormConfig(around_zero=True)), 1, "attention_norm: .*torch: needs a weight in the dtype"),
+        (norms("torch", attention=WHOLE), 2, r"layers\.0\.attention\.q_norm: .*torch: norms whole rows, and these"),
+        (
+            norms("torch", layer_pattern="M*", mamba=MAMBA),
+            1,
+            r"layers\.0\.mamba\.norm: gated_norm has no backend 'torch'",
+        ),
+    ],
+)
+def test_a_norm_backend_that_cannot_serve_is_refused_before_the_first_step(
+    config: GPTConfig, ranks: int, message: str
+) -> None:
+    """In setup, and before processes start if there are several."""
+    module = WithData(config)
+    runner = pl.Trainer(
+        strategy=MegatronStrategy(tensor_parallel=ranks, start_method="popen"), accelerator="cpu", devices=ranks,
+        precision="bf16-true", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(BackendError, match=message):
+        runner.fit(module)
 
 
 def limited(ctas: int | None, device: str, backend: str | None = None) -> list[MegatronStrategy]:

@@ -54,6 +54,11 @@ def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
     return GATED_NORM.select(spec, backend).fn
 
 
+def check_backend(weight: Tensor, group_size: int, device: str, backend: str, divided: bool) -> None:
+    """Do what :func:`megalight.ops.norm.check_backend` does for this op, for groups of ``group_size`` features."""
+    _choose(Spec(device, weight.dtype, weight.dtype, group_size, divided), backend)
+
+
 def gated_norm(
     y: Tensor,
     z: Tensor,

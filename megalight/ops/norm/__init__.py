@@ -72,6 +72,25 @@ def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, bac
     return select(registry, spec, backend)
 
 
+def check_backend(
+    registry: BackendRegistry[Spec, Any], weight: Tensor, factor: torch.dtype, device: str, backend: str, divided: bool
+) -> None:
+    """Raise if a backend cannot serve a norm in the dtype of its weight, before any input is there.
+
+    Args:
+        registry: the op's.
+        weight: ``[size]``; also on meta.
+        factor: dtype of what normed features are multiplied by.
+        device: type of the device on which the norm will run.
+        backend: a backend's name, or ``auto``.
+        divided: see :class:`Spec`.
+
+    Raises:
+        BackendError: it cannot, with the reason of each backend.
+    """
+    _choose(registry, Spec(device, weight.dtype, factor, weight.shape[0], divided), backend)
+
+
 def _spec(x: Tensor, weight: Tensor) -> Spec:
     return Spec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
 

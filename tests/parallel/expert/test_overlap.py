@@ -269,7 +269,7 @@ def test_units_inside_of_what_computes_beside() -> None:
 def test_devices_with_a_single_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), ParallelOptions(**COMBINED))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    model.check_overlap()
+    model.check_device()
     model.device = torch.device("cuda")
     with pytest.raises(ConfigurationError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one queue"):
-        model.check_overlap()
+        model.check_device()
