@@ -39,7 +39,7 @@ class MegalightTrainer(pl.Trainer):
         limit_test_batches: the same for ``test``.
         limit_predict_batches: the same for ``predict``.
         cuda_graphs: ``auto``: replay steps from CUDA graphs if the first steps show that this is faster
-            (:class:`~megalight.callbacks.AutomaticCUDAGraph`). ``off``: do not try.
+            (:class:`~megalight.callbacks.AutomaticCUDAGraph`); the log tells. ``off``: do not try.
 
     Raises:
         ConfigurationError: no strategy or logger has this name, or an argument has a value that Lightning would accept
@@ -57,7 +57,7 @@ class MegalightTrainer(pl.Trainer):
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
-        cuda_graphs: Literal["auto", "off"] = "off",
+        cuda_graphs: Literal["auto", "off"] = "auto",
         **kwargs: Any,
     ) -> None:
         kwargs |= {

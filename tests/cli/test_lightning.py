@@ -148,8 +148,8 @@ def test_debug_lets_the_traceback_through(monkeypatch):
 
 @pytest.mark.parametrize(
     ("mode", "others", "added"),
-    [("off", [], 0), ("auto", [], 1), ("auto", [AutomaticCUDAGraph()], 1)],
+    [({"cuda_graphs": "off"}, [], 0), ({}, [], 1), ({}, [AutomaticCUDAGraph()], 1)],
 )
-def test_graphs_are_tried_where_that_is_asked_for(mode: Any, others: list[pl.Callback], added: int) -> None:
-    runner = MegalightTrainer(accelerator="cpu", cuda_graphs=mode, callbacks=others, logger=False)
+def test_graphs_are_tried_unless_they_are_off(mode: Any, others: list[pl.Callback], added: int) -> None:
+    runner = MegalightTrainer(accelerator="cpu", callbacks=others, logger=False, **mode)
     assert sum(type(callback) is AutomaticCUDAGraph for callback in runner.callbacks) == added  # type: ignore[attr-defined]
