@@ -212,12 +212,19 @@ class Chosen(Wrapped):
         # Known on all ranks alike, and before any of them waits for others.
         if request.strict and lost:
             raise CheckpointError(f"the weights lack {self.names[lost[0]]} (and {len(lost) - 1} more tensors).")
-        targets = [replace(target, name=self.names[target.name]) for target in request.targets]
+        others = self._others(request)
+        if request.strict and others:
+            raise CheckpointError(f"no tensor was chosen for {others[0]} (and {len(others) - 1} more).")
+        known = (target for target in request.targets if target.name in self.names)
+        targets = [replace(target, name=self.names[target.name]) for target in known]
         return replace(request, targets=targets, strict=False, prefix="")
 
     def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
         """See :meth:`Wrapped.after`."""
-        return Filled(self._lost(), ())
+        return Filled((*self._lost(), *self._others(request)), ())
+
+    def _others(self, request: Request) -> tuple[str, ...]:
+        return tuple(target.name for target in request.targets if target.name not in self.names)
 
     def _lost(self) -> tuple[str, ...]:
         return tuple(sorted(set(self.names) - self.tensors.keys()))

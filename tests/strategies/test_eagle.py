@@ -23,7 +23,7 @@ from megalight.data.tokenizer import FILE, Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError
 from megalight.models.eagle import DraftModel, EagleConfig, EagleModule, eagle_plan, export_draft
 from megalight.models.eagle.export import in_order
-from megalight.models.gpt import GPT
+from megalight.models.gpt import GPT, LatentConfig
 from megalight.models.stored import held_model, save_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialise
@@ -72,6 +72,10 @@ def config(ids: tuple[int, ...] = IDS) -> EagleConfig:
     return EagleConfig(num_heads=4, num_kv_heads=2, ffn_hidden_size=24, auxiliary_layers=LAYERS, draft_ids=ids, std=0.2)
 
 
+LATENT = LatentConfig(kv_rank=12, q_rank=10, head_dim=6, rotary_dim=4, value_dim=5)
+KIMI = EagleConfig(num_heads=4, ffn_hidden_size=24, auxiliary_layers=LAYERS, latent=LATENT, head="base", std=0.2)
+
+
 class Drafter(EagleModule):
     def __init__(self, base: Path, packed: bool, rows: int, draft: EagleConfig, **options: Any) -> None:
         super().__init__(base, draft, seed=SEED, steps=AHEAD, decay=DECAY, **options)
@@ -89,8 +93,8 @@ class Drafter(EagleModule):
     val_dataloader = train_dataloader
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -102,19 +106,37 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def turned(x: Tensor, positions: Tensor) -> Tensor:
+    """Of ``x [S, H, D]``, pairs of neighbours."""
+    pairs = rotated(torch.cat([x[..., 0::2], x[..., 1::2]], -1), positions)
+    return torch.stack(pairs.chunk(2, -1), -1).flatten(-2)
+
+
+def heads(w: Mapping[str, Tensor], x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values ``[S, 4, D]`` of ``x [S, 2 h]``."""
+    named = {name.removeprefix("layer.attention.").removesuffix(".weight"): each for name, each in w.items()}
+    if "kv_up" not in named:
+        q, k, v = ((x @ named[n].T).view(len(x), -1, 8) for n in "qkv")
+        return rotated(q, positions), rotated(k, positions).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    q = (rms(x @ named["q_down"].T, named["q_latent_norm"], 1e-6) @ named["q_up"].T).view(len(x), 4, 10)
+    latent, key = (x @ named["kv_down"].T).split([12, 4], -1)
+    k, v = (rms(latent, named["kv_latent_norm"], 1e-6) @ named["kv_up"].T).view(len(x), 4, 11).split([6, 5], -1)
+    q = torch.cat([q[..., :6], turned(q[..., 6:], positions)], -1)
+    return q, torch.cat([k, turned(key[:, None], positions).expand(-1, 4, -1)], -1), v
+
+
 def guesses(w: Mapping[str, Tensor], fused: Tensor, embedded: list[Tensor]) -> list[Tensor]:
     """Normed hidden states of each step for one sequence of ``S`` tokens, with whole masks ``[S, (n + 1) S]``."""
     size, hidden, keys, values, found = len(fused), fused, [], [], []
     past = torch.ones(size, size).tril().bool()
     for step, each in enumerate(embedded):
         joined = torch.cat([rms(each, w["layer.embed_norm.weight"]), rms(hidden, w["layer.hidden_norm.weight"])], -1)
-        q, k, v = ((joined @ w[f"layer.attention.{n}.weight"].T).view(size, -1, 8) for n in "qkv")
-        positions = torch.arange(size, dtype=torch.double) + step
-        keys.append(rotated(k, positions).repeat_interleave(2, 1))
-        values.append(v.repeat_interleave(2, 1))
+        q, k, v = heads(w, joined, torch.arange(size, dtype=torch.double) + step)
+        keys.append(k)
+        values.append(v)
         # Real tokens up to the place; of the guesses, those of the own place.
         mask = torch.cat([past, *[torch.eye(size).bool()] * step], -1)
-        scores = torch.einsum("qhd,khd->hqk", rotated(q, positions), torch.cat(keys)) / 8**0.5
+        scores = torch.einsum("qhd,khd->hqk", q, torch.cat(keys)) / q.shape[-1] ** 0.5
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         mixed = torch.einsum("hqk,khd->qhd", weights, torch.cat(values)).flatten(1)
         hidden = hidden + mixed @ w["layer.attention.proj.weight"].T
@@ -134,7 +156,9 @@ def by_hand(
     initialise(draft, SEED, "model.")
     weights, rows = canonical_tensors(draft), []
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
-    optimizer = torch.optim.AdamW(leaves.values(), lr=LR)
+    if config.head == "base":
+        leaves["head.output_layer.weight"] = guide.head.output_layer.weight.detach()  # type: ignore[union-attr]
+    optimizer = torch.optim.AdamW([leaf for leaf in leaves.values() if leaf.requires_grad], lr=LR)
     kept: dict[int, Tensor] = {}
     for name, layer in guide.layers.items():
         layer.register_forward_hook(lambda *call, name=name: kept.__setitem__(int(name) + 1, call[2]))
@@ -190,7 +214,7 @@ def check(base: Path, layout: dict[str, Any], packed: bool, count: int, draft: E
             error = np.linalg.norm(piece.view(tensor.detach()).numpy() - value) / max(np.linalg.norm(value), 1e-3)
             assert error <= 1e-9, f"{piece.name} differs by {error:.1e}"
     assert 0 <= float(runner.callback_metrics["val_step_0_accuracy"]) <= 1
-    folder = base.parent / f"draft-{base.name}-{how.mesh.describe()}-{packed}"
+    folder = base.parent / f"draft-{base.name}-{how.mesh.describe()}-{packed}-{draft.head}"
     runner.save_checkpoint(folder)
     assert not any("base" in name for name in checkpoint.open(folder).tensors)
 
@@ -200,22 +224,23 @@ CHUNKS = {"pipeline_parallel": 2, "pipeline_layout": "Et|t|t|tL"}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "packed", "ids", "options"),
+    ("ranks", "layout", "packed", "draft", "options"),
     [
-        (1, {}, True, IDS, {}),
-        (2, TP, False, IDS, {}),
-        (2, SP, True, (), TP),
-        (2, {}, True, IDS, {"pipeline_parallel": 2}),
-        (2, CP, True, IDS, CHUNKS),
-        (2, CP, False, IDS, SP),
-        pytest.param(4, SP, False, IDS, TP | CHUNKS, marks=pytest.mark.full),
-        pytest.param(4, SP | CP, True, IDS, CHUNKS, marks=pytest.mark.full),
+        (1, {}, True, config(), {}),
+        (2, TP, False, config(), {}),
+        (2, SP, True, config(()), TP),
+        (2, {}, True, config(), {"pipeline_parallel": 2}),
+        (2, CP, True, config(), CHUNKS),
+        (2, CP, False, config(), SP),
+        (2, SP, True, KIMI, {}),
+        pytest.param(4, SP, False, config(), TP | CHUNKS, marks=pytest.mark.full),
+        pytest.param(4, SP | CP, True, KIMI, CHUNKS, marks=pytest.mark.full),
     ],
 )
 def test_a_draft_learns_as_by_hand(
-    base: Path, ranks: int, layout: Any, packed: bool, ids: tuple[int, ...], options: Any
+    base: Path, ranks: int, layout: Any, packed: bool, draft: EagleConfig, options: Any
 ) -> None:
-    run(check, ranks, base, layout, packed, 4, config(ids), options)
+    run(check, ranks, base, layout, packed, 4, draft, options)
 
 
 def test_a_draft_learns_beside_experts_on_several_ranks(bases: Path) -> None:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="transformers: a folder; checkpoint: weights; or a format, which keeps all of a checkpoint, optimizer "
         "state too (default: transformers from a checkpoint, checkpoint from a folder)",
     )
-    parser.add_argument("--base", help="the model that a folder of peft adapts")
+    parser.add_argument("--base", help="the model that a folder of peft adapts, or that a draft serves")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
     parser.add_argument(
@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.checkpoint.foreign.transformers_folder import is_folder
     from megalight.cli.newest import newest_in
     from megalight.errors import ConfigurationError
+    from megalight.models.eagle.export import holds_draft
+    from megalight.models.eagle.importing import is_draft
     from megalight.models.gpt import megatron
     from megalight.models.transforms.peft import is_adapter
 
@@ -62,8 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.source = newest_in(arguments.source)
     if is_adapter(arguments.source) or arguments.to == "peft":
         return _convert_adapters(arguments)
+    if is_draft(arguments.source):
+        return _import_draft(arguments)
     if arguments.base is not None:
-        raise ConfigurationError(f"--base is for folders of peft, and {arguments.source} is none; leave it out.")
+        raise ConfigurationError(
+            f"--base is for folders of peft and of drafts, and {arguments.source} is neither; leave it out."
+        )
+    if holds_draft(arguments.source) and arguments.to in (None, "transformers"):
+        return _export_draft(arguments)
     foreign = is_folder(arguments.source) or megatron.is_folder(arguments.source)
     # From ours to theirs, or from theirs to ours, as nothing else would be a change.
     to = arguments.to or ("checkpoint" if foreign else "transformers")
@@ -99,6 +107,35 @@ def _convert_adapters(arguments: argparse.Namespace) -> int:
     else:
         count = export_adapter(arguments.source, arguments.output)
     print(f"{arguments.output}: the adapters of {count} weights")
+    return 0
+
+
+def _import_draft(arguments: argparse.Namespace) -> int:
+    """Write a draft for serving engines as a checkpoint."""
+    from megalight.errors import ConfigurationError
+    from megalight.models.eagle import import_draft
+
+    if arguments.dtype or arguments.ema or arguments.average or arguments.to not in (None, "checkpoint"):
+        raise ConfigurationError(
+            f"{arguments.source} holds a draft, which becomes a checkpoint as it is; leave --to, --dtype, --ema and "
+            "--average out."
+        )
+    import_draft(arguments.source, arguments.output, arguments.base)
+    print(f"{arguments.output}: a draft")
+    return 0
+
+
+def _export_draft(arguments: argparse.Namespace) -> int:
+    """Write a draft for serving engines."""
+    import torch
+
+    from megalight.errors import ConfigurationError
+    from megalight.models.eagle import export_draft
+
+    if arguments.ema or arguments.average:
+        raise ConfigurationError("--ema and --average are for models that are no drafts; leave them out.")
+    export_draft(arguments.source, arguments.output, getattr(torch, arguments.dtype) if arguments.dtype else None)
+    print(f"{arguments.output}: a draft for serving engines")
     return 0
 
 

@@ -101,6 +101,11 @@ class BaseModel:
         """Return its forward pass."""
         return Base(open_model(self.folder).family, self.config, layers)
 
+    def head_source(self) -> Source:
+        """Return the weight of its output layer under the name that it has in a draft."""
+        output = "embed.word" if self.config.tie_embeddings else OUTPUT
+        return Chosen(open_model(self.folder).weights, {f"{SAVED}{OUTPUT}.weight": f"{SAVED}{output}.weight"})
+
     def frozen(self, task: Base, draft_ids: Sequence[int]) -> FrozenModel:
         """Return the declaration of the base for a run."""
         weights = open_model(self.folder).weights

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from megalight.errors import ConfigurationError
-from megalight.models.config import from_plain, require, to_plain
-from megalight.models.gpt import GPTConfig, NormConfig, PositionConfig
+from megalight.models.config import from_plain, require, require_choice, to_plain
+from megalight.models.gpt import GPTConfig, LatentConfig, NormConfig, PositionConfig
+from megalight.ops.rotary import RotaryScaling
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig:
-    """A draft model: one layer like Llama's. 0 and empty mean what the base model has.
+    """A draft model: one layer like Llama's, or like Kimi's. 0 and empty mean what the base model has.
 
     Attributes:
         hidden_size: width of the residual stream. That of the base, whose embedding the draft reads.
@@ -25,10 +26,14 @@ class EagleConfig:
         ffn_hidden_size: inner width of the MLP.
         norm_eps: added to the mean square.
         rotary_base: see :class:`~megalight.models.gpt.PositionConfig`.
+        rotary_scaling: likewise. None: frequencies are not scaled.
+        latent: sizes of latent attention, for a layer like Kimi's; they decide over the sizes of heads. Features of a
+            rotary pair are then neighbours. None: the layer is like Llama's.
         auxiliary_layers: the hidden states of the base that the draft reads, in this order: those after so many of its
             layers. Empty: after a low, the middle and a high one, ``2, L / 2, L - 3`` of ``L`` layers.
         draft_ids: the token ids that the draft predicts, in ascending order: the most frequent ones, for a small head.
             Empty: all.
+        head: ``own``: the output layer is trained; ``base``: it is that of the base, and frozen.
         std: standard deviation of initial weights.
 
     Raises:
@@ -44,8 +49,11 @@ class EagleConfig:
     ffn_hidden_size: int = 0
     norm_eps: float = 1e-5
     rotary_base: float = 0.0
+    rotary_scaling: RotaryScaling | None = None
+    latent: LatentConfig | None = None
     auxiliary_layers: tuple[int, ...] = ()
     draft_ids: tuple[int, ...] = ()
+    head: Literal["own", "base"] = "own"
     std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -55,6 +63,12 @@ class EagleConfig:
         require(
             all(first < second for first, second in zip(self.draft_ids, self.draft_ids[1:], strict=False)),
             "draft_ids are not in ascending order, or one comes twice; sort them.",
+        )
+        require_choice("head", self.head, ("own", "base"))
+        require(
+            self.head == "own" or not self.draft_ids,
+            "head=base is the output layer of the base, which predicts all ids, and draft_ids are some of them. Leave "
+            "draft_ids out, or set head=own.",
         )
 
     def beside(self, base: GPTConfig) -> EagleConfig:
@@ -89,7 +103,7 @@ class EagleConfig:
             f"draft_ids reach from {self.draft_ids[:1]} to {self.draft_ids[-1:]}, and the base has ids from 0 to "
             f"{base.vocab_size - 1}; count them with the base's tokenizer.",
         )
-        heads = self.num_heads or base.num_heads
+        heads, latent = self.num_heads or base.num_heads, self.latent
         # Heads of latent attention have sizes of their own, and with another number of heads the base's says nothing.
         like_base = heads == base.num_heads and base.latent is None
         return replace(
@@ -99,8 +113,9 @@ class EagleConfig:
             max_sequence_length=self.max_sequence_length or base.max_sequence_length,
             num_heads=heads,
             # With other heads than the base, its number of key heads may not divide them.
-            num_kv_heads=self.num_kv_heads or (heads if self.num_heads else base.num_kv_heads),
-            head_dim=self.head_dim or (base.head_dim if like_base else base.hidden_size // heads),
+            num_kv_heads=heads if latent else self.num_kv_heads or (heads if self.num_heads else base.num_kv_heads),
+            # Of latent attention, `latent` has all sizes.
+            head_dim=0 if latent else self.head_dim or (base.head_dim if like_base else base.hidden_size // heads),
             ffn_hidden_size=self.ffn_hidden_size or base.ffn_hidden_size,
             rotary_base=self.rotary_base or base.position.base,
             auxiliary_layers=layers,
@@ -126,7 +141,11 @@ class EagleConfig:
             vocab_size=self.draft_vocab_size,
             max_sequence_length=self.max_sequence_length,
             norm=NormConfig(eps=self.norm_eps),
-            position=PositionConfig(base=self.rotary_base),
+            position=PositionConfig(
+                base=self.rotary_base, scaling=self.rotary_scaling, interleaved=self.latent is not None
+            ),
+            mixer_pattern=("attention" if self.latent is None else "latent_attention",),
+            latent=self.latent,
         )
 
     def to_dict(self) -> dict[str, Any]:

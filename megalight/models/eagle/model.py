@@ -16,20 +16,16 @@ from torch import Tensor, nn
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.gpt.model import ROTARY, build_head, build_mlp, build_norm, build_rotary
 from megalight.models.lengths import check_length
-from megalight.nn import Attention, LayerContext, Lesson, Lineage, LineageAttention, Linear
+from megalight.nn import Attention, LayerContext, Lesson, Lineage, LineageAttention, LineageLatentAttention, Linear
 from megalight.nn.norm import norm_and_sum
 from megalight.types import PackedSequences
 
 
-class DraftLayer(nn.Module):
-    """A transformer layer whose attention reads the embedding of the next token beside the residual stream."""
-
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        layer, width = config.layer, config.hidden_size
-        self.embed_norm = build_norm(layer, width)
-        self.hidden_norm = build_norm(layer, width)
-        self.attention = Attention(
+def build_attention(config: EagleConfig) -> Attention | LineageLatentAttention:
+    """Build the attention, which reads embeddings and hidden states side by side."""
+    width, latent, scaling = config.hidden_size, config.latent, config.rotary_scaling
+    if latent is None:
+        return Attention(
             width,
             config.num_heads,
             config.num_kv_heads,
@@ -40,6 +36,34 @@ class DraftLayer(nn.Module):
             std=config.std,
             proj_std=config.std,
         )
+    # As in DeepSeek's models, the concentration of YaRN is in the scores.
+    scale = (latent.head_dim + latent.rotary_dim) ** -0.5 * (1.0 if scaling is None else scaling.score_factor)
+    return LineageLatentAttention(
+        width,
+        config.num_heads,
+        latent.q_rank,
+        latent.kv_rank,
+        latent.head_dim,
+        latent.rotary_dim,
+        latent.value_dim,
+        LineageAttention(scale),
+        input_size=2 * width,
+        norm_eps=latent.norm_eps,
+        rotary=ROTARY,
+        std=config.std,
+        proj_std=config.std,
+    )
+
+
+class DraftLayer(nn.Module):
+    """A transformer layer whose attention reads the embedding of the next token beside the residual stream."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        layer, width = config.layer, config.hidden_size
+        self.embed_norm = build_norm(layer, width)
+        self.hidden_norm = build_norm(layer, width)
+        self.attention = build_attention(config)
         self.mlp_norm = build_norm(layer, width)
         self.mlp = build_mlp(layer)
 
@@ -81,6 +105,8 @@ class DraftModel(nn.Module):
         self.fuse = Linear(len(config.auxiliary_layers) * config.hidden_size, config.hidden_size, std=config.std)
         self.layer = DraftLayer(config)
         self.head = build_head(config.layer)
+        # A base's output layer has its values from the base; see EagleModule.initial_weights.
+        self.head.output_layer.weight.requires_grad_(config.head == "own")
         self.rotary = build_rotary(config.layer)
 
     def step(self, hidden: Tensor, embedded: Tensor, sequences: PackedSequences, lineage: Lineage) -> Tensor:

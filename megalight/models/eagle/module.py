@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from megalight.checkpoint.sources.combine import Overlaid
+from megalight.checkpoint.sources.lenient import Lenient
 from megalight.errors import ConfigurationError
 from megalight.models.distillation import Layout, share_of
+from megalight.models.eagle.architecture import read_architecture, read_vocabulary
 from megalight.models.eagle.base import BASE, Base, BaseModel
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.family.module import FamilyModule
@@ -20,6 +24,7 @@ from megalight.nn import Lesson
 from megalight.ops.divergence import Projection
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen import FrozenModel
+from megalight.parallel.source import Source
 from megalight.types import Loss, TokenBatch, WithResults
 from megalight.types.results import opened
 
@@ -33,6 +38,9 @@ class EagleModule(FamilyModule[EagleConfig]):
     Args:
         base: a checkpoint of a GPT, or a ``transformers`` folder.
         config: the draft; None: as :class:`~megalight.models.eagle.EagleConfig` derives it from the base.
+        architecture: a JSON file in place of ``config``; see :func:`~megalight.models.eagle.read_architecture`.
+        draft_vocabulary: a file with the ids that the draft predicts, in place of ``config.draft_ids``; see
+            :func:`~megalight.models.eagle.read_vocabulary`.
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
         weights: a checkpoint of a draft to start from. None: random initial weights.
@@ -74,6 +82,8 @@ class EagleModule(FamilyModule[EagleConfig]):
         sequence_parallel: bool = False,
         pipeline_layout: str | None = None,
         expert_parallel: int = 1,
+        architecture: str | os.PathLike[str] | None = None,
+        draft_vocabulary: str | os.PathLike[str] | None = None,
     ) -> None:
         if steps < 1:
             raise ConfigurationError(f"steps={steps} must be at least 1; 4 are usual.")
@@ -81,14 +91,34 @@ class EagleModule(FamilyModule[EagleConfig]):
             raise ConfigurationError(f"decay={decay} must be above 0 and at most 1; 0.9 is usual.")
         layout = Layout(tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel)
         self.base_model = BaseModel(base, layout)
-        if config is None and weights is None:
-            config = EagleConfig()
+        if architecture is not None and config is not None:
+            raise ConfigurationError("architecture describes the whole draft; give it, or config.")
+        ids = () if draft_vocabulary is None else read_vocabulary(draft_vocabulary)
+        if architecture is not None:
+            config = read_architecture(architecture, ids)
+        elif config is None and weights is None:
+            config = EagleConfig(draft_ids=ids)
+        elif ids:
+            if config is None or config.draft_ids:
+                where = "weights" if config is None else "config"
+                raise ConfigurationError(
+                    f"draft_vocabulary and {where} both say which ids the draft predicts; keep one."
+                )
+            config = replace(config, draft_ids=ids)
         super().__init__(config, optimizer, seed, weights, weights_keys)
         # Also of the configuration in `weights`, whose draft may have served another base.
         self.config = self.config.beside(self.base_model.config)
         self.steps = steps
         self.decay = decay
         self.base: Base = self.base_model.task(self.config.auxiliary_layers)
+
+    def initial_weights(self) -> Source | None:
+        """Return the folder ``weights`` as a source; an output layer of the base is read from the base."""
+        source = super().initial_weights()
+        if self.config.head == "own":
+            return source
+        head = self.base_model.head_source()
+        return Lenient(head, str(self.base_model.folder), say=False) if source is None else Overlaid(source, head)
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the base."""

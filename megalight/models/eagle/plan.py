@@ -6,7 +6,7 @@ from torch import nn
 
 from megalight.nn import LineageAttention, LMHead, RMSNorm
 from megalight.parallel.plan import Plan
-from megalight.parallel.styles import Column, LineageRegion, Row, SequenceRegion, VocabHead
+from megalight.parallel.styles import Column, LineageRegion, Row, SequenceRegion, SharedHead, VocabHead
 
 RULES = Plan(
     {
@@ -15,6 +15,10 @@ RULES = Plan(
         "*layer.embed_norm": SequenceRegion(split_input=True),
         "*layer.attention.qkv": Column(),
         "*layer.attention.proj": Row(),
+        # Latents are small, so every rank computes them whole, of its share of the tokens.
+        "*layer.attention.*_down": SequenceRegion(),
+        "*layer.attention.*_up": Column(),
+        "*layer.attention.shared_key": SharedHead(),
         "*layer.mlp.gate_up": Column(),
         "*layer.mlp.down": Row(),
         RMSNorm: SequenceRegion(),
