@@ -1,97 +1,118 @@
-"""Acceptance length: how many tokens a round of speculative decoding yields with a draft model.
-
-In a round the draft guesses the next tokens one after another, and the base checks them all in one forward pass. It
-keeps guesses up to the first that differs from its own choice, and adds that choice. With greedy choices the text is
-the base's own, so it is enough to generate it once: the draft then guesses from all of its places together.
-"""
+"""Acceptance length: how many tokens a round of speculative decoding yields with a draft model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.inference.generate import evaluating, generate
+from megalight.inference.generate import check_prompts
+from megalight.inference.sampling import Sampling
+from megalight.inference.speculative import rounds
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
-from megalight.models.hidden import KEPT, keeping
-from megalight.nn import Lineage
-from megalight.types import PackedSequences
 
 
-@torch.no_grad()
-def acceptance_length(
-    base: GPT, draft: DraftModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, guesses: int = 4
-) -> float:
-    """Return the mean number of tokens per round over greedy completions of the prompts: 1 to ``guesses + 1``.
+@dataclass(frozen=True)
+class Acceptance:
+    """Tokens and rounds, of one text or of several.
 
-    A last round that the end of a completion cuts short is not counted: it would have yielded more tokens.
+    Attributes:
+        tokens: new tokens of all rounds.
+        rounds: rounds in which the draft made all of its guesses. One that the end of a text cuts short is not counted:
+            it would have yielded more tokens.
+    """
+
+    tokens: int = 0
+    rounds: int = 0
+
+    @property
+    def length(self) -> float:
+        """Mean number of tokens per round: 1 without any right guess."""
+        return self.tokens / self.rounds
+
+    def __add__(self, other: Acceptance) -> Acceptance:
+        return Acceptance(self.tokens + other.tokens, self.rounds + other.rounds)
+
+
+def measure(
+    base: GPT,
+    draft: DraftModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    guesses: int = 4,
+    eos_id: Collection[int] = (),
+) -> tuple[list[list[int]], list[Acceptance]]:
+    """Complete prompts greedily, and count what the rounds yield.
 
     Args:
         base: the whole model.
         draft: a draft that was trained for it, on the same device and in the same dtype.
         prompts: token ids.
-        max_new_tokens: length of each completion.
+        max_new_tokens: length of each completion, at most.
         guesses: how many tokens the draft guesses in a round.
+        eos_id: tokens that end a completion.
+
+    Returns:
+        the completions, and what was counted for each.
+    """
+    check_prompts(base, prompts, max_new_tokens)
+    texts: list[list[int]] = [[] for _ in prompts]
+    counts = [Acceptance() for _ in prompts]
+    generator = torch.Generator(next(base.parameters()).device)
+    for found in rounds(
+        base,
+        draft,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        guesses=guesses,
+        sampling=Sampling(temperature=0.0),
+        ends=set(eos_id),
+        generator=generator,
+    ):
+        for place, each in found.items():
+            texts[place] += each.tokens
+            if each.guessed == guesses and each.complete:
+                counts[place] += Acceptance(len(each.tokens), 1)
+    return texts, counts
+
+
+def acceptance_length(
+    base: GPT,
+    draft: DraftModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    guesses: int = 4,
+    eos_id: Collection[int] = (),
+) -> float:
+    """Return the mean number of tokens per round over greedy completions of the prompts: 1 to ``guesses + 1``.
+
+    The arguments are those of :func:`measure`.
 
     Raises:
         ConfigurationError: there is no whole round: no prompt, or completions too short for one.
     """
-    tokens = rounds = 0
-    for prompt in prompts:
-        (completion,) = generate(base, [prompt], max_new_tokens=max_new_tokens, temperature=0.0)
-        text = torch.tensor([*prompt, *completion], device=base.embed.word.weight.device)  # type: ignore[union-attr]
-        with evaluating(base), evaluating(draft):
-            right = _in_a_row(drafted(base, draft, text, guesses), text)
-        # The first token comes from the prompt's own pass. A round begins behind each last token of the base.
-        place, end = len(prompt) - 1, len(text) - 2
-        while place + right[place] < end:
-            tokens, rounds = tokens + right[place] + 1, rounds + 1
-            place += right[place] + 1
-    if not rounds:
+    total = Acceptance()
+    if prompts:
+        _, counts = measure(base, draft, prompts, max_new_tokens=max_new_tokens, guesses=guesses, eos_id=eos_id)
+        total = sum(counts, total)
+    check_rounds(total, len(prompts), max_new_tokens, guesses)
+    return total.length
+
+
+def check_rounds(total: Acceptance, prompts: int, max_new_tokens: int, guesses: int) -> None:
+    """Refuse counts without a round.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if not total.rounds:
         raise ConfigurationError(
-            f"{len(prompts)} prompts with max_new_tokens={max_new_tokens} hold no whole round: the first token is of "
-            f"the prompt's own pass, and a round yields up to {guesses + 1} more. Give prompts, and at least "
+            f"{prompts} prompts with max_new_tokens={max_new_tokens} hold no whole round: the first token is of the "
+            f"prompt's own pass, and a round yields up to {guesses + 1} more. Give prompts, and at least "
             f"max_new_tokens={guesses + 2}."
         )
-    return tokens / rounds
-
-
-@torch.no_grad()
-def drafted(base: GPT, draft: DraftModel, text: Tensor, guesses: int) -> list[Tensor]:
-    """Return the guesses ``[T]`` of each step of a round, for a round at each place of the text ``[T]``.
-
-    In the round at place ``t`` the base has just chosen the token at ``t + 1``, so guess ``n`` is for ``t + 2 + n``.
-    """
-    sequences = PackedSequences.of_uniform(1, len(text), text.device)
-    auxiliary = auxiliary_states(base, draft.config.auxiliary_layers, text, sequences)
-    table, ids = base.embed.word, torch.tensor(draft.config.draft_ids, device=text.device)  # type: ignore[union-attr]
-    hidden, lineage, given = draft.fuse(auxiliary), Lineage(), text.roll(-1)
-    found = []
-    for _ in range(guesses):
-        hidden = draft.step(hidden, table(given), sequences, lineage)
-        given = draft.head.top(hidden)
-        given = ids[given] if len(ids) else given
-        found.append(given)
-    return found
-
-
-def _in_a_row(found: Sequence[Tensor], text: Tensor) -> list[int]:
-    """Return how many guesses of each place are the text's own tokens before the first that is not."""
-    going, count = torch.ones_like(text), torch.zeros_like(text)
-    for ahead, given in enumerate(found, 2):
-        going = going * (given == text.roll(-ahead))
-        count += going
-    counts: list[int] = count.tolist()
-    return counts
-
-
-def auxiliary_states(base: GPT, layers: Sequence[int], text: Tensor, sequences: PackedSequences) -> Tensor:
-    """Return the base's hidden states ``[T, n h]`` after so many of its layers, side by side."""
-    names = [f"layers.{after - 1}" for after in layers]
-    with keeping(base, names) as found:
-        # One row of logits is enough: only the layers' outputs are wanted.
-        base(text, sequences, rows=torch.zeros(1, dtype=torch.long, device=text.device))
-    return torch.cat([found[KEPT + name] for name in names], -1)

@@ -83,6 +83,7 @@ class Cache:
     Attributes:
         states: argument ``states`` of the model.
         lengths: number of stored tokens of each slot.
+        reversible: whether a slot can forget its last tokens: all states have one row per token.
 
     Raises:
         ConfigurationError: a layer has no ``make_state``.
@@ -92,6 +93,7 @@ class Cache:
         self.num_slots = num_slots
         self.capacity = capacity
         self.lengths = [0] * num_slots
+        self.reversible = True
         # Where the positions of a slot's next tokens are not their number: images take fewer positions than tokens.
         self._ahead = [0] * num_slots
         self._axes: int | None = None
@@ -117,7 +119,21 @@ class Cache:
 
     def per_sequence(self) -> SequenceBuffer:
         """Make storage for one entry per sequence."""
+        self.reversible = False
         return SequenceBuffer(self)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first ``length`` tokens of a slot.
+
+        Raises:
+            ConfigurationError: a layer has one state for all tokens of a slot.
+        """
+        if not self.reversible:
+            raise ConfigurationError(
+                "a layer keeps one state for all tokens of a slot, which cannot forget the last ones. Begin it anew."
+            )
+        # The rows stay, and are written over.
+        self.lengths[slot] = length
 
     def extend(
         self,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.cache import Cache
+from megalight.inference.modes import evaluating
 from megalight.inference.parallel import ParallelGPT
 from megalight.inference.sampling import Sampling, sample
+from megalight.inference.speculative import rounds
+from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
 from megalight.models.vision import Pictures
 from megalight.models.vlm.config import VLMConfig
@@ -29,6 +31,8 @@ def generate(
     generator: Generator | None = None,
     axis_positions: Sequence[Tensor] | None = None,
     pictures: Pictures | None = None,
+    draft: DraftModel | None = None,
+    guesses: int = 4,
 ) -> list[list[int]]:
     """Generate the tokens that follow each prompt.
 
@@ -47,6 +51,9 @@ def generate(
             follows the largest of them. None: tokens have one position.
         pictures: the images of a model that reads images. Their ``source`` counts the tokens of all prompts end to end;
             :func:`~megalight.inference.pictures.with_pictures` makes them.
+        draft: a draft model that guesses tokens, which makes generation faster and changes nothing else; see
+            :mod:`megalight.inference.speculative`. The model must be whole.
+        guesses: how many tokens the draft guesses at a time.
 
     Returns:
         one completion per prompt, without the prompt, and with the token that ended it.
@@ -54,7 +61,7 @@ def generate(
     Raises:
         DataError: there is no prompt, a prompt is empty, an id is outside the vocabulary, prompt and completion are too
             long together, or image tokens do not match the images.
-        ConfigurationError: a sampling value is out of range.
+        ConfigurationError: a sampling value is out of range, or the draft does not fit the model.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     completions: list[list[int]] = [[] for _ in prompts]
@@ -67,6 +74,8 @@ def generate(
         generator=generator,
         axis_positions=axis_positions,
         pictures=pictures,
+        draft=draft,
+        guesses=guesses,
     ):
         for prompt, token in step.items():
             completions[prompt].append(token)
@@ -83,16 +92,26 @@ def stream(
     generator: Generator | None = None,
     axis_positions: Sequence[Tensor] | None = None,
     pictures: Pictures | None = None,
+    draft: DraftModel | None = None,
+    guesses: int = 4,
 ) -> Iterator[dict[int, int]]:
     """Generate as :func:`generate` does, but yield the tokens of every step: prompt index -> token.
 
     Replicas that share experts must iterate to the end, because they take part in the steps of the other replicas.
     """
     # Here, not in `_steps`: a generator function runs nothing before its first item is asked for.
-    _check(model, prompts, max_new_tokens, axis_positions)
+    check_prompts(model, prompts, max_new_tokens, axis_positions)
     _check_pictures(model, prompts, pictures)
     ends: Collection[int] = () if eos_id is None else {eos_id} if isinstance(eos_id, int) else set(eos_id)
-    return _steps(model, prompts, max_new_tokens, sampling or Sampling(), ends, generator, axis_positions, pictures)
+    sampling = sampling or Sampling()
+    if draft is None:
+        return _steps(model, prompts, max_new_tokens, sampling, ends, generator, axis_positions, pictures)
+    if isinstance(model, ParallelGPT) or pictures is not None or axis_positions is not None:
+        raise ConfigurationError(
+            "a draft serves a whole model of text in one process; leave the draft out, or load the model whole "
+            "(megalight.inference.load_model)."
+        )
+    return _drafted(model, draft, prompts, max_new_tokens, guesses, sampling, ends, generator)
 
 
 def _steps(
@@ -138,6 +157,33 @@ def _steps(
         fresh = [[step[prompt]] for prompt in active]
 
 
+def _drafted(
+    model: GPT,
+    draft: DraftModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    guesses: int,
+    sampling: Sampling,
+    ends: Collection[int],
+    generator: Generator | None,
+) -> Iterator[dict[int, int]]:
+    if generator is None:
+        generator = Generator(next(model.parameters()).device)
+        generator.seed()
+    for found in rounds(
+        model,
+        draft,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        guesses=guesses,
+        sampling=sampling,
+        ends=ends,
+        generator=generator,
+    ):
+        for place in range(max(len(each.tokens) for each in found.values())):
+            yield {prompt: each.tokens[place] for prompt, each in found.items() if place < len(each.tokens)}
+
+
 def _another(model: GPT | ParallelGPT, wanted: bool) -> bool:
     """Return whether another forward pass follows, here or in a replica that shares experts."""
     return model.any_replica(wanted) if isinstance(model, ParallelGPT) else wanted
@@ -165,26 +211,13 @@ def _last_logits(
     return logits
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set all modules to evaluation mode (no dropout), and restore the mode of each module afterwards."""
-    # Module by module, as some may be in evaluation mode while others train.
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _check(
+def check_prompts(
     model: GPT | ParallelGPT,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    axis_positions: Sequence[Tensor] | None,
+    axis_positions: Sequence[Tensor] | None = None,
 ) -> None:
+    """Refuse what :func:`generate` cannot complete."""
     config = model.config
     if max_new_tokens < 1:
         raise ConfigurationError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")

@@ -19,6 +19,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
 from megalight.inference.generate import generate
 from megalight.inference.pictures import ImageFile, with_pictures
+from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.gpt import GPT
 from megalight.models.saved import companions_of, description, saved_model, transformers_model
@@ -143,6 +144,8 @@ class TextGenerator:
         ends: Collection[int] = (),
         images: Sequence[Sequence[ImageFile]] | None = None,
         resize: Resize = "crop",
+        draft: DraftModel | None = None,
+        guesses: int = 4,
     ) -> list[str]:
         """Generate text after each prompt, up to the end of the document. An empty prompt starts a document.
 
@@ -158,6 +161,7 @@ class TextGenerator:
                 :attr:`image_marker`.
             resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. The same
                 as in training.
+            draft, guesses: see :func:`~megalight.inference.generate.generate`.
 
         Raises:
             DataError: the model reads no images, an image cannot be read, or a prompt has another number of places for
@@ -183,6 +187,8 @@ class TextGenerator:
             eos_id={*ends, *([] if eod is None else [eod])},
             generator=generator,
             pictures=pictures,
+            draft=draft,
+            guesses=guesses,
         )
         # Without special tokens: the end of the document is no text.
         return [self.tokenizer.decode(completion, skip_special=True) for completion in completions]

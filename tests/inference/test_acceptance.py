@@ -1,72 +1,161 @@
-"""Acceptance length: guesses at all places at once are those of drafting token by token."""
+"""Speculative decoding: its text is the base's own, its guesses are those of drafting without a cache."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megalight.errors import ConfigurationError
-from megalight.inference import acceptance
-from megalight.inference.acceptance import acceptance_length, auxiliary_states, drafted
+from megalight.cli.main import main
+from megalight.data.tokenizer import FILE, Tokenizer
+from megalight.errors import ConfigurationError, DataError
+from megalight.inference import generate, speculative
+from megalight.inference.acceptance import acceptance_length, measure
+from megalight.inference.interview import Interview
+from megalight.inference.questions import Question, read_questions
 from megalight.models.eagle import DraftModel, EagleConfig
-from megalight.models.gpt import GPT, GPTConfig
-from megalight.nn import LayerContext, Lineage
+from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, LatentConfig
+from megalight.models.hidden import KEPT, keeping
+from megalight.models.stored import held_model, save_model
+from megalight.nn import Lineage
 from megalight.nn.init import initialise
 from megalight.types import PackedSequences
 
 SMALL = GPTConfig(num_layers=3, hidden_size=16, num_heads=2, vocab_size=31, max_sequence_length=48)
 IDS = tuple(range(0, 31, 2))
+LATENT = LatentConfig(kv_rank=6, q_rank=5, head_dim=4, rotary_dim=6, value_dim=3)
+BASES = {
+    "llama": SMALL,
+    "windowed": replace(SMALL, attention=AttentionConfig(window=5, window_pattern=2)),
+    "latent": replace(SMALL, mixer_pattern=("latent_attention",), latent=LATENT, head_dim=0),
+}
+DRAFTS = {
+    "llama": EagleConfig(auxiliary_layers=(2, 1), draft_ids=IDS, std=0.4, num_heads=2, num_kv_heads=1),
+    "latent": EagleConfig(auxiliary_layers=(2, 1), latent=LATENT, std=0.4, num_heads=2),
+}
+PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 30, 8, 1, 0]]
 
 
-def models(ids: tuple[int, ...] = IDS) -> tuple[GPT, DraftModel]:
-    base = GPT(SMALL).double()
-    draft = DraftModel(EagleConfig(auxiliary_layers=(2, 1), draft_ids=ids, std=0.4).beside(SMALL)).double()
-    for seed, model in enumerate((base, draft)):
-        initialise(model, seed)
+def models(base: str = "llama", kind: str = "llama") -> tuple[GPT, DraftModel]:
+    model = GPT(BASES[base]).double()
+    draft = DraftModel(DRAFTS[kind].beside(BASES[base])).double()
+    for seed, each in enumerate((model, draft)):
+        initialise(each, seed)
     with torch.no_grad():
-        for parameter in base.parameters():
+        for parameter in model.parameters():
             parameter.mul_(4)
-    return base, draft
+    return model, draft
 
 
-def token_by_token(base: GPT, draft: DraftModel, text: Tensor, place: int, guesses: int) -> list[int]:
-    """One round with an ordinary causal pass over real and guessed tokens for each guess."""
-    known = text[: place + 1]
-    states = auxiliary_states(base, (2, 1), known, PackedSequences.of_uniform(1, len(known), text.device))
-    hidden, tokens = draft.fuse(states), text[1 : place + 2].tolist()
+def states_of(base: GPT, tokens: list[int]) -> Tensor:
+    with keeping(base, ["layers.1", "layers.0"]) as found:
+        base(torch.tensor(tokens), PackedSequences.of_uniform(1, len(tokens), torch.device("cpu")))
+    return torch.cat([found[KEPT + "layers.1"], found[KEPT + "layers.0"]], -1)
+
+
+def token_by_token(base: GPT, draft: DraftModel, text: list[int], guesses: int) -> list[int]:
+    """One round after a text, with an ordinary causal pass over real and guessed tokens for each guess."""
+    hidden, tokens = draft.fuse(states_of(base, text[:-1])), text[1:]
     for _ in range(guesses):
-        sequences = PackedSequences.of_uniform(1, len(tokens), text.device)
-        assert draft.rotary is not None
-        context = LayerContext(sequences, {"rotary": draft.rotary(sequences.rotary_positions, torch.double)})
-        assert base.embed is not None
-        out = draft.layer(hidden, base.embed.word(torch.tensor(tokens)), context, Lineage())
-        assert draft.head is not None
-        tokens.append(IDS[int(draft.head(out[-1:]).argmax())])
+        sequences = PackedSequences.of_uniform(1, len(tokens), torch.device("cpu"))
+        out = draft.step(hidden, base.embed.word(torch.tensor(tokens)), sequences, Lineage())
+        top = int(draft.head.top(out[-1:]))
+        tokens.append(draft.config.draft_ids[top] if draft.config.draft_ids else top)
         hidden = torch.cat([hidden, out[-1:]])
     return tokens[-guesses:]
 
 
 @torch.no_grad()
-def test_guesses_at_all_places_are_those_of_drafting_token_by_token() -> None:
-    base, draft = models()
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_training_guesses_at_all_places_what_drafting_guesses(kind: str) -> None:
+    base, draft = models(kind=kind)
     text = torch.randint(31, (9,), generator=torch.Generator().manual_seed(3))
-    found = torch.stack(drafted(base, draft, text, 4)).T
+    sequences, lineage = PackedSequences.of_uniform(1, 9, text.device), Lineage()
+    hidden, given, found = draft.fuse(states_of(base, text.tolist())), text.roll(-1), []
+    for _ in range(4):
+        hidden = draft.step(hidden, base.embed.word(given), sequences, lineage)
+        top = draft.head.top(hidden)
+        given = torch.tensor(draft.config.draft_ids)[top] if draft.config.draft_ids else top
+        found.append(given)
     for place in range(8):
-        assert found[place].tolist() == token_by_token(base, draft, text, place, 4)
-    assert len(found.unique()) > 3
+        assert torch.stack(found)[:, place].tolist() == token_by_token(base, draft, text[: place + 2].tolist(), 4)
 
 
-@pytest.mark.parametrize(("right", "expected"), [(0, 1.0), (1, 2.0), (4, 5.0)])
+@torch.no_grad()
+@pytest.mark.parametrize(("base_kind", "kind"), [("llama", "latent"), ("windowed", "llama"), ("latent", "llama")])
+def test_greedy_text_is_the_bases_own(base_kind: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, draft = models(base_kind, kind)
+    plain = generate(base, PROMPTS, max_new_tokens=20, temperature=0.0, eos_id=5)
+    seen, guess = [], speculative._Pair.guess
+
+    def watched(pair: Any, read: Any, after: Any, states: Any, counts: Any) -> Any:
+        found = guess(pair, read, after, states, counts)
+        seen.append({slot: (pair.base.lengths[slot], after[slot], each) for slot, each in found.items()})
+        return found
+
+    monkeypatch.setattr(speculative._Pair, "guess", watched)
+    assert generate(base, PROMPTS, max_new_tokens=20, temperature=0.0, eos_id=5, draft=draft, guesses=3) == plain
+    # Also where earlier guesses were wrong: what was read of them is forgotten.
+    checked = 0
+    for found in seen:
+        for slot, (length, after, each) in found.items():
+            text = (PROMPTS[slot] + plain[slot])[: length + 1]
+            assert text[-1] == after
+            assert not each or each == token_by_token(base, draft, text, len(each))
+            checked += len(each)
+    assert checked > 20
+
+
+class Knowing(speculative._Pair):
+    """Guesses what the base will say, but for each third token of the text."""
+
+    def guess(self, read: Any, after: Any, states: Any, counts: dict[int, int]) -> dict[int, list[int]]:
+        found = {}
+        for slot, count in counts.items():
+            start = self.base.lengths[slot] + 1
+            right = self.text[slot][start : start + count]
+            found[slot] = [token if (start + k) % self.wrong else (token + 1) % 31 for k, token in enumerate(right)]
+        return found
+
+
+@pytest.mark.parametrize(("wrong", "expected"), [(10**6, 5.0), (1, 1.0), (3, 3.0)])
 def test_a_round_yields_its_right_guesses_and_one_token(
-    right: int, expected: float, monkeypatch: pytest.MonkeyPatch
+    wrong: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def guess(base: GPT, draft: DraftModel, text: Tensor, guesses: int) -> list[Tensor]:
-        return [text.roll(-2 - step) if step < right else torch.full_like(text, -1) for step in range(guesses)]
-
-    monkeypatch.setattr(acceptance, "drafted", guess)
     base, draft = models()
-    assert acceptance_length(base, draft, [[1, 2, 3]], max_new_tokens=20) == pytest.approx(expected)
+    plain = generate(base, PROMPTS, max_new_tokens=24, temperature=0.0)
+    Knowing.text, Knowing.wrong = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)], wrong
+    monkeypatch.setattr(speculative, "_Pair", Knowing)
+    texts, counts = measure(base, draft, PROMPTS, max_new_tokens=24)
+    assert texts == plain
+    for prompt, count in zip(PROMPTS, counts, strict=True):
+        # From the first wrong guess on, rounds are alike.
+        assert count.rounds
+        assert abs(count.tokens - expected * count.rounds) <= len(prompt) % 3
+    mean = sum(each.tokens for each in counts) / sum(each.rounds for each in counts)
+    assert acceptance_length(base, draft, PROMPTS, max_new_tokens=24) == mean
+
+
+def test_samples_with_a_draft_have_the_bases_distribution() -> None:
+    base, draft = models()
+    prompts, many = [[3, 1, 4]], 3000
+    generator = torch.Generator().manual_seed(0)
+    found = generate(
+        base, prompts * many, max_new_tokens=3, temperature=1.7, top_k=4, draft=draft, guesses=2, generator=generator
+    )
+    plain = generate(base, prompts * many, max_new_tokens=3, temperature=1.7, top_k=4, generator=generator)
+    counts = [torch.zeros(31), torch.zeros(31)]
+    for count, texts in zip(counts, (found, plain), strict=True):
+        count.index_add_(0, torch.tensor([text[2] for text in texts]), torch.ones(many))
+    # Of two samples of one distribution: far above chance, far below another distribution.
+    assert float((counts[0] - counts[1]).abs().sum()) / many < 0.12
+    assert int((counts[0] > 0).sum()) > 4
 
 
 @pytest.mark.parametrize(("prompts", "new"), [([], 8), ([[1, 2, 3]], 1)])
@@ -74,3 +163,71 @@ def test_an_acceptance_length_of_no_rounds_is_refused(prompts: list[list[int]], 
     message = f"{len(prompts)} prompts with max_new_tokens={new} hold no whole round.*at least max_new_tokens=6"
     with pytest.raises(ConfigurationError, match=message):
         acceptance_length(*models(), prompts, max_new_tokens=new)
+
+
+def test_what_a_draft_cannot_serve_is_refused() -> None:
+    base, draft = models()
+    with pytest.raises(ConfigurationError, match="guesses=0 must be at least 1"):
+        generate(base, PROMPTS, max_new_tokens=4, draft=draft, guesses=0)
+    other = GPT(replace(SMALL, vocab_size=32))
+    with pytest.raises(ConfigurationError, match="vocab_size of the draft is 31 and that of the base 32"):
+        generate(other, PROMPTS, max_new_tokens=4, draft=draft)
+    shallow = GPT(replace(SMALL, num_layers=2))
+    with pytest.raises(ConfigurationError, match="auxiliary_layers has 2, and the base has 2 layers"):
+        generate(shallow, PROMPTS, max_new_tokens=4, draft=draft)
+    hybrid = GPT(replace(SMALL, mixer_pattern=("conv", "attention")))
+    with pytest.raises(ConfigurationError, match="cannot forget a wrong guess"):
+        generate(hybrid, PROMPTS, max_new_tokens=4, draft=draft)
+
+
+def write(folder: Path, *lines: Any) -> Path:
+    file = folder / "question.jsonl"
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "has no question"),
+        (["{"], "line 1 is no JSON"),
+        ([{"turns": ["a"]}, {"turns": []}], 'line 2 needs "turns"'),
+        ([{"turns": "a"}], 'line 1 needs "turns"'),
+    ],
+)
+def test_a_file_without_questions_is_refused(lines: list[Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        read_questions(write(tmp_path, *lines))
+
+
+def test_the_command_tells_the_length_of_each_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, other = (Tokenizer.train([text * 9], 262) for text in ("some words of a text ", "other letters "))
+    config = replace(SMALL, vocab_size=262, max_sequence_length=64)
+    base, draft = GPT(config), DraftModel(EagleConfig(std=0.3).beside(config))
+    for seed, each in enumerate((base, draft)):
+        initialise(each, seed)
+    save_model(replace(held_model("gpt", config, base), files={FILE: ours.to_json().encode()}), tmp_path / "base")
+    held = held_model("eagle", draft.config, draft)
+    save_model(replace(held, files={FILE: ours.to_json().encode()}), tmp_path / "draft")
+    save_model(replace(held, files={FILE: other.to_json().encode()}), tmp_path / "other")
+    turns = ["some words", " of a text"]
+    file = write(tmp_path, {"category": "writing", "turns": turns}, "", {"category": "math", "turns": turns[:1]})
+    words = ["--questions", str(file), "-n", "12", "--plain"]
+    assert main(["acceptance", str(tmp_path / "base"), "--draft", str(tmp_path / "draft"), *words]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in told] == ["math", "writing", "all"]
+    interview = Interview(base, draft, ours, None, 12)
+    total = interview.ask(Question("", tuple(turns))) + interview.ask(Question("", ("some words",)))
+    assert told[-1] == f"all: acceptance length {total.length:.3f} ({total.tokens} tokens in {total.rounds} rounds)"
+    assert main(["acceptance", str(tmp_path / "base"), "--draft", str(tmp_path / "other"), *words]) != 0
+    assert "trained with another tokenizer" in capsys.readouterr().err
+    command = ["generate", str(tmp_path / "base"), "-p", "some words", "-t", "0", "-n", "9"]
+    assert main(command) == 0
+    plain = capsys.readouterr().out
+    assert main([*command, "--draft", str(tmp_path / "draft"), "--guesses", "2"]) == 0
+    assert capsys.readouterr().out == plain
+    template = SimpleNamespace(
+        ends=lambda _: [], render=lambda messages, answer: "".join(each["content"] for each in messages)
+    )
+    chatting = replace(interview, template=template)  # type: ignore[arg-type]
+    assert chatting.ask(Question("", tuple(turns))).rounds

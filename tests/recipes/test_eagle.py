@@ -26,5 +26,11 @@ def test_the_recipe_of_draft_models(tmp_path: Path) -> None:
     assert {"train_loss", "train_step_3_loss", "val_step_0_accuracy"} <= columns
     draft = tmp_path / "runs" / "eagle" / "checkpoints" / "last.ckpt"
     assert checkpoint.open(draft).tensors["model.fuse.weight"].shape == (224, 672)
+    base, said = tmp_path / "runs" / "demo" / "checkpoints" / "last.ckpt", ["-n", "24", "-t", "0", "-p", "to be"]
+    plain = megalight(tmp_path, "generate", str(base), *said)
+    assert megalight(tmp_path, "generate", str(base), "--draft", str(draft), *said) == plain
+    questions = ["--questions", str(RECIPES / "eagle-questions.jsonl"), "--plain", "-n", "24"]
+    told = megalight(tmp_path, "acceptance", str(base), "--draft", str(draft), *questions)
+    assert 1 <= float(told.rpartition("all: acceptance length ")[2].split()[0]) <= 5
     export_draft(draft, tmp_path / "out")
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}

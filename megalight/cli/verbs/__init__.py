@@ -20,6 +20,7 @@ VERBS = (
         "recipes",
         "launch",
         "generate",
+        "acceptance",
         "merge",
         "quantize",
         "teach",

@@ -21,7 +21,7 @@ from megalight.nn.canonical import parts
 from megalight.parallel.frozen import Beside, FrozenModel
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.plan import Plan
-from megalight.parallel.source import Chosen, Filled, Request, Target, Wrapped
+from megalight.parallel.source import Chosen, Filled, Request, Source, Target, Wrapped
 from megalight.parallel.styles import Vocab, VocabHead
 
 BASE = "base"

@@ -8,7 +8,7 @@ but one, and so on: training does what drafting will do ("training-time test").
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from megalight.models.gpt.model import ROTARY, build_head, build_mlp, build_norm
 from megalight.models.lengths import check_length
 from megalight.nn import Attention, LayerContext, Lesson, Lineage, LineageAttention, LineageLatentAttention, Linear
 from megalight.nn.norm import norm_and_sum
+from megalight.nn.state import Slots
 from megalight.types import PackedSequences
 
 
@@ -67,11 +68,15 @@ class DraftLayer(nn.Module):
         self.mlp_norm = build_norm(layer, width)
         self.mlp = build_mlp(layer)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, context: LayerContext, lineage: Lineage) -> Tensor:
-        """``hidden [T, h], embedded [T, h] -> [T, h]``."""
+    def make_state(self, slots: Slots) -> Any:
+        """Make what generation keeps of earlier tokens."""
+        return self.attention.make_state(slots)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, context: LayerContext, state: Any) -> Tensor:
+        """``hidden [T, h], embedded [T, h] -> [T, h]``. The state is a :class:`~megalight.nn.Lineage` in training."""
         # The embedding is the first half, as in the weights that serving engines read.
         joined = torch.cat([self.embed_norm(embedded), self.hidden_norm(hidden)], -1)
-        mixed = self.attention(joined, context, lineage)
+        mixed = self.attention(joined, context, state)
         # The residual is the stream alone, before its norm.
         normed, hidden = norm_and_sum(self.mlp_norm, mixed, hidden)
         added: Tensor = self.mlp(normed, context)
@@ -118,11 +123,26 @@ class DraftModel(nn.Module):
             sequences: how the places divide into sequences.
             lineage: what earlier steps left; this step adds to it.
         """
-        assert self.rotary is not None
         # A guess lies as many positions behind its place as there were steps before.
-        positions = sequences.rotary_positions + len(lineage.keys)
+        return self._run(hidden, embedded, sequences, sequences.rotary_positions + len(lineage.keys), lineage)
+
+    def follow(self, hidden: Tensor, embedded: Tensor, sequences: PackedSequences, state: Any) -> Tensor:
+        """Do the same in generation, where real tokens and guesses are tokens of one sequence.
+
+        Args:
+            hidden: ``[T, h]``: the fused hidden states of real tokens, or the draft's own output for the token before.
+            embedded: ``[T, h]``: the embedding of the next token.
+            sequences: new tokens, and the earlier ones as keys.
+            state: what the layer keeps of earlier tokens; see :mod:`megalight.inference.cache`.
+        """
+        return self._run(hidden, embedded, sequences, sequences.rotary_positions, state)
+
+    def _run(
+        self, hidden: Tensor, embedded: Tensor, sequences: PackedSequences, positions: Tensor, state: Any
+    ) -> Tensor:
+        assert self.rotary is not None
         context = LayerContext(sequences, {ROTARY: self.rotary(positions, embedded.dtype)})
-        found: Tensor = self.layer(hidden, embedded, context, lineage)
+        found: Tensor = self.layer(hidden, embedded, context, state)
         return found
 
     def forward(

@@ -1,0 +1,70 @@
+"""``megalight acceptance BASE --draft DRAFT --questions FILE``: how many tokens a round of drafting yields."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+
+
+def describe() -> str:
+    """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
+    return (
+        "measure how many tokens a draft model yields per round\n\n"
+        "The questions are those of MT-Bench, or others in its format: lines of JSON with turns, the user's\n"
+        "messages, and perhaps a category. The model answers them greedily, one after another, turn by turn."
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("base", help="a checkpoint, a run's folder (its newest one), or a folder of transformers")
+    parser.add_argument("--draft", required=True, help="the checkpoint of its draft model")
+    parser.add_argument("--questions", type=Path, required=True, help="a JSONL file in MT-Bench's format")
+    parser.add_argument("-n", "--max-new-tokens", type=int, default=256, help="limit of an answer (default: 256)")
+    parser.add_argument("--guesses", type=int, default=4, help="tokens that the draft guesses in a round (default: 4)")
+    parser.add_argument(
+        "--plain", action="store_true", help="turns are texts to continue; for a tokenizer without a chat template"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the base's own")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the acceptance length of each category and of all."""
+    from megalight.cli.newest import newest_in
+    from megalight.inference.questions import read_questions
+
+    # Before the weights: a wrong file is then told at once.
+    questions = read_questions(arguments.questions)
+
+    import torch  # after the checks: importing it takes seconds
+
+    from megalight.data.chat.template import ChatTemplate
+    from megalight.inference import TextGenerator
+    from megalight.inference.acceptance import Acceptance, check_rounds
+    from megalight.inference.drafts import load_draft
+    from megalight.inference.interview import Interview
+
+    writer = TextGenerator.from_checkpoint(
+        newest_in(arguments.base),
+        tokenizer=arguments.tokenizer,
+        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+    )
+    template = None if arguments.plain else ChatTemplate.of(writer.tokenizer)
+    draft = load_draft(newest_in(arguments.draft), writer.model, writer.tokenizer)
+    interview = Interview(writer.model, draft, writer.tokenizer, template, arguments.max_new_tokens, arguments.guesses)
+    counts: dict[str, Acceptance] = defaultdict(Acceptance)
+    for question in questions:
+        counts[question.category or "-"] += interview.ask(question)
+    total = sum(counts.values(), Acceptance())
+    check_rounds(total, len(questions), arguments.max_new_tokens, arguments.guesses)
+    rows = [*sorted(counts.items()), ("all", total)] if len(counts) > 1 else [("all", total)]
+    for name, each in rows:
+        length = f"{each.length:.3f}" if each.rounds else "-"
+        print(f"{name}: acceptance length {length} ({each.tokens} tokens in {each.rounds} rounds)")
+    return 0

@@ -1,0 +1,209 @@
+"""Speculative decoding: a draft guesses the next tokens, and the base checks them all in one forward pass.
+
+In a round the draft guesses up to ``k`` tokens, one after another. The base then runs the newest token and the guesses
+together, and samples a token at each of these places, as it would without a draft. Samples are kept up to the first
+that differs from its guess, and that one is kept, too. So the text has the distribution of the base's own text, and
+greedy text is the base's own, token for token (https://arxiv.org/abs/2211.17192, with a draft that is certain of its
+guesses).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from megalight.errors import ConfigurationError
+from megalight.inference.cache import Cache
+from megalight.inference.modes import evaluating
+from megalight.inference.sampling import Sampling, sample
+from megalight.models.eagle import DraftModel
+from megalight.models.gpt import GPT
+from megalight.models.hidden import KEPT, keeping
+from megalight.types import PackedSequences
+
+
+class Round(NamedTuple):
+    """What a round yields for one prompt.
+
+    Attributes:
+        tokens: the new tokens: guesses that were right, and one more.
+        guessed: how many tokens the draft guessed.
+        complete: whether the round ran to its end. Otherwise the end of the text cut it short.
+    """
+
+    tokens: list[int]
+    guessed: int
+    complete: bool
+
+
+def check_draft(base: GPT, draft: DraftModel) -> None:
+    """Refuse a draft that was made for another base.
+
+    Raises:
+        ConfigurationError: sizes differ, or the base lacks a layer that the draft reads.
+    """
+    if draft.config.beside(base.config) != draft.config:
+        raise ConfigurationError("the draft has no sizes yet; build it of EagleConfig.beside(base).")
+
+
+@torch.no_grad()
+def rounds(
+    base: GPT,
+    draft: DraftModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    guesses: int,
+    sampling: Sampling,
+    ends: Collection[int],
+    generator: Generator,
+) -> Iterator[dict[int, Round]]:
+    """Yield what each round yields for each prompt that goes on. The first one is the prompts' own pass.
+
+    Args:
+        base: the whole model.
+        draft: a draft that was trained for it, on the same device and in the same dtype.
+        prompts: token ids.
+        max_new_tokens: limit of new tokens for each prompt.
+        guesses: how many tokens the draft guesses in a round.
+        sampling: how tokens are chosen.
+        ends: tokens that end a text.
+        generator: random generator on the base's device.
+
+    Raises:
+        ConfigurationError: ``guesses`` is out of range, the draft does not fit the base, or layers of the base cannot
+            forget tokens.
+    """
+    if guesses < 1:
+        raise ConfigurationError(f"guesses={guesses} must be at least 1; 4 are usual.")
+    check_draft(base, draft)
+    capacity = max(map(len, prompts)) + max_new_tokens
+    pair = _Pair(base, draft, len(prompts), capacity)
+    left = dict.fromkeys(range(len(prompts)), max_new_tokens)
+    # Of each text that goes on: the tokens that neither model has read, the newest one and what was guessed after it.
+    given = {slot: list(prompt) for slot, prompt in enumerate(prompts)}
+    guessed: dict[int, list[int]] = {slot: [] for slot in given}
+    while given:
+        with evaluating(base), evaluating(draft):
+            logits, states = pair.check(given, guessed)
+        chosen = sample(torch.cat(list(logits.values())), sampling, generator).tolist()
+        found: dict[int, Round] = {}
+        for slot in list(given):
+            # One choice after the newest token, and one after each guess.
+            choices, chosen = chosen[: len(guessed[slot]) + 1], chosen[len(guessed[slot]) + 1 :]
+            found[slot] = _kept(choices, guessed[slot], ends)
+            left[slot] -= len(found[slot].tokens)
+        yield found
+        going = [slot for slot, each in found.items() if left[slot] and each.tokens[-1] not in ends]
+        # Read by the base: what was new, and the guesses that were right.
+        read = {slot: given[slot] + found[slot].tokens[:-1] for slot in going}
+        for slot in going:
+            pair.base.truncate(slot, pair.base.lengths[slot] - len(guessed[slot]) + len(found[slot].tokens) - 1)
+        after = {slot: found[slot].tokens[-1] for slot in going}
+        # The base adds a token to the right guesses, so one guess less can be of use.
+        counts = {slot: min(guesses, left[slot] - 1) for slot in going}
+        with evaluating(draft):
+            guessed = pair.guess(read, after, {slot: states[slot][: len(read[slot])] for slot in going}, counts)
+        given = {slot: [after[slot]] for slot in going}
+
+
+def _kept(choices: Sequence[int], guessed: Sequence[int], ends: Collection[int]) -> Round:
+    """Return the choices up to the first that was not guessed, or that ends the text."""
+    right = 0
+    while right < len(guessed) and guessed[right] == choices[right]:
+        right += 1
+    tokens = list(choices[: right + 1])
+    stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens) - 1)
+    return Round(tokens[: stop + 1], len(guessed), stop + 1 == len(tokens))
+
+
+class _Pair:
+    """A base and its draft, with what they have read."""
+
+    def __init__(self, base: GPT, draft: DraftModel, num_slots: int, capacity: int) -> None:
+        self.model, self.draft = base, draft
+        self.base = Cache(base.layers, num_slots, capacity)
+        if not self.base.reversible:
+            raise ConfigurationError(
+                "some layers of the base keep one state for all earlier tokens (Mamba, convolutions), which cannot "
+                "forget a wrong guess. Generate without a draft."
+            )
+        self.drafts = Cache({"layer": draft.layer}, num_slots, capacity)
+        self.places = [f"layers.{after - 1}" for after in draft.config.auxiliary_layers]
+        self.device = next(base.parameters()).device
+        self.ids = torch.tensor(draft.config.draft_ids, device=self.device)
+
+    def check(
+        self, given: dict[int, list[int]], guessed: dict[int, list[int]]
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Run new tokens and guesses through the base.
+
+        Returns:
+            by slot, logits ``[g + 1, V]`` after the newest token and after each guess, and hidden states ``[n + g, .]``
+            for the draft.
+        """
+        counts = [len(new) + len(guessed[slot]) for slot, new in given.items()]
+        sequences = self.base.extend(list(given), counts, self.device)
+        # Only the newest token of a prompt needs logits.
+        ends, rows = torch.tensor(counts).cumsum(0).tolist(), []
+        for end, slot in zip(ends, given, strict=True):
+            rows += range(end - len(guessed[slot]) - 1, end)
+        tokens = [token for slot, new in given.items() for token in (*new, *guessed[slot])]
+        with keeping(self.model, self.places) as kept:
+            logits = self.model(
+                torch.tensor(tokens, device=self.device),
+                sequences,
+                states=self.base.states,
+                rows=torch.tensor(rows, device=self.device),
+            ).logits
+        states = torch.cat([kept[KEPT + name] for name in self.places], -1)
+        shares = [len(guessed[slot]) + 1 for slot in given]
+        return (
+            dict(zip(given, torch.split(logits, shares), strict=True)),
+            dict(zip(given, torch.split(states, counts), strict=True)),
+        )
+
+    def guess(
+        self, read: dict[int, list[int]], after: dict[int, int], states: dict[int, Tensor], counts: dict[int, int]
+    ) -> dict[int, list[int]]:
+        """Return guesses for each slot.
+
+        Args:
+            read: the tokens that the base has read since the last call.
+            after: the token that follows them.
+            states: the base's hidden states ``[n, .]`` of these tokens.
+            counts: how many guesses to make.
+        """
+        found: dict[int, list[int]] = {slot: [] for slot in read}
+        if not read:
+            return found
+        # At each place the draft reads the token that follows.
+        following = [token for slot, tokens in read.items() for token in (*tokens[1:], after[slot])]
+        hidden = self.draft.fuse(torch.cat(list(states.values())))
+        lengths = [len(tokens) for tokens in read.values()]
+        hidden = self._step(list(read), lengths, hidden, following)
+        hidden = hidden[(torch.tensor(lengths).cumsum(0) - 1).tolist()]
+        real = list(self.drafts.lengths)
+        slots = list(read)
+        for step in range(max(counts.values())):
+            # A text that needs no more guesses leaves the batch.
+            going = [place for place, slot in enumerate(slots) if counts[slot] > step]
+            slots, hidden = [slots[place] for place in going], hidden[going]
+            if step:
+                # Its own output takes the place of the base's hidden states.
+                hidden = self._step(slots, [1] * len(slots), hidden, [found[slot][-1] for slot in slots])
+            top = self.draft.head.top(hidden)
+            for slot, token in zip(slots, (self.ids[top] if len(self.ids) else top).tolist(), strict=True):
+                found[slot].append(token)
+        for slot in read:
+            self.drafts.truncate(slot, real[slot])
+        return found
+
+    def _step(self, slots: list[int], counts: list[int], hidden: Tensor, following: list[int]) -> Tensor:
+        sequences: PackedSequences = self.drafts.extend(slots, counts, self.device)
+        assert self.model.embed is not None
+        embedded = self.model.embed.word(torch.tensor(following, device=self.device))
+        return self.draft.follow(hidden, embedded, sequences, self.drafts.states["layer"])
