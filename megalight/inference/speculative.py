@@ -148,7 +148,8 @@ class _Pair:
         counts = [len(new) + len(guessed[slot]) for slot, new in given.items()]
         sequences = self.base.extend(list(given), counts, self.device)
         # Only the newest token of a prompt needs logits.
-        ends, rows = torch.tensor(counts).cumsum(0).tolist(), []
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        rows: list[int] = []
         for end, slot in zip(ends, given, strict=True):
             rows += range(end - len(guessed[slot]) - 1, end)
         tokens = [token for slot, new in given.items() for token in (*new, *guessed[slot])]
