@@ -43,6 +43,8 @@ class ParameterState:
             ``parameter.main_grad``, where other packages look for it.
         untouched: a step has begun, and no gradient has arrived yet.
         mark_grad_ready: call it after each gradient that an op has added to ``main_grad``.
+        begin_late: call it before a gradient is added after the backward pass, when ``main_grad`` may be lent to other
+            parameters.
         landing: the autograd hook that adds gradients of autograd to ``main_grad``.
         precision: precision of products with the parameter; None: its own dtype.
         stack_precision: the same for a stack of matrices ``[E, out, in]``.
@@ -52,6 +54,7 @@ class ParameterState:
     main_grad: Tensor | None = None
     untouched: bool = False
     mark_grad_ready: Callable[[], None] = nobody
+    begin_late: Callable[[], None] = nobody
     landing: RemovableHandle | None = None
     precision: LowPrecision | None = None
     stack_precision: StackPrecision | None = None
@@ -137,7 +140,8 @@ def release(parameter: Tensor) -> None:
         return
     if state.landing is not None:
         state.landing.remove()
-    state.main_grad, state.untouched, state.mark_grad_ready, state.landing = None, False, nobody, None
+    state.main_grad, state.untouched, state.landing = None, False, None
+    state.mark_grad_ready = state.begin_late = nobody
     del parameter.main_grad  # type: ignore[attr-defined]
     # It may be a view of the main gradient, in that one's dtype.
     parameter.grad = None

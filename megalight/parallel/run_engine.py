@@ -13,13 +13,19 @@ from megalight.errors import ConfigurationError
 from megalight.nn.moe import MoE
 from megalight.parallel.coupling import Coupling
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel.route import Pass, Route
 from megalight.parallel.initial_values import initialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
+from megalight.parallel.pipeline.executor import passes_of
+from megalight.parallel.pipeline.schedules import build
 from megalight.parallel.source import Source, clear_outside, parameter_targets, shard_targets
-from megalight.parallel.units import Unit, check_units, owned_alone, units_of
+from megalight.parallel.units import Unit, check_units, is_a, owned_alone, units_of
 
 log = logging.getLogger(__name__)
+
+ROUNDS = 4
+"""Micro-batches of a typical step, per pipeline rank."""
 
 
 def engine_over(
@@ -42,15 +48,10 @@ def engine_over(
             stages have different numbers of groups. Or the level shards what cannot be sharded.
     """
     for model in models:
-        options.check(model.mesh.pp)
+        options.check(model.options.pipeline.schedule)
         # An earlier run may have sharded them, and new buffers are cut from whole parameters.
         model.unshard()
     units = _units(models, options)
-    if units and any(model.options.pipeline.schedule == "combined" for model in models):
-        raise ConfigurationError(
-            f"data_parallel.level={options.level!r} with pipeline.schedule='combined': a forward and a backward would "
-            "gather and free the same unit. Use level 'optim', or another schedule."
-        )
     numbers = {key: number for model in models for key, number in owned_alone(model.root, units).items()}
     named = {id(p): (model, name) for model in models for name, p in model.root.named_parameters()}
     parts = [part for model in models for part in model.chunks]
@@ -94,15 +95,16 @@ def engine_over(
             for name, parameter in model.root.named_parameters():
                 if not parameter.requires_grad and id(parameter) in numbers:
                     full, unit = whole.format(model.name) + name, numbers[id(parameter)]
-                    infos[id(parameter)] = ParamInfo(full, parameter, model.specs[name], 0, 0, model.mesh, unit)
+                    chunk = chunks.get(id(parameter), 0)
+                    infos[id(parameter)] = ParamInfo(full, parameter, model.specs[name], 0, chunk, model.mesh, unit)
     # In registration order, which decides the order of buckets; the optimizer may list parameters in another one.
     ordered = [infos[key] for key in named if key in infos]
-    engine = options.engine(ordered, models[0].mesh, models[0].device, units)
+    engine = options.engine(ordered, models[0].mesh, models[0].device, units, _route(models))
     for model in models:
         model.shards = engine.units
         # Units are gathered in forward passes, so all data-parallel ranks must run the same
-        # number of micro-batches.
-        if engine.units is not None and model.coupling is None:
+        # number of micro-batches. So must pipeline stages without units.
+        if options.has_units and model.mesh.dp > 1 and model.coupling is None:
             model.coupling = Coupling(model.mesh)
         # Only now: values are written into the engine's storage.
         _fill(engine, model, whole.format(model.name))
@@ -113,13 +115,27 @@ def engine_over(
     return engine
 
 
+def _route(models: Sequence[ParallelModel]) -> Route:
+    """The chunks of all models, and the order of passes through them in a long step."""
+    chunks, passes = list[nn.Module](), list[Pass]()
+    for model in models:
+        pipeline, pp, first = model.options.pipeline, model.mesh.pp, len(chunks)
+        chunks += model.chunks
+        # Long enough for several rounds of all chunks. Without a pipeline, each pass returns the way of the last one.
+        if pp > 1:
+            actions = build(pipeline.schedule, pp, model.layout.vpp, ROUNDS * pp, pipeline.group_size)
+            found = passes_of(actions[model.mesh.rank("pp")])
+            passes += [step._replace(chunk=first + step.chunk) for step in found]
+    return Route(chunks, passes)
+
+
 def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]:
     if not options.has_units:
         return []
-    units = [unit for model in models for unit in units_of(model.root, options.units)]
+    units = [unit for model in models for unit in _units_of(model, options)]
     check_units(units)
     _check_streams(models, units)
-    if not units:
+    if not units and all(model.mesh.pp == 1 for model in models):
         log.warning(
             "data_parallel.level=%r: %s has no repeated layers, so that its gradients and parameters stay whole. Name "
             "the classes to shard in data_parallel.units.",
@@ -127,6 +143,19 @@ def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]
             " and ".join(type(model.root).__name__ for model in models),
         )
     return units
+
+
+def _units_of(model: ParallelModel, options: DataParallel) -> list[Unit]:
+    """Return the units of a model on this rank. Each class must be found on some stage of its pipeline."""
+    if model.mesh.pp == 1 or not options.units:
+        return units_of(model.root, options.units)
+    # A class may be on other stages only, and that is no mistake.
+    here = [any(is_a(module, wanted) for module in model.root.modules()) for wanted in options.units]
+    stages: list[Any] = [None] * model.mesh.pp
+    dist.all_gather_object(stages, here, group=model.mesh.group("pp"))
+    elsewhere = [any(held) and not own for own, *held in zip(here, *stages, strict=True)]
+    sought = [kind for kind, away in zip(options.units, elsewhere, strict=True) if not away]
+    return units_of(model.root, sought) if sought else []
 
 
 def _check_streams(models: Sequence[ParallelModel], units: Sequence[Unit]) -> None:

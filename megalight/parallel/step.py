@@ -213,7 +213,7 @@ class Step:
 
     def _forward(self, micro_batches: Sequence[Any]) -> list[Carry]:
         agenda = self.timetable("forward_only", len(micro_batches))
-        return self.executor.forward(agenda, micro_batches, self._forward_step)
+        return self.executor.forward(agenda, micro_batches, self._forward_step, self.model.shards)
 
     def _passes(self, micro_batches: Sequence[Any], scale: float, sync: bool) -> Outcome:
         assert self.engine is not None
@@ -299,7 +299,9 @@ class Step:
         agenda = self.timetable("train", len(micro_batches))
         # The engine counts gradients inside, to send each bucket as soon as it is complete.
         with self.engine.micro_batches(len(micro_batches), sync):
-            return self.executor.train(agenda, micro_batches, self._forward_step, self._attached, objective)
+            return self.executor.train(
+                agenda, micro_batches, self._forward_step, self._attached, objective, self.model.shards
+            )
 
     @contextmanager
     def _around(self, batch: Any) -> Iterator[None]:

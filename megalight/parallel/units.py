@@ -45,7 +45,7 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
         return [unit for unit in (first, *layers, last, *((depth,) for depth in depths)) if unit]
     found = list(_of_classes(model, classes))
     for wanted in classes:
-        if not any(_is_a(unit, wanted) for unit in found):
+        if not any(is_a(unit, wanted) for unit in found):
             name = wanted if isinstance(wanted, str) else wanted.__name__
             kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             raise ConfigurationError(
@@ -122,14 +122,15 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 def _of_classes(module: nn.Module, classes: Sequence[str | type]) -> Iterator[nn.Module]:
     for child in module.children():
-        if any(_is_a(child, wanted) for wanted in classes):
+        if any(is_a(child, wanted) for wanted in classes):
             yield child
         # Outermost matches only: a unit inside a unit would be gathered twice.
         else:
             yield from _of_classes(child, classes)
 
 
-def _is_a(module: nn.Module, wanted: str | type) -> bool:
+def is_a(module: nn.Module, wanted: str | type) -> bool:
+    """Whether a module is of a class, or of one with this name."""
     if isinstance(wanted, str):
         return any(kind.__name__ == wanted for kind in type(module).__mro__)
     return isinstance(module, wanted)

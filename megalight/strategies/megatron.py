@@ -153,7 +153,7 @@ class MegatronStrategy(FolderCheckpoints):
         self.virtual_pipeline = self.pipeline.check(pipeline_parallel, virtual_pipeline, pipeline_layout)
         self.micro_batch_size = micro_batch_size
         self.data_parallel = data_parallel or DataParallel()
-        self.data_parallel.check(pipeline_parallel)
+        self.data_parallel.check(self.pipeline.schedule)
         self.checkpoints = checkpoints or Checkpoints()
         self.plan = plan
         self.sigterm_every_n_steps = sigterm_every_n_steps

@@ -22,6 +22,7 @@ from megalight.errors import ConfigurationError, LayoutError, MegalightError
 from megalight.inference import ParallelGPT, generate
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
@@ -320,7 +321,7 @@ def test_arguments_read_like_those_of_lightning() -> None:
         ({"cpu_offload": True}, r"no argument 'cpu_offload'. Instead: data_parallel=DataParallel\(optimizer_offload"),
         ({"timeout": 5}, "no argument 'timeout'. Instead: timeout_seconds"),
         ({"tensor_paralel": 2}, "no argument 'tensor_paralel'.*Did you mean 'tensor_parallel'"),
-        ({"pipeline_parallel": 2}, "level='optim_grads_params' with pipeline_parallel=2"),
+        ({"pipeline": Pipeline(schedule="combined")}, "level='optim_grads_params' with pipeline.schedule='combined'"),
         ({"sharding_strategy": "NO_SHARD", "reduce_scatter_with_fp32_accumulation": True}, "'no_shard' all-reduces"),
     ):
         with pytest.raises(ConfigurationError, match=message):
@@ -345,8 +346,8 @@ def _groups() -> None:
 def test_what_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"device_mesh=\(2, 2\) describes 4 data-parallel ranks, and there are 2"):
         MegatronFSDPStrategy("HYBRID_SHARD", device_mesh=(2, 2)).grid(2)
-    with pytest.raises(ConfigurationError, match=r"level='optim_grads_params' with pipeline_parallel=2: .* 'optim'"):
-        MegatronStrategy(pipeline_parallel=2, data_parallel=DataParallel(level=FULL))
+    with pytest.raises(ConfigurationError, match=r"'optim_grads_params' with pipeline.schedule='combined': .* 'optim'"):
+        MegatronStrategy(pipeline=Pipeline(schedule="combined"), data_parallel=DataParallel(level=FULL))
     with pytest.raises(
         ConfigurationError, match=r"level='zero3'; it must be one of 'no_shard', 'optim', 'optim_grads'"
     ):

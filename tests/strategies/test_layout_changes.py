@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
     "hybrid4": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2)}),
     "both4": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2, replicate_optimizer=False)}),
+    "pp2full2": (4, {"pipeline_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
     "full4": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -74,7 +75,8 @@ COVER = {
     "dp2": ["pp2dp2"],
     "uneven": ["one"],
     "pp2dp2": ["pp2vpp2"],
-    "full2": ["dp2", "full4"],
+    "full2": ["pp2full2", "full4"],
+    "pp2full2": ["dp2"],
     "full4": ["hybrid4"],
     "hybrid4": ["both4"],
     "both4": ["full2"],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.linear import wgrad
-from megalight.ops.parameter import main_grad_of
+from megalight.ops.parameter import main_grad_of, state_of
 
 Begin: TypeAlias = Callable[[], Callable[[], Any]]
 """Starts to get an input (by a collective, for example); the returned function waits for it. The input is a tensor, or
@@ -58,6 +58,7 @@ class WeightGradients:
             weight, grad_y, _, add = self._waiting.popleft()
             # Begin to fetch the next input before this product is queued, so that communication and product overlap.
             finish = self._waiting[0][2]() if self._waiting else None
+            state_of(weight).begin_late()
             add(weight, grad_y, x)
             del x, grad_y  # free the memory before the next input arrives
 

@@ -22,6 +22,7 @@ from megalight.parallel.data_parallel.masters import check_masters, masters_of
 from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers, UnitMemory, choose, free_memory
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
+from megalight.parallel.data_parallel.route import Route
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.data_parallel.user_buffers import Registration, UserBuffers
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
@@ -75,6 +76,7 @@ class DataParallelEngine:
             them, and updated parameters are also gathered over the groups, once per step.
         units: the modules of each unit that ``ParamInfo.unit`` counts, in the order of the forward pass. Levels that
             shard gradients or parameters do so for these; everything else stays whole.
+        route: the chunks of this rank, and the order of passes through them; None: all units are one chunk.
         prefetch: number of units whose parameters are gathered ahead of the one that computes; None: by free memory.
         reduce_each_micro_batch: whether units keep only shards of gradients from one micro-batch to the next; None: by
             free memory, where parameters are sharded.
@@ -116,6 +118,7 @@ class DataParallelEngine:
         replicate: int = 1,
         replicate_optimizer: bool = True,
         units: Sequence[Sequence[nn.Module]] = (),
+        route: Route | None = None,
         prefetch: int | None = None,
         reduce_each_micro_batch: bool | None = None,
         optimizer_offload_fraction: float = 0.0,
@@ -137,10 +140,11 @@ class DataParallelEngine:
         self._offload = optimizer_offload_fraction
         self._overlap = overlap_grad_reduce
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
+        self._route, self._units = route or Route(), units
         self._user_buffers = UserBuffers(nccl_ub if mesh.everyone is not None else "off", device)
+        self.device = device
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
-        self.device = device
         self.main_gradients = MainGradients(
             self.buckets,
             mesh.everyone,
@@ -162,7 +166,7 @@ class DataParallelEngine:
         # Level `optim_grads` shards gradients only, and a model may have units whose parameters are all frozen.
         if self.main_gradients.of_units.buckets or sharded:
             turns = self.unit_memory.turns
-            self.units = Units(units, sharded, self.main_gradients.of_units, self.device, turns)
+            self.units = Units(units, sharded, self.main_gradients.of_units, self.device, self._route, turns)
             self._parameters.residency = self.units.residency
             # Parameters outside of units may still be in flight when somebody asks for all parameters.
             self.units.sync = self._parameters.sync
@@ -183,17 +187,19 @@ class DataParallelEngine:
         groups = {key: _groups(kind, max_ctas) for key, kind in ways.items()}
         layouts = plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
         check_masters(kinds, master_dtype)
-        device = self.infos[0].parameter.device if layouts else torch.device("cpu")
         params = grads = None
-        allocating = self._user_buffers.allocating
+        device, allocating = self.device, self._user_buffers.allocating
+        # All ranks ask each other how much memory is free, also pipeline stages without units.
+        asks = self.level.gradients and None in self._choices
+        free = free_memory(device, self.mesh.everyone) if asks else None
         if any(layout.kind.unit is not None for layout in layouts):
-            # Only ranks that agree on a choice of their own ask each other how much memory is free.
-            free = free_memory(device, self.mesh.everyone) if None in self._choices else None
             self.unit_memory = choose(layouts, self.level.parameters, *self._choices, free)
             if self.level.parameters:
-                params = TurnBuffers(layouts, self.unit_memory.turns, device, allocating)
+                turns = self._route.turns(self._units, self.unit_memory.turns)
+                params = TurnBuffers(layouts, turns, device, allocating)
             if self.unit_memory.reduce_each:
-                grads = TurnBuffers(layouts, GRADIENT_TURNS, device, allocating)
+                turns = self._route.turns(self._units, GRADIENT_TURNS, backward_only=True)
+                grads = TurnBuffers(layouts, turns, device, allocating)
         reducing = groups
         if self._overlap and any(layout.kind.unit is not None for layout in layouts):
             # Units are gathered and reduced by hooks, in one order on all ranks. Whole buckets are sent when their
@@ -237,7 +243,8 @@ class DataParallelEngine:
             return []
         layouts = plan_buckets([info.parameter.numel() for info in infos], kinds)
         allocating = self._user_buffers.allocating
-        memory = TurnBuffers(layouts, self.unit_memory.turns, infos[0].parameter.device, allocating)
+        turns = self._route.turns(self._units, self.unit_memory.turns)
+        memory = TurnBuffers(layouts, turns, infos[0].parameter.device, allocating)
         return [
             FlatParameters(
                 layout,

@@ -71,7 +71,7 @@ def choose(
     largest: dict[object, int] = {}
     for layout in in_units:
         # One buffer per kind of parameter and gradient, as large as the largest unit needs it.
-        key = replace(layout.kind, unit=None)
+        key = replace(layout.kind, unit=None, chunk=0)
         largest[key] = max(largest.get(key, 0), layout.numel * layout.kind.stored_dtype.itemsize)
     buffer, reasons = sum(largest.values()), dict[str, str]()
     units = len({layout.kind.unit for layout in in_units})
@@ -119,12 +119,16 @@ class TurnBuffers:
 
     Args:
         layouts: the buckets.
-        turns: number of units that have memory at a time.
+        turns: the turn of each unit (:meth:`.route.Route.turns`).
         allocating: a context in which it is allocated.
     """
 
     def __init__(
-        self, layouts: Sequence[BucketLayout], turns: int, device: torch.device, allocating: Allocating = nullcontext
+        self,
+        layouts: Sequence[BucketLayout],
+        turns: Sequence[int],
+        device: torch.device,
+        allocating: Allocating = nullcontext,
     ) -> None:
         self._turns = turns
         self._allocating = allocating
@@ -147,9 +151,9 @@ class TurnBuffers:
         return self._flat[key][: layout.numel]
 
     def _key(self, layout: BucketLayout) -> tuple[object, ...]:
-        # Neighbours in the forward pass get different turns, so one is gathered while the other one computes.
+        # Neighbours get different turns, so one is gathered while the other one computes. Chunks share memory.
         unit = layout.kind.unit
-        return replace(layout.kind, unit=None), None if unit is None else unit % self._turns
+        return replace(layout.kind, unit=None, chunk=0), None if unit is None else self._turns[unit]
 
 
 def _shards(layout: BucketLayout) -> int:

@@ -13,6 +13,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import ParamInfo
 from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.data_parallel.layout import level_of
+from megalight.parallel.data_parallel.route import Route
 from megalight.parallel.data_parallel.user_buffers import Registration
 from megalight.parallel.mesh import ParallelMesh
 
@@ -29,7 +30,7 @@ class DataParallel:
         level: ``no_shard``: every replica holds everything, and gradients are all-reduced. ``optim``: optimizer state
             and masters are sharded over the replicas, gradients are reduce-scattered, parameters all-gathered (ZeRO-1).
             ``optim_grads``: gradients of units are sharded, too (ZeRO-2). ``optim_grads_params``: and their parameters
-            (ZeRO-3, FSDP). Both need a model without pipeline parallelism.
+            (ZeRO-3, FSDP). Both work with all schedules of a pipeline but ``combined``.
         units: classes of the modules that are sharded and gathered as a whole, or their names. Empty: the layers, found
             automatically, and the ``embed`` and ``head`` of a model with ``layers``. Everything outside of units stays
             whole on every rank.
@@ -141,11 +142,15 @@ class DataParallel:
         """Whether parameters of units are sharded, too."""
         return level_of(self.level).parameters
 
-    def check(self, pipeline_parallel: int) -> None:
-        """Refuse levels that a pipeline cannot have, and options without what they act on.
+    def check(self, schedule: str) -> None:
+        """Refuse levels that a schedule cannot have, and options without what they act on.
+
+        Args:
+            schedule: name of the schedule of the pipeline.
 
         Raises:
-            ConfigurationError: gradients are sharded, and there are stages; or an option has nothing to act on.
+            ConfigurationError: passes of several micro-batches would use the same unit at once; or an option has
+                nothing to act on.
         """
         for name in ("prefetch", "reduce_each_micro_batch"):
             # Not earlier: strategies and functions that shard parameters set the level after the user's options.
@@ -159,11 +164,10 @@ class DataParallel:
                 "data_parallel.replicate_optimizer=False with replicate=1: there are no groups of replicas that could "
                 "divide the optimizer. Leave it out, or set replicate (device_mesh of MegatronFSDPStrategy)."
             )
-        if self.has_units and pipeline_parallel > 1:
+        if self.has_units and schedule == "combined":
             raise ConfigurationError(
-                f"data_parallel.level={self.level!r} with pipeline_parallel={pipeline_parallel}: gradients and "
-                "parameters that are sharded come and go with one micro-batch at a time, and a pipeline has several in "
-                "flight. Use level 'optim', or no pipeline."
+                f"data_parallel.level={self.level!r} with pipeline.schedule='combined': a forward and a backward would "
+                "gather and free the same unit. Use level 'optim', or another schedule."
             )
 
     def engine(
@@ -172,6 +176,7 @@ class DataParallel:
         mesh: ParallelMesh,
         device: torch.device | None = None,
         units: Sequence[Sequence[nn.Module]] = (),
+        route: Route | None = None,
     ) -> DataParallelEngine:
         """An engine with these options; see :class:`~megalight.parallel.data_parallel.DataParallelEngine`."""
         return DataParallelEngine(
@@ -191,6 +196,7 @@ class DataParallel:
             replicate=self.replicate,
             replicate_optimizer=self.replicate_optimizer,
             units=units,
+            route=route,
             prefetch=self.prefetch,
             reduce_each_micro_batch=self.reduce_each_micro_batch,
             optimizer_offload_fraction=self.optimizer_offload_fraction,

@@ -95,12 +95,11 @@ class ShardedParameters:
         """Give parameters that are codes their own dtype again. Those of units stay sharded."""
         held = self._with_codes()
         sharded = [bucket.layout for bucket in held if bucket.shards_params]
-        turns = 1
         if sharded and self.residency is not None:
             # What others wrote to whole parameters stays, and codes in flight arrive before their memory is freed.
             self.residency.write_back()
             self.residency.forget()
-            turns = self.residency.turns
+        turns = () if self.residency is None else self.residency.turn_of
         memory = TurnBuffers(sharded, turns, self._device)
         for bucket in held:
             dtype = bucket.layout.kind.param_dtype

@@ -21,17 +21,27 @@ class Residency:
 
     Args:
         units: the buckets of each unit, in the order of the forward pass.
-        turns: number of units that have memory at a time. Unit ``i`` uses the buffers of turn ``i % turns``.
+        turn_of: the turn of each unit (:meth:`.route.Route.turns`), which has buffers of its own.
+        first: the units of the first pass of a step, in order.
 
     Attributes:
+        turns: number of units that have memory at a time.
         whole: all parameters have their values, in memory of their own (:meth:`gather_all`).
     """
 
-    def __init__(self, units: Sequence[Sequence[FlatParameters]], device: torch.device, turns: int) -> None:
+    def __init__(
+        self,
+        units: Sequence[Sequence[FlatParameters]],
+        device: torch.device,
+        turn_of: Sequence[int],
+        first: Sequence[int],
+    ) -> None:
         self.units = units
-        self.turns = turns
+        self.turn_of = turn_of
+        self.turns = max(turn_of) + 1
+        self.first = first
         self.whole = False
-        self._present: list[int | None] = [None] * turns
+        self._present: list[int | None] = [None] * self.turns
         self._shown: set[int] = set()
         self._arriving: dict[int, Callable[[], None]] = {}
         self._stream = side_stream(device)
@@ -46,7 +56,7 @@ class Residency:
 
     def fetch(self, unit: int) -> None:
         """Start to gather a unit, unless it is there. The computation with its predecessor must have been enqueued."""
-        turn = unit % self.turns
+        turn = self.turn_of[unit]
         before = self._present[turn]
         if self.whole or before == unit:
             return
@@ -91,7 +101,7 @@ class Residency:
 
     def fetch_first(self) -> None:
         """Start to gather the first units of the next forward pass."""
-        for unit in range(min(self.turns, len(self.units))):
+        for unit in self.first[: self.turns]:
             self.fetch(unit)
 
     def gather_all(self) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megalight.errors import MegalightError
+from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel.buffers import Bucket, land_gradients
 from megalight.parallel.data_parallel.first_writes import FirstWrites
-from megalight.parallel.data_parallel.memory import GRADIENT_TURNS
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.streams import SideStream
 from megalight.parallel.trace import span
@@ -33,14 +33,15 @@ class UnitGradients:
             assert bucket.layout.kind.unit is not None
             self._of.setdefault(bucket.layout.kind.unit, []).append(bucket)
         self._first = {unit: FirstWrites(own) for unit, own in self._of.items()}
-        self._busy: list[list[Callable[[], object]]] = [[] for _ in range(GRADIENT_TURNS)]
-        """What to wait for before the buffers of each turn can be used again."""
+        self._busy: dict[int, list[Callable[[], object]]] = {}
+        """Address of a buffer -> what to wait for before another unit can use it."""
         self._summed: set[Bucket] = set()
         self._open: int | None = None
         for bucket in buckets:
             for info, (parameter, main_grad) in zip(bucket.infos, bucket.main_grads, strict=True):
                 arrived = self._on_arrival(bucket, info.name)
                 land_gradients(parameter, main_grad, arrived, arrived, bucket.autograd_adds)
+                state_of(parameter).begin_late = self._on_late(bucket)
 
     def begin(self) -> None:
         """Begin a step: the shards hold old sums, and no unit is open."""
@@ -61,7 +62,8 @@ class UnitGradients:
         if self._stream is not None:
             self._stream.begin()
         # The unit that had these buffers before may still be being reduced from them.
-        self._wait(unit % GRADIENT_TURNS)
+        for bucket in self._of[unit]:
+            self._wait(bucket.grads.data_ptr())
         self._first[unit].begin()
 
     def close(self, unless: int | None = None) -> None:
@@ -73,7 +75,7 @@ class UnitGradients:
         for bucket in self._of[unit]:
             for parameter, _ in bucket.main_grads:
                 parameter.grad = None  # the buffer is no longer this unit's
-            self._reduce(bucket, self._busy[unit % GRADIENT_TURNS])
+            self._reduce(bucket, self._busy.setdefault(bucket.grads.data_ptr(), []))
 
     def finish(self) -> None:
         """Complete the sums of the step."""
@@ -98,10 +100,21 @@ class UnitGradients:
             self._reducer.start_adding(bucket, first)()
         busy.append(self._stream.done())
 
-    def _wait(self, turn: int | None = None) -> None:
-        for busy in self._busy if turn is None else [self._busy[turn]]:
+    def _wait(self, address: int | None = None) -> None:
+        for busy in self._busy.values() if address is None else [self._busy.get(address, [])]:
             while busy:
                 busy.pop(0)()
+
+    def _on_late(self, bucket: Bucket) -> Callable[[], None]:
+        here = weakref.ref(self)
+        unit = bucket.layout.kind.unit
+
+        def begin() -> None:
+            # The unit was reduced at the end of its backward pass, without this gradient. It opens once more.
+            if (alive := here()) is not None and unit is not None:
+                alive.open(unit)
+
+        return begin
 
     def _on_arrival(self, bucket: Bucket, name: str) -> Callable[[], None]:
         here = weakref.ref(self)  # a hook of a parameter holds this closure: a strong reference would leak the engine

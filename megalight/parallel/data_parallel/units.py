@@ -12,6 +12,11 @@ Forward::
 Backward::
 
     gather unit i - 1  |  compute unit i  |  reduce unit i + 1
+
+A pipeline has several micro-batches between their forward and backward passes. They hold no parameters: what they saved
+for the backward pass refers to the parameters by address, and each unit comes back to its own address. So a unit is
+whole only while one micro-batch computes with it, whatever the order of passes. :meth:`Units.follow` says which pass
+comes next, so that its first units are gathered while the last ones of this pass compute.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from megalight.imports import in_backward
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.residency import Residency
+from megalight.parallel.data_parallel.route import Pass, Route
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 
 HOOKS = "unit_hooks"
@@ -39,8 +45,9 @@ class Units:
 
     Args:
         modules: those of each unit, in the order of the forward pass. The further modules of units with several (an
-            embedding, and the head that shares its weight) come after all others.
+            embedding, and the head that shares its weight) come after all others of their chunk.
         buckets: the sharded parameters, frozen ones too; they know their unit by ``layout.kind.unit``.
+        route: the chunks of this rank.
         turns: number of units whose whole parameters have memory at a time.
 
     Attributes:
@@ -56,19 +63,37 @@ class Units:
         buckets: Sequence[FlatParameters],
         gradients: UnitGradients,
         device: torch.device,
+        route: Route,
         turns: int,
     ) -> None:
-        # Further modules of a unit (a tied head) run after all first ones.
-        later = [(module, unit) for unit, parts in enumerate(modules) for module in parts[1:]]
-        self._order = [(parts[0], unit) for unit, parts in enumerate(modules)] + later
+        self._order: list[int] = []
+        """The unit of each place in the forward pass."""
+        self._chunk: list[range] = []
+        """The places of the chunk of each place."""
+        self._modules: list[nn.Module] = []
+        self._places: dict[int, range] = {}
+        """The places of each chunk, by its id."""
+        for number, part in enumerate(route.parts(modules)):
+            # Further modules of a unit (a tied head) run after all first ones.
+            calls = [(modules[unit][0], unit) for unit in part]
+            calls += [(module, unit) for unit in part for module in modules[unit][1:]]
+            places = range(len(self._order), len(self._order) + len(calls))
+            self._modules += [module for module, _ in calls]
+            self._order += [unit for _, unit in calls]
+            self._chunk += [places] * len(calls)
+            if number < len(route.chunks):
+                self._places[id(route.chunks[number])] = places
+        self._coming: Sequence[Pass] = ()
+        self._chunks: Sequence[nn.Module] = ()
         self.buckets = list(buckets)
         self.gradients: UnitGradients | None = gradients
         self.residency: Residency | None = None
         self.sync: Callable[[], None] = _nothing
         if self.buckets:
             own = [[b for b in self.buckets if b.layout.kind.unit == unit] for unit in range(len(modules))]
-            self.residency = Residency(own, device, turns)
-        for place, (module, _) in enumerate(self._order):
+            first = [self._order[place] for place in self._chunk[0]]
+            self.residency = Residency(own, device, route.turns(modules, turns), first)
+        for place, module in enumerate(self._modules):
             remove_hooks(module)
             # Hooks know the place in the forward pass, not the unit: a unit
             # with two modules has two neighbours.
@@ -77,13 +102,22 @@ class Units:
                 module.register_forward_hook(self._after_forward(place)),
             ]
 
+    def follow(self, chunks: Sequence[nn.Module], coming: Sequence[Pass]) -> None:
+        """Say which passes come after the one that begins now, so that their first units are gathered in time.
+
+        Args:
+            chunks: the chunks that passes count.
+            coming: the passes; none: it is not known.
+        """
+        self._chunks, self._coming = chunks, coming
+
     def begin_forward(self, place: int) -> None:
         """Make the parameters of a unit available, and start to gather those of the next one.
 
         Args:
             place: place of its module in the forward pass.
         """
-        unit = self._order[place][1]
+        unit = self._order[place]
         if self.gradients is not None:
             self.gradients.close(unless=unit)  # a unit that is recomputed goes on with its backward pass
         if self.residency is None:
@@ -91,20 +125,19 @@ class Units:
         self.residency.hold(unit)
         if in_backward():
             return  # recompute inside a backward pass, which goes the other way
-        ahead = self._order[place + 1 :]
-        if not torch.is_grad_enabled():  # no backward pass follows, but perhaps the next forward pass
-            ahead = ahead + self._order[:place]
-        self._prefetch(unit, ahead)
+        own = self._chunk[place]
+        self._prefetch(unit, self._ahead(own[place - own.start + 1 :], own[: place - own.start]))
 
     def begin_backward(self, place: int) -> None:
         """Make parameters and memory for gradients of a unit available, and start to gather the previous unit."""
-        unit = self._order[place][1]
+        unit = self._order[place]
         if self.gradients is not None:
             self.gradients.open(unit)
         if self.residency is not None:
             # The parameters are needed again, and another unit has used their buffers since the forward pass.
             self.residency.hold(unit)
-            self._prefetch(unit, self._order[:place][::-1])
+            own = self._chunk[place]
+            self._prefetch(unit, self._ahead(own[: place - own.start][::-1]))
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -134,23 +167,38 @@ class Units:
 
     def unshard(self) -> None:
         """Give all parameters memory of their own, with their values, for good."""
-        for module, _ in self._order:
+        for module in self._modules:
             remove_hooks(module)
         if self.residency is not None:
             self.residency.write_back()
             self.residency.gather_all()
         self.buckets, self.residency = [], None
 
-    def _prefetch(self, unit: int, ahead: Sequence[tuple[nn.Module, int]]) -> None:
+    def _ahead(self, rest: range, wrapped: range = range(0)) -> Iterator[int]:
+        """Yield the units that come next.
+
+        Args:
+            rest: the places that this pass has still to go through.
+            wrapped: the places of the next forward pass of evaluation, if nobody has said what comes.
+        """
+        yield from (self._order[place] for place in rest)
+        for chunk, forward in self._coming:
+            places = self._places.get(id(self._chunks[chunk]), range(0))
+            yield from (self._order[place] for place in places[:: 1 if forward else -1])
+        if not self._coming and not torch.is_grad_enabled():
+            yield from (self._order[place] for place in wrapped)
+
+    def _prefetch(self, unit: int, ahead: Iterator[int]) -> None:
         """Start to gather the units that come after this one, as many as have memory beside it."""
         assert self.residency is not None
-        turns = self.residency.turns
-        taken = {unit % turns}
-        for _, following in ahead[: turns - 1]:
-            if following % turns in taken:
+        turn_of = self.residency.turn_of
+        wanted = {turn_of[unit]: unit}
+        for following in ahead:
+            if wanted.setdefault(turn_of[following], following) != following:
                 return  # it would take the memory of a unit that is needed before
-            taken.add(following % turns)
             self.residency.fetch(following)
+            if len(wanted) == self.residency.turns:
+                return
 
     def _before_forward(self, place: int) -> Any:
         def begin(module: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -16,9 +16,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalight.errors import ConfigurationError
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.parallel import trace
+from megalight.parallel.data_parallel.route import Pass
+from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline.actions import Action, Kind
+from megalight.parallel.pipeline.actions import Action, Actions, Kind
 from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, decode, encode, form_of, signature
 from megalight.parallel.pipeline.inbox import Inbox
@@ -93,25 +95,29 @@ class Executor:
         forward_step: ForwardStep,
         loss_step: LossStep,
         objective: Objective,
+        units: Units | None = None,
     ) -> list[Loss]:
         """Run forward and backward of every micro-batch.
 
         Args:
             agenda: this rank's part of a schedule for this number of micro-batches.
             objective: loss of a micro-batch -> the scalar to differentiate.
+            units: modules whose parameters come and go. They are told which pass comes next.
 
         Returns:
             on the last stage the detached losses, ordered by micro-batch; elsewhere nothing.
         """
-        run = _Run(self, agenda, micro_batches, forward_step, loss_step, objective)
+        run = _Run(self, agenda, micro_batches, forward_step, loss_step, objective, units)
         run.play()
         self.peak = run.peak
         return [run.losses[index] for index in sorted(run.losses)]
 
-    def forward(self, agenda: Agenda, micro_batches: Sequence[Any], forward_step: ForwardStep) -> list[Carry]:
+    def forward(
+        self, agenda: Agenda, micro_batches: Sequence[Any], forward_step: ForwardStep, units: Units | None = None
+    ) -> list[Carry]:
         """Run forward passes without gradients; return the last chunk's carries on the last stage, else nothing."""
         with torch.no_grad():
-            run = _Run(self, agenda, micro_batches, forward_step)
+            run = _Run(self, agenda, micro_batches, forward_step, units=units)
             run.play()
         return [run.carries[index] for index in sorted(run.carries)]
 
@@ -127,8 +133,10 @@ class _Run:
         forward_step: ForwardStep,
         loss_step: LossStep | None = None,
         objective: Objective | None = None,
+        units: Units | None = None,
     ) -> None:
         self.executor = executor
+        self.units = units
         self.actions = agenda.actions
         self.micro_batches = micro_batches
         self.forward_step = forward_step
@@ -146,7 +154,11 @@ class _Run:
         self.gradients = Inbox(edges.gradients_in, agenda.gradients, self._returning, device)
 
     def play(self) -> None:
+        coming = passes_of(self.actions)
         for number, action in enumerate(self.actions):
+            if self.units is not None:
+                coming = coming[len(passes_of([action])) :]
+                self.units.follow(self.executor.chunks, coming)
             with self._named(action):
                 # Receives are posted early, so that messages travel during computation.
                 self.gradients.post(number)
@@ -331,6 +343,12 @@ class _Run:
                 f"pipeline rank {stage.rank})"
             )
             raise
+
+
+def passes_of(actions: Actions) -> list[Pass]:
+    """Return the passes of actions that read parameters: all but delayed weight gradients."""
+    parts = (part for action in actions for part in action.parts)
+    return [Pass(part.chunk, part.kind is Kind.FORWARD) for part in parts if part.kind is not Kind.WEIGHT_GRADIENT]
 
 
 def layer_of(error: Exception, chunk: nn.Module) -> int | None:

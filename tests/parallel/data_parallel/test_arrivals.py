@@ -35,7 +35,8 @@ class Bucket:
     def __init__(self, name: str) -> None:
         self.parameter = nn.Parameter(torch.ones(2))
         self.infos = [SimpleNamespace(name=name, parameter=self.parameter)]
-        self.main_grads = [(self.parameter, torch.zeros(2))]
+        self.grads = torch.zeros(2)
+        self.main_grads = [(self.parameter, self.grads)]
         self.arrived, self.sent = 0, False
         self.layout = SimpleNamespace(kind=SimpleNamespace(unit=0))
 

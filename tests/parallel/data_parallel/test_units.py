@@ -454,7 +454,7 @@ def _divided() -> None:
 def test_replicas_may_divide_the_optimizer() -> None:
     run(_divided, 4)
     with pytest.raises(ConfigurationError, match=r"replicate_optimizer=False with replicate=1: .*set replicate"):
-        DataParallel(replicate_optimizer=False).check(pipeline_parallel=1)
+        DataParallel(replicate_optimizer=False).check("auto")
 
 
 class Model(nn.Module):
@@ -508,5 +508,5 @@ def test_options_of_units_need_sharded_parameters() -> None:
         for level in ("optim", "optim_grads"):
             options = DataParallel(level=level, **given)  # type: ignore[arg-type]
             with pytest.raises(ConfigurationError, match=rf"level '{level}', which shards no parameters; leave it out"):
-                options.check(pipeline_parallel=1)
-        DataParallel(level="optim_grads_params", **given).check(pipeline_parallel=1)  # type: ignore[arg-type]
+                options.check("auto")
+        DataParallel(level="optim_grads_params", **given).check("auto")  # type: ignore[arg-type]
