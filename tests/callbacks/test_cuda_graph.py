@@ -146,7 +146,7 @@ RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
 }
 
 
-WHOLE_RUNS = ("dp, all masters", "zero bubble", "recompute", "stochastic rounding")
+WHOLE_RUNS = ("dp, all masters", "zero bubble", "recompute", "stochastic rounding", "units, vpp", "sharded gradients")
 """Runs, of steps and of parts, that whole test sessions make."""
 
 
@@ -168,6 +168,7 @@ def test_replays_train_as_eager_steps_do(name: str) -> None:
 
 DEEPER = replace(DROPPING, mtp=MultiTokenConfig(num_layers=2))
 SELECTIVE = Recompute(granularity="selective", modules=("attention.inner", "mlp_norm"))
+SHARDED = {"micro_batch_size": 1, "options": {"level": "optim_grads_params"}}
 PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
     "layer": ("layer", 1, DROPPING, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
     "attention": ("attention", 1, DROPPING, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
@@ -206,6 +207,23 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
     "layer, experts, ep": ("layer", 2, EXPERTS, EP2, 2 * 2, 2 * 2),
     "layer, experts, delayed scales": ("layer", 1, WIDE_EXPERTS, low_precision("delayed"), 2 * 2, 2 * 2),
     "router, ep": ("router", 2, ROUTED, {"micro_batch_size": 1, "expert_parallel": 2}, 2 * 3, 2 * 3),
+    "layer, units": ("layer", 2, FOUR, {**SHARDED, "trainer_options": EVALUATING}, 2 * 4, 2 * 4),
+    "layer, units, vpp": (
+        "layer",
+        4,
+        FOUR,
+        {**SHARDED, "pipeline_parallel": 2, "virtual_pipeline": 2},
+        2 * 2,
+        0,
+    ),
+    "attention, sharded gradients": (
+        "attention",
+        2,
+        DROPPING,
+        {"micro_batch_size": 1, "options": {"level": "optim_grads"}},
+        2 * 2,
+        2 * 2,
+    ),
     "layer, stochastic rounding": ("layer", 1, WIDE, low_precision("nvfp4"), 2 * 2, 2 * 2),
 }
 """Scope, ranks, model, options; forwards of parts per step and rank; recordings, where they are the same everywhere."""
@@ -471,6 +489,12 @@ def test_there_is_no_cuda_here() -> None:
             1,
             {"recompute": Recompute(granularity="selective", modules=("attention",))},
             "layers.0.attention is recomputed as a whole",
+        ),
+        (
+            "layer",
+            2,
+            {"options": {"level": "optim_grads_params", "units": ("MLP",)}},
+            "gathers MLP inside layers.0 by hooks",
         ),
     ],
 )

@@ -165,17 +165,18 @@ class CUDAGraph(pl.Callback):
         reasons = [
             *reasons_against.of_environment(on_gpu),
             *reasons_against.of_recompute(strategy.chunks),
-            *reasons_against.of_sharding(strategy),
         ]
         if (missing := GRAPH_BACKENDS[self.backend].why_not(strategy.root_device.type)) is not None:
             reasons.append(missing)
         if self.scope == "iteration":
+            reasons += reasons_against.of_sharding(strategy, self.backend, [])
             return [*reasons, *reasons_against.of_whole_steps(trainer, module, strategy)], []
         reasons += reasons_against.of_module(module)
         try:
             lanes = [reasons_against.parts_of(chunk, self.scope) for chunk in strategy.chunks]
         except ConfigurationError as error:
             return [*reasons, str(error)], []
+        reasons += reasons_against.of_sharding(strategy, self.backend, lanes)
         return [*reasons, *reasons_against.of_parts(strategy, self.scope, lanes)], lanes
 
     def _whole_steps(self, strategy: MegatronStrategy, module: pl.LightningModule) -> StepRunner:

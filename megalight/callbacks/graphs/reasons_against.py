@@ -13,6 +13,7 @@ from torch import nn
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.nn.moe import Dispatcher, MoE
+from megalight.ops.parameter import cast_of
 from megalight.parallel.groups import speaks
 from megalight.parallel.layers import depths_of, layers_of
 from megalight.parallel.pipeline import schedules
@@ -58,13 +59,37 @@ def of_recompute(chunks: Iterable[nn.Module]) -> Iterator[str]:
             )
 
 
-def of_sharding(strategy: MegatronStrategy) -> Iterator[str]:
-    """Yield reasons in sharded gradients and parameters, whose contents come and go."""
-    if strategy.engine is not None and strategy.engine.units is not None:
+def of_sharding(
+    strategy: MegatronStrategy, backend: str, lanes: Sequence[Sequence[tuple[str, nn.Module]]]
+) -> Iterator[str]:
+    """Yield reasons in sharded gradients and parameters, whose contents come and go by hooks of modules.
+
+    Args:
+        lanes: the parts of each chunk that are recorded; none: whole steps are.
+    """
+    if strategy.engine is None or (units := strategy.engine.units) is None:
+        return
+    level = f"data_parallel.level={strategy.data_parallel.level!r}"
+    if not lanes or backend != "own":
         yield (
-            f"data_parallel.level={strategy.data_parallel.level!r} gathers and reduces units by hooks of modules, "
-            "which a replay does not call; use level 'optim'"
+            f"{level} gathers and reduces units by hooks of modules, which a replay does not call; record between "
+            "these hooks with scope='layer' and backend='own', or use level 'optim'"
         )
+        return
+    modules = {id(module) for module in units.modules}
+    for name, part in (named for lane in lanes for named in lane):
+        inside = next((child for child in part.modules() if child is not part and id(child) in modules), None)
+        if inside is not None:
+            yield (
+                f"{level} gathers {type(inside).__name__} inside {name} by hooks, which a replay does not call; let "
+                f"units be {type(part).__name__}"
+            )
+        if any(cast_of(parameter) is not None for parameter in part.parameters()):
+            # Otherwise casts of all layers would stay, and take the memory that sharding saves.
+            yield (
+                f"{name} has weights that are cast to 8 or 4 bits once per step, and {level} keeps none from one pass "
+                "to the next; use level 'optim'"
+            )
 
 
 def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:

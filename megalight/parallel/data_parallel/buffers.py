@@ -225,6 +225,10 @@ class FlatParameters:
         for parameter, view in self._views(flat):
             parameter.data = view
 
+    def addresses(self) -> dict[int, int]:
+        """Return where each parameter, by its id, has its values."""
+        return {id(parameter): view.data_ptr() for parameter, view in self._views(self.params)}
+
     def vacate(self) -> None:
         """Take the memory of the parameters away: they read NaN until :meth:`show`, and cannot be written."""
         self.shown = self._nowhere

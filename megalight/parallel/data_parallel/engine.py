@@ -155,6 +155,7 @@ class DataParallelEngine:
         self.host = HostMasters([bucket for bucket in self.buckets if bucket.on_host], self.device)
         self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather, self.host)
         self.units: Units | None = None
+        self._addresses: dict[int, int] = {}
         self.frozen = self._shard_frozen([info for info in every if not info.parameter.requires_grad], max_ctas)
         sharded = [*(bucket for bucket in self.buckets if bucket.shards_params), *self.frozen]
         # Once all buffers are there: what comes later would be registered by ranks at different times.
@@ -163,6 +164,8 @@ class DataParallelEngine:
             for bucket in (*self.buckets, *self.frozen)
             for group in (bucket.group, bucket.shard_group, bucket.unit_group, bucket.replica_group)
         )
+        for sharding in sharded:
+            self._addresses |= sharding.addresses()
         # Level `optim_grads` shards gradients only, and a model may have units whose parameters are all frozen.
         if self.main_gradients.of_units.buckets or sharded:
             turns = self.unit_memory.turns
@@ -454,6 +457,10 @@ class DataParallelEngine:
                 view.copy_(info.parameter.detach())
                 info.parameter.data = view
                 self.fill_masters(info.name, view)
+
+    def address_of(self, parameter: Tensor) -> int:
+        """Return the address at which a parameter has its values, also while it has no memory."""
+        return self._addresses.get(id(parameter), 0) or parameter.data_ptr()
 
     def memory(self) -> dict[str, int]:
         """Return bytes on this rank's device: ``parameters``, ``gradients``, ``masters`` (only those that are copies).

@@ -167,8 +167,12 @@ class MainGradients:
 
         For passes that are recorded now and replayed later.
         """
-        with self._arrivals.noting() as seen:
-            yield seen
+        self.of_units.recording = True
+        try:
+            with self._arrivals.noting() as seen:
+                yield seen
+        finally:
+            self.of_units.recording = False
 
     def places_of(self, parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
         """Return these parameters as :meth:`noting` and :meth:`arrive` identify them: ``(bucket, place)``."""
@@ -187,7 +191,9 @@ class MainGradients:
 
     def only_add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make all gradients of these parameters add to zeroed buffers: a recorded pass cannot both write and add."""
-        self._first.leave_out(parameters)
+        found = list(parameters)
+        self._first.leave_out(found)
+        self.of_units.only_add(found)
 
     def adopt(self, gradients: Sequence[Tensor] | None) -> None:
         """Take over the state after passes that a replayed graph has run.

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from megalight.errors import MegalightError
 from megalight.ops.parameter import state_of
@@ -22,6 +23,9 @@ class UnitGradients:
     Args:
         buckets: the buckets of units.
         stream: that of the reductions; None on the CPU.
+
+    Attributes:
+        recording: a pass is being recorded, which has no effect yet: arriving gradients are no error.
     """
 
     def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, stream: SideStream | None) -> None:
@@ -37,6 +41,7 @@ class UnitGradients:
         """Address of a buffer -> what to wait for before another unit can use it."""
         self._summed: set[Bucket] = set()
         self._open: int | None = None
+        self.recording = False
         for bucket in buckets:
             for info, (parameter, main_grad) in zip(bucket.infos, bucket.main_grads, strict=True):
                 arrived = self._on_arrival(bucket, info.name)
@@ -76,6 +81,11 @@ class UnitGradients:
             for parameter, _ in bucket.main_grads:
                 parameter.grad = None  # the buffer is no longer this unit's
             self._reduce(bucket, self._busy.setdefault(bucket.grads.data_ptr(), []))
+
+    def only_add(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Zero the gradients of these parameters when their unit opens, so that all of them add."""
+        for first in self._first.values():
+            first.leave_out(parameters)
 
     def finish(self) -> None:
         """Complete the sums of the step."""
@@ -121,7 +131,7 @@ class UnitGradients:
         unit = bucket.layout.kind.unit
 
         def arrived() -> None:
-            if (alive := here()) is None:
+            if (alive := here()) is None or alive.recording:
                 return
             if alive._open != unit:
                 raise MegalightError(

@@ -52,6 +52,7 @@ class Units:
 
     Attributes:
         buckets: the sharded parameters.
+        modules: the modules of units, in the order of the forward pass.
         residency: their parameters; None: these are always whole.
         gradients: their gradients; None after training.
         sync: waits for the parameters outside of units, which may be on their way; the engine sets it.
@@ -70,7 +71,7 @@ class Units:
         """The unit of each place in the forward pass."""
         self._chunk: list[range] = []
         """The places of the chunk of each place."""
-        self._modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []
         self._places: dict[int, range] = {}
         """The places of each chunk, by its id."""
         for number, part in enumerate(route.parts(modules)):
@@ -78,7 +79,7 @@ class Units:
             calls = [(modules[unit][0], unit) for unit in part]
             calls += [(module, unit) for unit in part for module in modules[unit][1:]]
             places = range(len(self._order), len(self._order) + len(calls))
-            self._modules += [module for module, _ in calls]
+            self.modules += [module for module, _ in calls]
             self._order += [unit for _, unit in calls]
             self._chunk += [places] * len(calls)
             if number < len(route.chunks):
@@ -93,7 +94,7 @@ class Units:
             own = [[b for b in self.buckets if b.layout.kind.unit == unit] for unit in range(len(modules))]
             first = [self._order[place] for place in self._chunk[0]]
             self.residency = Residency(own, device, route.turns(modules, turns), first)
-        for place, module in enumerate(self._modules):
+        for place, module in enumerate(self.modules):
             remove_hooks(module)
             # Hooks know the place in the forward pass, not the unit: a unit
             # with two modules has two neighbours.
@@ -167,7 +168,7 @@ class Units:
 
     def unshard(self) -> None:
         """Give all parameters memory of their own, with their values, for good."""
-        for module in self._modules:
+        for module in self.modules:
             remove_hooks(module)
         if self.residency is not None:
             self.residency.write_back()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megalight.parallel.graphs.attributes import Attributes
 
@@ -20,6 +20,7 @@ class Fingerprint:
         modules: modules by name. Their submodules count too.
         also: further objects by name, of which only plain attributes count.
         ignored: names of attributes that do not count, besides torch's own.
+        address: a tensor -> its address; another function knows those of tensors that come and go.
     """
 
     def __init__(
@@ -27,7 +28,9 @@ class Fingerprint:
         modules: Iterable[tuple[str, nn.Module]],
         also: Iterable[tuple[str, nn.Module]] = (),
         ignored: frozenset[str] = frozenset(),
+        address: Callable[[Tensor], int] = Tensor.data_ptr,
     ) -> None:
+        self._address = address
         named = [pair for name, module in modules for pair in module.named_modules(prefix=name)]
         self._modules = [module for _, module in named]
         everything = {id(module): (name, module) for name, module in [*named, *also]}
@@ -44,5 +47,5 @@ class Fingerprint:
             for tensors in (module._parameters, module._buffers):
                 for tensor in tensors.values():
                     if tensor is not None:
-                        found.append((tensor.data_ptr(), tensor.requires_grad))
+                        found.append((self._address(tensor), tensor.requires_grad))
         return tuple(found)

@@ -98,7 +98,8 @@ class ModuleGraphs:
         # A graph cannot decide at replay whether to overwrite or to add. These parameters are zeroed at the start of a
         # step instead, and always added to.
         engine.main_gradients.only_add(p for m in everything for p in m.parameters())
-        self.fingerprint = Fingerprint(named for lane in self._lanes for named in lane.modules)
+        named = (named for lane in self._lanes for named in lane.modules)
+        self.fingerprint = Fingerprint(named, address=engine.address_of)
         self._recorded_under: Any = None
         self._dropped: deque[int] = deque(maxlen=DROPS)  # the last steps at which other code had changed attributes
         self._homes = {id(m): engine.homes_of(m.parameters()) for m in everything}
