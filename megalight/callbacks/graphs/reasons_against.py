@@ -85,10 +85,10 @@ def of_sharding(
                 f"units be {type(part).__name__}"
             )
         if any(cast_of(parameter) is not None for parameter in part.parameters()):
-            # Otherwise casts of all layers would stay, and take the memory that sharding saves.
+            # That memory would be whole on every rank, and take what sharding saves.
             yield (
-                f"{name} has weights that are cast to 8 or 4 bits once per step, and {level} keeps none from one pass "
-                "to the next; use level 'optim'"
+                f"{name} has weights that are cast to 8 or 4 bits into fixed memory, where graphs read them, and "
+                f"{level} keeps no whole casts; use level 'optim'"
             )
 
 

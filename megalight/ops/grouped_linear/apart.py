@@ -76,6 +76,10 @@ class Apart(StackPrecision):
                 out[expert].zero_()  # the memory holds anything when a step begins
             start += -(-size // GROUP) * GROUP
 
+    def forget(self) -> None:
+        """Drop the casts of the weights, because the weights may change or go."""
+        self.casts.forget()
+
     def refresh(self, weight: Tensor) -> None:
         """Cast the weights, once a step, into fixed memory, where recorded graphs read them."""
         self.casts.refresh(weight)

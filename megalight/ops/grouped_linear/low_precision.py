@@ -61,6 +61,10 @@ class StackPrecision(ABC):
         """Add the weight gradient to ``out [E, out, in]``, or overwrite it; ``x`` may be restored from a cast."""
 
     @abstractmethod
+    def forget(self) -> None:
+        """Drop the casts of the weights, because the weights may change or go."""
+
+    @abstractmethod
     def refresh(self, weight: Tensor) -> None:
         """Cast the weights, once a step, into fixed memory, where recorded graphs read them."""
 
@@ -135,6 +139,11 @@ class OneByOne(StackPrecision):
                 self.experts[expert].accumulate(out[expert], grad, own, write)
             elif write:
                 out[expert].zero_()  # the memory holds anything when a step begins
+
+    def forget(self) -> None:
+        """Drop the cast of each expert."""
+        for precision in self.experts:
+            precision.forget()
 
     def refresh(self, weight: Tensor) -> None:
         """Cast the weight of each expert."""

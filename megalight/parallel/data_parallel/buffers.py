@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype, torch_distributed
-from megalight.ops.parameter import collect, precision_of, release, state_of
+from megalight.ops.parameter import cast_of, collect, release, state_of
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
@@ -236,8 +236,9 @@ class FlatParameters:
             nan = self._nowhere[0] if info.parameter.numel() > 1 else self._nowhere[0].clone()  # one element: writable
             # Strides of 0: one element in memory serves the whole shape.
             info.parameter.data = nan.expand(info.parameter.shape)
-            if self.holds_codes and (precision := precision_of(info.parameter)) is not None:
-                precision.forget()  # it keeps the codes, which another unit is about to overwrite, and their transpose
+            # It keeps casts of the whole weight, or the codes that another unit is about to overwrite.
+            if (cast := cast_of(info.parameter)) is not None:
+                cast.forget()
 
     def replaced(self) -> list[tuple[ParamInfo, Tensor]]:
         """Return the parameters that are no views of :attr:`shown` any more, each with its place there."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import ConfigurationError, MegalightError
+from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel import residency as residency_module
 from megalight.parallel.data_parallel.layout import BucketLayout, Kind, align, plan_buckets
@@ -253,6 +254,35 @@ class Branches(nn.Module):
         for block in self.blocks:
             x = block(x, uses)
         return x
+
+
+class Cast:
+    """In the place of a weight's precision: keeps a cast of the weight since its last use."""
+
+    kept = False
+
+    def forget(self) -> None:
+        self.kept = False
+
+
+def _casts() -> list[list[bool]]:
+    net = Net(5).double()
+    engine = engine_of(net)
+    casts = [Cast() for _ in net.blocks]
+    for block, cast in zip(net.blocks, casts, strict=True):
+        state_of(block.up.weight).precision = cast  # type: ignore[assignment]
+        block.register_forward_hook(lambda *_, cast=cast: setattr(cast, "kept", True))
+    engine.zero_grad()
+    loss, seen = loss_of(net, ids_of(0, 1, 1)[0, 0]), []
+    seen.append([cast.kept for cast in casts])
+    loss.backward()
+    seen.append([cast.kept for cast in casts])
+    return seen
+
+
+def test_casts_of_whole_weights_go_with_them() -> None:
+    """Those of the two units that still have memory stay: forward the last ones, backward the first ones."""
+    assert run(_casts, 2) == [[[False] * 3 + [True] * 2, [False] * 5]] * 2
 
 
 def _uneven_use() -> list[list[float]]:
