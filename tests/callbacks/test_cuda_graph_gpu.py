@@ -266,6 +266,8 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("layer", {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True}),
     ("layer", {"micro_batch_size": 1, "pipeline_parallel": 2, "virtual_pipeline": 2}),
     ("attention", {"micro_batch_size": 1, "pipeline_parallel": 2}),
+    ("layer", {"micro_batch_size": 1, "options": {"level": "optim_grads_params"}}),
+    ("attention", {"micro_batch_size": 1, "options": {"level": "optim_grads"}}),
 ]
 PATIENCE = 120.0
 

@@ -27,6 +27,9 @@ ROWS = [
     Row("tied", 6, dp=4, level="optim_grads_params", packed=True),
     Row("tied", 4, pp=2, tp=2, sp=True),
     Row("gqa", 4, pp=2, cp=2, kind="ring", pipeline=ZERO_BUBBLE),
+    Row("gqa", 8, pp=2, vpp=2, dp=2, level="optim_grads_params"),
+    Row("tied", 4, pp=2, dp=2, level="optim_grads_params", pipeline=ZERO_BUBBLE, packed=True),
+    Row("mha", 4, pp=2, cp=2, kind="ring", level="optim_grads_params", recompute=WHOLE),
     Row("mha", 2, cp=4, kind="all_to_all_ring", inner=2),
     Row("gqa", 2, cp=4, kind="all_gather"),
 ]
@@ -34,6 +37,7 @@ STRICT = [
     Row("gqa", 4, pp=2, vpp=2),
     Row("gqa", 2, cp=2, kind="ring"),
     Row("gqa", 5, dp=2, level="optim_grads_params"),
+    Row("gqa", 8, pp=2, vpp=2, dp=2, level="optim_grads_params"),
 ]
 """Rows that also run in bf16 with every wait for the device an error in the middle of the run."""
 
