@@ -47,6 +47,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"data_parallel": DataParallel(level="optim_grads_params", replicate=2, replicate_optimizer=False)},
     ),
+    "full pp2dp2": (
+        4,
+        {
+            "pipeline_parallel": 2,
+            "virtual_pipeline": 2,
+            "data_parallel": DataParallel(level="optim_grads_params", optimizer_offload_fraction=0.5),
+        },
+    ),
     "full tp2dp2": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
     "experts one": (1, {}),
     "experts full ep2": (2, {"expert_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
@@ -181,7 +189,8 @@ def test_the_same_layout_resumes_bit_for_bit(saved: Save, tmp_path: Path) -> Non
     [
         ("full2", "tp2"),
         ("experts full ep2", "experts one"),
-        pytest.param("full hsdp", "full tp2dp2", marks=pytest.mark.full),
+        pytest.param("full pp2dp2", "full tp2dp2", marks=pytest.mark.full),
+        pytest.param("full hsdp", "full pp2dp2", marks=pytest.mark.full),
         pytest.param("full hsdp over both", "full2", marks=pytest.mark.full),
         pytest.param("full tp2dp2", "full hsdp", marks=pytest.mark.full),
         pytest.param("experts full ep2edp2", "experts full ep2", marks=pytest.mark.full),

@@ -68,6 +68,9 @@ LAYOUTS: list[Any] = [
             ("experts", 4, {**PP, "virtual_pipeline": 2, "expert_parallel": 2, "recompute": WHOLE}),
             ("two", 2, {"options": {"level": "optim_grads_params"}}),
             ("learned", 2, {"options": {"level": "optim_grads_params"}, "recompute": WHOLE}),
+            # the weight of embedding and head is sharded on the first stage, and whole on the last one
+            ("learned", 4, {**PP, "options": {"level": "optim_grads_params"}, "recompute": WHOLE}),
+            ("two", 4, {**ZERO_BUBBLE, "options": {"level": "optim_grads_params"}}),
         ]
     ],
 ]
