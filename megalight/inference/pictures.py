@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from megalight.data.multimodal.images import ImageForm, Resize, decode
+from megalight.data.multimodal.batch import Images, document_positions
+from megalight.data.multimodal.forms import sources
+from megalight.data.multimodal.images import Resize, decode
+from megalight.data.multimodal.models import form_of
 from megalight.errors import DataError
 from megalight.models.vision.model import Pictures
 from megalight.models.vision.pixels import normalised
@@ -18,6 +22,20 @@ from megalight.types import PackedSequences
 
 ImageFile = bytes | str | os.PathLike[str]
 """The bytes of an image file, or its path."""
+
+
+class Prompts(NamedTuple):
+    """Prompts with images, as :func:`~megalight.inference.generate.generate` takes them.
+
+    Attributes:
+        tokens: the ids of each prompt, with all tokens of each image.
+        pictures: the images; None if there are none.
+        axis_positions: for each prompt ``[3, n]``, of a model whose tokens have positions on several axes; else None.
+    """
+
+    tokens: list[list[int]]
+    pictures: Pictures | None
+    axis_positions: list[Tensor] | None
 
 
 def read(image: ImageFile, place: str) -> bytes:
@@ -41,18 +59,16 @@ def with_pictures(
     *,
     resize: Resize = "crop",
     device: torch.device | str = "cpu",
-) -> tuple[list[list[int]], Pictures | None]:
+) -> Prompts:
     """Prepare prompts with images for :func:`~megalight.inference.generate.generate`.
 
     Args:
         config: the model.
         prompts: token ids, in which each image is one ``config.image_token``.
         images: the images of each prompt, in the order of these tokens.
-        resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`.
+        resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. Models that
+            read images of any size need none.
         device: device of the model.
-
-    Returns:
-        the prompts with all tokens of each image, and the images; None if there are none.
 
     Raises:
         DataError: a prompt has another number of image tokens than of images, or an image cannot be read.
@@ -65,28 +81,41 @@ def with_pictures(
                 f"prompt {number} has {count} image tokens (id {config.image_token}) and {len(own)} images; each image "
                 "needs one token."
             )
-    vision = config.vision
-    form = ImageForm.of(config, resize)
-    patches = [
-        form.patches(decode(read(image, place), place))
+    form, vision = form_of(config, resize), config.vision
+    cuts = [
+        [
+            form.cut(decode(read(image, place), place))
+            for index, image in enumerate(own)
+            for place in [f"prompt {number}, image {index}"]
+        ]
         for number, own in enumerate(images)
-        for index, image in enumerate(own)
-        for place in [f"prompt {number}, image {index}"]
     ]
-    long = [
-        [token for short in ids for token in [short] * (form.num_tokens if short == config.image_token else 1)]
-        for ids in prompts
-    ]
-    if not patches:
-        return long, None
+    long, positions = list[list[int]](), list[Tensor]()
+    for ids, held in zip(prompts, cuts, strict=True):
+        each, left, grids = list[int](), iter(held), []
+        for token in ids:
+            if token != config.image_token:
+                each.append(token)
+                continue
+            cut = next(left)
+            grids.append((len(each), cut.grid))
+            each += [token] * len(cut.source)
+        long.append(each)
+        positions.append(torch.from_numpy(document_positions([len(each)], grids)))
+    axes = positions if form.axes else None
+    every = [cut for held in cuts for cut in held]
+    if not every:
+        return Prompts(long, None, axes)
     tokens = torch.tensor([token for ids in long for token in ids])
     source = torch.full_like(tokens, -1)
-    source[tokens == config.image_token] = torch.from_numpy(form.sources(len(patches)))
-    pixels = torch.from_numpy(np.concatenate(patches)).to(device)
+    source[tokens == config.image_token] = torch.from_numpy(sources(every))
+    rows = Images.of_cuts(cuts, form).to(device)
+    windows = [part for each in rows.windows for part in each]
     pictures = Pictures(
-        normalised(pixels, vision),
-        torch.arange(vision.num_rows, device=device).repeat(len(patches)),
-        PackedSequences.of_lengths([vision.num_rows] * len(patches), device),
+        normalised(rows.pixels, vision),
+        rows.positions,
+        PackedSequences.of_lengths(rows.lengths, device),
         source.to(device),
+        PackedSequences.of_lengths(windows, device) if windows else None,
     )
-    return long, pictures
+    return Prompts(long, pictures, axes)

@@ -170,9 +170,9 @@ class TextGenerator:
         eod = self.tokenizer.eod_id
         # An empty prompt still needs a token to continue from.
         ids = [self.tokenizer.encode(text) or ([] if eod is None else [eod]) for text in prompts]
-        pictures, device = None, next(self.model.parameters()).device
+        pictures, axes, device = None, None, next(self.model.parameters()).device
         if images is not None:
-            ids, pictures = with_pictures(self._reader(), ids, images, resize=resize, device=device)
+            ids, pictures, axes = with_pictures(self._reader(), ids, images, resize=resize, device=device)
         generator = None
         if seed is not None:
             # On the model's device, where samples are drawn.
@@ -189,6 +189,7 @@ class TextGenerator:
             pictures=pictures,
             draft=draft,
             guesses=guesses,
+            axis_positions=axes,
         )
         # Without special tokens: the end of the document is no text.
         return [self.tokenizer.decode(completion, skip_special=True) for completion in completions]

@@ -166,6 +166,7 @@ class Attention(nn.Module):
         sink: whether each head has a learned sink, for an inner attention with the softmax ``learnable``.
         input_size: width of the input. None: ``hidden_size``, which is that of the output.
         rotary: name of the rotary table in the context. None means no rotation.
+        division: name of the division in the context that attention stays inside of. None: the sequences.
         std: standard deviation of the initial ``qkv`` weights.
         proj_std: standard deviation of the initial ``proj`` weights.
     """
@@ -188,12 +189,14 @@ class Attention(nn.Module):
         sink: bool = False,
         input_size: int | None = None,
         rotary: str | None = None,
+        division: str | None = None,
         std: float = 0.02,
         proj_std: float = 0.02,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.rotary = rotary
+        self.division = division
         queries = Section("q", num_heads * head_dim, num_heads)
         # Heads are the units of a section: a part of the layer holds whole heads.
         keys, values = (Section(name, num_kv_heads * head_dim, num_kv_heads) for name in "kv")
@@ -233,7 +236,8 @@ class Attention(nn.Module):
             # scales all of its scores.
             q = self.temperature(q, context.sequences.positions)
         sink = () if self.sink is None else (self.sink(),)
-        mixed: Tensor = self.inner(q, k, v, context.sequences, state, *sink)
+        sequences = context.sequences if self.division is None else context.divisions[self.division]
+        mixed: Tensor = self.inner(q, k, v, sequences, state, *sink)
         mixed = mixed.flatten(1)
         # The gate multiplies features before `proj`, while heads are still apart.
         projected: Tensor = self.proj(mixed if gate is None else mixed * gate.sigmoid())

@@ -21,9 +21,12 @@ class LayerContext:
     Attributes:
         sequences: how the tokens divide into sequences.
         rotary: rotary tables by name. Each mixer names the table it reads; a model with several bases has several.
+        divisions: other ways in which the same tokens divide into sequences, by name, such as the windows of a vision
+            tower. An attention that names one stays inside of its parts.
         side_losses: receives the losses of single layers. By default, the collector that is active now.
     """
 
     sequences: PackedSequences
     rotary: Mapping[str, RotaryTable] = field(default_factory=dict)
+    divisions: Mapping[str, PackedSequences] = field(default_factory=dict, kw_only=True)
     side_losses: SideLosses = field(default_factory=current)

@@ -13,6 +13,12 @@ def depths_of(model: nn.Module) -> dict[str, nn.Module]:
     return {f"mtp.depths.{number}.layer": depth.layer for number, depth in depths.items()}
 
 
+def tower_layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of the vision tower of a model, or of a chunk of one, by name; none if it has no tower."""
+    layers = getattr(getattr(getattr(model, "embed", None), "tower", None), "layers", {})
+    return {f"embed.tower.layers.{index}": layer for index, layer in layers.items()}
+
+
 def layers_of(model: nn.Module, needed_by: str | None = None) -> dict[int, nn.Module]:
     """Return the layers under ``model.layers`` in order, by global index.
 

@@ -23,7 +23,7 @@ from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.parameter import known_state, stack_precision_of, state_of
 from megalight.ops.quantize.history import STEPS, AmaxHistory
 from megalight.ops.quantize.recipes import Recipe, recipe
-from megalight.parallel.layers import depths_of, layers_of
+from megalight.parallel.layers import depths_of, layers_of, tower_layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.column import ColumnLinear
@@ -31,6 +31,10 @@ from megalight.parallel.tensor.row import RowLinear
 
 MAX_MARGIN = 14
 """Largest margin: 448 / 2^14 is the smallest such quotient that e4m3 holds with all its bits."""
+
+TOWERS = ("language", "vision")
+TOWER = "embed.tower."
+"""What names of the layers of a vision tower begin with."""
 
 DENSE = ShardSpec((), ())
 """The spec of a weight that nothing else is known of: its axes are those of dense layers."""
@@ -52,7 +56,9 @@ class LowPrecisionOptions:
         last_layers: number of layers at the end that do.
         modules: patterns of linear layers inside a layer that use low precision (``mlp.*``). Embeddings and the output
             layer never do, nor does a router. Experts are ``mlp.experts.up`` and ``mlp.experts.down``; the matrices of
-            each are cast on their own.
+            each are cast on their own. Layers of a vision tower begin with ``tower.`` (``tower.mlp.*``).
+        towers: which layers of a model that reads images use low precision: ``language``, ``vision`` (the vision
+            tower), or both. ``first_layers`` and ``last_layers`` are of the language model.
         reduce_amax: scales that span features of several ``tp`` (experts: ``etp``) ranks agree, so that results do not
             depend on it.
             This costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` always agrees: in
@@ -82,6 +88,7 @@ class LowPrecisionOptions:
     first_layers: int = 0
     last_layers: int = 0
     modules: Sequence[str] = ("*",)
+    towers: Sequence[str] = ("language",)
     reduce_amax: bool = False
     primary_weights: bool = False
     experts_together: bool = False
@@ -142,6 +149,15 @@ class LowPrecisionOptions:
             )
 
     def _check_modules(self) -> None:
+        if isinstance(self.towers, str) or not self.towers or set(self.towers) - set(TOWERS):
+            raise ConfigurationError(
+                f"towers={self.towers!r}; give a list of {' and '.join(TOWERS)}, or one of them in a list."
+            )
+        if "language" not in self.towers and (self.first_layers or self.last_layers):
+            raise ConfigurationError(
+                f"first_layers={self.first_layers} and last_layers={self.last_layers} are of the language model, and "
+                f"towers={list(self.towers)}; leave them out."
+            )
         if isinstance(self.modules, str):
             raise ConfigurationError(f"modules={self.modules!r} is one string; give a list: [{self.modules!r}].")
         if not self.modules:
@@ -161,15 +177,17 @@ def check_low_precision(model: nn.Module, options: LowPrecisionOptions) -> None:
         ConfigurationError: as for :func:`apply_low_precision`.
     """
     layers = layers_of(model, "low precision")
+    if "vision" in options.towers and not tower_layers_of(model):
+        raise ConfigurationError(
+            f"towers={list(options.towers)}, and {type(model).__name__} has no vision tower; leave out 'vision'."
+        )
     chosen = _chosen(model, layers, options, len(layers))
-    _check_names(
-        {name: weight.dim() == 3 for layer in layers.values() for name, weight, *_ in _weights(layer)}, options
-    )
+    _check_names(_own_names(model, layers, options), options)
     schemes = options.schemes()
     for path, layer in chosen.items():
-        for name, weight, *_ in _weights(layer):
+        for name, weight, *_ in _weights_of(path, layer):
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
-                _check_sizes(f"{path}.{name}", weight, schemes)
+                _check_sizes(_place(path, name), weight, schemes)
 
 
 def _chosen(
@@ -181,13 +199,16 @@ def _chosen(
             f"first_layers={options.first_layers} and last_layers={options.last_layers} leave none of {total} layers; "
             "lower them."
         )
+    tower = tower_layers_of(model) if "vision" in options.towers else {}
+    if "language" not in options.towers:
+        return tower
     chosen = {
         f"layers.{index}": layer
         for index, layer in layers.items()
         if options.first_layers <= index < total - options.last_layers
     }
     # layers of multi-token prediction are neither the first nor the last of the model
-    return {**chosen, **depths_of(model)}
+    return {**tower, **chosen, **depths_of(model)}
 
 
 def apply_low_precision(
@@ -221,7 +242,7 @@ def apply_low_precision(
     remove_low_precision(model)
     layers = layers_of(model, "low precision")
     chosen = _chosen(model, layers, options, len(layers) if num_layers is None else num_layers)
-    _check_names(_names(layers, mesh), options)
+    _check_names(_names(_own_names(model, layers, options), mesh), options)
     schemes = options.schemes()
     session = Session(seed)
     # The first step of delayed scaling has no past, so each cast agrees like one by current values.
@@ -231,17 +252,20 @@ def apply_low_precision(
     histories: dict[tuple[str, ...], Reduce | None] = {}
     checked: set[tuple[torch.device, torch.dtype]] = set()
     # Their backward writes the gradients of queries and keys, which are cast for the products that made these.
-    rotations = [module for module in model.modules() if isinstance(module, Rotary)]
+    rotations: dict[bool, list[Rotary]] = {True: [], False: []}
+    for name, module in model.named_modules():
+        if isinstance(module, Rotary):
+            rotations[name.startswith(TOWER)].append(module)
     for path, layer in chosen.items():
         # What makes an input also measures its largest magnitude. The cast then reads the input
         # once instead of twice.
         if kind.wants_magnitudes and schemes.one_scale and not schemes.delayed:
-            for maker in [*_makers(layer), *rotations]:
+            for maker in [*_makers(layer), *rotations[path.startswith(TOWER)]]:
                 maker.backend = measuring(maker.backend)
-        for name, weight, splits_in, splits_out in _weights(layer):
+        for name, weight, splits_in, splits_out in _weights_of(path, layer):
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
                 continue
-            _check_sizes(f"{path}.{name}", weight, schemes)
+            _check_sizes(_place(path, name), weight, schemes)
             # Once per device and dtype: the answer depends on nothing else.
             if not options.emulate and (weight.device, weight.dtype) not in checked:
                 kind.check_products(weight, schemes)
@@ -361,9 +385,27 @@ def _weights(layer: nn.Module) -> Iterator[_Weight]:
             yield _Weight(name, module.weight)
 
 
-def _names(layers: dict[int, nn.Module], mesh: ParallelMesh) -> dict[str, bool]:
+def _weights_of(path: str, layer: nn.Module) -> Iterator[_Weight]:
+    """Yield the weights of a layer, with ``tower.`` before the names of those of a vision tower."""
+    for each in _weights(layer):
+        yield each._replace(name=f"tower.{each.name}") if path.startswith(TOWER) else each
+
+
+def _place(path: str, name: str) -> str:
+    """Return the name of a weight in the model."""
+    return f"{path}.{name.removeprefix('tower.') if path.startswith(TOWER) else name}"
+
+
+def _own_names(model: nn.Module, layers: Mapping[int, nn.Module], options: LowPrecisionOptions) -> dict[str, bool]:
+    """Return the names of weights in the layers of the towers, and whether they are of experts."""
+    every = {f"layers.{index}": layer for index, layer in layers.items()} if "language" in options.towers else {}
+    if "vision" in options.towers:
+        every |= tower_layers_of(model)
+    return {name: weight.dim() == 3 for path, layer in every.items() for name, weight, *_ in _weights_of(path, layer)}
+
+
+def _names(own: dict[str, bool], mesh: ParallelMesh) -> dict[str, bool]:
     """Return the names of weights in the layers of all pipeline stages, and whether they are of experts."""
-    own = {name: weight.dim() == 3 for layer in layers.values() for name, weight, *_ in _weights(layer)}
     stages = [own]
     # Dense layers and layers with experts may be on different stages: all must come to the same answer.
     if (group := mesh.group("pp")) is not None:

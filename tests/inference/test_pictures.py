@@ -30,6 +30,7 @@ from megalight.types import PackedSequences
 from tests.data.multimodal.conftest import TEMPLATE, png
 from tests.environment import trainer
 from tests.inference.test_text import TEXT
+from tests.models import vlm_samples as samples
 from tests.models.vlm_samples import IMAGE, LANGUAGE, VISION, batch, small
 from tests.strategies.training import SEED
 from tests.workers import run
@@ -41,29 +42,43 @@ RED, BLUE = png(), png(9, 11, (30, 30, 200))
 IMAGES = [[RED], [], [BLUE, RED], [BLUE]]
 
 
+QWEN = replace(
+    samples.QWEN,
+    language=replace(samples.QWEN.language, num_layers=4, init=InitConfig(std=0.4)),
+    vision=replace(samples.QWEN.vision, init=InitConfig(std=0.4)),
+    projector=replace(samples.QWEN.projector, init=InitConfig(std=0.4)),
+)
+CONFIGS = {"llava": CONFIG, "qwen": QWEN}
+
+
 @functools.cache
-def one_device() -> VLM:
-    model = VLM(CONFIG).double()
+def one_device(name: str = "llava") -> VLM:
+    model = VLM(CONFIGS[name]).double()
     initialise(model, SEED, "model.")
     return model.eval()
 
 
 def ask(model: Any, **options: Any) -> list[list[int]]:
-    prompts, pictures = with_pictures(CONFIG, PROMPTS, IMAGES)
-    return generate(model, prompts, max_new_tokens=7, temperature=0, pictures=pictures, **options)
+    prompts, pictures, axes = with_pictures(model.config, PROMPTS, IMAGES)
+    return generate(model, prompts, max_new_tokens=7, temperature=0, pictures=pictures, axis_positions=axes, **options)
 
 
-def test_tokens_are_those_of_computing_all_again() -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_those_of_computing_all_again(name: str) -> None:
     pytest.importorskip("PIL")
-    model, found = one_device(), ask(one_device())
+    model, found = one_device(name), ask(one_device(name))
     for prompt, images, completion in zip(PROMPTS, IMAGES, found, strict=True):
-        (ids,), pictures = with_pictures(CONFIG, [prompt], [images])
+        (ids,), pictures, axes = with_pictures(CONFIGS[name], [prompt], [images])
         for token in completion:
+            sequences = PackedSequences.of_lengths([len(ids)])
+            if axes is not None:  # text follows the largest position
+                last = torch.arange(len(ids) - axes[0].shape[1]) + axes[0].max() + 1
+                sequences = sequences.with_axes(torch.cat([axes[0], last.expand(3, -1)], 1))
             if pictures is not None:  # new tokens are no parts of images
                 source = torch.nn.functional.pad(pictures.source, (0, len(ids) - len(pictures.source)), value=-1)
                 pictures = replace(pictures, source=source)
             with torch.no_grad():
-                logits = model(torch.tensor(ids), PackedSequences.of_lengths([len(ids)]), pictures=pictures).logits
+                logits = model(torch.tensor(ids), sequences, pictures=pictures).logits
             assert int(logits[-1].argmax()) == token
             ids.append(token)
     assert found[0] != found[3], "the images do not matter"
@@ -71,7 +86,7 @@ def test_tokens_are_those_of_computing_all_again() -> None:
 
 def test_a_newline_ends_each_image() -> None:
     pytest.importorskip("PIL")
-    prompts, pictures = with_pictures(replace(CONFIG, newline=True), PROMPTS, IMAGES)
+    prompts, pictures, _ = with_pictures(replace(CONFIG, newline=True), PROMPTS, IMAGES)
     assert [len(ids) for ids in prompts] == [7, 2, 13, 7]
     assert pictures is not None
     assert pictures.source[:7].tolist() == [-1, 1, 2, 3, 4, NEWLINE, -1]
@@ -84,7 +99,8 @@ def test_a_newline_ends_each_image() -> None:
 def test_prompts_become_what_batches_of_training_are(class_token: bool) -> None:
     pytest.importorskip("PIL")
     config = replace(CONFIG, vision=replace(CONFIG.vision, class_token=class_token))
-    prompts, pictures = with_pictures(config, PROMPTS, IMAGES)
+    prompts, pictures, axes = with_pictures(config, PROMPTS, IMAGES)
+    assert axes is None
     assert [len(ids) for ids in prompts] == [6, 2, 11, 6]
     assert pictures is not None
     rows = config.vision.num_rows
@@ -95,19 +111,19 @@ def test_prompts_become_what_batches_of_training_are(class_token: bool) -> None:
     assert torch.equal(pictures.source >= 0, tokens == IMAGE)
     blue = pictures.pixels[2 * rows - 1].view(3, -1).mean(1)
     assert blue[2] > blue[0]
-    assert with_pictures(config, [[1, 2]], [[]]) == ([[1, 2]], None)
+    assert with_pictures(config, [[1, 2]], [[]]) == ([[1, 2]], None, None)
 
 
 class Validated(VLMModule):
     """A module that is only set up."""
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader([batch((1, 0), config=CONFIG)], batch_size=None)
+        return DataLoader([batch((1, 0), config=self.config)], batch_size=None)
 
 
-def _generate(options: dict[str, Any]) -> list[list[int]]:
+def _generate(options: dict[str, Any], name: str = "llava") -> list[list[int]]:
     strategy = MegatronStrategy(**options)
-    trainer(strategy, use_distributed_sampler=False).validate(Validated(CONFIG, seed=SEED), verbose=False)
+    trainer(strategy, use_distributed_sampler=False).validate(Validated(CONFIGS[name], seed=SEED), verbose=False)
     assert strategy.parallel_model is not None
     return ask(ParallelGPT(strategy.parallel_model))
 
@@ -133,10 +149,17 @@ def test_every_rank_gets_the_tokens_of_one_device(ranks: int, options: dict[str,
     assert all(found == expected for found in run(_generate, ranks, options))
 
 
+def test_every_rank_gets_the_tokens_of_one_device_with_images_of_any_size() -> None:
+    pytest.importorskip("PIL")
+    expected = ask(one_device("qwen"))
+    options = {**SP, "pipeline_parallel": 2}
+    assert all(found == expected for found in run(_generate, 4, options, "qwen"))
+
+
 def test_tokens_and_images_that_do_not_match_are_refused() -> None:
     pytest.importorskip("PIL")
     model = one_device()
-    prompts, pictures = with_pictures(CONFIG, PROMPTS, IMAGES)
+    prompts, pictures, _ = with_pictures(CONFIG, PROMPTS, IMAGES)
     with pytest.raises(DataError, match=re.escape("prompt 2 has 2 image tokens (id 100) and 1 images")):
         with_pictures(CONFIG, PROMPTS, [[RED], [], [RED], [RED]])
     with pytest.raises(DataError, match="there are 4 prompts and images of 1"):

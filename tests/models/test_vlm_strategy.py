@@ -16,6 +16,7 @@ from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.models.gpt import AttentionConfig
 from megalight.models.transforms import LoRA
 from megalight.models.vision import Pictures
+from megalight.models.vision.pixels import normalised
 from megalight.models.vlm import VLM
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.init import initialise
@@ -23,10 +24,11 @@ from megalight.optim import GroupRule
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.transform import apply_transforms
+from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy
 from megalight.types import PackedSequences
 from tests.environment import trainer
-from tests.models.vlm_samples import CONFIG, LANGUAGE, batch, small
+from tests.models.vlm_samples import CONFIG, LANGUAGE, QWEN, batch, small
 from tests.strategies.training import (
     ADAM,
     CLIP,
@@ -52,6 +54,13 @@ CONFIGS = {
         small(class_token=False, patch_bias=True, input_norm=False, image_size=9, margin=1),
         newline=True,
         language=replace(LANGUAGE, num_layers=4, attention=AttentionConfig(qkv_bias=True)),
+    ),
+    "qwen": QWEN,
+    "deep_qwen": replace(QWEN, language=replace(QWEN.language, num_layers=4)),
+    "wide": replace(
+        QWEN,
+        language=replace(QWEN.language, hidden_size=64, ffn_hidden_size=64),
+        vision=replace(QWEN.vision, hidden_size=32, ffn_hidden_size=32),
     ),
     "plain": small(class_token=False, patch_bias=True, input_norm=False, output_norm=True, activation="gelu_tanh"),
 }
@@ -96,6 +105,9 @@ class WithData(VLMModule):
 
 def fit(name: str, counts: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train in every rank of the pool; losses, norms, initial and final weights, first gradients."""
+    options, shared = dict(options), dict[str, Any]()
+    if (low := options.pop("low", None)) is not None:
+        options["precision_plugin"], shared["precision"] = MegatronLowPrecision(low, "64-true"), None
     if options.get("sharded"):
         strategy: Any = MegatronFSDPStrategy(**{key: value for key, value in options.items() if key != "sharded"})
     else:
@@ -107,7 +119,7 @@ def fit(name: str, counts: str, options: dict[str, Any]) -> dict[str, Any]:
     callbacks: list[Any] = [losses] if options.get("sharded") else [losses, gradients]
     if name in ADAPTERS:
         callbacks.append(Adapters(rank=3, alpha=6.0, **ADAPTERS[name]))
-    shared = {"use_distributed_sampler": False, "gradient_clip_val": CLIP, "limit_val_batches": 0}
+    shared |= {"use_distributed_sampler": False, "gradient_clip_val": CLIP, "limit_val_batches": 0}
     trainer(strategy, callbacks=callbacks, max_steps=len(COUNTS[counts]), **shared).fit(module)
     final = gathered(strategy, module)
     return {
@@ -148,7 +160,10 @@ def by_hand(name: str, counts: str) -> dict[str, Any]:
         pictures = None
         if images.lengths:
             sequences = PackedSequences.of_lengths(images.lengths)
-            pictures = Pictures(images.pixels, images.positions, sequences, source.flatten())
+            parts = [rows for each in images.windows for rows in each]
+            windows = PackedSequences.of_lengths(parts) if parts else None
+            pixels = normalised(images.pixels, config.vision)
+            pictures = Pictures(pixels, images.positions, sequences, source.flatten(), windows)
         output = model(found.tokens.flatten(), found.sequences, labels=found.labels.flatten(), pictures=pictures)
         loss = (output.losses * found.loss_mask.flatten()).sum() / found.loss_mask.sum()
         optimizer.zero_grad(set_to_none=False)
@@ -182,8 +197,26 @@ CHOSEN = [
     ("tower_adapters", "one", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("language_adapters", "mixed", 2, {**SP, "micro_batch_size": 1}),
     ("rates", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("qwen", "mixed", 1, {"micro_batch_size": 1}),
+    ("qwen", "mixed", 2, {**SP, "recompute": Recompute(vision=Recompute(granularity="full")), "micro_batch_size": 2}),
+    ("qwen", "mixed", 4, {**SP, "context_parallel": 2, "micro_batch_size": 2}),
+    ("deep_qwen", "one", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
 ]
 FULL = [
+    ("qwen", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
+    ("qwen", "none", 2, {**SP, "micro_batch_size": 1}),
+    ("qwen", "one", 2, {**SP, "micro_batch_size": 1}),
+    ("qwen", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("qwen", "none", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("deep_qwen", "mixed", 4, {**SP, "pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("qwen", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("qwen", "one", 2, {"context_parallel": 2, "context": ALL_GATHER, "micro_batch_size": 1}),
+    ("qwen", "mixed", 2, {"micro_batch_size": 1}),
+    ("qwen", "one", 4, {"micro_batch_size": 1}),
+    ("qwen", "mixed", 4, {**SP, "micro_batch_size": 1}),
+    ("qwen", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
+    ("qwen", "mixed", 4, {"sharded": True, "tensor_parallel": 2, "micro_batch_size": 1}),
+    ("qwen", "mixed", 2, {"recompute": Recompute(granularity="full"), "micro_batch_size": 1}),
     ("tower_adapters", "none", 2, {**SP, "micro_batch_size": 1}),
     ("tower_adapters", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("tower_adapters", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from megalight.data.multimodal.batch import Images, ImageTextBatch, with_images
-from megalight.models.gpt import GPTConfig
+from megalight.data.multimodal.batch import Images, ImageTextBatch, with_cuts, with_images
+from megalight.data.multimodal.dynamic import DynamicForm
+from megalight.data.multimodal.models import form_of
+from megalight.models.gpt import AttentionConfig, GPTConfig, PositionConfig
 from megalight.models.vision import VisionConfig
-from megalight.models.vlm import VLMConfig
+from megalight.models.vision.dynamic_config import DynamicConfig
+from megalight.models.vlm import ProjectorConfig, VLMConfig
+from megalight.ops.rotary import RotaryAxes
 from megalight.types import TokenBatch
 
 VISION = VisionConfig(num_layers=2, hidden_size=16, num_heads=4, ffn_hidden_size=24, image_size=8, patch_size=4)
@@ -25,6 +30,25 @@ LANGUAGE = GPTConfig(
 )
 IMAGE = 100
 CONFIG = VLMConfig(language=LANGUAGE, vision=VISION, image_token=IMAGE)
+QWEN = VLMConfig(
+    language=replace(
+        LANGUAGE, position=PositionConfig(axes=RotaryAxes((1, 1, 2))), attention=AttentionConfig(qkv_bias=True)
+    ),
+    vision=replace(
+        VISION,
+        image_size=0,
+        activation="swiglu",
+        class_token=False,
+        input_norm=False,
+        norm="rms",
+        dynamic=DynamicConfig(min_pixels=64, window=16, full_layers=(1,)),
+    ),
+    projector=ProjectorConfig(merge=2, norm="rms", hidden_size=40),
+    image_token=IMAGE,
+)
+"""As Qwen2.5-VL: images of any size, windows, squares of patches that are one token, and positions on three axes."""
+SIZES = [(8, 16), (16, 24), (8, 8), (24, 8)]
+"""Height and width of images of it, which have 2, 6, 1 and 3 tokens. The second has two windows."""
 
 
 def images(counts: tuple[int, ...], generator: torch.Generator, vision: VisionConfig = VISION) -> Images:
@@ -40,6 +64,8 @@ def batch(
     counts: tuple[int, ...] = (1, 0, 2, 3), *, seed: int = 0, length: int = 24, config: VLMConfig = CONFIG
 ) -> ImageTextBatch:
     """Rows with these numbers of images at random places, in two documents each; image tokens have no loss."""
+    if config.vision.dynamic is not None:
+        return _of_any_size(counts, seed, length, config)
     generator = torch.Generator().manual_seed(seed)
     size, shape = config.image_tokens, (len(counts), length)
     tokens = torch.randint(0, config.image_token, shape, generator=generator)
@@ -53,6 +79,26 @@ def batch(
     found = images(counts, generator, config.vision)
     options = {"class_token": config.vision.class_token, "newline": config.newline}
     return with_images(text, found, config.image_token, **options)
+
+
+def _of_any_size(counts: tuple[int, ...], seed: int, length: int, config: VLMConfig) -> ImageTextBatch:
+    """The same with images of several sizes; none is in two documents."""
+    random, form = np.random.default_rng(seed), form_of(config)
+    assert isinstance(form, DynamicForm)
+    sizes = iter(range(seed, seed + sum(counts)))
+    cuts = [
+        [form.divided(random.integers(0, 256, (*SIZES[next(sizes) % 4], 3), np.uint8)) for _ in range(count)]
+        for count in counts
+    ]
+    tokens = torch.from_numpy(random.integers(0, config.image_token, (len(counts), length)))
+    for row, own in enumerate(cuts):
+        for number, cut in enumerate(own):
+            start = number * length // max(1, len(own)) + int(random.integers(0, 3))
+            tokens[row, start : start + len(cut.source)] = config.image_token
+    labels = torch.from_numpy(random.integers(0, config.image_token, (len(counts), length)))
+    mask = torch.from_numpy(random.random((len(counts), length)) < 0.7).float() * (tokens != config.image_token)
+    documents = ((length // 3, length - length // 3),) * len(counts)
+    return with_cuts(TokenBatch(tokens, labels, mask, documents), cuts, config.image_token, form)
 
 
 def small(**options: Any) -> VLMConfig:

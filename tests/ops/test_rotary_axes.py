@@ -77,3 +77,16 @@ def test_bad_axes_are_refused() -> None:
         rotary_table(PLACES, 12, 100.0, axes=RotaryAxes((3, 3)))
     with pytest.raises(ValueError, match="has one axis"):
         rotary_table(PLACES, 12, 100.0)
+
+
+def test_axes_that_restart_have_the_frequencies_of_a_narrower_head_each() -> None:
+    places = torch.tensor([[0, 3, 5], [2, 0, 7]]).double()
+    cos, sin = rotary_table(places, 8, 100.0, axes=RotaryAxes((2, 2), restart=True))
+    for axis in range(2):
+        expected = rotary_table(places[axis], 4, 100.0)
+        assert torch.equal(cos[:, 2 * axis : 2 * axis + 2], expected[0])
+        assert torch.equal(sin[:, 2 * axis : 2 * axis + 2], expected[1])
+    with pytest.raises(ConfigurationError, match="interleaved and restart"):
+        RotaryAxes((2, 2), interleaved=True, restart=True)
+    with pytest.raises(ValueError, match="have no scaling; leave it out"):
+        rotary_table(places, 8, 100.0, RotaryScaling("linear", 2.0), RotaryAxes((2, 2), restart=True))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megalight.data.multimodal.forms import Cut, Form, axis_positions, sources
 from megalight.data.multimodal.images import NEWLINE
 from megalight.errors import DataError
 from megalight.types import TokenBatch
@@ -21,15 +25,20 @@ class Images:
     Attributes:
         pixels: ``[P, channels * height * width]``: a row per patch, uint8, or normalised in a floating-point type.
             Rows of class tokens are zeros.
-        positions: ``[P]`` int64: the row of each patch in the tower's table of positions.
+        positions: ``[P]`` int64: the row of each patch in the tower's table of positions; for images of any size
+            ``[2, P]``: its row and its column in the image.
         lengths: rows of each image.
         counts: images of each sample.
+        windows: for each image, the rows of its windows; empty: there are none.
+        joined: how many rows after each other are one row of features.
     """
 
     pixels: Tensor
     positions: Tensor
     lengths: tuple[int, ...]
     counts: tuple[int, ...]
+    windows: tuple[tuple[int, ...], ...] = ()
+    joined: int = 1
 
     def __post_init__(self) -> None:
         """Check that the numbers agree.
@@ -37,21 +46,63 @@ class Images:
         Raises:
             DataError: they do not.
         """
-        if not sum(self.lengths) == len(self.pixels) == len(self.positions) or sum(self.counts) != len(self.lengths):
+        positions = self.positions.shape[-1]
+        if not sum(self.lengths) == len(self.pixels) == positions or sum(self.counts) != len(self.lengths):
             raise DataError(
-                f"images have {len(self.pixels)} rows of pixels and {len(self.positions)} positions, lengths that sum "
+                f"images have {len(self.pixels)} rows of pixels and {positions} positions, lengths that sum "
                 f"to {sum(self.lengths)}, and {len(self.lengths)} images for samples with {sum(self.counts)}; all must "
                 "agree."
             )
+        if self.windows and tuple(map(sum, self.windows)) != self.lengths:
+            raise DataError(
+                f"the windows of images have {list(map(sum, self.windows))[:8]} rows, and the images "
+                f"{list(self.lengths)[:8]}; each row is in one window."
+            )
+        if odd := [length for length in self.lengths if length % self.joined]:
+            raise DataError(
+                f"an image has {odd[0]} rows, of which {self.joined} are joined to one; it must be a multiple."
+            )
+
+    @classmethod
+    def of_cuts(cls, cuts: Sequence[Sequence[Cut]], form: Form) -> Images:
+        """Lay the rows of images end to end.
+
+        Args:
+            cuts: the images of each sample.
+            form: what cut them.
+        """
+        every, axes = [cut for own in cuts for cut in own], form.cut_axes
+        pixels = [cut.pixels for cut in every] or [np.zeros((0, form.channels * form.patch**2), np.uint8)]
+        positions = [cut.positions for cut in every] or [np.zeros((*axes, 0), np.int64)]
+        return cls(
+            torch.from_numpy(np.concatenate(pixels)),
+            torch.from_numpy(np.concatenate(positions, axis=-1)),
+            tuple(len(cut.pixels) for cut in every),
+            tuple(map(len, cuts)),
+            tuple(cut.windows for cut in every) if any(cut.windows for cut in every) else (),
+            form.merge**2,
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Images:
+        """Copy to ``device``."""
+        pixels, positions = (each.to(device, non_blocking=non_blocking) for each in (self.pixels, self.positions))
+        return replace(self, pixels=pixels, positions=positions)
 
     def of_samples(self, start: int, stop: int) -> tuple[Images, int]:
-        """Return the images of some samples, and the number of rows before them."""
+        """Return the images of some samples, and the number of rows of features before them."""
         bounds = [0, *accumulate(self.counts)]
         first, last = bounds[start], bounds[stop]
         rows = [0, *accumulate(self.lengths)]
         here = slice(rows[first], rows[last])
-        part = Images(self.pixels[here], self.positions[here], self.lengths[first:last], self.counts[start:stop])
-        return part, rows[first]
+        part = replace(
+            self,
+            pixels=self.pixels[here],
+            positions=self.positions[..., here],
+            lengths=self.lengths[first:last],
+            counts=self.counts[start:stop],
+            windows=self.windows[first:last],
+        )
+        return part, rows[first] // self.joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +111,7 @@ class ImageTextBatch(TokenBatch):
 
     Attributes:
         images: the images.
-        source: ``[B, S]`` int64: for each token, the row of ``images`` whose features replace it, -1 for text, or
+        source: ``[B, S]`` int64: for each token, the row of features of ``images`` that replaces it, -1 for text, or
             ``NEWLINE``: a learned row replaces it.
     """
 
@@ -101,10 +152,8 @@ class ImageTextBatch(TokenBatch):
         """Copy to ``device``. Copies from page-locked memory never make the host wait."""
         images, source = self.parts()
         non_blocking = non_blocking or self.tokens.is_pinned()
-        pixels, positions, moved = (
-            tensor.to(device, non_blocking=non_blocking) for tensor in (images.pixels, images.positions, source)
-        )
-        return _with(super().to(device, non_blocking), replace(images, pixels=pixels, positions=positions), moved)
+        moved = source.to(device, non_blocking=non_blocking)
+        return _with(super().to(device, non_blocking), images.to(device, non_blocking), moved)
 
     def pin_memory(self) -> TokenBatch:
         """Copy to page-locked host memory."""
@@ -153,3 +202,52 @@ def with_images(
         if own:
             source[number, places[number]] = torch.cat(own)
     return _with(text, images, source)
+
+
+def with_cuts(text: TokenBatch, cuts: Sequence[Sequence[Cut]], image_token: int, form: Form) -> ImageTextBatch:
+    """Join rows of tokens and their images, of which each takes the next image tokens of its row.
+
+    Args:
+        text: the rows.
+        cuts: the images of each row.
+        image_token: the id of image tokens.
+        form: what cut the images.
+
+    Raises:
+        DataError: a row has another number of image tokens than its images.
+    """
+    images = Images.of_cuts(cuts, form)
+    if len(cuts) != len(text):
+        raise DataError(f"there are {len(text)} rows of tokens, and images of {len(cuts)} rows.")
+    source, axes, first = torch.full_like(text.tokens, -1), list[Tensor](), 0
+    for number, (tokens, own) in enumerate(zip(text.tokens, cuts, strict=True)):
+        places, needed = (tokens == image_token).nonzero().flatten(), sum(len(cut.source) for cut in own)
+        if len(places) != needed:
+            raise DataError(
+                f"row {number} has {len(places)} image tokens (id {image_token}), and its {len(own)} images have "
+                f"{needed}."
+            )
+        source[number, places] = torch.from_numpy(sources(own, first))
+        first += sum(cut.features for cut in own)
+        if form.axes:
+            lengths = text.document_lengths[number] if text.document_lengths else (len(tokens),)
+            begins = accumulate((len(cut.source) for cut in own[:-1]), initial=0)
+            grids = [(int(places[at]), cut.grid) for at, cut in zip(begins, own, strict=True)] if own else []
+            axes.append(torch.from_numpy(document_positions(lengths, grids)))
+    joined = _with(text, images, source)
+    return replace(joined, axis_positions=torch.stack(axes)) if axes else joined
+
+
+def document_positions(lengths: Sequence[int], images: Sequence[tuple[int, tuple[int, int]]]) -> NDArray[np.int64]:
+    """Return positions ``[3, S]`` of the tokens of a row of documents, which begin anew in each document.
+
+    Args:
+        lengths: of the documents.
+        images: the first token of each image in the row, and its rows and columns of tokens.
+    """
+    found, start = [], 0
+    for length in lengths:
+        own = [(at - start, grid) for at, grid in images if start <= at < start + length]
+        found.append(axis_positions(length, own))
+        start += length
+    return np.concatenate(found, axis=1)

@@ -16,8 +16,9 @@ from megalight.data.chat.dataset import PackedDataset, PackOptions
 from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import Sample
 from megalight.data.gpt.dataset import collate as collate_text
-from megalight.data.multimodal.batch import Images, ImageTextBatch
-from megalight.data.multimodal.images import ImageForm, decode
+from megalight.data.multimodal.batch import Images, ImageTextBatch, document_positions
+from megalight.data.multimodal.forms import Cut, Form, sources
+from megalight.data.multimodal.images import decode, measure
 from megalight.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
@@ -28,14 +29,14 @@ class ImagePackOptions(PackOptions):
     """How conversations with images become rows.
 
     Attributes:
-        form: how an image becomes patches; each patch is a token.
+        form: how an image becomes patches and tokens.
         image_token: the id of these tokens.
 
     Raises:
         ConfigurationError: ``too_long`` would cut through images.
     """
 
-    form: ImageForm
+    form: Form
     image_token: int
 
     def __post_init__(self) -> None:
@@ -51,21 +52,25 @@ class ImageSample(Sample):
     """One row of a batch, with its images.
 
     Attributes:
-        pixels: ``[rows, values]`` uint8: the patches of all images of the row.
-        source: ``[S]`` int64: for each token, the row of ``pixels`` that it stands for, -1 for text, or ``NEWLINE``.
-        lengths: rows of each image.
+        cuts: the images.
+        source: ``[S]`` int64: for each token, the row of features of these that it stands for, -1 for text, or
+            ``NEWLINE``.
+        axis_positions: ``[3, S]`` int64: positions of the tokens on several axes, or None.
+        form: what cut the images.
     """
 
-    pixels: NDArray[np.uint8]
+    cuts: tuple[Cut, ...]
     source: NDArray[np.int64]
-    lengths: tuple[int, ...]
+    axis_positions: NDArray[np.int64] | None
+    form: Form
 
 
 class ImageDataset(PackedDataset):
     """Rows of conversations with images; see :class:`~megalight.data.chat.dataset.PackedDataset`.
 
-    Rows are packed by their number of tokens, of which an image has one for each patch. Images are decoded when a row
-    is read. Conversations without images, of other corpora, may be among them.
+    Rows are packed by their number of tokens, with those of images. Images are decoded when a row is read; where tokens
+    depend on their size, each is opened once before, when rows are made. Conversations without images, of other
+    corpora, may be among them.
 
     Raises:
         DataError: no conversation can be used, one is too long and ``too_long`` is ``raise``, or (in reading) an image
@@ -83,34 +88,68 @@ class ImageDataset(PackedDataset):
         if corpus.images is None:
             return super().pieces(documents)
         sequences = np.arange(documents.start, documents.stop, dtype=np.int64)
+        of_images, strange = self._image_tokens(documents)
         counts = np.diff(corpus.images.documents)[documents.start : documents.stop]
         positions = corpus.data.lengths[documents.start : documents.stop].astype(np.int64) - 1
-        positions += counts * (options.form.num_tokens - 1)
+        positions += of_images - counts
         long = positions > options.sequence_length
         if long.any():
             worst = int(positions.argmax())
             told = (
                 f"{self._label} split of {corpus.data.prefix}: {int(long.sum())} of {len(long)} conversations are too "
                 f"long, such as number {sequences[worst]} with {positions[worst] + 1} tokens, "
-                f"{counts[worst] * options.form.num_tokens} of them of images; sequence_length "
+                f"{of_images[worst]} of them of images; sequence_length "
                 f"{options.sequence_length} takes {options.sequence_length + 1}"
             )
             if options.too_long == "raise":
                 raise DataError(f"{told}. Raise sequence_length, or leave them out with too_long='drop'.")
             log.warning("%s. They are left out.", told)
-        kept = ~long & (positions > 0)
+        kept = ~long & ~strange & (positions > 0)
         if not kept.any():
+            most = options.form.fixed_tokens
+            size = f"an image has {most}" if most is not None else f"images of one have up to {of_images.max()}"
             raise DataError(
                 f"{self._label} split of {corpus.data.prefix}: no conversation can be used with sequence_length "
-                f"{options.sequence_length}, where an image has {options.form.num_tokens} tokens. Raise "
-                "sequence_length, or prepare more data."
+                f"{options.sequence_length}, where {size} tokens. Raise sequence_length, or prepare more data."
             )
         return np.stack([sequences, np.zeros_like(sequences), positions], axis=1)[kept]
+
+    def _image_tokens(self, documents: range) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the tokens of the images of each conversation, and whether one of these has a shape that is not read.
+
+        Raises:
+            DataError: one has, and ``too_long`` is ``raise``.
+        """
+        images, form = self.corpus.images, self.options.form
+        assert images is not None
+        bounds = images.documents[documents.start : documents.stop + 1].astype(np.int64)
+        none = np.zeros(len(bounds) - 1, np.bool_)
+        if form.fixed_tokens is not None:
+            return np.diff(bounds) * form.fixed_tokens, none
+        tokens, strange, told = np.zeros_like(bounds[1:]), none, ""
+        for number in range(len(tokens)):
+            for image in range(bounds[number], bounds[number + 1]):
+                place = f"{images.prefix}, image {image}"
+                size = measure(images.get(image).tobytes(), place)
+                try:
+                    tokens[number] += form.num_tokens(*size)
+                except DataError as error:
+                    if self.options.too_long == "raise":
+                        raise DataError(
+                            f"{place}: {error} Or leave its conversation out with too_long='drop'."
+                        ) from None
+                    strange[number], told = True, f"{place}: {error}"
+        if told:
+            log.warning(
+                "%s split: %d conversations are left out for their images, such as %s", self._label, strange.sum(), told
+            )
+        return tokens, strange
 
     def _row(self, items: NDArray[np.int64]) -> ImageSample:
         options, images = self.options, self.corpus.images
         s, form = options.sequence_length, options.form
-        source, pixels = np.full(s, -1, np.int64), list[NDArray[np.uint8]]()
+        source, cuts, features = np.full(s, -1, np.int64), list[Cut](), 0
+        grids: list[tuple[int, tuple[int, int]]] = []
         if images is None:
             text = super()._row(items)
         else:
@@ -119,16 +158,21 @@ class ImageDataset(PackedDataset):
             for sequence, _, size in items.tolist():
                 ids = self.corpus.data.get(sequence).astype(np.int64)
                 assert self.corpus.loss is not None
-                # One token for an image becomes one for each patch, and a newline.
-                times = np.where(ids == options.image_token, form.num_tokens, 1)
+                found = self._images(sequence)
+                # One token for an image becomes as many as it has.
+                times = np.ones_like(ids)
+                markers = np.flatnonzero(ids == options.image_token)
+                times[markers] = [len(cut.source) for cut in found]
+                begins = (np.cumsum(times) - times)[markers]
+                grids += [(at + int(start), cut.grid) for start, cut in zip(begins, found, strict=True) if start < size]
                 ids, loss = np.repeat(ids, times), np.repeat(self.corpus.loss.get(sequence), times)
                 here = slice(at, at + size)
                 tokens[here], labels[here] = ids[:-1], ids[1:]
                 # The model reads features there, and has none to predict.
                 mask[here] = loss[1:] * (ids[1:] != options.image_token)
-                first = len(pixels)
-                pixels += self._images(sequence)
-                own = form.sources(len(pixels))[first * form.num_tokens :]
+                own = sources(found, features)
+                cuts += found
+                features += sum(cut.features for cut in found)
                 # A last token of an image may only be a label, so that tokens can be fewer than rows.
                 places = np.flatnonzero(ids[:-1] == options.image_token)
                 source[at + places] = own[: len(places)]
@@ -137,18 +181,20 @@ class ImageDataset(PackedDataset):
             if at < s:
                 lengths.append(s - at)
             text = Sample(tokens, labels, mask, tuple(lengths))
-        values = form.channels * form.patch**2
-        joined = np.concatenate(pixels) if pixels else np.zeros((0, values), np.uint8)
+        axes = None
+        if form.axes:
+            assert text.document_lengths is not None  # attention stays inside of conversations
+            axes = document_positions(text.document_lengths, grids)
         return ImageSample(
-            text.tokens, text.labels, text.loss_mask, text.document_lengths, joined, source, tuple(map(len, pixels))
+            text.tokens, text.labels, text.loss_mask, text.document_lengths, tuple(cuts), source, axes, form
         )
 
-    def _images(self, sequence: int) -> list[NDArray[np.uint8]]:
+    def _images(self, sequence: int) -> list[Cut]:
         images = self.corpus.images
         assert images is not None
         first, last = images.documents[sequence : sequence + 2].tolist()
         return [
-            self.options.form.patches(decode(images.get(i).tobytes(), f"{images.prefix}, image {i}"))
+            self.options.form.cut(decode(images.get(i).tobytes(), f"{images.prefix}, image {i}"))
             for i in range(first, last)
         ]
 
@@ -156,17 +202,12 @@ class ImageDataset(PackedDataset):
 def collate(samples: Sequence[ImageSample]) -> ImageTextBatch:
     """Stack samples to the rows of a batch, with the images of all of them end to end."""
     text = collate_text(samples)
-    starts = np.cumsum([0, *(len(sample.pixels) for sample in samples)])
+    starts = np.cumsum([0, *(sum(cut.features for cut in sample.cuts) for sample in samples)])
     source = np.stack(
         [np.where(x.source >= 0, x.source + start, x.source) for x, start in zip(samples, starts, strict=False)]
     )
-    lengths = tuple(length for sample in samples for length in sample.lengths)
-    images = Images(
-        torch.from_numpy(np.concatenate([sample.pixels for sample in samples])),
-        torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *map(np.arange, lengths)])),
-        lengths,
-        tuple(len(sample.lengths) for sample in samples),
-    )
+    images = Images.of_cuts([sample.cuts for sample in samples], samples[0].form)
+    axes = [sample.axis_positions for sample in samples if sample.axis_positions is not None]
     return ImageTextBatch(
         text.tokens,
         text.labels,
@@ -174,6 +215,7 @@ def collate(samples: Sequence[ImageSample]) -> ImageTextBatch:
         text.document_lengths,
         images=images,
         source=torch.from_numpy(source),
+        axis_positions=torch.from_numpy(np.stack(axes)) if axes else None,
     )
 
 

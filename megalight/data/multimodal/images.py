@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from megalight.data.multimodal.forms import Cut
 from megalight.errors import ConfigurationError, DataError
 from megalight.imports import require
 
@@ -22,7 +23,7 @@ Resize = Literal["crop", "pad", "stretch"]
 
 @dataclass(frozen=True, kw_only=True)
 class ImageForm:
-    """How an image becomes patches.
+    """How an image becomes patches of a square of one size.
 
     Attributes:
         size: height and width, in pixels.
@@ -30,6 +31,7 @@ class ImageForm:
         channels: 3 (red, green, blue) or 1 (grey).
         class_token: whether a row of zeros comes first, for the tower's class token.
         newline: whether the tokens of an image end with one that stands for no patch, but for a learned row.
+        axes: whether tokens have positions on several axes.
         resize: ``crop``: the shorter side becomes ``size``, and the middle is kept (CLIP, LLaVA-1.5 in
             ``transformers``). ``pad``: grey borders make a square first. ``stretch``: height and width alone.
 
@@ -43,23 +45,14 @@ class ImageForm:
     class_token: bool = True
     newline: bool = False
     resize: Resize = "crop"
+    axes: bool = False
+
+    merge = 1
+    cut_axes = ()
 
     def __post_init__(self) -> None:
         if self.resize not in get_args(Resize):
             raise ConfigurationError(f"resize is {self.resize!r}; it must be one of {get_args(Resize)}.")
-
-    @classmethod
-    def of(cls, config: Any, resize: Resize = "crop") -> ImageForm:
-        """Return the form that a model takes, whose ``VLMConfig`` is given."""
-        vision = config.vision
-        return cls(
-            size=vision.image_size,
-            patch=vision.patch_size,
-            channels=vision.channels,
-            class_token=vision.class_token,
-            newline=config.newline,
-            resize=resize,
-        )
 
     @property
     def num_patches(self) -> int:
@@ -72,21 +65,37 @@ class ImageForm:
         return self.num_patches + self.class_token
 
     @property
-    def num_tokens(self) -> int:
+    def fixed_tokens(self) -> int:
         """Tokens of an image: one for each patch, and a newline."""
         return self.num_patches + self.newline
 
-    def sources(self, count: int) -> NDArray[np.int64]:
-        """``[count * num_tokens]``: the row that each token of these images stands for, or :data:`NEWLINE`."""
-        rows = np.arange(count)[:, None] * self.num_rows + np.arange(self.class_token, self.num_rows)
-        return np.pad(rows, ((0, 0), (0, int(self.newline))), constant_values=NEWLINE).reshape(-1)
+    def num_tokens(self, width: int, height: int) -> int:
+        """Return :attr:`fixed_tokens`, whatever the image's size."""
+        return self.fixed_tokens
+
+    def cut(self, image: Any) -> Cut:
+        """Return the rows and tokens of a Pillow image."""
+        return self.divided(self._pixels(image))
+
+    def divided(self, pixels: NDArray[np.uint8]) -> Cut:
+        """Return the rows and tokens of pixels ``[size, size, channels]``."""
+        rows = np.arange(self.class_token, self.num_rows)
+        side = self.size // self.patch
+        source = np.pad(rows, (0, int(self.newline)), constant_values=NEWLINE)
+        return Cut(self._rows(pixels), np.arange(self.num_rows), source, (side, side))
 
     def patches(self, image: Any) -> NDArray[np.uint8]:
         """``[rows, channels * patch * patch]`` of a Pillow image."""
-        squared = self._square(image.convert("RGB" if self.channels == 3 else "L"))
+        return self._rows(self._pixels(image))
+
+    def _pixels(self, image: Any) -> NDArray[np.uint8]:
+        squared = self._square(rgb(image, self.channels))
+        return np.asarray(squared).reshape(self.size, self.size, self.channels)
+
+    def _rows(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         side, patch = self.size // self.patch, self.patch
         # Where patches do not divide the image, pixels at the right and at the bottom are left out.
-        pixels = np.asarray(squared).reshape(self.size, self.size, self.channels)[: side * patch, : side * patch]
+        pixels = pixels[: side * patch, : side * patch]
         # Rows and columns of patches first; inside a patch colours first, as a convolution's weight has them.
         cut = pixels.reshape(side, patch, side, patch, self.channels).transpose(0, 2, 4, 1, 3)
         rows = np.zeros((self.num_rows, self.channels * patch * patch), np.uint8)
@@ -108,6 +117,11 @@ class ImageForm:
             square.paste(image, ((long - width) // 2, (long - height) // 2))
             image = square
         return image.resize(size, pillow.Resampling.BICUBIC)
+
+
+def rgb(image: Any, channels: int) -> Any:
+    """Return a Pillow image with these colours: 3 (red, green, blue) or 1 (grey)."""
+    return image.convert("RGB" if channels == 3 else "L")
 
 
 def decode(data: bytes, place: str) -> Any:
@@ -134,6 +148,22 @@ def decode(data: bytes, place: str) -> Any:
     except (OSError, ValueError, SyntaxError, IndexError, EOFError, MemoryError) as error:
         raise DataError(f"{place} cannot be read as an image ({type(error).__name__}: {error}).") from error
     return image
+
+
+def measure(data: bytes, place: str) -> tuple[int, int]:
+    """Return width and height of the image in the bytes of a file, which is not decoded.
+
+    Raises:
+        DataError: it is no image that Pillow reads.
+    """
+    pillow = _pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pillow.DecompressionBombWarning)  # `decode` refuses it
+            size: tuple[int, int] = pillow.open(io.BytesIO(data)).size
+    except (OSError, ValueError, SyntaxError, IndexError, EOFError, pillow.DecompressionBombError) as error:
+        raise DataError(f"{place} cannot be read as an image ({type(error).__name__}: {error}).") from error
+    return size
 
 
 def _pillow() -> ModuleType:

@@ -10,7 +10,8 @@ from megalight.data.gpt.dataset import Sample
 from megalight.data.mixture import Data, Part, mix
 from megalight.data.module import TokenDataModule
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
-from megalight.data.multimodal.images import ImageForm, Resize
+from megalight.data.multimodal.images import Resize
+from megalight.data.multimodal.models import form_of
 from megalight.data.splits import split_bounds
 from megalight.errors import ConfigurationError, DataError
 
@@ -37,7 +38,8 @@ class MultimodalDataModule(TokenDataModule):
         packing: whether a row holds several conversations. If not, each has a row of its own.
         too_long: what happens with a conversation of more than ``sequence_length + 1`` tokens: ``drop`` leaves it out,
             ``raise`` stops. None is cut: a part of an image's tokens would remain.
-        resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`.
+        resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. Models that
+            read images of any size need none.
         tokenizer: a ``tokenizer.json`` file or its folder. Default: the tokenizer that was saved with the data.
         vocab_size: size of the vocabulary, against which ids are checked. Default: the tokenizer's.
         seed: seed of the order of rows.
@@ -123,7 +125,7 @@ class MultimodalDataModule(TokenDataModule):
             too_long=self.too_long,
             pad_id=self.pad_id,
             vocab_size=self.vocab_size,
-            form=ImageForm.of(config, self.resize),
+            form=form_of(config, self.resize),
             image_token=config.image_token,
         )
 

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from megalight.models.config import DropoutConfig, InitConfig, require
+from megalight.models.config import DropoutConfig, InitConfig, require, require_choice
 from megalight.models.gpt.config import BackendConfig
-from megalight.nn.mlp import is_gated
+from megalight.models.vision.dynamic_config import DynamicConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """A vision transformer (https://arxiv.org/abs/2010.11929) in the form of CLIP's, for images of one size.
+    """A vision transformer (https://arxiv.org/abs/2010.11929), as of CLIP, for images of one size, or of any size.
 
     Attributes:
         num_layers: number of transformer layers. LLaVA reads features before CLIP's last layer, which is left out.
         hidden_size: width of the residual stream.
         num_heads: number of attention heads.
         ffn_hidden_size: inner width of the MLP. 0 means ``4 hidden_size``.
-        image_size: height and width of an image, in pixels.
+        image_size: height and width of an image, in pixels. 0 with ``dynamic``: images have sizes of their own.
         patch_size: height and width of a patch, in pixels.
         margin: pixels at the right and at the bottom that no patch covers, where patches do not divide an image (6 of
             SigLIP's 384, with patches of 14).
         channels: colours of a pixel.
-        activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS` that is not gated.
+        activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS`.
         class_token: whether a learned row comes before the patches of an image.
         patch_bias: whether the projection of patches has a bias.
         input_norm: whether to normalise the rows before the first layer (CLIP).
         output_norm: whether to normalise the rows after the last layer (SigLIP).
-        norm_eps: added to the variance in norms.
+        norm: ``layer`` (with bias) or ``rms``.
+        norm_eps: added to the variance in norms, or to the mean square.
+        dynamic: how images of any size are read. None: all images have ``image_size``.
         mean, std: of each colour, for pixels from 0 to 1.
 
     Raises:
@@ -48,7 +51,9 @@ class VisionConfig:
     patch_bias: bool = False
     input_norm: bool = True
     output_norm: bool = False
+    norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-5
+    dynamic: DynamicConfig | None = None
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     dropout: DropoutConfig = field(default_factory=DropoutConfig)
@@ -60,7 +65,7 @@ class VisionConfig:
         object.__setattr__(self, "mean", tuple(self.mean))
         object.__setattr__(self, "std", tuple(self.std))
         object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
-        for name in ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "image_size", "patch_size"):
+        for name in ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "patch_size"):
             require(getattr(self, name) >= 1, f"vision.{name} is {getattr(self, name)}; it must be at least 1.")
         require(
             self.channels in (1, 3), f"vision.channels is {self.channels}; it must be 1 (grey) or 3 (red, green, blue)."
@@ -69,6 +74,26 @@ class VisionConfig:
             self.hidden_size % self.num_heads == 0,
             f"vision.hidden_size {self.hidden_size} is not a multiple of vision.num_heads {self.num_heads}; change one "
             "of them.",
+        )
+        if self.dynamic is None:
+            self._check_fixed()
+        else:
+            self._check_dynamic(self.dynamic)
+        require_choice("vision.norm", self.norm, ("layer", "rms"))
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            require(
+                len(values) == self.channels,
+                f"vision.{name} has {len(values)} values for {self.channels} channels; give one for each.",
+            )
+        require(min(self.std) > 0, f"vision.std is {list(self.std)}; all values must be above 0.")
+        require(self.norm_eps > 0, f"vision.norm_eps is {self.norm_eps}; it must be above 0.")
+
+    def _check_fixed(self) -> None:
+        require(
+            self.image_size >= 1,
+            f"vision.image_size is {self.image_size}; it must be at least 1. Set vision.dynamic for images of any "
+            "size.",
         )
         require(
             0 <= self.margin < self.patch_size and (self.image_size - self.margin) % self.patch_size == 0,
@@ -81,18 +106,32 @@ class VisionConfig:
             self.image_size >= self.patch_size,
             f"vision.image_size is {self.image_size}; it must be at least vision.patch_size {self.patch_size}.",
         )
+
+    def _check_dynamic(self, dynamic: DynamicConfig) -> None:
         require(
-            not is_gated(self.activation),
-            f"vision.activation is {self.activation!r}, which is gated; choose one that is not, such as gelu.",
+            self.image_size == 0,
+            f"vision.image_size is {self.image_size} with vision.dynamic; images have sizes of their own: set it to 0.",
         )
-        for name in ("mean", "std"):
-            values = getattr(self, name)
-            require(
-                len(values) == self.channels,
-                f"vision.{name} has {len(values)} values for {self.channels} channels; give one for each.",
-            )
-        require(min(self.std) > 0, f"vision.std is {list(self.std)}; all values must be above 0.")
-        require(self.norm_eps > 0, f"vision.norm_eps is {self.norm_eps}; it must be above 0.")
+        require(self.margin == 0, f"vision.margin is {self.margin} with vision.dynamic; patches cover images: set 0.")
+        require(
+            not self.class_token,
+            "vision.class_token is true with vision.dynamic; rows of such images are patches alone: set it to false.",
+        )
+        require(
+            self.head_dim % 4 == 0,
+            f"vision.hidden_size / vision.num_heads is {self.head_dim} with vision.dynamic; rows and columns rotate "
+            "one half of a head each, in pairs, so it must be a multiple of 4.",
+        )
+        require(
+            dynamic.window % self.patch_size == 0,
+            f"vision.dynamic.window is {dynamic.window} pixels, not a multiple of vision.patch_size "
+            f"{self.patch_size}; change one of them.",
+        )
+        strange = [layer for layer in dynamic.full_layers if not 0 <= layer < self.num_layers]
+        require(
+            not strange,
+            f"vision.dynamic.full_layers has {strange}; layers are 0 to {self.num_layers - 1}.",
+        )
 
     @property
     def head_dim(self) -> int:
@@ -101,7 +140,7 @@ class VisionConfig:
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image."""
+        """Patches of an image of ``image_size``."""
         return (self.image_size // self.patch_size) ** 2
 
     @property

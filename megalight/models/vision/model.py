@@ -17,11 +17,17 @@ from megalight.nn import (
     InnerAttention,
     LayerContext,
     LayerNorm,
+    RMSNorm,
+    Rotary,
     TransformerLayer,
     run_layers,
 )
 from megalight.nn.init import Constant, Initializer, Normal
+from megalight.ops.rotary import RotaryAxes
 from megalight.types import PackedSequences
+
+ROTARY, WINDOWS = "rotary", "windows"
+"""Names in the context of layers: the rotary table of rows and columns, and the division into windows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,34 +37,47 @@ class Pictures:
     Attributes:
         pixels: ``[P, patch_values]``, normalised: a patch is ``[channels, height, width]``. A row of a class token has
             any values.
-        positions: ``[P]`` int64: the row of each patch in the table of positions. Class tokens have 0.
+        positions: ``[P]`` int64: the row of each patch in the table of positions. Class tokens have 0. For images of
+            any size ``[2, P]``: the row and the column of each patch in its image.
         sequences: how the rows divide into images. A row sees the other rows of its image.
-        source: ``[T]`` int64: for each token, the row whose features replace it, -1 for text, or ``NEWLINE``.
+        source: ``[T]`` int64: for each token, the row whose features replace it, -1 for text, or ``NEWLINE``. Rows are
+            counted after those have been joined that the projector joins.
+        windows: how the rows divide into windows; None for towers without windows.
     """
 
     pixels: Tensor
     positions: Tensor
     sequences: PackedSequences
     source: Tensor
+    windows: PackedSequences | None = None
 
 
 class PatchEmbedding(nn.Module):
     """A linear layer over the pixels of a patch. Its weight has the shape of the convolution that it is elsewhere.
 
     Attributes:
-        weight: ``[h, channels, height, width]``.
+        weight: ``[h, channels, height, width]``; of a tower that also reads videos, ``[h, channels, frames, height,
+            width]``. Each frame is the image then.
         bias: ``[h]``, or None.
     """
 
-    def __init__(self, channels: int, size: int, hidden_size: int, *, bias: bool, std: float) -> None:
+    def __init__(
+        self, channels: int, size: int, hidden_size: int, *, bias: bool, std: float, frames: int | None = None
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size, channels, size, size))
+        self.frames = frames
+        times = () if frames is None else (frames,)
+        self.weight = nn.Parameter(torch.empty(hidden_size, channels, *times, size, size))
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(hidden_size)) if bias else None)
         self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": Constant(0.0)}
 
     def forward(self, pixels: Tensor) -> Tensor:
         """``[P, patch_values] -> [P, h]``."""
+        if self.frames is not None:
+            # Not a sum of the weights of all frames: rounded to 16 bits, it would lose what they differ by.
+            colours = pixels.view(len(pixels), self.weight.shape[1], 1, -1)
+            pixels = colours.expand(-1, -1, self.frames, -1).flatten(1)
         return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
     def extra_repr(self) -> str:
@@ -83,13 +102,24 @@ class ClassToken(nn.Module):
         return torch.where((positions == 0)[:, None], self.weight, hidden)
 
 
-def build_norm(config: VisionConfig) -> LayerNorm:
-    """Build a layer norm over hidden states."""
-    return LayerNorm(config.hidden_size, config.norm_eps, backend=config.backends.norm)
+def build_norm(config: VisionConfig) -> nn.Module:
+    """Build a norm over hidden states."""
+    kind = LayerNorm if config.norm == "layer" else RMSNorm
+    return kind(config.hidden_size, config.norm_eps, backend=config.backends.norm)
 
 
-def build_layer(config: VisionConfig) -> TransformerLayer:
-    """Build a layer. All layers are the same."""
+def build_rotary(config: VisionConfig) -> Rotary | None:
+    """Build the rotary embedding of rows and columns, each of which turns one half of a head's pairs."""
+    if config.dynamic is None:
+        return None
+    pairs = config.head_dim // 4
+    axes = RotaryAxes((pairs, pairs), restart=True)
+    return Rotary(config.head_dim, config.dynamic.base, axes=axes, backend=config.backends.rotary)
+
+
+def build_layer(config: VisionConfig, index: int) -> TransformerLayer:
+    """Build the layer with this index."""
+    dynamic = config.dynamic
     attention = Attention(
         config.hidden_size,
         config.num_heads,
@@ -98,6 +128,8 @@ def build_layer(config: VisionConfig) -> TransformerLayer:
         InnerAttention(causal=False, dropout=config.dropout.attention, backend=config.backends.attention),
         qkv_bias=True,
         proj_bias=True,
+        rotary=None if dynamic is None else ROTARY,
+        division=WINDOWS if dynamic is not None and dynamic.has_window(index) else None,
         std=config.init.std,
         proj_std=config.residual_std,
     )
@@ -119,7 +151,8 @@ class VisionTower(nn.Module):
     Attributes:
         patch: from pixels to hidden states.
         class_token: the row before the patches, or None.
-        position: embedding of the place of a patch in its image.
+        position: embedding of the place of a patch in its image, or None.
+        rotary: rotary embedding of this place, or None. It has no parameters.
         input_norm, output_norm: norms before the first and after the last layer, or None.
         layers: transformer layers in order, by index as a string.
     """
@@ -127,11 +160,15 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         size, std = config.hidden_size, config.init.std
-        self.patch = PatchEmbedding(config.channels, config.patch_size, size, bias=config.patch_bias, std=std)
+        frames = None if config.dynamic is None else config.dynamic.frames
+        self.patch = PatchEmbedding(
+            config.channels, config.patch_size, size, bias=config.patch_bias, std=std, frames=frames
+        )
         self.class_token = ClassToken(size, std) if config.class_token else None
-        self.position = Embedding(config.num_rows, size, std)
+        self.position = Embedding(config.num_rows, size, std) if config.dynamic is None else None
+        self.rotary = build_rotary(config)
         self.input_norm = build_norm(config) if config.input_norm else None
-        self.layers = nn.ModuleDict({str(i): build_layer(config) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict({str(i): build_layer(config, i) for i in range(config.num_layers)})
         self.output_norm = build_norm(config) if config.output_norm else None
 
     def forward(self, pictures: Pictures) -> Tensor:
@@ -140,8 +177,11 @@ class VisionTower(nn.Module):
         hidden: Tensor = self.patch(pictures.pixels)
         if self.class_token is not None:
             hidden = self.class_token(pictures.positions, hidden)
-        hidden = hidden + self.position(pictures.positions)
+        if self.position is not None:
+            hidden = hidden + self.position(pictures.positions)
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
-        hidden = run_layers(self.layers, hidden, LayerContext(pictures.sequences))
+        tables = {} if self.rotary is None else {ROTARY: self.rotary(pictures.positions, hidden.dtype)}
+        divisions = {} if pictures.windows is None else {WINDOWS: pictures.windows}
+        hidden = run_layers(self.layers, hidden, LayerContext(pictures.sequences, tables, divisions=divisions))
         return hidden if self.output_norm is None else self.output_norm(hidden)

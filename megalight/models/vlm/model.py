@@ -12,24 +12,34 @@ from megalight.errors import DataError
 from megalight.models.gpt.model import GPT, Output
 from megalight.models.vision.model import Pictures, VisionTower
 from megalight.models.vlm.config import VLMConfig
-from megalight.nn import Activation, Linear, TokenEmbedding
+from megalight.nn import Activation, LayerNorm, Linear, RMSNorm, TokenEmbedding
 from megalight.nn.init import Initializer, Normal
 from megalight.types import PackedSequences
 
 
 class Projector(nn.Module):
-    """``down(act(up(x)))``: from the width of the tower to that of the language model."""
+    """``down(act(up(join(norm(x)))))``: from the width of the tower to that of the language model.
+
+    ``join`` lays ``merge^2`` rows after each other side by side; the norm is optional.
+    """
 
     def __init__(self, config: VLMConfig) -> None:
         super().__init__()
         own, wide = config.projector, config.language.hidden_size
         inner, std = own.hidden_size or wide, own.init.std
-        self.up = Linear(config.vision.hidden_size, inner, bias=own.bias, std=std)
+        self.joined = own.merge**2
+        size, backend = config.vision.hidden_size, config.vision.backends.norm
+        kinds: dict[str, type[LayerNorm | RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}
+        self.norm = kinds[own.norm](size, own.norm_eps, backend=backend) if own.norm in kinds else None
+        self.up = Linear(size * self.joined, inner, bias=own.bias, std=std)
         self.act = Activation(own.activation, config.vision.backends.activation)
         self.down = Linear(inner, wide, bias=own.bias, std=std)
 
     def forward(self, features: Tensor) -> Tensor:
-        """``[P, hv] -> [P, h]``."""
+        """``[P, hv] -> [P / merge^2, h]``."""
+        if self.norm is not None:
+            features = self.norm(features)
+        features = features.view(-1, self.joined * features.shape[1])
         projected: Tensor = self.down(self.act(self.up(features)))
         return projected
 

@@ -16,10 +16,10 @@ from megalight.models.gpt.flops import flops_per_token
 from megalight.models.module import CANONICAL_PREFIX, Carry
 from megalight.models.packing import IGNORED, pack
 from megalight.models.saved import Keys
-from megalight.models.vision.flops import flops_per_row
 from megalight.models.vision.model import Pictures
 from megalight.models.vision.pixels import normalised
 from megalight.models.vlm.config import VLMConfig
+from megalight.models.vlm.flops import flops_of_images
 from megalight.optim import AdamConfig
 from megalight.types import Loss, PackedSequences
 
@@ -57,7 +57,7 @@ class VLMModule(FamilyModule[VLMConfig]):
         super().__init__(config, optimizer, seed, weights, weights_keys)
         self.frozen_patterns = tuple(freeze)  # `freeze` is a method of Lightning's
         # Of all micro-batches so far, on the host: how much work images are, for each token of text.
-        self._rows, self._tokens = 0, 0
+        self._image_flops, self._tokens = 0.0, 0
 
     def build_model(self) -> nn.Module:
         """Build the whole model for one device, with frozen parameters."""
@@ -84,18 +84,27 @@ class VLMModule(FamilyModule[VLMConfig]):
         return {"hidden": output.hidden} if output.losses is None else {"losses": output.losses}
 
     def _pictures(self, batch: ImageTextBatch, sequences: PackedSequences) -> Pictures:
-        """Return the images of a micro-batch for the tower. Without any, it gets one row, which no token reads.
+        """Return the images of a micro-batch for the tower. Without any, it gets a row that no token reads.
+
+        It gets as many rows as the projector joins to one, and padding in whole rows of features.
 
         So the tower runs in every micro-batch on every rank: collectives inside of it meet, and all of its parameters
         have a gradient.
         """
         images, source = batch.parts()
-        self._rows, self._tokens = self._rows + sum(images.lengths), self._tokens + batch.tokens.numel()
-        lengths = images.lengths or (1,)
-        rows = PackedSequences.of_lengths(lengths, batch.tokens.device).pad_to(self.token_multiple)
+        config, device = self.config, batch.tokens.device
+        joined = config.projector.merge**2
+        parts = tuple(rows for each in images.windows for rows in each)
+        self._image_flops += flops_of_images(config, images.lengths, parts)
+        self._tokens += batch.tokens.numel()
+        multiple = self.token_multiple * joined
+        rows = PackedSequences.of_lengths(images.lengths or (joined,), device).pad_to(multiple)
+        windows = None
+        if config.vision.dynamic is not None and config.vision.dynamic.window:
+            windows = PackedSequences.of_lengths(parts or (joined,), device).pad_to(multiple)
         missing = rows.num_tokens - len(images.pixels)
-        pixels = F.pad(normalised(images.pixels, self.config.vision), (0, 0, 0, missing))
-        return Pictures(pixels, F.pad(images.positions, (0, missing)), rows, pack(source, sequences, -1))
+        pixels = F.pad(normalised(images.pixels, config.vision), (0, 0, 0, missing))
+        return Pictures(pixels, F.pad(images.positions, (0, missing)), rows, pack(source, sequences, -1), windows)
 
     def loss_step(self, carry: Carry, batch: ImageTextBatch) -> Loss:
         """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens."""
@@ -115,5 +124,5 @@ class VLMModule(FamilyModule[VLMConfig]):
 
         How many rows of images come with a token is known from the batches so far on this rank.
         """
-        images = flops_per_row(self.config.vision) * self._rows / max(1, self._tokens)
-        return float(flops_per_token(self.config.language, sequence_length)) + images
+        language = float(flops_per_token(self.config.language, sequence_length))
+        return language + self._image_flops / max(1, self._tokens)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megalight.models.gpt.config import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.vision.config import VisionConfig
-from megalight.models.vlm.config import VLMConfig
+from megalight.models.vision.dynamic_config import DynamicConfig
+from megalight.models.vlm.config import ProjectorConfig, VLMConfig
+from megalight.ops.rotary import RotaryAxes
 from megalight.registry import Registry
 
 PRESETS: Registry[VLMConfig] = Registry("VLM preset")
@@ -59,7 +63,7 @@ def qwen2(
     *,
     tie_embeddings: bool = False,
 ) -> GPTConfig:
-    """Configure Qwen2 with the vocabulary that LLaVA-OneVision pads it to (https://arxiv.org/abs/2408.03326)."""
+    """Configure Qwen2 as LLaVA-OneVision (https://arxiv.org/abs/2408.03326) and Qwen2.5-VL have it."""
     return GPTConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -75,6 +79,35 @@ def qwen2(
     )
 
 
+def qwen_tower() -> VisionConfig:
+    """Configure the tower of Qwen2.5-VL (https://arxiv.org/abs/2502.13923)."""
+    return VisionConfig(
+        num_layers=32,
+        hidden_size=1280,
+        num_heads=16,
+        ffn_hidden_size=3420,
+        image_size=0,
+        patch_size=14,
+        activation="swiglu",
+        class_token=False,
+        input_norm=False,
+        norm="rms",
+        norm_eps=1e-6,
+        dynamic=DynamicConfig(window=112, full_layers=(7, 15, 23, 31)),
+    )
+
+
+def qwen2_5_vl(language: GPTConfig) -> VLMConfig:
+    """Configure Qwen2.5-VL with a Qwen2 as its language model, whose tokens have positions on three axes."""
+    axes = RotaryAxes((16, 24, 24))
+    return VLMConfig(
+        language=replace(language, max_sequence_length=128000, position=replace(language.position, axes=axes)),
+        vision=qwen_tower(),
+        projector=ProjectorConfig(merge=2, norm="rms", hidden_size=5120),
+        image_token=151655,
+    )
+
+
 for _name, _language in {
     "llava_1_5_7b": vicuna(32, 4096, 32, 11008),
     "llava_1_5_13b": vicuna(40, 5120, 40, 13824),
@@ -86,3 +119,9 @@ for _name, _language in {
     "llava_onevision_7b": qwen2(28, 3584, 28, 4, 18944, 152128),
 }.items():
     PRESETS.register(_name)(VLMConfig(language=_language, vision=siglip_so400m(), image_token=151646, newline=True))
+
+for _name, _language in {
+    "qwen2_5_vl_3b": qwen2(36, 2048, 16, 2, 11008, 151936, tie_embeddings=True),
+    "qwen2_5_vl_7b": qwen2(28, 3584, 28, 4, 18944, 152064),
+}.items():
+    PRESETS.register(_name)(qwen2_5_vl(_language))

@@ -17,6 +17,8 @@ class RotaryAxes:
         sections: number of pairs of each axis: ``(16, 24, 24)`` in Qwen2.5-VL (``mrope_section``).
         interleaved: the axes take turns, pair by pair, as long as each has pairs left; the pairs behind belong to the
             first axis (Qwen3-VL). False: the first axis has the first pairs, and so on.
+        restart: the frequencies of each axis begin anew, as if its pairs were all (towers of Qwen2.5-VL). False: they
+            go on from axis to axis.
 
     Raises:
         ConfigurationError: an axis has no pair, or axes that take turns do not fit.
@@ -24,6 +26,7 @@ class RotaryAxes:
 
     sections: tuple[int, ...] = (16, 24, 24)
     interleaved: bool = False
+    restart: bool = False
 
     def __post_init__(self) -> None:
         # Recipes give lists, and a configuration must be hashable.
@@ -36,6 +39,10 @@ class RotaryAxes:
             raise ConfigurationError(
                 f"sections of interleaved rotary axes are {list(self.sections)}; the first must be the largest, "
                 "because each turn begins with its axis."
+            )
+        if self.interleaved and self.restart:
+            raise ConfigurationError(
+                "rotary axes are interleaved and restart their frequencies; only axes with neighbouring pairs can."
             )
         turns = len(self.sections)
         ends = [(count - 1) * turns + axis for axis, count in enumerate(self.sections) if axis]

@@ -26,7 +26,8 @@ def rotary_table(
         a turn at long contexts.
 
     Raises:
-        ValueError: ``dim`` is odd, or too small for the scaling; axes do not agree with ``dim`` or the positions.
+        ValueError: ``dim`` is odd, or too small for the scaling; axes do not agree with ``dim``, the positions or the
+            scaling.
     """
     if dim % 2:
         raise ValueError(f"rotary dim is {dim}; it must be even, because features are rotated in pairs.")
@@ -37,6 +38,10 @@ def rotary_table(
             f"sections of rotary axes are {list(axes.sections)}, which sum to {sum(axes.sections)}; {dim} rotated "
             f"features have {dim // 2} pairs."
         )
+    if axes is not None and axes.restart:
+        if scaling is not None:
+            raise ValueError("rotary axes that restart their frequencies have no scaling; leave it out.")
+        frequencies = torch.cat([unscaled(2 * pairs, base, device) for pairs in axes.sections])
     places = positions.to(torch.float64)
     angles = (places[:, None] if places.dim() == 1 else _of_pairs(places, axes)) * frequencies
     dtype = torch.float64 if torch.float64 in (positions.dtype, torch.get_default_dtype()) else torch.float32

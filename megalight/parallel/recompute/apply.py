@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.layers import depths_of, layers_of
+from megalight.parallel.layers import depths_of, layers_of, tower_layers_of
 from megalight.parallel.recompute.discard import Discarding
 from megalight.parallel.recompute.group import make_group
 from megalight.parallel.recompute.options import Recompute
@@ -26,15 +26,26 @@ def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Seq
         ConfigurationError: the model has no ``layers``; a pattern matches nothing, or only modules for which recompute
             saves no memory; there are fewer layers than requested.
     """
-    if recompute.granularity == "none":
-        return
-    layers, depths = _layers(model)
+    if recompute.vision is not None:
+        tower = list(tower_layers_of(model).items())
+        if not tower:
+            raise ConfigurationError(
+                f"recompute.vision is set, and {type(model).__name__} has no vision tower; leave it out."
+            )
+        _check(tower, [], recompute.vision)
+    if recompute.granularity != "none":
+        layers, depths = _layers(model)
+        _check(layers, depths, recompute, chunks)
+
+
+def _check(
+    layers: list[Layer], depths: list[Layer], recompute: Recompute, chunks: Iterable[Sequence[int]] = ()
+) -> None:
     if recompute.granularity == "full":
         _check_number(layers, recompute)
         for chunk in chunks:
             # Each chunk by itself: groups of layers do not reach over the edge of a chunk.
             _check_number([layers[index] for index in chunk], recompute)
-        return
     for pattern in recompute.modules:
         check_pattern(layers + depths, pattern, recompute.modules)
 
@@ -59,11 +70,15 @@ def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = Tru
         # A forward on the instance hides that of the class; deleting it brings the class's back.
         if isinstance(module.__dict__.get("forward"), Override):
             del module.forward
-    if recompute.granularity == "none":
-        return
     if whole:
         check_recompute(chunk, recompute)
-    layers, depths = _layers(chunk)
+    if recompute.vision is not None:
+        _apply(list(tower_layers_of(chunk).items()), [], recompute.vision)
+    if recompute.granularity != "none":
+        _apply(*_layers(chunk), recompute)
+
+
+def _apply(layers: list[Layer], depths: list[Layer], recompute: Recompute) -> None:
     if recompute.granularity == "full":
         _apply_full(layers, recompute)
         if recompute.method == "uniform":

@@ -27,6 +27,8 @@ class Recompute:
             one by one, and the others keep everything. Layers of multi-token prediction are recomputed by ``uniform``,
             one by one.
         num_layers: for ``full``; the default for ``uniform`` is 1.
+        vision: recompute of the layers of a vision tower, which the other settings leave alone. Names in its
+            ``modules`` are those inside of a layer of the tower, or begin with ``embed.tower.layers``.
 
     Raises:
         ConfigurationError: an unknown word, or settings that do not belong together.
@@ -36,11 +38,14 @@ class Recompute:
     modules: tuple[str, ...] = ()
     method: Literal["uniform", "block"] | None = None
     num_layers: int | None = None
+    vision: Recompute | None = None
 
     def __post_init__(self) -> None:
         # Translated here, so that all other code knows one name for each module. Frozen, hence past the guard.
         object.__setattr__(self, "modules", translated(self.modules))
         _check_word("granularity", self.granularity, GRANULARITIES)
+        if self.vision is not None and self.vision.vision is not None:
+            raise ConfigurationError("recompute.vision.vision is set, and a tower has no tower; leave it out.")
         full = self.granularity == "full"
         if not full and (self.method is not None or self.num_layers is not None):
             raise ConfigurationError(

@@ -17,6 +17,7 @@ from megalight.data.chat.prepare import prepare_chat
 from megalight.data.corpus import Corpus
 from megalight.data.multimodal.batch import ImageTextBatch, with_images
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
+from megalight.data.multimodal.dynamic import DynamicForm
 from megalight.data.multimodal.images import NEWLINE, ImageForm, decode
 from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.errors import ConfigurationError, DataError
@@ -25,7 +26,7 @@ from megalight.optim import AdamConfig
 from megalight.strategies import MegatronStrategy
 from tests.data.multimodal.conftest import png, row
 from tests.environment import trainer
-from tests.models.vlm_samples import CONFIG, LANGUAGE
+from tests.models.vlm_samples import CONFIG, LANGUAGE, QWEN
 from tests.workers import run
 
 FORM = ImageForm(size=8, patch=4)
@@ -88,10 +89,10 @@ def test_each_image_is_that_of_its_conversation(prefix: str) -> None:
         sample = found[index]
         (sequence,) = {int(s) for s in found.items[found.bounds[int(found._permutation(0)[index])], :1]}
         first, last = corpus.images.documents[sequence : sequence + 2]  # type: ignore[union-attr]
-        assert len(sample.lengths) == last - first
+        assert len(sample.cuts) == last - first
         assert (sample.tokens == 2).sum() == 4 * (last - first) == (sample.source >= 0).sum()
         expected = [FORM.patches(_image(corpus, i)) for i in range(first, last)]
-        assert np.array_equal(sample.pixels, np.concatenate(expected) if expected else sample.pixels[:0])
+        assert all(np.array_equal(cut.pixels, one) for cut, one in zip(sample.cuts, expected, strict=True))
 
 
 def _image(corpus: Corpus, index: int) -> Any:
@@ -111,6 +112,58 @@ def test_what_is_too_long_is_dropped_or_refused(prefix: str, caplog: pytest.LogC
         dataset(prefix, length=5)
     with pytest.raises(ConfigurationError, match="conversations with images are not cut: choose 'drop' or 'raise'"):
         options(too_long="cut_end")
+
+
+@pytest.fixture
+def sized(prepared: Callable[..., Any], tmp_path: Path) -> Any:
+    """Prepare images of any size, one of which is too long a strip."""
+    rows = []
+    for number, size in enumerate([(8, 8), (40, 24), (17, 30), (9, 31), (2000, 8)]):
+        (tmp_path / f"{number}.png").write_bytes(png(*size))
+        rows.append(row(f"{number}.png", f"<image>what is this {number}"))
+    return prepared([*rows, row(["1.png", "0.png"], "in <image> the <image>picture"), row(None, "what is this")])
+
+
+SIZED = DynamicForm(patch=4, merge=2, min_pixels=64, max_pixels=32 * 32, window=16)
+
+
+def test_images_of_any_size_have_as_many_tokens_as_they_need(sized: Any, caplog: pytest.LogCaptureFixture) -> None:
+    found = dataset(sized.prefix, form=SIZED)
+    assert "1 conversations are left out for their images, such as" in caplog.text
+    assert "an image of 2000 x 8 pixels is more than 200 times as long as wide" in caplog.text
+    assert sorted(found.items[:, 0].tolist()) == [0, 1, 2, 3, 5, 6]
+    batch = collate([found[i] for i in range(len(found))])
+    images, source = batch.parts()
+    tokens, markers = {0: 1, 1: 5 * 3, 2: 2 * 4, 3: 1 * 4, 5: 16, 6: 0}, {5: 2, 6: 0}
+    for sequence, _, size in found.items.tolist():
+        text = int(found.corpus.data.lengths[sequence]) - markers.get(sequence, 1)
+        assert size == text + tokens[sequence] - 1
+    assert sum(images.lengths) == 4 * sum(tokens.values()) == 4 * int((source >= 0).sum())
+    assert sorted(source[source >= 0].tolist()) == list(range(sum(tokens.values())))
+    assert torch.equal(source >= 0, batch.tokens == 2)
+    # Documents begin anew.
+    axes = batch.axis_positions
+    assert axes is not None
+    for row_axes, lengths in zip(axes, batch.document_lengths or (), strict=True):
+        at = np.cumsum([0, *lengths[:-1]]).tolist()
+        assert not row_axes[:, at].any()
+    assert (axes[:, 1] != axes[:, 2]).any()
+    with pytest.raises(DataError, match=r"image 4: an image of 2000 x 8 .* Or leave its conversation out"):
+        dataset(sized.prefix, form=SIZED, too_long="raise")
+    with pytest.raises(DataError, match="with sequence_length 5, where images of one have up to 16 tokens"):
+        dataset(sized.prefix, form=SIZED, length=5)
+
+
+def test_the_model_says_that_images_have_any_size(sized: Any) -> None:
+    config = replace(QWEN, image_token=2, language=replace(QWEN.language, vocab_size=300, max_sequence_length=96))
+    data = MultimodalDataModule(data=sized.prefix, split="1,0,0", global_batch_size=2, sequence_length=96)
+    attached(data, config).setup("fit")
+    assert data.options is not None
+    assert data.options.form == replace(SIZED, max_pixels=28 * 28 * 1280)
+    batch = collate([dataset(sized.prefix, form=data.options.form)[0]])
+    made = VLMModule(config)
+    made.configure_model()
+    assert made.loss_step(made.forward_step(made.model, batch), batch).sum.isfinite()
 
 
 def test_a_damaged_store_names_the_image(prefix: str) -> None:

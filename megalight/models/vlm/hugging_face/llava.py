@@ -1,4 +1,4 @@
-"""Conversion of weights and configurations of vision-language models from ``transformers`` to ours and back."""
+"""LLaVA-1.5, LLaVA with SigLIP, and LLaVA-OneVision in ``transformers``: names of tensors and configurations."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalight.errors import ConfigurationError
-from megalight.models.config import compare, require
+from megalight.models.config import require
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
 from megalight.models.vision import hugging_face as towers
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
+from megalight.models.vlm.hugging_face.kind import Kind
 from megalight.models.weights import Theirs, WeightMap
 
 PROJECTOR = {
@@ -63,7 +63,7 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def weight_map(config: VLMConfig) -> WeightMap:
-    """Return where ``transformers`` keeps the tensors of a model."""
+    """Return where LLaVA keeps the tensors of a model."""
     language = gpt_map(config.language)
     unused = [TOWER + towers.UNUSED_NORM, TOWER + towers.KINDS[towers.kind_of(config.vision)].like_unused_norm]
     tower = {f"embed.tower.{ours}": TOWER + theirs for ours, theirs in towers.PLACES.items()}
@@ -89,36 +89,12 @@ def _held(config: VLMConfig) -> Callable[[str], bool]:
     return held
 
 
-def config_from_transformers(values: Mapping[str, Any]) -> VLMConfig:
-    """Convert the ``config.json`` of a ``transformers`` model to our configuration.
-
-    Raises:
-        ConfigurationError: the model type or an option is not supported here.
-    """
-    kind = values.get("model_type")
-    require(kind in READERS, f"model_type is {kind!r}; weights of {', '.join(READERS)} can be read.")
-    try:
-        return READERS[str(kind)](values)
-    except KeyError as missing:
-        raise ConfigurationError(f"the configuration of the {kind} model lacks {missing}; copy it again.") from None
+def _newline(config: VLMConfig) -> bool:
+    return config.newline
 
 
-def config_to_transformers(config: VLMConfig, model_type: str | None = None) -> dict[str, Any]:
-    """Return the content of ``config.json`` for this model.
-
-    Args:
-        config: the model.
-        model_type: the kind that the model came from. The configuration says which one it needs.
-
-    Raises:
-        ConfigurationError: no kind can express the configuration. The message names what it cannot.
-    """
-    kind = "llava_onevision" if config.newline else "llava"
-    values = _to_onevision(config) if config.newline else _to_llava(config)
-    # Written values are read back: whatever `transformers` cannot say shows as a difference.
-    differences = compare(config.to_dict(), config_from_transformers(values).to_dict(), f"transformers' {kind}")
-    require(not differences, f"no model of transformers has this configuration. Nearest: {'; '.join(differences)}.")
-    return values
+def _always(config: VLMConfig) -> bool:
+    return True
 
 
 def _llava(values: Mapping[str, Any]) -> VLMConfig:
@@ -158,20 +134,7 @@ def _read(values: Mapping[str, Any], tower_kind: str, text_kind: str) -> VLMConf
 
 
 def _to_llava(config: VLMConfig) -> dict[str, Any]:
-    return {
-        "model_type": "llava",
-        "architectures": ["LlavaForConditionalGeneration"],
-        "image_seq_length": config.image_tokens,
-        **_write(config),
-    }
-
-
-def _to_onevision(config: VLMConfig) -> dict[str, Any]:
-    return {
-        "model_type": "llava_onevision",
-        "architectures": ["LlavaOnevisionForConditionalGeneration"],
-        **_write(config),
-    }
+    return {"image_seq_length": config.image_tokens, **_write(config)}
 
 
 def _write(config: VLMConfig) -> dict[str, Any]:
@@ -188,5 +151,7 @@ def _write(config: VLMConfig) -> dict[str, Any]:
     }
 
 
-READERS: dict[str, Callable[[Mapping[str, Any]], VLMConfig]] = {"llava": _llava, "llava_onevision": _onevision}
-"""Their ``model_type`` -> reader."""
+KINDS = (
+    Kind("llava_onevision", "LlavaOnevisionForConditionalGeneration", _newline, weight_map, _onevision, _write),
+    Kind("llava", "LlavaForConditionalGeneration", _always, weight_map, _llava, _to_llava),
+)

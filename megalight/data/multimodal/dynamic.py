@@ -1,0 +1,120 @@
+"""Images of any size to patches: each keeps its shape, and nearly its size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, floor, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalight.data.multimodal.forms import Cut
+from megalight.data.multimodal.images import rgb
+from megalight.errors import DataError
+from megalight.imports import require
+
+LONGEST = 200
+"""Images that are more than so many times as long as wide are refused, as by Qwen2.5-VL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicForm:
+    """How an image of any size becomes patches (Qwen2.5-VL, https://arxiv.org/abs/2502.13923).
+
+    Rows of patches are in the order in which the tower needs them: window by window, inside of a window square by
+    square of ``merge`` x ``merge`` patches. So windows and squares are neighbouring rows, and nothing is moved later.
+
+    Attributes:
+        patch: height and width of a patch, in pixels.
+        merge: side of the squares of patches that are one token.
+        min_pixels, max_pixels: images with fewer or more pixels are enlarged or shrunk.
+        window: side of a window, in pixels. 0: there are none.
+        channels: 3 (red, green, blue) or 1 (grey).
+        axes: whether tokens have positions on several axes.
+    """
+
+    patch: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+    window: int = 0
+    channels: int = 3
+    axes: bool = True
+
+    fixed_tokens = None
+    cut_axes = (2,)
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height after resizing: multiples of a square of patches, with a fitting number of pixels.
+
+        Raises:
+            DataError: it is more than 200 times as long as wide.
+        """
+        long, short = max(width, height), min(width, height)
+        if long > LONGEST * short:
+            raise DataError(
+                f"an image of {width} x {height} pixels is more than {LONGEST} times as long as wide, and is not read; "
+                "cut it into parts."
+            )
+        unit = self.patch * self.merge
+        found = [round(side / unit) * unit for side in (width, height)]
+        pixels = width * height
+        # A side of less than half a square is rounded to 0, and so enlarged here.
+        if found[0] * found[1] > self.max_pixels:
+            scale = sqrt(pixels / self.max_pixels)
+            found = [max(unit, floor(side / scale / unit) * unit) for side in (width, height)]
+        elif found[0] * found[1] < self.min_pixels:
+            scale = sqrt(self.min_pixels / pixels)
+            found = [ceil(side * scale / unit) * unit for side in (width, height)]
+        return found[0], found[1]
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Return the tokens of an image with so many pixels: one for each square of patches."""
+        columns, rows = (side // (self.patch * self.merge) for side in self.size(width, height))
+        return rows * columns
+
+    def cut(self, image: Any) -> Cut:
+        """Return the rows and tokens of a Pillow image."""
+        pillow, size = require("PIL.Image", "images"), self.size(*image.size)
+        scaled = rgb(image, self.channels).resize(size, pillow.Resampling.BICUBIC)
+        return self.divided(np.asarray(scaled).reshape(size[1], size[0], self.channels))
+
+    def divided(self, pixels: NDArray[np.uint8]) -> Cut:
+        """Return the rows and tokens of pixels ``[height, width, channels]``, whose sides squares of patches divide."""
+        m, p = self.merge, self.patch
+        rows, columns = (side // (m * p) for side in pixels.shape[:2])
+        # Squares first; inside of a square its patches, row by row; inside of a patch colours, as a convolution's
+        # weight has them.
+        cut = pixels.reshape(rows, m, p, columns, m, p, self.channels).transpose(0, 3, 1, 4, 6, 2, 5)
+        squares = cut.reshape(rows * columns, m * m, -1)
+        order, windows = self._windows(rows, columns)
+        down, right = np.divmod(order, columns)
+        inner = np.divmod(np.arange(m * m), m)
+        positions = np.stack(
+            [(outer[:, None] * m + own).reshape(-1) for outer, own in zip((down, right), inner, strict=True)]
+        )
+        # Token number `t` is the square `t`, which `order` has moved.
+        source = np.empty(rows * columns, np.int64)
+        source[order] = np.arange(rows * columns)
+        return Cut(
+            np.ascontiguousarray(squares[order].reshape(rows * columns * m * m, -1)),
+            positions,
+            source,
+            (rows, columns),
+            tuple(count * m * m for count in windows),
+            rows * columns,
+        )
+
+    def _windows(self, rows: int, columns: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+        """Return the squares in the order of windows, which are smaller at the edges, and the squares of each."""
+        numbers = np.arange(rows * columns).reshape(rows, columns)
+        if not self.window:
+            return numbers.reshape(-1), ()
+        side = self.window // (self.patch * self.merge)
+        parts = [
+            numbers[top : top + side, left : left + side].reshape(-1)
+            for top in range(0, rows, side)
+            for left in range(0, columns, side)
+        ]
+        return np.concatenate(parts), tuple(map(len, parts))

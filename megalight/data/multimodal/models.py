@@ -1,0 +1,38 @@
+"""The form of images that a model takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalight.data.multimodal.dynamic import DynamicForm
+from megalight.data.multimodal.forms import Form
+from megalight.data.multimodal.images import ImageForm, Resize
+
+
+def form_of(config: Any, resize: Resize = "crop") -> Form:
+    """Return how images become rows and tokens of a model, whose ``VLMConfig`` is given.
+
+    Args:
+        config: the model.
+        resize: how an image becomes a square, for a model that reads squares.
+    """
+    vision, axes = config.vision, config.position.axes is not None
+    if (dynamic := vision.dynamic) is None:
+        return ImageForm(
+            size=vision.image_size,
+            patch=vision.patch_size,
+            channels=vision.channels,
+            class_token=vision.class_token,
+            newline=config.newline,
+            resize=resize,
+            axes=axes,
+        )
+    return DynamicForm(
+        patch=vision.patch_size,
+        merge=config.projector.merge,
+        min_pixels=dynamic.min_pixels,
+        max_pixels=dynamic.max_pixels,
+        window=dynamic.window,
+        channels=vision.channels,
+        axes=axes,
+    )
