@@ -39,7 +39,7 @@ def _all() -> list[dict[str, Any]]:
 
 def test_equals_one_device() -> None:
     """Beside sharded weights, recompute, pipelines (one with a stage without layers), and split layers."""
-    expected = by_hand(CONFIG, 3)
+    expected = by_hand(CONFIG)
     for ranks in run(_all, 2):
         for found in ranks:
             assert_same_run(found, expected)

@@ -15,7 +15,7 @@ from megalight.parallel.trace import SILENCE, SPANS, span
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import BATCHES, Tiny, tiny_trainer
 from tests.environment import trainer
-from tests.strategies.training import ADAM, BASE, SEED, WithData, assert_same_run, by_hand, fit
+from tests.strategies.training import ADAM, BASE, SEED, STEPS, WithData, assert_same_run, by_hand, fit
 from tests.workers import run
 
 
@@ -247,7 +247,7 @@ def test_megatrons_steps_and_their_results_are_as_without(recompute):
     ((found, events),) = run(_run_one, 1, options)
     assert_same_run(found, by_hand(BASE))
     steps = _steps(events)
-    assert len(steps) == 3
+    assert len(steps) == STEPS
     for step in steps:
         for index in (0, 1):
             assert step.count(f"+forward chunk=0 micro_batch={index}") == 1

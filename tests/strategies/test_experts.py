@@ -88,7 +88,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @functools.cache
-def expected(steps: int = 3, balanced: bool = False) -> dict[str, Any]:
+def expected(steps: int = 2, balanced: bool = False) -> dict[str, Any]:
     return by_hand(BALANCED if balanced else PLAIN, steps, micro_batch_size=1)
 
 

@@ -35,6 +35,7 @@ from tests.strategies.training import (
     CLIP,
     CONFIGS,
     SEED,
+    STEPS,
     Gradients,
     Losses,
     WithData,
@@ -62,7 +63,7 @@ class Uneven(WithData):
 
 
 @functools.cache
-def _expected(config: str, layers: int, steps: int = 3) -> dict[str, Any]:
+def _expected(config: str, layers: int, steps: int = STEPS) -> dict[str, Any]:
     return by_hand(replace(CONFIGS[config], num_layers=layers), steps)
 
 

@@ -98,7 +98,7 @@ def _rows() -> Iterator[Any]:
 
 @functools.cache
 def _expected(config: GPTConfig, micro_batch_size: int | None) -> dict[str, Any]:
-    return by_hand(config, 3, micro_batch_size=micro_batch_size)
+    return by_hand(config, micro_batch_size=micro_batch_size)
 
 
 def _trained(layout: str, level: str, share: float) -> dict[str, Any]:

@@ -54,6 +54,8 @@ CONFIGS = {
 ADAM = AdamConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 CLIP = 0.5
 SEED = 7
+STEPS = 2
+"""The second step is the first whose weights, moments and schedule a step has changed."""
 
 
 PACKED = ((5, 7), (12,), (1, 3, 8), (9, 3))
@@ -170,7 +172,7 @@ class WithData(GPTModule):
 
 def fit(
     config: GPTConfig,
-    steps: int = 3,
+    steps: int = STEPS,
     options: dict[str, Any] | None = None,
     trainer_options: dict[str, Any] | None = None,
     packed: bool = False,
@@ -209,7 +211,7 @@ def fit(
 
 def by_hand(
     config: GPTConfig,
-    steps: int = 3,
+    steps: int = STEPS,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     packed: bool = False,
