@@ -46,7 +46,8 @@ class Distillation(pl.Callback):
         train_own_loss: the student's own mean loss, with ``own_loss``. ``train_loss`` is the objective.
         train_pair_<n>: mean loss of pair ``n``, without its weight; also ``val_pair_<n>``.
         val_loss: the student's own loss, also without ``own_loss``.
-        val_divergence: mean divergence over the validation data; not with ``teacher_logits``.
+        val_divergence: mean divergence over the validation data; with ``teacher_logits``, if the folder has validation
+            samples.
 
     Raises:
         ConfigurationError: a value is out of range; before processes start: the vocabularies differ, a model lacks a
@@ -156,6 +157,8 @@ def _serve(recorded: Recorded, data: object) -> None:
             "have; train with a data module such as GPTDataModule or SFTDataModule."
         )
     recorded.store.check(*data.training_samples())
+    if recorded.store.has("validation") and (validation := data.validation_samples()) is not None:
+        recorded.store.check(*validation, "validation")
     data.taught = recorded.store
 
 

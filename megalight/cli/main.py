@@ -59,6 +59,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
     cut = rest.index("--") if "--" in rest and hasattr(verb, "PASSED_ON") else len(rest)
     arguments = parser.parse_args(rest[:cut])
     arguments.passed_on = rest[cut + 1 :]
+    arguments.words = rest
     with reported(parser.prog, OSError):
         return verb.run(arguments)
 
@@ -93,7 +94,7 @@ def _train(name: str, rest: list[str]) -> int:
 
 def _overview() -> str:
     rows = [*TRAINER_VERBS.items(), *((name, load(name).describe().splitlines()[0]) for name in VERBS)]
-    commands = "\n".join(f"  {name:<10} {line}" for name, line in rows)
+    commands = "\n".join(f"  {name:<13} {line}" for name, line in rows)
     return (
         "usage: megalight COMMAND [arguments]\n\n"
         "Train, evaluate and sample language models on any layout of devices, with PyTorch Lightning.\n\n"

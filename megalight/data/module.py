@@ -20,7 +20,7 @@ from megalight.data.mixture import Data, Mixture, Part
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.data.sizes import check_sizes
 from megalight.data.splits import SPLITS
-from megalight.data.taught import Taught, TaughtStore
+from megalight.data.taught import Store, Taught
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 
@@ -57,7 +57,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
     Attributes:
         eod_id: id of the end-of-document token, or None.
         pad_id: id that means only padding, or -1.
-        taught: what a teacher predicts for the training samples, which batches then hold; None: there is no store.
+        taught: what a frozen model made of the samples, which batches then hold; None: there is no store.
 
     Raises:
         DataError: a file is missing or incomplete, an id is outside the vocabulary, or the data was made with another
@@ -101,7 +101,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         self.pad_id = -1
         self._check()
         self._datasets: dict[str, Samples[Any] | None] = {}
-        self.taught: TaughtStore | None = None
+        self.taught: Store[Any] | None = None
 
     @abstractmethod
     def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
@@ -216,6 +216,15 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         assert dataset is not None
         return dataset, len(dataset) if limit is None else min(len(dataset), limit)
 
+    def validation_samples(self) -> tuple[Samples[Any], int] | None:
+        """Return the validation samples, and how many of them a run reads; None if the split is empty."""
+        if "validation" not in self._datasets:
+            self._datasets["validation"] = self._build("validation")
+        dataset, limit = self._datasets["validation"], self.samples["validation"]
+        if dataset is None:
+            return None
+        return dataset, len(dataset) if limit is None else min(len(dataset), limit)
+
     @property
     def _whole_run(self) -> bool:
         """Whether one pass over the training data lasts for the whole run (``max_steps``)."""
@@ -266,8 +275,8 @@ class TokenDataModule(pl.LightningDataModule, ABC):
             return []
         sampler = self._sampler(name)
         collate = type(self).collate
-        if name == "train" and self.taught is not None:
-            taught = Taught(dataset, self.taught, collate)
+        if self.taught is not None and self.taught.has(name):
+            taught: Taught[Any] = Taught(dataset, self.taught, collate, name)
             dataset, collate = taught, taught.collate  # type: ignore[assignment]
         # Reading mapped files takes microseconds, so Lightning's advice to use many workers does not apply.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")

@@ -1,45 +1,28 @@
-"""A teacher's predictions for the training samples of a run, written to disk."""
+"""A teacher's predictions for the samples of a run, written to disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megalight.data.blend import Samples
-from megalight.data.prepare import progress_bar
-from megalight.data.taught import Stored, TaughtMeta, TaughtWriter
-from megalight.data.tokenizer import FILE as TOKENIZER
-from megalight.data.tokenizer import Tokenizer
+from megalight.data.taught import Stored, TaughtMeta
 from megalight.errors import ConfigurationError, DataError
+from megalight.inference.recording import RunData, common_facts, splits_of, write_records
 from megalight.models.gpt import GPT
 from megalight.ops.common import wide
-from megalight.types import TokenBatch, TopTokens
+from megalight.types import TokenBatch
+
+NAMES = "ids", "log_probs", "log_rest"
+"""Values of a record."""
 
 BLOCK = 1 << 26
 """Elements of logits that are widened at a time."""
 
 
-class TrainingData(Protocol):
-    """What a data module says of its training samples; see :class:`~megalight.data.module.TokenDataModule`."""
-
-    sequence_length: int
-
-    @property
-    def collate(self) -> Callable[..., Any]:
-        """Make a batch of samples."""
-
-    def training_samples(self) -> tuple[Samples[Any], int]:
-        """Return the samples, and how many of them a run reads."""
-
-    def checkpoint_files(self) -> dict[str, bytes]:
-        """Return the files of the tokenizer, if there is one."""
-
-
-def check_teaching(vocab_size: int, longest: int, data: TrainingData, top_k: int, temperature: float) -> None:
+def check_teaching(vocab_size: int, longest: int, data: RunData, top_k: int, temperature: float) -> None:
     """Check what :func:`teach` is given, before the teacher is loaded.
 
     Args:
@@ -69,16 +52,19 @@ def check_teaching(vocab_size: int, longest: int, data: TrainingData, top_k: int
 @torch.inference_mode()
 def teach(
     model: GPT,
-    data: TrainingData,
+    data: RunData,
     output: Path,
     *,
     top_k: int,
     temperature: float = 1.0,
     dtype: Stored = "float16",
     micro_batch_size: int = 1,
+    validation: bool = False,
+    part: int = 0,
+    parts: int = 1,
     progress: bool = False,
-) -> TaughtMeta:
-    """Write what a teacher predicts for all training samples of a run. Validation samples are left out.
+) -> TaughtMeta | None:
+    """Write what a teacher predicts for the samples of a run. What is on disk already is not computed again.
 
     Args:
         model: the whole teacher, in evaluation mode.
@@ -88,46 +74,47 @@ def teach(
         temperature: divides the logits.
         dtype: of the log-probabilities on disk.
         micro_batch_size: samples of a forward pass.
+        validation: for the validation samples, too.
+        part, parts: which of how many equal parts of the samples. Processes may write parts at the same time.
         progress: show a progress bar.
 
     Returns:
-        the facts about the store.
+        the facts about the store; None if parts are missing.
 
     Raises:
-        ConfigurationError, DataError: see :func:`check_teaching`; the batches are not of text alone.
+        ConfigurationError, DataError: see :func:`check_teaching`; the batches are not of text alone, or the folder
+            holds something else.
     """
     config = model.config
     check_teaching(config.vocab_size, config.max_sequence_length, data, top_k, temperature)
-    samples, count = data.training_samples()
-    files, device = data.checkpoint_files(), next(model.parameters()).device
+    splits = splits_of(data, validation)
     meta = TaughtMeta(
-        samples=count,
-        order=samples.order,
-        sequence_length=data.sequence_length,
+        **common_facts(data, splits),
         top_k=top_k,
         vocab_size=config.vocab_size,
         temperature=temperature,
         dtype=dtype,
-        tokenizer=Tokenizer.from_json(files[TOKENIZER].decode()).identity if TOKENIZER in files else None,
     )
-    with progress_bar(progress) as bar, TaughtWriter(output, meta) as writer:
-        task = bar.add_task("samples", total=count)
-        for start in range(0, count, micro_batch_size):
-            rows = [samples[index] for index in range(start, min(start + micro_batch_size, count))]
-            batch = data.collate(rows)
-            if not isinstance(batch, TokenBatch):
-                raise ConfigurationError(
-                    f"{type(data).__name__} makes batches of {type(batch).__name__}, and a teacher's predictions are "
-                    "stored for text; use GPTDataModule or SFTDataModule."
-                )
-            batch = batch.to(device)
-            logits = model(batch.tokens.flatten(), batch.sequences).logits
-            pieces = list(_top(logits, top_k, temperature))
-            taught = [_rows(torch.cat(parts), batch.tokens).cpu() for parts in zip(*pieces, strict=True)]
-            for sample, *row in zip(rows, *taught, strict=True):
-                writer.add(sample, TopTokens(*row))
-            bar.advance(task, len(rows))
-    return meta
+
+    def compute(batch: TokenBatch) -> dict[str, Tensor]:
+        logits = model(batch.tokens.flatten(), batch.sequences).logits
+        columns = zip(*_top(logits, top_k, temperature), strict=True)
+        return {name: _rows(torch.cat(blocks), batch.tokens) for name, blocks in zip(NAMES, columns, strict=True)}
+
+    complete = write_records(
+        output,
+        meta,
+        data,
+        splits,
+        compute,
+        lambda row: {name: tensor.cpu().numpy() for name, tensor in row.items()},
+        device=next(model.parameters()).device,
+        micro_batch_size=micro_batch_size,
+        part=part,
+        parts=parts,
+        progress=progress,
+    )
+    return meta if complete else None
 
 
 def _top(logits: Tensor, top_k: int, temperature: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

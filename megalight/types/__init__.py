@@ -1,5 +1,6 @@
 """Types that all floors share: packed sequences, token batches, losses."""
 
+from megalight.types.base_states import BaseStates as BaseStates
 from megalight.types.batch import TokenBatch as TokenBatch
 from megalight.types.loss import Loss as Loss
 from megalight.types.loss import Totals as Totals

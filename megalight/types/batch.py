@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import DataError
+from megalight.types.base_states import BaseStates
 from megalight.types.packed import PackedSequences
 from megalight.types.top_tokens import TopTokens
 from megalight.types.zigzag import check_length
@@ -31,7 +32,8 @@ class TokenBatch:
             (:meth:`PackedSequences.with_axes`). None: tokens have one position. A share keeps them in ``share``.
         places: set by :meth:`context_share`: ``[T]``, the place of each token of the share among the tokens of the
             whole batch, laid end to end. That of padding is 0.
-        taught: ``[B, S]``: what a teacher predicts after each token, from a store. None: there is no store.
+        taught: ``[B, S]``: what a teacher predicts after each token, or what a base makes of it, from a store. None:
+            there is no store.
     """
 
     tokens: Tensor
@@ -42,7 +44,7 @@ class TokenBatch:
     later: tuple[TokenBatch, ...] = ()
     axis_positions: Tensor | None = field(default=None, kw_only=True)
     places: Tensor | None = field(default=None, kw_only=True)
-    taught: TopTokens | None = field(default=None, kw_only=True)
+    taught: TopTokens | BaseStates | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -25,3 +26,8 @@ class TopTokens:
     def each(self, change: Callable[[Tensor], Tensor]) -> TopTokens:
         """Return the same after a change of every tensor."""
         return TopTokens(change(self.ids), change(self.log_probs), change(self.log_rest))
+
+    @classmethod
+    def stack(cls, rows: Sequence[TopTokens]) -> TopTokens:
+        """Return those of several samples, along a new first dim."""
+        return cls(*(torch.stack([getattr(row, name) for row in rows]) for name in ("ids", "log_probs", "log_rest")))

@@ -52,12 +52,13 @@ def test_the_recipe_of_distillation(tmp_path: Path) -> None:
     data.checkpoint_files = other.files  # type: ignore[method-assign]
     with pytest.raises(DataError, match="was trained with another tokenizer than that of the data"):
         module.check_data(data)
-    store = ["runs/demo/checkpoints/last.ckpt", "--top-k", "16", "--output", "runs/taught", "--", "-c", demo, *WORDS]
-    megalight(tmp_path, "teach", *store, *sizes)
+    parts = ["--processes", "2", "--validation", "--", "-c", demo, *WORDS]
+    store = ["runs/demo/checkpoints/last.ckpt", "--top-k", "16", "--output", "runs/taught", *parts]
+    assert "16 of" in megalight(tmp_path, "teach", *store, *sizes)
     values = {"teacher_logits": "runs/taught"}
     callback = {"class_path": "megalight.callbacks.Distillation", "init_args": values}
     pairs.write_text(yaml.safe_dump({"trainer": {"callbacks": [callback], "default_root_dir": "runs/recorded"}}))
     megalight(tmp_path, *learn, "-c", str(pairs))
     (file,) = (tmp_path / "runs" / "recorded").rglob("metrics.csv")
     with file.open() as lines:
-        assert {"train_divergence", "val_loss"} <= set(next(csv.reader(lines)))
+        assert {"train_divergence", "val_loss", "val_divergence"} <= set(next(csv.reader(lines)))

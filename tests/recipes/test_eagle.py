@@ -32,5 +32,15 @@ def test_the_recipe_of_draft_models(tmp_path: Path) -> None:
     questions = ["--questions", str(RECIPES / "eagle-questions.jsonl"), "--plain", "-n", "24"]
     told = megalight(tmp_path, "acceptance", str(base), "--draft", str(draft), *questions)
     assert 1 <= float(told.rpartition("all: acceptance length ")[2].split()[0]) <= 5
+    stored = ["hidden-states", "--output", "runs/states", "--processes=2", "-q", "--", "-c", eagle, *WORDS]
+    assert "hidden states of 224 features" in megalight(tmp_path, *stored)
+    offline = ["--model.base=runs/states", "--trainer.default_root_dir=runs/offline"]
+    megalight(tmp_path, "fit", "-c", eagle, *WORDS, *offline)
+    (other,) = (tmp_path / "runs" / "offline").rglob("metrics.csv")
+    losses = []
+    for each in (file, other):
+        with each.open() as lines:
+            losses.append([float(row["train_loss"]) for row in csv.DictReader(lines) if row.get("train_loss")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     export_draft(draft, tmp_path / "out")
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}

@@ -16,8 +16,9 @@ from torch import Tensor
 from megalight.callbacks.distillation import Distillation
 from megalight.data.gpt.module import GPTDataModule
 from megalight.data.indexed import IndexedWriter
+from megalight.data.taught import TaughtStore
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference import load_model
+from megalight.inference import load_model, recording
 from megalight.inference.teaching import teach
 from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
@@ -47,9 +48,9 @@ def data_of(folder: Path, packed: bool = False, **options: Any) -> GPTDataModule
 
 
 def store(folder: Path, name: str, packed: bool = False, top_k: int = K, **options: Any) -> Path:
-    data = data_of(folder, packed)
+    data = data_of(folder, packed, **({"split": "3,1,0"} if options.get("validation") else {}))
     data.trainer = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1)  # type: ignore[assignment]
-    model = load_model(folder / "teacher")
+    model = options.pop("model", None) or load_model(folder / "teacher")
     teach(model, data, folder / name, top_k=top_k, dtype="float32", micro_batch_size=3, **options)
     return folder / name
 
@@ -208,7 +209,7 @@ def test_a_torn_store_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"sample 7 in .* is damaged"):
         callback.setup(runner, Learner(), "fit")
     records.write_bytes(content[:-1])
-    with pytest.raises(DataError, match="the store is incomplete"):
+    with pytest.raises(DataError, match="the folder is incomplete"):
         Distillation(teacher_logits=folder / "torn", temperature=TEMPERATURE).attach(Learner())
     manifest.write_text(json.dumps({**facts, "samples": 7}))
     records.write_bytes(content[: len(content) * 7 // 8])
@@ -216,5 +217,52 @@ def test_a_torn_store_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="holds 7 samples, and the run reads 8"):
         callback.setup(runner, Learner(), "fit")
     manifest.unlink()
-    with pytest.raises(DataError, match="no complete store"):
+    with pytest.raises(DataError, match="no complete folder"):
         Distillation(teacher_logits=folder / "torn", temperature=TEMPERATURE).attach(Learner())
+
+
+def test_parts_and_a_killed_process_write_the_same_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = store(folder, "whole", validation=True)
+    store(folder, "parts", validation=True, part=1, parts=2)
+    with pytest.raises(DataError, match=r"no complete folder of megalight teach.*It was begun"):
+        TaughtStore(folder / "parts")
+    monkeypatch.setattr(recording, "COMMIT", 1)
+    model, calls = load_model(folder / "teacher"), []
+
+    def killed(module: Any, *_: Any) -> None:
+        calls.append(module)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    hook = model.register_forward_pre_hook(killed)
+    with pytest.raises(KeyboardInterrupt):
+        store(folder, "parts", validation=True, model=model)
+    with pytest.raises(DataError, match="begun with other settings: top_k was 7 and is 5"):
+        store(folder, "parts", validation=True, top_k=5)
+    hook.remove()
+    calls.clear()
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(model))
+    store(folder, "parts", validation=True, model=model)
+    hook.remove()
+    # Of 8 training samples, 4 were there from the other part, and 3 from before the end of the process.
+    samples = TaughtStore(folder / "parts").meta.validation_samples
+    assert len(calls) <= 1 + -(-samples // 3)
+    for name in ("samples.bin", "validation.bin", "manifest.json"):
+        assert (folder / "parts" / name).read_bytes() == (whole / name).read_bytes()
+    assert {path.name for path in (folder / "parts").iterdir()} == {path.name for path in whole.iterdir()}
+    with pytest.raises(DataError, match="is complete already"):
+        store(folder, "parts", validation=True)
+
+
+def validated(folder: Path) -> None:
+    found = []
+    for options in ({"teacher": folder / "teacher"}, {"teacher_logits": folder / "both"}):
+        runner = trainer(MegatronStrategy(micro_batch_size=2), max_steps=STEPS, callbacks=[Distillation(**options)])
+        runner.fit(Learner(), datamodule=data_of(folder, split="3,1,0"))
+        found.append([float(runner.callback_metrics[name]) for name in ("val_loss", "val_divergence")])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+
+
+def test_validation_samples_give_the_divergence_of_the_teacher_itself(folder: Path) -> None:
+    store(folder, "both", top_k=V, validation=True)
+    run(validated, 1, folder)

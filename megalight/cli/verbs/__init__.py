@@ -24,6 +24,7 @@ VERBS = (
         "merge",
         "quantize",
         "teach",
+        "hidden-states",
         "convert",
         "inspect",
         "plot",
@@ -50,4 +51,4 @@ class Verb(Protocol):
 
 def load(name: str) -> Verb:
     """Import the module of a verb."""
-    return cast(Verb, importlib.import_module(f"{__name__}.{name}"))
+    return cast(Verb, importlib.import_module(f"{__name__}.{name.replace('-', '_')}"))

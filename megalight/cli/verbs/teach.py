@@ -14,12 +14,15 @@ def describe() -> str:
     return (
         "store a teacher's most likely tokens for the training samples of a run\n\n"
         "The arguments after -- are those of megalight fit, for the run that will learn from the store\n"
-        "(Distillation(teacher_logits=FOLDER)). This command runs the teacher in one process, and trains nothing."
+        "(Distillation(teacher_logits=FOLDER)). This command runs the teacher, and trains nothing. Run again, it goes\n"
+        "on where it was stopped."
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    from megalight.cli import parts
+
     parser.add_argument("teacher", help="a checkpoint, a run's folder (its newest one), or a folder of transformers")
     parser.add_argument("-k", "--top-k", type=int, required=True, help="tokens to store for each token; 64 is usual")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
@@ -27,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stored", choices=("float16", "float32"), default="float16", help="dtype on disk (default: float16)"
     )
+    parser.add_argument("--validation", action="store_true", help="store the validation samples, too")
+    parts.add_arguments(parser)
     parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a forward pass (default: 1)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
@@ -37,14 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the store and print a summary."""
-    from megalight.checkpoint.disk.publish import check_new
+    from megalight.cli import parts
     from megalight.cli.newest import newest_in
+    from megalight.data.records import check_open
     from megalight.errors import ConfigurationError
 
     # Before anything is read: the teacher's pass takes hours, and a store is not overwritten.
-    check_new(arguments.output)
+    check_open(arguments.output)
     if arguments.micro_batch_size < 1:
         raise ConfigurationError(f"--micro-batch-size={arguments.micro_batch_size} must be at least 1.")
+    if arguments.processes != 1:
+        return parts.share("teach", arguments)
 
     import torch  # after the checks: importing it takes seconds
 
@@ -76,9 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
     data.trainer = cli.trainer
     model = load_model(
         path,
-        arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        parts.device_of(arguments),
         getattr(torch, arguments.dtype) if arguments.dtype else None,
     )
+    part, count = arguments.part
     meta = teach(
         model,
         data,
@@ -87,11 +96,18 @@ def run(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         dtype=arguments.stored,
         micro_batch_size=arguments.micro_batch_size,
+        validation=arguments.validation,
+        part=part,
+        parts=count,
         progress=not arguments.quiet,
     )
-    size = meta.samples * meta.record.itemsize / 1e6
+    if meta is None:
+        print(f"{arguments.output}: part {part} of {count} is there; others are missing")
+        return 0
+    number = meta.samples + meta.validation_samples
+    size = number * meta.record.itemsize / 1e6
     print(
-        f"{arguments.output}: {meta.samples} samples of {meta.sequence_length} tokens, {meta.top_k} of "
+        f"{arguments.output}: {number} samples of {meta.sequence_length} tokens, {meta.top_k} of "
         f"{meta.vocab_size} ids each, {size:.1f} MB"
     )
     return 0

@@ -21,15 +21,15 @@ from megalight.models.packing import masked_sum
 from megalight.nn import Lesson
 from megalight.ops.divergence import TOP_KINDS
 from megalight.parallel.frozen import FrozenModel
-from megalight.types import PackedSequences, TokenBatch
+from megalight.types import PackedSequences, TokenBatch, TopTokens
 
 
 @dataclass(frozen=True)
 class Recorded:
     """What a student's LightningModule needs of a teacher whose predictions lie on disk.
 
-    Batches bring them (:attr:`~megalight.types.TokenBatch.taught`). Validation has none, and reports the student's own
-    loss.
+    Batches bring them (:attr:`~megalight.types.TokenBatch.taught`). Validation reports the student's own loss, and the
+    divergence if the folder has validation samples.
 
     Args:
         folder: what ``megalight teach`` wrote. It is opened when it is first needed.
@@ -128,7 +128,7 @@ class Recorded:
     def lesson(
         self, results: Mapping[str, Tensor], batch: TokenBatch, sequences: PackedSequences, training: bool
     ) -> Lesson | None:
-        """Return what the student's head learns from the teacher's tokens; None without any (validation).
+        """Return what the student's head learns from the teacher's tokens; None without any.
 
         Args:
             results: of frozen models; not used.
@@ -138,6 +138,7 @@ class Recorded:
         """
         if batch.taught is None:
             return None
+        assert isinstance(batch.taught, TopTokens)
 
         def packed(rows: Tensor) -> Tensor:
             rows = rows.flatten(0, 1)
@@ -152,11 +153,14 @@ class Recorded:
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """Return the loss of a micro-batch, and metrics; see :meth:`.Distiller.objective`."""
         own = masked_sum(found["losses"], mask) if "losses" in found else None
-        if not training:
+        if "divergences" not in found:
             assert own is not None
             return own, {}
         divergence, tokens = masked_sum(found["divergences"], mask), mask.sum()
         metrics = {"divergence": (divergence.detach(), tokens)}
+        if not training:
+            assert own is not None
+            return own, metrics
         if own is not None:
             metrics["own_loss"] = own.detach(), tokens
         return self.loss.objective(divergence, torch.zeros_like(divergence), own, None), metrics

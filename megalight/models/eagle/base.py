@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from megalight.data.states import ENDS as STORED_ENDS
+from megalight.data.states import StatesStore
 from megalight.errors import ConfigurationError
 from megalight.models.distillation import OUTPUT, SAVED, Layout, Teacher, check_tokenizer
+from megalight.models.eagle.offline import StoredBase, is_states
 from megalight.models.family import Family
 from megalight.models.gpt import GPTConfig
 from megalight.models.hidden import KEPT
@@ -70,7 +74,8 @@ class BaseModel:
     """What the LightningModule of a draft needs of its base.
 
     Args:
-        folder: a checkpoint, or a ``transformers`` folder.
+        folder: a checkpoint, a ``transformers`` folder, or a folder of ``megalight hidden-states``. Of the latter the
+            base's ends are read, and batches bring its results.
         layout: the base's layout, over the same ranks.
 
     Raises:
@@ -82,9 +87,18 @@ class BaseModel:
     layout: Layout = field(default_factory=Layout)
     config: GPTConfig = field(init=False, compare=False)
     files: Mapping[str, bytes] = field(init=False, compare=False, repr=False)
+    states: StatesStore | None = field(init=False, default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Read the base's configuration."""
+        if is_states(self.folder):
+            if self.layout != Layout():
+                raise ConfigurationError(
+                    f"{self.folder} holds hidden states, so no base runs, and it has no layout; leave tensor_parallel, "
+                    "pipeline_parallel, sequence_parallel, pipeline_layout and expert_parallel out."
+                )
+            object.__setattr__(self, "states", StatesStore(self.folder))
+            object.__setattr__(self, "folder", Path(self.folder) / STORED_ENDS)
         stored = open_model(self.folder)
         if not isinstance(stored.config, GPTConfig):
             raise ConfigurationError(
@@ -114,16 +128,20 @@ class BaseModel:
         word, config = f"{SAVED}embed.word.weight", task.config
         output = word if config.tie_embeddings else f"{SAVED}{OUTPUT}.weight"
         ends = {f"{BASE}.{ENDS}.embed.weight": word, f"{BASE}.{ENDS}.head.output_layer.weight": output}
+        beside = Beside(
+            build=lambda: Ends(config, len(draft_ids) or config.vocab_size),
+            name=ENDS,
+            plan=Plan({"embed": Vocab(), "head": VocabHead()}),
+            source=Rows(Chosen(weights, ends), {list(ends)[1]: tuple(draft_ids)} if draft_ids else {}),
+        )
+        if self.states is not None:
+
+            def place(part: nn.Module | None) -> None:
+                task.beside = part  # type: ignore[assignment]
+
+            return StoredBase(beside, place)  # type: ignore[return-value]
         return self.layout.declare(
-            task=task,
-            source=Chosen(weights, {name: name for name in names}),
-            for_last_stage=True,
-            beside=Beside(
-                build=lambda: Ends(config, len(draft_ids) or config.vocab_size),
-                name=ENDS,
-                plan=Plan({"embed": Vocab(), "head": VocabHead()}),
-                source=Rows(Chosen(weights, ends), {list(ends)[1]: tuple(draft_ids)} if draft_ids else {}),
-            ),
+            task=task, source=Chosen(weights, {name: name for name in names}), for_last_stage=True, beside=beside
         )
 
 

@@ -16,6 +16,7 @@ from megalight.models.distillation import Layout, share_of
 from megalight.models.eagle.architecture import read_architecture, read_vocabulary
 from megalight.models.eagle.base import BASE, Base, BaseModel
 from megalight.models.eagle.config import EagleConfig
+from megalight.models.eagle.offline import serve
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, pack
@@ -36,7 +37,8 @@ class EagleModule(FamilyModule[EagleConfig]):
     the cross entropy with the base's distribution, over the tokens that the draft knows.
 
     Args:
-        base: a checkpoint of a GPT, or a ``transformers`` folder.
+        base: a checkpoint of a GPT, or a ``transformers`` folder. Or a folder of ``megalight hidden-states``: then no
+            base runs.
         config: the draft; None: as :class:`~megalight.models.eagle.EagleConfig` derives it from the base.
         architecture: a JSON file in place of ``config``; see :func:`~megalight.models.eagle.read_architecture`.
         draft_vocabulary: a file with the ids that the draft predicts, in place of ``config.draft_ids``; see
@@ -62,7 +64,8 @@ class EagleModule(FamilyModule[EagleConfig]):
     Raises:
         ConfigurationError: the draft does not fit the base, or a value is out of range.
         CheckpointError: the folder holds no complete model.
-        DataError: before processes start: the data was made by another tokenizer than the base's.
+        DataError: before processes start: the data was made by another tokenizer than the base's, or hidden states on
+            disk are incomplete; in set-up: they are of other samples.
     """
 
     family = "eagle"
@@ -123,6 +126,18 @@ class EagleModule(FamilyModule[EagleConfig]):
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the base."""
         return {BASE: self.base_model.frozen(self.base, self.config.draft_ids)}
+
+    def setup(self, stage: str) -> None:
+        """Check the data, and let its batches bring hidden states that lie on disk."""
+        super().setup(stage)
+        if self.base_model.states is not None and stage == "fit":
+            serve(self.base_model.states, getattr(self.trainer, "datamodule", None), self.config.auxiliary_layers)
+
+    def teardown(self, stage: str) -> None:
+        """Leave the data as it was."""
+        data = getattr(self.trainer, "datamodule", None)
+        if self.base_model.states is not None and hasattr(data, "taught"):
+            data.taught = None
 
     def check_data(self, datamodule: Any) -> None:
         """Refuse data that does not fit the draft, or came from another tokenizer than the base's."""

@@ -1,0 +1,88 @@
+"""Commands that several processes share: each computes one part of the samples."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "--processes", type=int, default=1, help="processes that share the samples, each on a GPU of its own"
+    )
+    parser.add_argument(
+        "--part",
+        type=_part,
+        default=(0, 1),
+        metavar="I/N",
+        help="write only part I of N, counted from 0: for processes on several machines, with one shared folder",
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 0/4, the first of four (the last is 3/4)")
+    return int(found[1]), int(found[2])
+
+
+def device_of(arguments: argparse.Namespace) -> str:
+    """Return the device of this process: that which is named, or a GPU by the number of the part, or the CPU."""
+    import torch
+
+    if arguments.device:
+        return str(arguments.device)
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{arguments.part[0] % torch.cuda.device_count()}"
+
+
+def share(verb: str, arguments: argparse.Namespace) -> int:
+    """Run the same command in ``--processes`` processes, and return the exit code.
+
+    Raises:
+        ConfigurationError: the number is out of range, or ``--part`` is given, too.
+    """
+    from megalight.errors import ConfigurationError
+
+    count = arguments.processes
+    if count < 1 or arguments.part != (0, 1):
+        raise ConfigurationError(
+            f"--processes={count} must be at least 1, and divides the samples into parts itself; leave --part out."
+        )
+    words = _without(arguments.words, "--processes")
+    first, *others = (
+        subprocess.Popen(
+            [sys.executable, "-m", "megalight", verb, f"--part={part}/{count}", *["--quiet"] * (part > 0), *words],
+            # One progress bar and one error are enough.
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if part else None,
+            text=True,
+        )
+        for part in range(count)
+    )
+    said, codes = first.communicate()[0], [first.returncode]
+    for process in others:
+        out, error = process.communicate()
+        codes.append(process.returncode)
+        if process.returncode and not codes[0]:
+            print(error, file=sys.stderr, end="")
+        # Told by the process that ended last.
+        said = out if "samples of" in out else said
+    print(said, end="")
+    return max(codes, key=abs)
+
+
+def _without(words: Sequence[str], option: str) -> list[str]:
+    cut = list(words).index("--") if "--" in words else len(words)
+    found, rest = list(words[:cut]), list(words[cut:])
+    for place, word in enumerate(found):
+        if word == option:
+            return found[:place] + found[place + 2 :] + rest
+        if word.startswith(f"{option}="):
+            return found[:place] + found[place + 1 :] + rest
+    return found + rest
