@@ -94,7 +94,7 @@ def _train(name: str, rest: list[str]) -> int:
 
 def _overview() -> str:
     rows = [*TRAINER_VERBS.items(), *((name, load(name).describe().splitlines()[0]) for name in VERBS)]
-    commands = "\n".join(f"  {name:<13} {line}" for name, line in rows)
+    commands = "\n".join(f"  {name:<16} {line}" for name, line in rows)
     return (
         "usage: megalight COMMAND [arguments]\n\n"
         "Train, evaluate and sample language models on any layout of devices, with PyTorch Lightning.\n\n"

@@ -77,18 +77,19 @@ class TaughtStore(Records[TaughtMeta]):
 
 
 ValueT = TypeVar("ValueT", TopTokens, BaseStates)
+ReadT = TypeVar("ReadT", TopTokens, BaseStates, covariant=True)
 
 
-class Store(Protocol[ValueT]):
+class Store(Protocol[ReadT]):
     """Reads what a frozen model made of samples."""
 
     def has(self, split: str) -> bool:
         """Return whether there are samples of a split."""
 
-    def read(self, index: int, sample: Sample, split: str = "train") -> ValueT:
+    def read(self, index: int, sample: Sample, split: str = "train") -> ReadT:
         """Return what the model made of a sample."""
 
-    def empty(self) -> ValueT:
+    def empty(self) -> ReadT:
         """Return the same for a sample without loss."""
 
 
@@ -109,7 +110,8 @@ class Taught(Generic[ValueT]):
         collate: Callable[[Sequence[Sample]], TokenBatch],
         split: str = "train",
     ) -> None:
-        self.samples, self.store, self._collate, self._split = samples, store, collate, split
+        self.samples, self._collate, self._split = samples, collate, split
+        self.store: Store[ValueT] = store
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -25,6 +25,7 @@ VERBS = (
         "quantize",
         "teach",
         "hidden-states",
+        "draft-vocabulary",
         "convert",
         "inspect",
         "plot",

@@ -136,7 +136,7 @@ class EagleModule(FamilyModule[EagleConfig]):
     def teardown(self, stage: str) -> None:
         """Leave the data as it was."""
         data = getattr(self.trainer, "datamodule", None)
-        if self.base_model.states is not None and hasattr(data, "taught"):
+        if data is not None and self.base_model.states is not None and hasattr(data, "taught"):
             data.taught = None
 
     def check_data(self, datamodule: Any) -> None:

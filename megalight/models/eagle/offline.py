@@ -96,5 +96,6 @@ def serve(store: StatesStore, data: Any, layers: Sequence[int]) -> None:
                 f"{store.folder} has no validation samples, and the run validates; set trainer.limit_val_batches=0, or "
                 f"write the folder again with {store.meta.command}."
             )
-        store.check(*validation, "validation")
+        samples, count = validation
+        store.check(samples, count, "validation")
     data.taught = store
