@@ -309,25 +309,30 @@ def _grad_queries(
     begin = program % (CHUNK // ROWS) * ROWS
     i = first + begin + tl.arange(0, ROWS)
     start_i = tl.load(starts + i)
-    query = _rows(queries + group * queries_group, queries_token, i, tokens, width, WIDTH).to(tl.float32)
     chunk = (first // CHUNK).to(tl.int64)
     grad = tl.zeros((ROWS, WIDTH), tl.float32)
     for head in range(group * per, group * per + per):
         total_i = tl.load(totals + i * heads + head)
         grad_i = _rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
         reach = tl.exp(tl.where(start_i < first, total_i, float("-inf")))
-        state = _matrix(states + (chunk * heads + head) * size * width, size, width, SIZE, WIDTH)
-        earlier = tl.dot(grad_i, state.to(grad_i.dtype), input_precision="ieee") * reach[:, None]
+        state = _matrix(states + (chunk * heads + head) * size * width, size, width, SIZE, WIDTH).to(grad_i.dtype)
+        earlier = tl.dot(grad_i, state, input_precision="ieee") * reach[:, None]
+        query = _rows(queries + group * queries_group, queries_token, i, tokens, width, WIDTH).to(tl.float32)
         tl.store(read + i * heads + head, tl.sum(earlier * query, 1))
         grad += earlier
-        for place in range(0, begin + ROWS, ROWS):
-            j = first + place + tl.arange(0, ROWS)
-            decay = _decays(total_i, tl.load(totals + j * heads + head), start_i, tl.load(starts + j), i, j)
-            key = _rows(keys + group * keys_group, keys_token, j, tokens, width, WIDTH)
+    for place in range(0, begin + ROWS, ROWS):
+        j = first + place + tl.arange(0, ROWS)
+        start_j = tl.load(starts + j)
+        # The heads share keys: their weights are summed first, and multiplied once.
+        weight = tl.zeros((ROWS, ROWS), tl.float32)
+        for head in range(group * per, group * per + per):
+            total_i, total_j = tl.load(totals + i * heads + head), tl.load(totals + j * heads + head)
+            decay = _decays(total_i, total_j, start_i, start_j, i, j) * tl.load(dt + j * heads + head)[None, :]
+            grad_i = _rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
             value = _rows(x + head * x_head, x_token, j, tokens, size, SIZE)
-            weight = tl.dot(grad_i, tl.trans(value), input_precision="ieee") * decay
-            weight *= tl.load(dt + j * heads + head)[None, :]
-            grad += tl.dot(weight.to(key.dtype), key, input_precision="ieee")
+            weight += tl.dot(grad_i, tl.trans(value), input_precision="ieee") * decay
+        key = _rows(keys + group * keys_group, keys_token, j, tokens, width, WIDTH)
+        grad += tl.dot(weight.to(key.dtype), key, input_precision="ieee")
     feature = tl.arange(0, WIDTH)
     target = grad_queries + (i.to(tl.int64)[:, None] * (heads // per) + group) * width + feature[None, :]
     tl.store(target, grad.to(grad_queries.dtype.element_ty), mask=(i < tokens)[:, None] & (feature < width)[None, :])
@@ -368,19 +373,24 @@ def _grad_keys(
     grad = tl.zeros((ROWS, WIDTH), tl.float32)
     for head in range(group * per, group * per + per):
         total_j = tl.load(totals + j * heads + head)
-        step = tl.load(dt + j * heads + head)
         value = _rows(x + head * x_head, x_token, j, tokens, size, SIZE)
         last = tl.load(totals + (first + CHUNK - 1) * heads + head)
-        to_end = tl.exp(tl.where(counts, last - total_j, float("-inf"))) * step
-        state = _matrix(grad_states + (chunk * heads + head) * size * width, size, width, SIZE, WIDTH)
-        grad += tl.dot(value, state.to(value.dtype), input_precision="ieee") * to_end[:, None]
-        for place in range(begin, CHUNK, ROWS):
-            i = first + place + tl.arange(0, ROWS)
-            decay = _decays(tl.load(totals + i * heads + head), total_j, tl.load(starts + i), start_j, i, j)
-            query = _rows(queries + group * queries_group, queries_token, i, tokens, width, WIDTH)
+        to_end = tl.exp(tl.where(counts, last - total_j, float("-inf"))) * tl.load(dt + j * heads + head)
+        state = _matrix(grad_states + (chunk * heads + head) * size * width, size, width, SIZE, WIDTH).to(value.dtype)
+        grad += tl.dot(value, state, input_precision="ieee") * to_end[:, None]
+    for place in range(begin, CHUNK, ROWS):
+        i = first + place + tl.arange(0, ROWS)
+        start_i = tl.load(starts + i)
+        # The heads share queries: their weights are summed first, and multiplied once.
+        weight = tl.zeros((ROWS, ROWS), tl.float32)
+        for head in range(group * per, group * per + per):
+            total_i, total_j = tl.load(totals + i * heads + head), tl.load(totals + j * heads + head)
+            decay = _decays(total_i, total_j, start_i, start_j, i, j) * tl.load(dt + j * heads + head)[None, :]
             grad_i = _rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
-            weight = tl.dot(grad_i, tl.trans(value), input_precision="ieee") * decay * step[None, :]
-            grad += tl.dot(tl.trans(weight).to(query.dtype), query, input_precision="ieee")
+            value = _rows(x + head * x_head, x_token, j, tokens, size, SIZE)
+            weight += tl.dot(grad_i, tl.trans(value), input_precision="ieee") * decay
+        query = _rows(queries + group * queries_group, queries_token, i, tokens, width, WIDTH)
+        grad += tl.dot(tl.trans(weight).to(query.dtype), query, input_precision="ieee")
     feature = tl.arange(0, WIDTH)
     target = grad_keys + (j.to(tl.int64)[:, None] * (heads // per) + group) * width + feature[None, :]
     tl.store(target, grad.to(grad_keys.dtype.element_ty), mask=(j < tokens)[:, None] & (feature < width)[None, :])
