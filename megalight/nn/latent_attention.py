@@ -12,6 +12,7 @@ from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
 from megalight.nn.norm import RMSNorm
 from megalight.nn.state import Slots, TokenRows
+from megalight.ops.latent_heads import join_keys
 from megalight.ops.parameter import precision_of
 
 
@@ -121,8 +122,7 @@ class LatentAttention(nn.Module):
         # the norm is over the latent alone, and before the projection gathers tokens, where that is cheap
         latent, key = self.kv_latent_norm(latent), self.shared_key(key)
         if table is not None:
-            plain, turned = torch.split(q, [self.head_dim, self.rotary_dim], -1)
-            q, key = torch.cat([plain, table.rotate(turned)], -1), table.rotate(key[:, None])[:, 0]
+            q, key = table.rotate_tail(q), table.rotate(key[:, None])[:, 0]
         return q, latent, key
 
     def _project(self, mixed: Tensor) -> Tensor:
@@ -132,10 +132,7 @@ class LatentAttention(nn.Module):
     def _keys_values(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """``latent [T, c], key [T, R] -> [T, H, D + R], [T, H, V]``. Of the latent, a share of the tokens will do."""
         wide = self.kv_up(latent)
-        heads = wide.view(len(wide), -1, self.head_dim + self.value_dim)
-        k, v = torch.split(heads, [self.head_dim, self.value_dim], -1)
-        # `expand` copies nothing. The concatenation is what writes the same rotated features into every head.
-        return torch.cat([k, key[:, None].expand(-1, k.shape[1], -1)], -1), v
+        return join_keys(wide.view(len(wide), -1, self.head_dim + self.value_dim), key, self.head_dim)
 
     def _continue(self, q: Tensor, rows: Tensor, context: LayerContext) -> Tensor:
         """Attend to all tokens of the sequences, given by their rows: ``q [T, H, D + R], rows [Tk, c + R]``."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megalight.ops.latent_heads import rotate_tail
 from megalight.ops.rotary import RotaryAxes, RotaryScaling, apply_rotary, rotary_table, rotate_qkv
 
 
@@ -28,6 +29,10 @@ class RotaryTable(NamedTuple):
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate the first ``dim`` features of every head of ``x [T, H, D]``."""
         return apply_rotary(x, self.cos, self.sin, interleaved=self.interleaved, backend=self.backend)
+
+    def rotate_tail(self, x: Tensor) -> Tensor:
+        """Rotate the last ``dim`` features of every head of ``x [T, H, D]``."""
+        return rotate_tail(x, self.cos, self.sin, interleaved=self.interleaved, backend=self.backend)
 
     def rotate_qkv(
         self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int

@@ -10,6 +10,7 @@ OPS = (
     "attention_merge",
     "norm",
     "rotary",
+    "latent_heads",
     "activation",
     "linear",
     "cross_entropy",

@@ -19,6 +19,7 @@ from megalight.ops.causal_conv import reference as conv_reference
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
 from megalight.ops.gated_norm import reference as gated_norm_reference
+from megalight.ops.latent_heads import reference as heads_reference
 from megalight.ops.norm import reference as norm_reference
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
 from megalight.ops.quantize.formats import to_fp8
@@ -145,6 +146,29 @@ def check_gated_norm(module: Any, device: str, dtype: torch.dtype, rows: int, gr
         return out
 
     check(partial(run, module.gated_norm), partial(run, gated_norm_reference.gated_norm), (y, wider, weight))
+
+
+def check_latent_heads(
+    module: Any, device: str, dtype: torch.dtype, heads: int, own: int, shared: int, values: int
+) -> None:
+    """Inputs are parts of wider rows, as of a fused projection."""
+    cos, sin = rotary_table(torch.arange(7, device=device), shared, 100.0)
+    q = torch.randn(7, heads, own + shared + 2, device=device).to(dtype)
+    rows = torch.randn(7, heads, own + values + 3, device=device).to(dtype)
+    key = torch.randn(7, shared + 1, device=device).to(dtype)
+
+    def keys(fn: Any, rows: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = fn(rows[..., : own + values], key[:, 1:], own)
+        return out
+
+    check(partial(keys, module.join_keys), partial(keys, heads_reference.join_keys), (rows, key))
+    for interleaved in (False, True):
+
+        def tails(fn: Any, q: Tensor, interleaved: bool = interleaved) -> Tensor:
+            out: Tensor = fn(q[..., 2:], cos.to(wide(q.dtype)), sin.to(wide(q.dtype)), interleaved)
+            return out
+
+        check(partial(tails, module.rotate_tail), partial(tails, heads_reference.rotate_tail), (q,))
 
 
 def check_norms(

@@ -85,6 +85,7 @@ def main() -> None:
     from megalight.ops.causal_conv import triton as convolutions
     from megalight.ops.cross_entropy import triton as rows
     from megalight.ops.gated_norm import triton as gated_norms
+    from megalight.ops.latent_heads import triton as latent_heads
     from megalight.ops.linear import triton as linear
     from megalight.ops.norm import triton as norms
     from megalight.ops.quantize import Scheme, quantize
@@ -143,6 +144,11 @@ def main() -> None:
     for groups, size, dtype in ((8, 1024, HALF), (1, 8192, HALF), (1, 2048, torch.float32), (3, 100, HALF)):
         gated = leaf(64, groups * size, dtype=dtype), leaf(64, groups * size, dtype=dtype)
         through(gated_norms.gated_norm(*gated, leaf(groups * size, dtype=dtype), size, 1e-5))
+    for heads, own, shared, values in ((128, 128, 64, 128), (5, 24, 10, 20)):
+        cos, sin = torch.randn(2, 8, shared // 2)
+        through(latent_heads.join_keys(leaf(8, heads, own + values), leaf(8, shared), own))
+        for interleaved in (False, True):
+            through(latent_heads.rotate_tail(leaf(8, heads, own + shared), cos, sin, interleaved))
     for heads, groups, size, width in ((16, 2, 64, 128), (8, 1, 128, 128), (6, 3, 20, 100)):
         steps = torch.rand(256, heads).requires_grad_(), (-torch.rand(heads)).requires_grad_()
         keys, queries = leaf(256, groups, width), leaf(256, groups, width)

@@ -62,6 +62,11 @@ def test_causal_conv(lengths: list[int], channels: int, taps: int, monkeypatch: 
     checks.check_causal_conv(module, "cpu", torch.float32, lengths, channels, taps)
 
 
+@pytest.mark.parametrize("sizes", [(5, 6, 4, 3), (18, 8, 6, 8)])
+def test_latent_heads(sizes: tuple[int, int, int, int]) -> None:
+    checks.check_latent_heads(kernels("latent_heads"), "cpu", torch.float32, *sizes)
+
+
 @pytest.mark.parametrize(("rows", "groups", "group"), [(9, 2, 63), (300, 3, 16), (3, 1, 2100)])
 def test_gated_norm(rows: int, groups: int, group: int) -> None:
     checks.check_gated_norm(kernels("gated_norm"), "cpu", torch.float32, rows, groups, group)

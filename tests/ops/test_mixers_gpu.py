@@ -1,4 +1,4 @@
-"""The kernels of mixers on a GPU, beside the scan: convolutions and gated norms."""
+"""The kernels of mixers on a GPU, beside the scan: convolutions, gated norms, and heads of latent attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalight.ops import causal_conv, gated_norm
-from tests.ops.checks import check_causal_conv, check_gated_norm
+from tests.ops.checks import check_causal_conv, check_gated_norm, check_latent_heads
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +26,14 @@ def test_gated_norm(rows: int, groups: int, group: int, dtype: torch.dtype) -> N
     from megalight.ops.gated_norm import triton
 
     check_gated_norm(triton, "cuda", dtype, rows, groups, group)
+
+
+@pytest.mark.parametrize("sizes", [(128, 128, 64, 128), (5, 24, 10, 20), (18, 64, 32, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_latent_heads(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    from megalight.ops.latent_heads import triton
+
+    check_latent_heads(triton, "cuda", dtype, *sizes)
 
 
 def test_triton_is_chosen() -> None:

@@ -77,7 +77,8 @@ def wider_heads(device: str) -> bool:
     """Return whether cuDNN has kernels for heads of up to ``WIDER`` features: on Hopper, and in newer versions."""
     if cuda_why_not(device) is not None:
         return False
-    return torch.cuda.get_device_capability() == (9, 0) and (torch.backends.cudnn.version() or 0) >= SINCE
+    version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return torch.cuda.get_device_capability() == (9, 0) and version >= SINCE
 
 
 def _cudnn_why_not(spec: Spec) -> str | None:

@@ -1,0 +1,230 @@
+"""The heads of latent attention in one pass over memory each, forward and backward.
+
+torch concatenates parts of wider rows at a fraction of the memory's speed, and the backward of a split does so again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import apply, once_differentiable
+from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
+
+HEADS = 16
+"""Heads of a token that a program handles at once."""
+
+
+@jit
+def _move(
+    source: Value,
+    target: Value,
+    head: Value,
+    heads: Value,
+    source_head: Value,
+    target_head: Value,
+    width: Value,
+    BLOCK: constexpr,
+) -> None:
+    """Copy ``[heads, width]``."""
+    feature = tl.arange(0, BLOCK)[None, :]
+    inside = (head < heads)[:, None] & (feature < width)
+    value = tl.load(source + head[:, None] * source_head + feature, mask=inside, other=0.0)
+    tl.store(target + head[:, None] * target_head + feature, value, mask=inside)
+
+
+@jit
+def _tail(
+    source: Value,
+    target: Value,
+    cos: Value,
+    sin: Value,
+    source_token: Value,
+    source_head: Value,
+    heads: Value,
+    plain: Value,
+    half: Value,
+    INTERLEAVED: constexpr,
+    BACKWARD: constexpr,
+    HEADS: constexpr,
+    PLAIN: constexpr,
+    HALF: constexpr,
+) -> None:
+    """Copy the first ``plain`` features of heads, and rotate the others; the target is contiguous."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    target_head = plain + 2 * half
+    source += token * source_token
+    target += token * heads * target_head
+    _move(source, target, head, heads, source_head, target_head, plain, PLAIN)
+    pair = tl.arange(0, HALF)
+    c = tl.load(cos + token * half + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * half + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    if BACKWARD:  # the inverse rotation, which is also the transposed one
+        s = -s
+    source += plain
+    target += plain
+    if INTERLEAVED:
+        # Neighbours are loaded together and parted in registers: loads of every other value would be slow.
+        feature = tl.arange(0, 2 * HALF)[None, :]
+        inside = (head < heads)[:, None] & (feature < 2 * half)
+        both = tl.load(source + head[:, None] * source_head + feature, mask=inside, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, (HEADS, HALF, 2)))
+        turned = tl.reshape(tl.join(a * c - b * s, a * s + b * c), (HEADS, 2 * HALF))
+        tl.store(target + head[:, None] * target_head + feature, turned.to(target.dtype.element_ty), mask=inside)
+    else:
+        inside = (head < heads)[:, None] & (pair < half)[None, :]
+        first = source + head[:, None] * source_head + pair[None, :]
+        a = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
+        out = target + head[:, None] * target_head + pair[None, :]
+        tl.store(out, (a * c - b * s).to(target.dtype.element_ty), mask=inside)
+        tl.store(out + half, (a * s + b * c).to(target.dtype.element_ty), mask=inside)
+
+
+@jit
+def _join(
+    wide: Value,
+    key: Value,
+    out: Value,
+    wide_token: Value,
+    wide_head: Value,
+    key_token: Value,
+    heads: Value,
+    own: Value,
+    shared: Value,
+    HEADS: constexpr,
+    OWN: constexpr,
+    SHARED: constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    size = own + shared
+    out += token * heads * size
+    _move(wide + token * wide_token, out, head, heads, wide_head, size, own, OWN)
+    # a head stride of 0: the same features for each
+    _move(key + token * key_token, out + own, head, heads, 0, size, shared, SHARED)
+
+
+@jit
+def _part(
+    grad_k: Value,
+    grad_v: Value,
+    grad_wide: Value,
+    grad_key: Value,
+    k_token: Value,
+    k_head: Value,
+    v_token: Value,
+    v_head: Value,
+    heads: Value,
+    own: Value,
+    shared: Value,
+    values: Value,
+    HEADS: constexpr,
+    OWN: constexpr,
+    SHARED: constexpr,
+    VALUES: constexpr,
+) -> None:
+    """Write the gradients of one token. A program sums the shared features over all heads, in a fixed order."""
+    token = tl.program_id(0).to(tl.int64)
+    grad_k += token * k_token
+    grad_v += token * v_token
+    grad_wide += token * heads * (own + values)
+    feature = tl.arange(0, SHARED)
+    total = tl.zeros((SHARED,), tl.float32)
+    for start in range(0, heads, HEADS):
+        head = start + tl.arange(0, HEADS)
+        _move(grad_k, grad_wide, head, heads, k_head, own + values, own, OWN)
+        _move(grad_v, grad_wide + own, head, heads, v_head, own + values, values, VALUES)
+        inside = (head < heads)[:, None] & (feature < shared)[None, :]
+        part = tl.load(grad_k + own + head[:, None] * k_head + feature[None, :], mask=inside, other=0.0)
+        total += tl.sum(part.to(tl.float32), 0)
+    tl.store(grad_key + token * shared + feature, total.to(grad_key.dtype.element_ty), mask=feature < shared)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return ``x`` with a contiguous last dim."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
+    x = _rows(x)
+    tokens, heads, size = x.shape
+    half = cos.shape[-1]
+    plain = size - 2 * half
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _tail[(tokens, cdiv(heads, HEADS))](
+        *(x, out, cos, sin, x.stride(0), x.stride(1), heads, plain, half),
+        INTERLEAVED=interleaved,
+        BACKWARD=backward,
+        HEADS=HEADS,
+        PLAIN=next_power(plain),
+        HALF=next_power(half),
+        num_warps=4,
+    )
+    return out
+
+
+class _RotateTail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotated(x, cos, sin, interleaved, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotated(grad, *ctx.saved_tensors, ctx.interleaved, True), None, None, None
+
+
+class _JoinKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor, key: Tensor, own: int) -> tuple[Tensor, Tensor]:
+        wide, key = _rows(wide), _rows(key)
+        tokens, heads, _ = wide.shape
+        shared = key.shape[-1]
+        k = wide.new_empty(tokens, heads, own + shared)
+        _join[(tokens, cdiv(heads, HEADS))](
+            *(wide, key, k, wide.stride(0), wide.stride(1), key.stride(0), heads, own, shared),
+            HEADS=HEADS,
+            OWN=next_power(own),
+            SHARED=next_power(shared),
+            num_warps=4,
+        )
+        ctx.own, ctx.dtype = own, key.dtype
+        return k, wide[..., own:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        grad_k, grad_v = _rows(grad_k), _rows(grad_v)
+        tokens, heads, size = grad_k.shape
+        own, values = ctx.own, grad_v.shape[-1]
+        shared = size - own
+        grad_wide = grad_k.new_empty(tokens, heads, own + values)
+        grad_key = grad_k.new_empty(tokens, shared, dtype=ctx.dtype)
+        strides = (*grad_k.stride()[:2], *grad_v.stride()[:2])
+        _part[(tokens,)](
+            *(grad_k, grad_v, grad_wide, grad_key, *strides, heads, own, shared, values),
+            HEADS=HEADS,
+            OWN=next_power(own),
+            SHARED=next_power(shared),
+            VALUES=next_power(values),
+            num_warps=4,
+        )
+        return grad_wide, grad_key, None
+
+
+def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """See :func:`megalight.ops.latent_heads.rotate_tail`."""
+    out: Tensor = apply(_RotateTail, x, cos.contiguous(), sin.contiguous(), interleaved)
+    return out
+
+
+def join_keys(wide: Tensor, key: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """See :func:`megalight.ops.latent_heads.join_keys`."""
+    out: tuple[Tensor, Tensor] = apply(_JoinKeys, wide, key, head_dim)
+    return out
