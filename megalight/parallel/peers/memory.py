@@ -99,6 +99,11 @@ class PeerMemory:
         """All memory ever allocated: peers may still read memory that was replaced by a larger one."""
         self._views: dict[tuple[Any, ...], Tensor] = {}
 
+    @property
+    def has_flags(self) -> bool:
+        """Whether a slot was asked for; the first call makes the flags."""
+        return bool(self._flags)
+
     def slot(self, nbytes: int, busy: Container[int] = ()) -> Slot:
         """Return the next slot, with at least ``nbytes`` bytes on every rank.
 

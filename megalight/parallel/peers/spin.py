@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megalight.ops.jit import Value, constexpr, tl, triton
-from megalight.parallel.peers.memory import SLOTS
+from megalight.parallel.peers.memory import SLOTS, PeerMemory
 from megalight.parallel.peers.watch import Watch
 
 WIDEST = 32
@@ -26,12 +26,16 @@ def wait(flags: tuple[int, ...]) -> None:
         _wait[(1,)](*_row(flags), WIDTH=WIDEST, num_warps=1)
 
 
-def wait_with(watch: Watch, flags: tuple[int, ...]) -> None:
-    """Do as :func:`wait`, but no longer than the watch allows: then note the peers, and let what is queued go on."""
+def wait_with(watch: Watch, flags: tuple[int, ...], memory: PeerMemory | None = None) -> None:
+    """Do as :func:`wait`, but no longer than the watch allows: then note the peers, and let what is queued go on.
+
+    Args:
+        memory: the memory of the flags; None: the first one of the watch.
+    """
     if flags:
-        notes, free, stride = watch.places(flags)
+        places = watch.places(flags, memory or watch.memory)
         limit = int(watch.limit * 1e9)
-        _wait_with[(1,)](*_row(flags), notes, free, stride, limit, WIDTH=WIDEST, SLOTS=SLOTS, num_warps=1)
+        _wait_with[(1,)](*_row(flags), *places, limit, WIDTH=WIDEST, SLOTS=SLOTS, num_warps=1)
 
 
 @lru_cache(maxsize=4096)
@@ -53,21 +57,23 @@ def _wait(first: Value, which: Value, WIDTH: constexpr) -> None:
                 pass
 
 
-@triton.jit(do_not_specialize=["first", "which", "notes", "free", "stride", "limit"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first", "which", "notes", "free", "others", "stride", "limit"])  # type: ignore[untyped-decorator]
 def _wait_with(
     first: Value,
     which: Value,
     notes: Value,
     free: Value,
+    others: Value,
     stride: Value,
     limit: Value,
     WIDTH: constexpr,
     SLOTS: constexpr,
 ) -> None:
-    row, noted, unlocked = (
+    row, noted, unlocked, beside = (
         first.to(tl.pointer_type(tl.int32)),
         notes.to(tl.pointer_type(tl.int32)),
         free.to(tl.pointer_type(tl.int32)),
+        others.to(tl.pointer_type(tl.int32)),
     )
     began = _now()
     for word in range(WIDTH):
@@ -81,6 +87,7 @@ def _wait_with(
                         tl.store(noted + word, 1)
                         for place in range(SLOTS):
                             tl.store(unlocked + place * stride + word, 1)
+                            tl.store(beside + place * stride + word, 1)
                         seen += 2
                     else:
                         seen = tl.atomic_cas(row + word, 1, 0, sem="acquire", scope="sys")

@@ -23,13 +23,15 @@ class Watch:
     Args:
         memory: slots and flags.
         limit: seconds that a wait for a flag may take; None: as long as collectives of the group.
+        also: further memory of the same ranks, whose flags of kind ``FREE`` are raised as well, because one stream
+            waits for those of all.
 
     Attributes:
         missing: ``[size]``: 1 for each peer that was missing, by its rank in the group; in host memory.
     """
 
-    def __init__(self, memory: PeerMemory, limit: float | None = None) -> None:
-        self.memory = memory
+    def __init__(self, memory: PeerMemory, limit: float | None = None, also: PeerMemory | None = None) -> None:
+        self.memory, self.also = memory, also
         self.limit = limit_of(memory.group) if limit is None else limit
         # The kernel writes it where the host reads it, so the host waits for nothing.
         self.missing: Tensor = torch.zeros(memory.size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
@@ -52,14 +54,18 @@ class Watch:
             "process group (timeout_seconds of the strategy)."
         )
 
-    def places(self, flags: tuple[int, ...]) -> tuple[int, int, int]:
-        """Return, for the peer of the first flag, the addresses of its note and of its FREE flag of the first slot.
+    def places(self, flags: tuple[int, ...], memory: PeerMemory) -> tuple[int, int, int, int]:
+        """Return, for the peer of the first flag, the addresses of its note and of its FREE flags of the first slot.
 
-        The third number is the distance of this flag to that of the next slot, in words.
+        These are in the memory of the flags and in the other one, or twice the same. The last number is the distance of
+        such a flag to that of the next slot, in words.
         """
-        first = self.memory.flag(self.memory.rank, 0, Flag.FREE, 0)
-        column = (min(flags) - first) // 4 % self.memory.size
-        return self.missing.data_ptr() + 4 * column, first + 4 * column, len(Flag) * self.memory.size
+        other = self.also if memory is self.memory else self.memory
+        if other is None or not other.has_flags:
+            other = memory
+        own, others = (each.flag(each.rank, 0, Flag.FREE, 0) for each in (memory, other))
+        column = (min(flags) - own) // 4 % memory.size
+        return self.missing.data_ptr() + 4 * column, own + 4 * column, others + 4 * column, len(Flag) * memory.size
 
 
 def limit_of(group: ProcessGroup) -> float:

@@ -38,10 +38,20 @@ def test_missing_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_notes_and_flags_belong_to_the_peer_of_the_first_flag(slot: int, ranks: tuple[int, ...]) -> None:
     memory = Flags(1, 4, 0x7F00)
     watch = Watch(memory, limit=1.0)
-    notes, free, stride = watch.places(tuple(memory.flag(1, slot, Flag.READY, rank) for rank in ranks))
+    flags = tuple(memory.flag(1, slot, Flag.READY, rank) for rank in ranks)
+    notes, free, same, stride = watch.places(flags, memory)
     assert notes == watch.missing[ranks[0] :].data_ptr()
+    assert same == free
     for place in (0, 1):
         assert free + 4 * place * stride == memory.flag(1, place, Flag.FREE, ranks[0])
+    # Either memory unlocks the other one, as soon as that has flags.
+    other = Flags(1, 4, 0xA000)
+    both = Watch(memory, limit=1.0, also=other)
+    assert both.places(flags, memory)[1:3] == (free, other.flag(1, 0, Flag.FREE, ranks[0]))
+    back = tuple(other.flag(1, slot, Flag.READY, rank) for rank in ranks)
+    assert both.places(back, other)[1:3] == (other.flag(1, 0, Flag.FREE, ranks[0]), free)
+    other._flags = []
+    assert both.places(flags, memory)[1:3] == (free, free)
 
 
 def _limit(seconds: int) -> tuple[float, float]:

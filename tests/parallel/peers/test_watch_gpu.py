@@ -22,7 +22,8 @@ def test_a_wait_for_a_peer_that_is_gone_ends(monkeypatch: pytest.MonkeyPatch) ->
 
     words = torch.zeros(SLOTS * len(Flag) * 4, dtype=torch.int32, device="cuda")
     memory: Any = Flags(rank=1, size=4, base=words.data_ptr())
-    watch = Watch(memory, limit=0.2)
+    beside = torch.zeros_like(words)
+    watch = Watch(memory, limit=0.2, also=Flags(rank=1, size=4, base=beside.data_ptr()))
     table = words.view(SLOTS, len(Flag), 4)
     flags = tuple(memory.flag(1, 1, Flag.READY, rank) for rank in (0, 2, 3))
     table[1, Flag.READY] = 1
@@ -39,6 +40,7 @@ def test_a_wait_for_a_peer_that_is_gone_ends(monkeypatch: pytest.MonkeyPatch) ->
     assert 0.15 < time.monotonic() - begun < 5
     assert watch.missing.tolist() == [0, 0, 1, 0]
     assert table[:, Flag.FREE].tolist() == [[0, 0, 1, 0]] * SLOTS
+    assert beside.view(SLOTS, len(Flag), 4)[:, Flag.FREE].tolist() == [[0, 0, 1, 0]] * SLOTS
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [8, 9, 10, 11])
     with pytest.raises(MegalightError, match=r"rank 9 waited 0.2 s for tokens of rank 10, in vain"):
         watch.check()

@@ -8,7 +8,7 @@ between products. The copy stream never waits for work that peers have not yet l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 
 import torch
@@ -20,6 +20,7 @@ from megalight.parallel.collectives import Pending, check_divides
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.copies import Copies
 from megalight.parallel.peers.memory import Flag, PeerMemory, Slot
+from megalight.parallel.peers.watch import Watch
 from megalight.parallel.tensor.overlap.pipelined import Pipelined, as_rows, pieces_why_not
 from megalight.parallel.tensor.overlap.plain import Plain
 from megalight.parallel.tensor.overlap.rounds import Round, rounds_of
@@ -123,6 +124,10 @@ class PeerCopies(Copies):
 
     Attributes:
         open: slots with gathered shares that are still to be read, by the address of the shares.
+        watch: notes peers that have not pushed within the timeout of the group. The next call then raises.
+
+    Raises:
+        MegalightError: at a call: in an earlier one, a peer was missing.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -130,14 +135,24 @@ class PeerCopies(Copies):
         # Two memories: a gather and a scatter run at the same time in the backward, and neither
         # must wait for the other.
         self.shares, self.sums = PeerMemory(group), PeerMemory(group)
+        self.watch = Watch(self.shares, also=self.sums)
         self.open: dict[int, Slot] = {}
+
+    def await_ready(self, slot: Slot, peers: Iterable[int]) -> None:
+        """Let the current stream wait until peers have pushed, or are known to be gone.
+
+        Wait for own copies after this, never before: they may wait for a peer that is gone, and this wait ends that.
+        """
+        self.spin.wait_with(self.watch, slot.flags(Flag.READY, peers), slot.memory)
 
     def gather(self, share: Tensor, rounds: tuple[Round, ...], *, place_own: bool) -> GatheringCopies:
         """Start to gather all shares."""
+        self.watch.check()
         return GatheringCopies(self, share, rounds, place_own)
 
     def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringCopies:
         """Prepare to receive partial sums."""
+        self.watch.check()
         return ScatteringCopies(self, (rows, width), like.dtype, rounds)
 
 
@@ -164,7 +179,7 @@ class GatheringCopies:
 
     def wait(self, number: int) -> None:
         """Let the current stream wait for a round's shares; in the last round also until the own share has left."""
-        self.carrier.spin.wait(self.slot.flags(Flag.READY, [ahead for ahead, _ in self.rounds[number].pairs]))
+        self.carrier.await_ready(self.slot, [ahead for ahead, _ in self.rounds[number].pairs])
         if number == len(self.rounds) - 1:
             torch.cuda.current_stream().wait_event(self.left)
 
@@ -198,10 +213,10 @@ class ScatteringCopies:
 
     def finish(self) -> Tensor:
         """Wait until all peers have pushed, and sum; float32 is used for accumulation."""
+        self.carrier.await_ready(self.slot, self.slot.memory.others)
         # The pieces are read by copies; their memory may be reused only after these.
         torch.cuda.current_stream().wait_event(self.left)
         self.leaving.clear()
-        self.carrier.spin.wait(self.slot.flags(Flag.READY, self.slot.memory.others))
         # Two terms: a single addition gives the same result as the reduction.
         total = torch.add(self.parts[0], self.parts[1]) if self.size == 2 else torch.sum(self.parts, 0)
         self.carrier.free(self.slot)

@@ -86,7 +86,7 @@ class Memory:
                 time.sleep(0)
             word.zero_()
 
-    def spin_with(self, watch: object, flags: tuple[int, ...]) -> None:
+    def spin_with(self, watch: object, flags: tuple[int, ...], memory: object = None) -> None:
         self.spin(flags)
 
     def raise_flags(self, stream: object, flags: tuple[int, ...]) -> None:
@@ -121,7 +121,7 @@ def symmetric_on_cpu() -> Iterator[None]:
             (peers, "why_not", lambda device: None),
             (peers, "unreachable", lambda group: None),
             (peers, "symmetric_memory", lambda: memory),
-            (copies, "import_module", lambda name: SimpleNamespace(wait=memory.spin, wait_with=memory.spin_with)),
+            (copies, "import_module", lambda name: SimpleNamespace(wait_with=memory.spin_with)),
         ):
             stack.enter_context(patch.object(module, name, value))
         stack.enter_context(patch.multiple(driver, wait=memory.wait, raise_flags=memory.raise_flags, copy=memory.copy))

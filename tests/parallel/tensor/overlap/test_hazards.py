@@ -92,7 +92,7 @@ class World:
                 assert self.change.wait_for(lambda flag=flag: flag in self.raised or self.lost, 30)  # type: ignore[misc]
                 stream.merge(self.raised.pop(flag, {}))  # once one is lost, anything goes
 
-    def spin(self, flags: tuple[int, ...]) -> None:
+    def spin(self, watch: object, flags: tuple[int, ...], memory: object) -> None:
         self.wait(self.local.stream, flags)
 
     def raise_flags(self, stream: Stream, flags: tuple[int, ...]) -> None:
@@ -270,7 +270,7 @@ def play(size: int, pieces: int, forgotten: tuple[int, Flag] | None = None) -> l
         patch.multiple(torch.cuda, **fakes),
         patch.multiple(driver, **calls_of),
         patch.object(peers, "symmetric_memory", lambda: memory),
-        patch.object(copies, "import_module", lambda name: SimpleNamespace(wait=world.spin)),
+        patch.object(copies, "import_module", lambda name: SimpleNamespace(wait_with=world.spin)),
     ):
         threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]
         for thread in threads:
@@ -291,6 +291,26 @@ def test_everything_is_ordered(size: int, pieces: int) -> None:
 @pytest.mark.parametrize("kind", [Flag.FREE, Flag.READY])
 def test_every_flag_is_needed(memory: int, kind: Flag) -> None:
     assert play(2, 2, (memory, kind))
+
+
+def test_own_copies_are_waited_for_after_peers() -> None:
+    """They may wait for a peer that is gone, and only the wait for its shares has a limit."""
+    order: dict[int, list[str]] = defaultdict(list)
+    spin, event = World.spin, Stream.wait_event
+
+    def spinning(self: World, *arguments: Any) -> None:
+        order[threading.get_ident()].append("peers")
+        spin(self, *arguments)
+
+    def waiting(self: Stream, other: Any) -> None:
+        order[threading.get_ident()].append("copies")
+        event(self, other)
+
+    with patch.object(World, "spin", spinning), patch.object(Stream, "wait_event", waiting):
+        assert play(2, 2) == []
+    for calls in order.values():
+        assert "copies" in calls
+        assert all(before == "peers" for before, now in itertools.pairwise(["", *calls]) if now == "copies")
 
 
 @pytest.mark.parametrize("name", ["wait_stream", "wait_event"])
