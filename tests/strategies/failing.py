@@ -1,6 +1,6 @@
 """A run in which one rank fails in the midst of a step: ``python -m tests.strategies.failing ...``.
 
-The ranks are the stages of a pipeline or, with ``--sharded``, hold shards of all parameters.
+The ranks are the stages of a pipeline or, with ``--sharded``, hold shards of all parameters or of their stage's.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("rank", type=int)
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--stages", type=int, default=1)
     a = parser.parse_args()
     torch.set_num_threads(1)
     pipeline = MegatronStrategy(pipeline_parallel=1 if a.sharded else a.pp, micro_batch_size=1)
@@ -89,7 +90,7 @@ def main() -> None:
     pl.Trainer(
         accelerator=a.accelerator,
         devices=a.pp,
-        strategy=MegatronFSDPStrategy(micro_batch_size=1) if a.sharded else pipeline,
+        strategy=MegatronFSDPStrategy(micro_batch_size=1, pipeline_parallel=a.stages) if a.sharded else pipeline,
         max_steps=3,
         precision="64-true",
         limit_val_batches=0,
@@ -97,7 +98,7 @@ def main() -> None:
         enable_model_summary=False,
         default_root_dir=a.file.parent,
         **options,
-    ).fit(Failing(a.where, a.rank, a.file, rows=6 * a.pp if a.sharded else 6))
+    ).fit(Failing(a.where, a.rank, a.file, rows=6 * a.pp // a.stages if a.sharded else 6))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,15 @@ def test_a_rank_that_raises_ends_the_run(tmp_path: Path, how: str, where: str, r
     )
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("where", "rank"), [("forward", 1), ("backward", 2), ("memory", 3)])
+def test_a_rank_of_a_sharded_pipeline_that_raises_ends_the_run(tmp_path: Path, where: str, rank: int) -> None:
+    """Others wait for its shards, and others for messages of these."""
+    text, seconds = end_of("popen", where, 4, rank, tmp_path, "--sharded", "--stages=2")
+    assert seconds < LIMIT
+    assert ("OutOfMemoryError: rank 3" if where == "memory" else f"ArithmeticError: pipeline rank {rank}") in text
+
+
 def test_a_rank_that_is_killed_ends_the_run(tmp_path: Path) -> None:
     text, seconds = end_of("popen", "kill", 2, 1, tmp_path, "--sharded")
     assert seconds < LIMIT

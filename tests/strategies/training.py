@@ -99,7 +99,8 @@ class Losses(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self.losses.append(float(trainer.strategy.report.loss))
-        self.norms.append(float(trainer.callback_metrics["grad_norm"]))
+        if "grad_norm" in trainer.callback_metrics:  # not before the first step, where several batches make one
+            self.norms.append(float(trainer.callback_metrics["grad_norm"]))
 
 
 class Gradients(pl.Callback):
