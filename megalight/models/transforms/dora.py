@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megalight.errors import ConfigurationError
 from megalight.models.transforms.lora import LoRA
 from megalight.nn.adapter import Adapter
 from megalight.nn.init import Constant
@@ -35,6 +36,12 @@ class DoRA(LoRA):
         adapter.magnitude = nn.Parameter(adapter.B.new_empty(sum(adapter.sizes)))
         # 0 says that the lengths are not known yet: the values of the frozen weights come later.
         adapter.initializers["magnitude"] = Constant(0.0)
+
+    def _adapt_experts(self, path: str, layer: nn.Module, wanted: list[str]) -> None:
+        raise ConfigurationError(
+            f"DoRA does not learn the lengths of rows of stacked experts, and {path} is among the targets. Exclude "
+            "'experts.*', or use LoRA."
+        )
 
     @torch.no_grad()
     def with_values(self, model: ParallelModel) -> None:

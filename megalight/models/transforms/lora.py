@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, nearest
 from megalight.nn import Linear
 from megalight.nn.adapter import Adapter, add_adapter, remove_adapter
+from megalight.nn.moe import Experts
+from megalight.nn.moe.adapters import StackAdapter
 from megalight.parallel.transform import ModelTransform, register
 
 
@@ -23,7 +25,8 @@ class LoRA(ModelTransform):
     """Freezes a model and changes linear layers to ``y = x W^T + alpha / rank * dropout(x) A^T B^T``.
 
     The initial ``A [rank, in]`` is random, the initial ``B [out, rank]`` is 0. A fused layer has a pair for each
-    section (q, k, v; gate, up). All adapted sections of a layer share one dropout mask.
+    section (q, k, v; gate, up). All adapted sections of a layer share one dropout mask. Each expert of a stack has a
+    pair for each projection, and one name stands for all experts (``layers.*.mlp.experts.gate``).
 
     Args:
         rank: rank of the updates.
@@ -97,7 +100,9 @@ class LoRA(ModelTransform):
         for path, sections in layers.items():
             wanted = [name for name in sections if self._adapts(name)]
             if wanted:
-                self._adapt(path, model.get_submodule(path), wanted)
+                layer = model.get_submodule(path)
+                adapt = self._adapt_experts if isinstance(layer, Experts) else self._adapt
+                adapt(path, layer, wanted)
 
     def _adapts(self, name: str) -> bool:
         return any(_matches(name, each) for each in self.targets) and not any(
@@ -111,14 +116,38 @@ class LoRA(ModelTransform):
         adapter = Adapter.of(
             layer, path.rpartition(".")[2], own, width=self.rank, scale=self.scale, dropout=self.dropout
         )
+        self._check_rank(path, adapter.A.shape[1], adapter.sizes)
+        add_adapter(layer, adapter)
+
+    def _adapt_experts(self, path: str, layer: nn.Module, wanted: list[str]) -> None:
+        assert isinstance(layer, Experts)
+        if layer.adapters:
+            raise ConfigurationError(f"{path} has adapters already; use one LoRA, with the targets of both.")
+        if self.dropout:
+            raise ConfigurationError(
+                f"dropout={self.dropout}: adapters of experts have none, and {path} is among the targets. Set dropout "
+                "to 0, or exclude 'experts.*'."
+            )
+        for name in wanted:
+            projection = name.rpartition(".")[2]
+            weight = layer.weight_of(projection)
+            count, out_features, in_features = weight.shape
+            self._check_rank(name, in_features, [out_features])
+            layer.adapters[projection] = StackAdapter(
+                nn.Parameter(weight.new_empty(count, self.rank, in_features)),
+                nn.Parameter(weight.new_empty(count, out_features, self.rank)),
+                self.scale,
+                inner=1 if projection == "down" else 0,
+            )
+
+    def _check_rank(self, path: str, in_features: int, sizes: Sequence[int]) -> None:
         # A rank above this adds numbers and no freedom: the update cannot have more independent rows.
-        least = min(adapter.A.shape[1], *adapter.sizes)
+        least = min(in_features, *sizes)
         if self.rank > least:
             raise ConfigurationError(
-                f"rank={self.rank} is larger than {path} allows, which has {adapter.A.shape[1]} input features and "
-                f"sections of {', '.join(map(str, adapter.sizes))} output features; choose a rank of at most {least}."
+                f"rank={self.rank} is larger than {path} allows, which has {in_features} input features and "
+                f"sections of {', '.join(map(str, sizes))} output features; choose a rank of at most {least}."
             )
-        add_adapter(layer, adapter)
 
 
 @torch.no_grad()
@@ -126,7 +155,7 @@ def merge(model: nn.Module) -> int:
     """Add the adapters of a one-device model to their layers' weights and remove them. It sums in float32 or wider.
 
     Returns:
-        the number of layers that had an adapter.
+        the number of layers that had an adapter; a stack of experts is one layer.
     """
     count = 0
     # A list, because adapters are removed from the tree on the way.
@@ -137,6 +166,13 @@ def merge(model: nn.Module) -> int:
             # In place, as other modules may hold the same parameter.
             module.weight.copy_(merged(module.weight, adapter))
             remove_adapter(module)
+            count += 1
+        elif isinstance(module, Experts) and module.adapters:
+            for projection, stack in module.adapters.items():
+                assert isinstance(stack, StackAdapter)
+                weight = module.weight_of(projection)
+                weight.copy_(stack.merged(weight))
+            module.adapters.clear()
             count += 1
     return count
 
@@ -162,12 +198,14 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield the path of each linear layer, and the full names of its sections or its own name."""
+    """Yield the path of each linear layer, and the full names of its sections, of its projections, or its own name."""
     for path, module in model.named_modules():
         if isinstance(module, Linear | nn.Linear):
             around = path.rpartition(".")[0]
             sections = getattr(module, "sections", None)
             yield path, [f"{around}.{part.name}".lstrip(".") for part in sections] if sections else [path]
+        elif isinstance(module, Experts):
+            yield path, [f"{path}.{name}" for names in module.projections.values() for name in names]
 
 
 def _matches(name: str, target: str) -> bool:

@@ -29,7 +29,7 @@ from megalight.models.saved import BASE, PREFIX, companions_of, description, ini
 from megalight.models.transforms import describe, rebuild
 from megalight.models.transforms.dora import DoRA
 from megalight.models.transforms.lora import LoRA
-from megalight.nn.canonical import canonical_tensors
+from megalight.nn.canonical import canonical_tensors, parts
 from megalight.parallel.source import Target
 from megalight.parallel.transform import apply_transforms
 
@@ -213,10 +213,12 @@ def _modules(known: Family, config: Any) -> tuple[dict[str, str], set[str]]:
     weights: Weights = known.weights
     table = weights.map(config)
     with torch.device("meta"):
-        empty = canonical_tensors(known.model(config))
+        model = known.model(config)
+    # Stacks of experts: files of transformers may name each expert, but its models have stacks too, and no layers.
+    stacked = {part.name for part in parts(model) if model.get_parameter(part.parameter).ndim == 3}
     found, transposed = {}, set()
-    for name, tensor in empty.items():
-        if not name.endswith(".weight") or tensor.ndim != 2:
+    for name, tensor in canonical_tensors(model).items():
+        if not name.endswith(".weight") or tensor.ndim != 2 or name in stacked:
             continue
         place = table.theirs(name)
         if place.rows is None and not place.stack:

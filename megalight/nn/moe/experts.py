@@ -38,6 +38,7 @@ class Experts(nn.Module):
         down_bias: ``[E, h]``. None without biases.
         inner_dims: the dim of each parameter's canonical tensors that counts the inner width; None: no dim does.
         dispatcher: brings tokens to their experts and back.
+        adapters: projection -> its :class:`~megalight.nn.moe.adapters.StackAdapter`; empty: none are adapted.
     """
 
     inner_dims: ClassVar[dict[str, int | None]] = {"up": 0, "down": 1, "up_bias": 0, "down_bias": None}
@@ -65,6 +66,7 @@ class Experts(nn.Module):
         width = ffn_hidden_size * (2 if act.gated else 1)
         self.up = nn.Parameter(torch.empty(num_experts, width, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
+        self.adapters = nn.ModuleDict()
         for name, size in (("up_bias", width), ("down_bias", hidden_size)):
             self.register_parameter(name, nn.Parameter(torch.empty(num_experts, size)) if bias else None)
         zero = Constant(0.0)
@@ -80,10 +82,23 @@ class Experts(nn.Module):
         projection, _, bias = local.partition("_")
         leaf, shape = bias or "weight", tuple(getattr(self, local).shape[1:])
         # Gate and up of an expert follow each other in `up`, and are tensors of their own in checkpoints.
-        names = ["gate", "up"] if projection == "up" and self.act.gated else [projection]
+        names = self.projections[projection]
         for expert in map(str, range(len(self))):
             for name in names:
                 yield joined(path, expert, name, leaf), (shape[0] // len(names), *shape[1:])
+
+    @property
+    def projections(self) -> dict[str, tuple[str, ...]]:
+        """Name of each stack -> the projections that it holds."""
+        return {"up": ("gate", "up") if self.act.gated else ("up",), "down": ("down",)}
+
+    def weight_of(self, projection: str) -> Tensor:
+        """Return the weights of one projection, ``[E, out, in]``, as a view of their stack."""
+        for stack, names in self.projections.items():
+            if projection in names:
+                weight: Tensor = getattr(self, stack)
+                return weight.chunk(len(names), 1)[names.index(projection)]
+        raise KeyError(projection)
 
     def forward(self, copies: Grouped) -> Tensor:
         """Return each copy's output ``[R, h]``, weighted: the weight multiplies the activation, or the input.
@@ -94,20 +109,27 @@ class Experts(nn.Module):
         if self.weigh_input:
             # Back to the dtype of the tokens: weights may be float32, and the product would be, too.
             tokens = (tokens * weights.unsqueeze(1)).to(tokens.dtype)
-        wide = self._product(tokens, self.up, copies)
+        wide = self._product(tokens, "up", copies)
         if self.up_bias is not None:
             # Biases differ by expert, so they are added by the rows of each one.
             wide = grouped_bias(wide, self.up_bias, copies.offsets, None, copies.sizes)
         # One pass over memory: the activation multiplies by the weight while it writes.
         narrow = self.act(wide) if self.weigh_input else self.act(wide, weights=weights)
-        out = self._product(narrow, self.down, copies)
+        out = self._product(narrow, "down", copies)
         if self.down_bias is None:
             return out
         # a weight on the activation is one on the output, so it multiplies the bias too
         return grouped_bias(out, self.down_bias, copies.offsets, None if self.weigh_input else weights, copies.sizes)
 
-    def _product(self, x: Tensor, weight: Tensor, copies: Grouped) -> Tensor:
-        return grouped_linear(x, weight, copies.offsets, copies.sizes, self.backend)
+    def _product(self, x: Tensor, stack: str, copies: Grouped) -> Tensor:
+        y = grouped_linear(x, getattr(self, stack), copies.offsets, copies.sizes, self.backend)
+        if not self.adapters:
+            return y
+        parts, names = list(y.chunk(len(self.projections[stack]), -1)), self.projections[stack]
+        for number, name in enumerate(names):
+            if name in self.adapters:
+                parts[number] = parts[number] + self.adapters[name](x, copies, self.backend)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def __len__(self) -> int:
         return len(self.up)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ from torch import nn
 from megalight.errors import LayoutError
 from megalight.nn.canonical import Part
 from megalight.nn.moe import Experts
+from megalight.nn.moe.adapters import StackAdapter
 from megalight.parallel.expert import DISPATCHERS
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -61,7 +62,34 @@ class Expert(Style):
         here._parameters = {
             local: splitter.split(name, experts, local, partial(rule, dim)) for local, dim in experts.inner_dims.items()
         }
+        here._modules["adapters"] = nn.ModuleDict(
+            {each: _adapter(splitter, f"{name}.adapters.{each}", adapter) for each, adapter in experts.adapters.items()}
+        )
+        splitter.done.add(id(experts.adapters))
         # If one rank has all experts, the module's own dispatcher moves rows without messages.
         if self.splits(shared.mesh):
             here.dispatcher = DISPATCHERS[shared.expert.dispatcher](shared)
         return here
+
+
+def _adapter(splitter: Splitter, name: str, adapter: nn.Module) -> StackAdapter:
+    """Split an adapter like the projection that it is beside.
+
+    The matrix without the inner width is whole on every ``etp`` rank. Each computes one term of its gradient, from its
+    own part of the inner width.
+    """
+    assert isinstance(adapter, StackAdapter)
+    splitter.done.add(id(adapter))
+    here = copy.copy(adapter)
+
+    def rule(dim: int | None, parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        spec = split.stack(parts, shape, mesh, dim)
+        if dim is not None or mesh.etp == 1:
+            return spec
+        first = mesh.rank("etp") == 0
+        return replace(spec, pieces=tuple(replace(p, partial=("etp",), owner=first) for p in spec.pieces))
+
+    here._parameters = {
+        local: splitter.split(name, adapter, local, partial(rule, dim)) for local, dim in adapter.inner_dims.items()
+    }
+    return here
