@@ -5,8 +5,9 @@
 
 Each runner is a process of its own, started by the command of ``megalight bench``: one GPU, bf16, sequences of 4096
 tokens, adapters of rank 16 on all linear layers of the layers, frozen weights in bf16. ``peft`` runs as it is, with
-compiled layers, and with compiled layers and adapters in bf16; its best rate counts. Our losses are compared with
-float32 before anything is timed. The exit code is 0 if we have 1.3 times the tokens per second at less memory.
+compiled layers, and with compiled layers and adapters in bf16; its best rate counts. Beside them we run with frozen
+weights as int8 and as nf4 codes. Our losses are compared with float32 before anything is timed. The exit code is 0 if
+we have 1.3 times the tokens per second at less memory.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench import measure
 from benchmarks.render import OURS
 from benchmarks.rows import ROWS, Row
+from megalight.ops.stored import FORMATS
 
 AIM = 1.3
 """Times the tokens per second of the best peer."""
@@ -34,7 +36,8 @@ def rows_of(layers: int | None, tiny: bool) -> list[tuple[str, Row]]:
     """Return peer and row of each process, in order."""
     row = ROWS["tiny-cpu-lora" if tiny else "llama3-8b-lora"]
     row = replace(row, step=replace(row.step, layers=layers or row.step.layers))
-    return [(peer, row) for peer in (OURS, *row.peers)]
+    stored = [replace(row, step=replace(row.step, base=form)) for form in FORMATS]
+    return [*((peer, row) for peer in (OURS, *row.peers)), *((OURS, each) for each in stored)]
 
 
 def compare(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -43,7 +46,9 @@ def compare(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         SystemExit: a row failed, so there is nothing to compare.
     """
-    ours, *others = (row for row in measured if "seconds" in row)
+    done = [row for row in measured if "seconds" in row]
+    others = [row for row in done if row["peer"].partition(" ")[0] != OURS]
+    ours = done[0]
     if ours["peer"] != OURS or not others:
         raise SystemExit("nothing to compare: Megalight or all peers have failed")
     best = max(others, key=lambda row: float(row["tokens_per_second"]))
@@ -67,7 +72,10 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number, (peer, row) in enumerate(rows_of(arguments.layers, arguments.tiny)):
             print(f"{peer}: {row.about}", flush=True)
-            records.append(measure(row, peer, Path(folder) / f"{number}.log", arguments.timeout))
+            record = measure(row, peer, Path(folder) / f"{number}.log", arguments.timeout)
+            if row.step.base:
+                record["rows"][0]["peer"] = f"{peer} base={row.step.base}"
+            records.append(record)
     about = next((record for record in records if "device" in record), {})
     result = {
         **about,

@@ -24,7 +24,7 @@ class Step:
     that all are equally busy, unless ``natural``. ``dim`` is the size of a head (0: ``hidden / heads``). ``level``
     says what data-parallel replicas shard, and ``sharding`` gives further options of ``DataParallel``, as
     ``prefetch:2``. With ``rank``, only low-rank adapters of that rank are trained, one for each linear layer of the
-    layers, and all else is frozen.
+    layers, and all else is frozen; ``base`` then stores the frozen weights of the layers as codes (``int8``, ``nf4``).
     """
 
     layers: int = 16
@@ -60,6 +60,7 @@ class Step:
     level: str = "optim"
     sharding: tuple[str, ...] = ()
     rank: int = 0
+    base: str = ""
     device: str = "cuda"
 
     @property
@@ -199,7 +200,7 @@ def only_of(step: Step, allowed: Iterable[str]) -> str | None:
     plain = Step()
     asked = [
         name
-        for name in (*SPLITS, "recompute", "graph", "experts", "sharding", "rank")
+        for name in (*SPLITS, "recompute", "graph", "experts", "sharding", "rank", "base")
         if name not in allowed and getattr(step, name) != getattr(plain, name)
     ]
     return f"this runner has no {', '.join(asked)}" if asked else None

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,22 +17,23 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.meter import Meter, forget, random_rows
 from benchmarks.peers import world_size
 from benchmarks.step import Step
-from megalight.callbacks import Adapters, CUDAGraph
+from megalight.callbacks import CUDAGraph
 from megalight.imports import has
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import BackendConfig
 from megalight.models.gpt.module import GPTModule
-from megalight.models.transforms import LoRA
+from megalight.models.transforms import LoRA, StoredBase
 from megalight.nn.init import initialise
 from megalight.nn.moe import BalanceConfig, MoEConfig, Router, RouterConfig
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.ops.choice import use_backends
+from megalight.ops.stored import readable
 from megalight.optim import AdamConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.parallel.transform import apply_transforms
+from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.plugins.precision.low_precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from megalight.strategies.checkpoints.options import Checkpoints
@@ -236,19 +238,20 @@ def train(
         enable_model_summary=False,
         use_distributed_sampler=False,
         limit_val_batches=0,
-        callbacks=[Steps(begin, tick), *graphs, *adapters_of(step)],
+        callbacks=[Steps(begin, tick), *graphs],
     )
     adam = AdamConfig(lr=twin_rate(step), weight_decay=0.0) if fixed else AdamConfig(lr=1e-4)
     module = GPTModule(replace(config_of(step), backends=BackendConfig(**with_config)), optimizer=adam)
+    module.transforms += transforms_of(step)
     rows = Rows(step, steps, strategy, fixed)
     trainer.fit(module, DataLoader(rows, batch_size=None, num_workers=2 if cuda else 0, pin_memory=cuda))
     use_backends(**dict.fromkeys(without, "auto"))
     return module
 
 
-def adapters_of(step: Step) -> list[pl.Callback]:
-    """Return the callback that trains adapters alone, if the step asks for that."""
-    return [Adapters(step.rank)] if step.rank else []
+def transforms_of(step: Step) -> list[ModelTransform]:
+    """Return what trains adapters alone and stores frozen weights as codes, if the step asks for that."""
+    return [*([LoRA(step.rank)] if step.rank else []), *([StoredBase(step.base)] if step.base else [])]
 
 
 def twin_rate(step: Step) -> float:
@@ -260,8 +263,7 @@ def one_device(step: Step) -> GPT:
     """Make the step's model on one device in float32, with its adapters and without values."""
     with torch.device("meta"):
         model = GPT(config_of(step))
-        if step.rank:
-            apply_transforms(model, [LoRA(step.rank)])
+        apply_transforms(model, transforms_of(step))
     return model.to_empty(device=step.device).float()
 
 
@@ -294,6 +296,8 @@ def by_hand(step: Step) -> list[float]:
     """Return the losses of :func:`train` with ``fixed``, from a plain loop on one device in float32."""
     adam, model = AdamConfig(lr=twin_rate(step)), one_device(step)
     initialise(model, GPTModule(config_of(step)).seed, prefix="model.")
+    for transform in transforms_of(step):
+        transform.with_values(SimpleNamespace(root=model))  # type: ignore[arg-type]  # a model of one device
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0.0)
     replicas = world_size() // step.model_ranks
@@ -338,7 +342,7 @@ def check_loss(step: Step, module: GPTModule) -> dict[str, Any]:
         fast = module.model(tokens, sequences, labels=labels).losses.float()
         wide = one_device(step)
         for ours, theirs in zip(wide.parameters(), module.model.parameters(), strict=True):
-            ours.copy_(theirs)
+            ours.copy_(readable(theirs))
         exact = wide(tokens, sequences, labels=labels).losses
     mean = float((fast.mean() - exact.mean()).abs() / exact.mean())
     each = float((fast - exact).norm() / exact.norm())

@@ -8,7 +8,8 @@ import lightning.pytorch as pl
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
-from megalight.models.transforms import DoRA, LoRA
+from megalight.models.transforms import DoRA, LoRA, StoredBase
+from megalight.parallel.transform import ModelTransform
 
 
 class Adapters(pl.Callback):
@@ -22,13 +23,16 @@ class Adapters(pl.Callback):
         exclude: globs in the form of ``targets``; what they match gets no adapter.
         dora: learn the length of each weight row apart; see :class:`~megalight.models.transforms.DoRA`.
         rank_stabilized: multiply by ``alpha / sqrt(rank)`` instead (rsLoRA, https://arxiv.org/abs/2312.03732).
+        base: how frozen weights of the transformer layers are stored: ``int8`` or ``nf4`` codes with a scale for each
+            block of input features (QLoRA, https://arxiv.org/abs/2305.14314); None: in the dtype of the run.
+        block: number of input features with one scale; for ``base``.
         save_base: whether checkpoints hold the whole model. If not, they hold only the adapters, and loading one needs
             the initial weights of the run.
 
     Raises:
         ConfigurationError: a value is out of range. Before processes start: a target matches no layer, the rank is too
-            large, the module has no ``build_model``, or ``save_base=False`` but there are no initial weights that hold
-            the whole base.
+            large, the module has no ``build_model``, ``base`` is given without ``save_base=False`` or with ``dora``, or
+            ``save_base=False`` but there are no initial weights that hold the whole base.
     """
 
     def __init__(
@@ -41,9 +45,25 @@ class Adapters(pl.Callback):
         rank_stabilized: bool = False,
         dora: bool = False,
         exclude: Sequence[str] = (),
+        base: str | None = None,
+        block: int = 64,
     ) -> None:
-        self.transform = (DoRA if dora else LoRA)(rank, targets, alpha, dropout, rank_stabilized, exclude)
+        self.transforms: list[ModelTransform] = [
+            (DoRA if dora else LoRA)(rank, targets, alpha, dropout, rank_stabilized, exclude)
+        ]
         self.save_base = save_base
+        if base is not None:
+            self.transforms.append(StoredBase(base, block))
+            if dora:
+                raise ConfigurationError(
+                    f"base={base!r} with dora=True: DoRA reads whole rows of the weights in every step, and codes "
+                    "would be decoded for it. Leave one of the two out."
+                )
+            if save_base:
+                raise ConfigurationError(
+                    f"base={base!r} keeps codes of the frozen weights, not the weights, so checkpoints cannot hold "
+                    "them. Set save_base=False: they then hold the adapters alone."
+                )
 
     def attach(self, module: pl.LightningModule) -> None:
         """Add the transform to the model that the module will build. Called before processes start."""
@@ -53,8 +73,7 @@ class Adapters(pl.Callback):
                 "need a MegalightModule, whose build_model makes the model. Derive from it, or leave Adapters out."
             )
         # Called before processes start, and again in each of them.
-        if self.transform not in module.transforms:
-            module.transforms.append(self.transform)
+        module.transforms += [each for each in self.transforms if each not in module.transforms]
         # Now, and not at the first save: hours of training would be lost.
         if not self.save_base and module.initial_weights() is None:
             raise ConfigurationError(

@@ -26,6 +26,7 @@ from megalight.imports import has_grad_dtype
 if TYPE_CHECKING:
     from megalight.ops.grouped_linear.low_precision import StackPrecision
     from megalight.ops.linear.low_precision import LowPrecision
+    from megalight.ops.stored import Codes
 
 
 def nobody() -> None:
@@ -48,6 +49,7 @@ class ParameterState:
         landing: the autograd hook that adds gradients of autograd to ``main_grad``.
         precision: precision of products with the parameter; None: its own dtype.
         stack_precision: the same for a stack of matrices ``[E, out, in]``.
+        stored: codes that hold a frozen parameter's values (:mod:`megalight.ops.stored`); None: it holds them itself.
         master_copy: the tensor is a separate copy that an optimizer updates instead of the model's parameter.
     """
 
@@ -58,6 +60,7 @@ class ParameterState:
     landing: RemovableHandle | None = None
     precision: LowPrecision | None = None
     stack_precision: StackPrecision | None = None
+    stored: Codes | None = None
     master_copy: bool = False
 
     def touch(self) -> bool:

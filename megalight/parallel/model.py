@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.nn.moe import Dispatcher
+from megalight.ops.stored import stored_of
 from megalight.parallel.apply import check_backends, check_overlap, parallelize
 from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.units import Units
@@ -238,7 +239,8 @@ class ParallelModel:
             refusal.remove()
         self._refusals.clear()
         for parameter in self.parameters():
-            if id(parameter) not in self._sharded and not has_memory(parameter):
+            # Codes hold the values of some, which need no memory of their own.
+            if id(parameter) not in self._sharded and not has_memory(parameter) and stored_of(parameter) is None:
                 parameter.data = unknown(parameter, self.device)
 
     def _refuse_to_run(self) -> None:
@@ -284,6 +286,12 @@ class ParallelModel:
         Raises:
             CheckpointError: names or shapes differ.
         """
+        stored = [name for name, parameter in self.root.named_parameters() if stored_of(parameter) is not None]
+        if stored:
+            raise ConfigurationError(
+                f"{stored[0]} and {len(stored) - 1} more weights are stored as codes, and cannot be read again. Load "
+                "into a new module."
+            )
         self.allocate()
         self.pending, self.filled = False, True
         # A source fills pieces only. Padding of a vocabulary would otherwise keep the NaN of fresh memory.

@@ -32,7 +32,8 @@ def test_the_fastest_peer_counts() -> None:
         {"peer": name, "tokens_per_second": rate, "peak_gib": gib, "seconds": 1.0}
         for name, rate, gib in zip(names, rates, memory, strict=False)
     ]
-    found = lora.compare([*rows, {"peer": "failed", "failed": "no memory"}])
+    beside = {**rows[0], "peer": "megalight base=int8", "tokens_per_second": 99.0}
+    found = lora.compare([*rows, beside, {"peer": "failed", "failed": "no memory"}])
     assert found == {
         "best_peer": "peft-compile", "times_tokens_per_second": 1.3, "times_memory": 0.9, "met": True,
     }  # fmt: skip
@@ -42,7 +43,15 @@ def test_the_fastest_peer_counts() -> None:
 
 def test_rows_are_of_the_shape_that_is_asked_for() -> None:
     rows = lora.rows_of(16, tiny=False)
-    assert [peer for peer, _ in rows] == ["megalight", "peft", "peft-compile", "peft-compile-bf16"]
+    assert [peer for peer, _ in rows] == [
+        "megalight",
+        "peft",
+        "peft-compile",
+        "peft-compile-bf16",
+        "megalight",
+        "megalight",
+    ]
+    assert [row.step.base for _, row in rows] == ["", "", "", "", "int8", "nf4"]
     assert {(row.step.layers, row.step.vocab, row.step.seq, row.step.rank) for _, row in rows} == {
         (16, 128256, 4096, 16)
     }
@@ -72,8 +81,10 @@ def test_the_whole_way_on_a_tiny_model(
     monkeypatch.setattr(sys, "executable", environment()["PYTHON_EXEC"])
     assert lora.main([str(tmp_path / "out.json"), "--tiny"]) in (0, 1)  # a rate on a CPU decides nothing
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    ours, theirs = result["rows"]
+    ours, theirs, *stored = result["rows"]
     assert (ours["peer"], theirs["peer"]) == ("megalight", "peft")
+    assert [row["peer"] for row in stored] == ["megalight base=int8", "megalight base=nf4"]
+    assert all(row["checks"]["twin_difference"] < 1e-5 for row in stored)
     assert ours["checks"]["twin_difference"] < 1e-5
     assert ours["checks"]["twin_losses"][-1] < ours["checks"]["twin_losses"][0] - 0.05  # adapters learn
     assert result["comparison"]["best_peer"] == "peft"

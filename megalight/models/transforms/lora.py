@@ -16,6 +16,7 @@ from megalight.nn import Linear
 from megalight.nn.adapter import Adapter, add_adapter, remove_adapter
 from megalight.nn.moe import Experts
 from megalight.nn.moe.adapters import StackAdapter
+from megalight.ops.stored import stored_of
 from megalight.parallel.transform import ModelTransform, register
 
 
@@ -79,12 +80,12 @@ class LoRA(ModelTransform):
             ConfigurationError: a target matches no linear layer, the rank is too large for a layer, or a layer has an
                 adapter already.
         """
-        layers = dict(_linear_layers(model))
+        layers = dict(linear_layers(model))
         names = [name for sections in layers.values() for name in sections]
         given = [("target", each) for each in self.targets] + [("exclude", each) for each in self.exclude]
         for kind, target in given:
             # Before anything is changed: a wrong target leaves the model as it was.
-            if not any(_matches(name, target) for name in names):
+            if not any(matches(name, target) for name in names):
                 raise ConfigurationError(
                     f"{kind} {target!r} of LoRA matches no linear layer of {type(model).__name__}."
                     + (nearest(target, {name.rpartition(".")[2] for name in names}) or nearest(target, names))
@@ -105,8 +106,8 @@ class LoRA(ModelTransform):
                 adapt(path, layer, wanted)
 
     def _adapts(self, name: str) -> bool:
-        return any(_matches(name, each) for each in self.targets) and not any(
-            _matches(name, each) for each in self.exclude
+        return any(matches(name, each) for each in self.targets) and not any(
+            matches(name, each) for each in self.exclude
         )
 
     def _adapt(self, path: str, layer: nn.Module, wanted: list[str]) -> None:
@@ -163,6 +164,11 @@ def merge(model: nn.Module) -> int:
         adapter = getattr(module, "adapter", None)
         if isinstance(adapter, Adapter):
             assert isinstance(module.weight, Tensor)
+            if stored_of(module.weight) is not None:
+                raise ConfigurationError(
+                    "the weights are stored as codes, which lack bits for the sum. Merge the checkpoint of the "
+                    "adapters with its base instead (megalight merge)."
+                )
             # In place, as other modules may hold the same parameter.
             module.weight.copy_(merged(module.weight, adapter))
             remove_adapter(module)
@@ -197,7 +203,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
     return torch.cat(parts).to(weight.dtype)
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield the path of each linear layer, and the full names of its sections, of its projections, or its own name."""
     for path, module in model.named_modules():
         if isinstance(module, Linear | nn.Linear):
@@ -208,6 +214,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
             yield path, [f"{path}.{name}" for names in module.projections.values() for name in names]
 
 
-def _matches(name: str, target: str) -> bool:
+def matches(name: str, target: str) -> bool:
+    """Return whether a glob matches a full name, or the end of it."""
     # Both forms, so that `q` finds every `q`.
     return fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name, f"*.{target}")

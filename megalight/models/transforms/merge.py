@@ -36,7 +36,7 @@ def merge_checkpoint(
     opened = checkpoint.open(path)
     described = description(opened)
     transforms = serving(described)
-    # Other transforms stay part of the model.
+    # Other transforms that change the model stay part of it.
     others = [transform for transform in transforms if not isinstance(transform, LoRA)]
     if len(others) == len(transforms):
         raise CheckpointError(f"checkpoint {opened.path} has no adapters: there is nothing to merge.")

@@ -25,8 +25,8 @@ from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.family import Family, Weights, family, family_of_transformers
-from megalight.models.saved import BASE, PREFIX, companions_of, description, initial_config
-from megalight.models.transforms import describe, rebuild
+from megalight.models.saved import BASE, PREFIX, companions_of, description, initial_config, serving
+from megalight.models.transforms import describe
 from megalight.models.transforms.dora import DoRA
 from megalight.models.transforms.lora import LoRA
 from megalight.nn.canonical import canonical_tensors, parts
@@ -93,7 +93,7 @@ def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str])
     """
     opened = checkpoint.open(path)
     described = description(opened)
-    transforms = rebuild(described.get("transforms", ()))
+    transforms = serving(described)
     if len(transforms) != 1 or not isinstance(transforms[0], LoRA):
         kinds = ", ".join(type(each).__name__ for each in transforms) or "no adapters"
         raise CheckpointError(f"checkpoint {opened.path} has {kinds}; a folder of peft holds one LoRA.")

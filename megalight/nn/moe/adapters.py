@@ -45,7 +45,7 @@ class StackAdapter(nn.Module):
         return self.B.shape[2]
 
     def forward(self, x: Tensor, copies: Grouped, backend: str) -> Tensor:
-        """``[R, in] -> [R, out]``: the term to add. Rows after the last group get any values."""
+        """``[R, in] -> [R, out]``: the term to add. Rows after those of the last expert get any values."""
         narrow = grouped_linear(x, self.A, copies.offsets, copies.sizes, backend)
         return grouped_linear(self.scale * narrow, self.B, copies.offsets, copies.sizes, backend)
 

@@ -14,6 +14,7 @@ from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.parameter import add_gradient, main_grad_of, precision_of
 from megalight.ops.quantize import Quantized
+from megalight.ops.stored import readable, stored_of
 from megalight.registry import BackendRegistry
 
 REGISTRIES: tuple[BackendRegistry[wgrad.Spec, Any], ...] = (wgrad.WGRAD,)
@@ -27,14 +28,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     gets None. Otherwise it gets an ordinary gradient.
 
     If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is kept, and the backward computes ``x``
-    again. If a weight has a precision (:mod:`megalight.ops.linear.low_precision`), its products use that.
+    again. If a weight has a precision (:mod:`megalight.ops.linear.low_precision`), its products use that. If it is
+    stored as codes (:mod:`megalight.ops.stored`), products decode it, and only the codes are kept for the backward.
     """
     precision = precision_of(weight)
     # No backward will come: cast only what the forward product needs.
     if precision is not None and not torch.is_grad_enabled():
         return precision.product(x, weight, bias)
+    stored = stored_of(weight) is not None
     # The plain case goes to torch, whose autograd is written in C++ and keeps fewer things on the host.
-    if precision is None and recipe_of(x) is None and main_grad_of(weight) is None and main_grad_of(bias) is None:
+    own = precision is not None or recipe_of(x) is not None or stored
+    if not own and main_grad_of(weight) is None and main_grad_of(bias) is None:
         return F.linear(x, weight, bias)
     out: Tensor = apply(_Linear, x, weight, bias)
     return out
@@ -43,9 +47,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Return ``x W^T + b`` without a graph; ``out [n, out]`` needs ``x [n, in]`` and a weight of one plain dtype."""
     if out is not None:
+        weight = readable(weight)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     precision = precision_of(weight)
-    return F.linear(x, weight, bias) if precision is None else precision.product(x, weight, bias)
+    return F.linear(x, readable(weight), bias) if precision is None else precision.product(x, weight, bias)
 
 
 def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -53,7 +58,7 @@ def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -
     precision, needed = precision_of(weight), ctx.needs_input_grad[1]
     if precision is None:
         save_input(ctx, x, needed)
-        return F.linear(x, weight, bias)
+        return F.linear(x, readable(weight), bias)
     # With a recipe, the input is computed again and cast again in the backward: the cast for the weight gradient would
     # only take memory.
     if not needed or recipe_of(x) is not None:
@@ -69,9 +74,9 @@ def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -
 def input_gradient(grad_y: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """``grad_y [..., out] x weight [out, in] -> [..., in]``, in ``grad_y``'s dtype; ``out`` as in :func:`product`."""
     if out is not None:
-        return torch.mm(grad_y, weight, out=out)
+        return torch.mm(grad_y, readable(weight), out=out)
     precision = precision_of(weight)
-    return grad_y @ weight.to(grad_y.dtype) if precision is None else precision.input_gradient(grad_y, weight)
+    return grad_y @ readable(weight).to(grad_y.dtype) if precision is None else precision.input_gradient(grad_y, weight)
 
 
 def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Tensor) -> Tensor | None:

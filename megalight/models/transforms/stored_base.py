@@ -1,0 +1,116 @@
+"""Frozen weights of linear layers stored in 8 or 4 bits, beside adapters (QLoRA, https://arxiv.org/abs/2305.14314)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from megalight.errors import ConfigurationError
+from megalight.models.transforms.lora import linear_layers, matches
+from megalight.nn import Linear
+from megalight.nn.moe import Experts
+from megalight.ops.parameter import precision_of
+from megalight.ops.stored import check, store, stored_of
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.row import RowLinear
+from megalight.parallel.transform import ModelTransform, register
+
+if TYPE_CHECKING:
+    from megalight.parallel.model import ParallelModel
+
+LAYERS = "layers.*"
+"""Linear layers in the transformer layers; the embedding and the output layer keep their dtype, as in the paper."""
+DECODED = (Linear, ColumnLinear, RowLinear)
+"""Layers whose products decode their weight."""
+
+
+@register
+@dataclass(frozen=True)
+class StoredBase(ModelTransform):
+    """Stores the weights of all linear layers in the transformer layers as codes; see :mod:`megalight.ops.stored`.
+
+    Put it after :class:`~megalight.models.transforms.LoRA`, which freezes the weights. It serves training alone:
+    whoever loads the adapters uses the weights that they were trained on, in their own dtype.
+
+    Args:
+        form: ``int8`` or ``nf4``.
+        block: number of input features with one scale.
+
+    Raises:
+        ConfigurationError: the format is unknown, or the block is odd.
+    """
+
+    name: ClassVar[str] = "stored_base"
+    training_only: ClassVar[str | None] = "stored_base."
+
+    form: str = "int8"
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        check(self.block, self.form, self.block)
+
+    def change(self, model: nn.Module) -> None:
+        """Check that all layers can be stored; the codes come with the values.
+
+        Raises:
+            ConfigurationError: there are no layers, or one is trained, of another class, or not divisible by the block.
+        """
+        found = [path for path, sections in linear_layers(model) if any(matches(each, LAYERS) for each in sections)]
+        if not found:
+            raise ConfigurationError(f"{type(model).__name__} has no linear layers under {LAYERS!r} to store as codes.")
+        for path in found:
+            layer = model.get_submodule(path)
+            if isinstance(layer, Experts):
+                raise ConfigurationError(
+                    f"{path} is a stack of experts, whose weights cannot be stored as codes. Train adapters of this "
+                    "model without it."
+                )
+            if not isinstance(layer, Linear):
+                raise ConfigurationError(
+                    f"{path} is a {type(layer).__name__}, whose product does not decode codes; only layers of "
+                    "Megalight's models can be stored as codes."
+                )
+            if layer.weight.requires_grad:
+                raise ConfigurationError(
+                    f"{path} is trained, and codes have no gradient. Add adapters first, which freeze the model."
+                )
+            self._check(path, layer.weight.shape[1])
+
+    def change_split(self, model: ParallelModel) -> Mapping[str, ShardSpec]:
+        """Check this rank's parts.
+
+        Raises:
+            ConfigurationError: a row is split into parts that the block does not divide, or a layer multiplies codes of
+                its own.
+        """
+        for path, layer in self._layers(model.root):
+            self._check(path, layer.weight.shape[1])
+        return {}
+
+    @torch.no_grad()
+    def with_values(self, model: ParallelModel) -> None:
+        """Replace the weights by codes, one layer after the other."""
+        for path, layer in self._layers(model.root):
+            if precision_of(layer.weight) is not None:
+                raise ConfigurationError(
+                    f"{path} multiplies in 8 or 4 bits by the Trainer's precision, and its weight is to be stored as "
+                    f"{self.form} codes. Use one of the two."
+                )
+            if stored_of(layer.weight) is None:
+                store(layer.weight, self.form, self.block)
+
+    def _layers(self, root: nn.Module) -> Iterator[tuple[str, Linear | ColumnLinear | RowLinear]]:
+        for path, module in root.named_modules():
+            if isinstance(module, DECODED) and matches(path, LAYERS):
+                yield path, module
+
+    def _check(self, path: str, features: int) -> None:
+        try:
+            check(features, self.form, self.block)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{path}: {error}") from error

@@ -1,0 +1,127 @@
+"""Frozen weights stored as narrow codes: QLoRA (https://arxiv.org/abs/2305.14314).
+
+A weight ``[out, in]`` is cut into blocks of features along each row. Each block has one scale, and each element a code:
+
+- ``int8``: ``w = scale * code``, codes from -127 to 127, the scale is the block's largest magnitude / 127;
+- ``nf4``: ``w = scale * LEVELS[code]``, two codes in a byte, the scale is the block's largest magnitude. The levels are
+  quantiles of a normal distribution, as in the paper.
+
+Scales have the weight's own dtype, and codes are chosen for the rounded scale. Products read the decoded weight, which
+exists for one product at a time. Gradients go through it to the input, and the weight has none.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megalight.errors import ConfigurationError
+from megalight.ops.parameter import known_state, state_of
+
+FORMATS = ("int8", "nf4")
+
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The 16 levels of ``nf4`` (appendix E of the paper)."""
+
+
+class Codes:
+    """A frozen weight as codes.
+
+    Args:
+        weight: ``[out, in]``, floating point, not NaN.
+        form: ``int8`` or ``nf4``.
+        block: number of features with one scale; it divides ``in``.
+
+    Raises:
+        ConfigurationError: the block does not divide the features, or the format is unknown.
+    """
+
+    def __init__(self, weight: Tensor, form: str, block: int) -> None:
+        check(weight.shape[-1], form, block)
+        self.form, self.shape = form, weight.shape
+        blocks = weight.detach().reshape(weight.shape[0], -1, block)
+        largest = blocks.abs().amax(-1)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        # A block of zeros has any scale: its codes are 0.
+        scale = torch.where(largest > 0, largest, torch.ones_like(largest)).to(wide)
+        self.scales = (scale / 127 if form == "int8" else scale).to(weight.dtype)
+        parts = blocks.to(wide) / self.scales.to(wide)[..., None]
+        if form == "int8":
+            self.data = parts.round_().clamp_(-127, 127).to(torch.int8)
+        else:
+            levels = levels_of(wide, weight.device)
+            # the nearest level: the number of midpoints below
+            nearest = torch.bucketize(parts, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+            self.data = nearest[..., ::2] << 4 | nearest[..., 1::2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.data.nbytes + self.scales.nbytes
+
+    def values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the decoded weight ``[out, in]``, in the dtype of the scales or another."""
+        if self.form == "int8":
+            # One pass over memory: the product reads codes and writes weights.
+            found = torch.mul(self.data, self.scales[..., None])
+        else:
+            # A byte is looked up once, for both of its codes.
+            pairs = pairs_of(self.scales.dtype, self.data.device)[self.data.int()]
+            found = pairs.flatten(-2).mul_(self.scales[..., None])
+        found = found.view(self.shape)
+        return found if dtype is None else found.to(dtype)
+
+
+def check(features: int, form: str, block: int) -> None:
+    """Raise if rows of ``features`` cannot be stored.
+
+    Raises:
+        ConfigurationError: says the rule.
+    """
+    if form not in FORMATS:
+        raise ConfigurationError(f"there is no format {form!r} of stored weights; choose one of {', '.join(FORMATS)}.")
+    if block < 2 or block % 2 or features % block:
+        raise ConfigurationError(
+            f"rows of {features} features cannot be cut into blocks of {block}: the block must be even and divide the "
+            "features that a rank holds. Choose another block."
+        )
+
+
+@lru_cache
+def levels_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the levels of ``nf4``."""
+    return torch.tensor(LEVELS, dtype=dtype, device=device)
+
+
+@lru_cache
+def pairs_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the two levels of each byte, ``[256, 2]``; the high half comes first."""
+    byte = torch.arange(256, device=device)
+    return levels_of(dtype, device)[torch.stack([byte >> 4, byte & 15], -1)]
+
+
+def store(weight: Tensor, form: str, block: int) -> Codes:
+    """Store a frozen parameter as codes, and free its own memory; it keeps shape and dtype, and reads NaN."""
+    codes = Codes(weight, form, block)
+    state_of(weight).stored = codes
+    # Strides of 0: one element serves the whole shape.
+    weight.data = weight.new_full((1,) * weight.ndim, torch.nan).expand(weight.shape)
+    return codes
+
+
+def stored_of(parameter: Tensor) -> Codes | None:
+    """Return the codes of a parameter, or None."""
+    state = known_state(parameter)
+    return None if state is None else state.stored
+
+
+def readable(weight: Tensor) -> Tensor:
+    """Return a weight, decoded if it is stored as codes."""
+    codes = stored_of(weight)
+    return weight if codes is None else codes.values()

@@ -1,0 +1,186 @@
+"""QLoRA: adapters beside weights that are stored as codes, under every layout as beside the decoded weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from megalight import checkpoint
+from megalight.callbacks import Adapters
+from megalight.errors import ConfigurationError
+from megalight.inference import load_model
+from megalight.models.gpt import GPT
+from megalight.models.transforms import LoRA, StoredBase
+from megalight.models.transforms.merge import merge_checkpoint
+from megalight.nn import Linear
+from megalight.nn.moe import MoEConfig
+from megalight.ops.stored import Codes, stored_of
+from megalight.parallel.transform import ModelTransform
+from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.types import PackedSequences
+from tests.environment import trainer
+from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, WithData, assert_same_gradients, by_hand
+from tests.strategies.training import Gradients as Kept
+from tests.workers import run
+
+LORA: dict[str, Any] = {"rank": 3, "targets": ["q", "v", "down"], "alpha": 6.0}
+BLOCK = 4
+
+
+@dataclass(frozen=True)
+class Rounded(ModelTransform):
+    """Writes the values of codes into the weights, which stay plain."""
+
+    name: ClassVar[str] = "rounded"
+    form: str = "int8"
+
+    def change(self, model: torch.nn.Module) -> None:
+        """Nothing to do."""
+
+    @torch.no_grad()
+    def with_values(self, model: Any) -> None:
+        for path, layer in model.root.named_modules():
+            if isinstance(layer, Linear) and path.startswith("layers."):
+                layer.weight.copy_(Codes(layer.weight, self.form, BLOCK).values())
+
+
+class Seen(pl.Callback):
+    """Keeps the losses; weights are not read, as codes hold them."""
+
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        self.losses.append(float(strategy.report.loss))
+
+
+def train(
+    folder: str, form: str | None, layout: dict[str, Any], base: str | None, resume: str | None = None
+) -> dict[str, Any]:
+    """Two steps with codes, or one of the whole model without."""
+    losses, gradients = Seen(), Kept()
+    save = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    lora = Adapters(**LORA, base=form, block=BLOCK, save_base=False) if form else None
+    module = WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED, weights=base)
+    runner = trainer(
+        MegatronStrategy(micro_batch_size=1, **layout),
+        callbacks=[losses, gradients, save, *([lora] if lora else [])],
+        enable_checkpointing=True,
+        max_steps=3 if resume else 2 if form else 1,
+        gradient_clip_val=CLIP,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+    )
+    runner.fit(module, ckpt_path=resume)
+    linears = [p for name, p in module.model.named_parameters() if ".adapter." not in name and p.ndim == 2]
+    codes = [stored_of(p) for p in linears]
+    held = sum(p.untyped_storage().nbytes() for p in linears) + sum(code.nbytes for code in codes if code)
+    return {"losses": losses.losses, "gradients": gradients.first, "stored": sum(map(bool, codes)), "bytes": held}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("base")
+    run(train, 1, str(folder), None, {}, None)
+    return str(folder / "step=1.ckpt")
+
+
+@pytest.fixture(scope="module")
+def one(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("one")
+    found = run(train, 1, str(folder), "int8", {}, base)[0]
+    return {**found, "folder": folder}
+
+
+def test_the_run_is_that_of_the_decoded_weights() -> None:
+    """torch alone: the same model with codes, and with the codes' values as plain weights."""
+    for form in ("int8", "nf4"):
+        plain = by_hand(CONFIGS["gqa"], 2, transforms=[LoRA(**LORA), Rounded(form)])
+        codes = by_hand(CONFIGS["gqa"], 2, transforms=[LoRA(**LORA), StoredBase(form, BLOCK)])
+        np.testing.assert_allclose(codes["losses"], plain["losses"], rtol=1e-11)
+        assert_same_gradients(codes["gradients"], plain["gradients"])
+        assert codes["losses"] != by_hand(CONFIGS["gqa"], 2, transforms=[LoRA(**LORA)])["losses"]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+        (2, {"pipeline_parallel": 2}),
+        (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads")}),
+    ],
+)
+def test_a_layout_trains_the_same_adapters(
+    world: int, layout: dict[str, Any], base: str, one: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run(train, world, str(tmp_path), "int8", layout, base, timeout=240)[0]
+    np.testing.assert_allclose(found["losses"], one["losses"], rtol=1e-9)
+    assert_same_gradients(found["gradients"], one["gradients"])
+    assert found["stored"] == one["stored"] // layout.get("pipeline_parallel", 1)
+
+
+def test_memory_is_that_of_the_codes(base: str, one: dict[str, Any]) -> None:
+    whole = sum(p.numel() for n, p in load_model(base).named_parameters() if n.startswith("layers.") and p.ndim == 2)
+    assert one["stored"] == 8
+    outside = sum(p.nbytes for n, p in load_model(base).named_parameters() if "layers." not in n and p.ndim == 2)
+    # float64 here: a code of one byte, and a scale of eight for each block
+    assert one["bytes"] - outside == whole + whole // BLOCK * 8 + 8 * one["stored"]
+
+
+def test_adapters_go_on_and_are_merged_with_the_plain_base(base: str, one: dict[str, Any], tmp_path: Path) -> None:
+    path = str(one["folder"] / "step=1.ckpt")
+    opened = checkpoint.open(path)
+    assert all("lora" in name for name in opened.tensors)
+    layout = {"tensor_parallel": 2, "sequence_parallel": True}
+    found = run(train, 2, str(tmp_path / "on"), "int8", layout, base, str(one["folder"] / "step=1.ckpt"))[0]
+    np.testing.assert_allclose(found["losses"][0], one["losses"][1], rtol=1e-9)
+    assert merge_checkpoint(path, tmp_path / "merged", base) == 4  # q and v are one layer
+    tokens, sequences = torch.arange(9), PackedSequences.of_lengths([4, 5])
+    adapted = load_model(path, base=base)
+    assert not any(stored_of(p) for p in adapted.parameters())
+    merged = load_model(str(tmp_path / "merged"))
+    torch.testing.assert_close(merged(tokens, sequences).logits, adapted(tokens, sequences).logits)
+
+
+CASES = {
+    "saved": (lambda: Adapters(2, base="int8"), "checkpoints cannot hold them. Set save_base=False"),
+    "dora": (lambda: Adapters(2, base="nf4", dora=True, save_base=False), "DoRA reads whole rows"),
+    "format": (lambda: Adapters(2, base="int7", save_base=False), "no format 'int7' of stored weights"),
+    "odd": (lambda: Adapters(2, base="int8", block=5, save_base=False), "must be even"),
+    "trained": (lambda: StoredBase().change(GPT(CONFIGS["gqa"])), "is trained, and codes have no gradient"),
+    "experts": (
+        lambda: _change(replace(CONFIGS["gqa"], moe=MoEConfig(num_experts=2, ffn_hidden_size=8))),
+        "layers.0.mlp.experts is a stack of experts",
+    ),
+    "block": (lambda: _change(CONFIGS["gqa"], block=48), "cannot be cut into blocks of 48"),
+}
+
+
+def _change(config: Any, block: int = BLOCK) -> None:
+    with torch.device("meta"):
+        model = GPT(config)
+    LoRA(2).change(model)
+    StoredBase(block=block).change(model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refusals(case: str) -> None:
+    act, message = CASES[case]
+    with pytest.raises(ConfigurationError, match=message):
+        act()
+
+
+def test_full_sharding_is_refused(base: str, tmp_path: Path) -> None:
+    layout = {"data_parallel": DataParallel(level="optim_grads_params")}
+    with pytest.raises(AssertionError, match=r"StoredBase changes the values of whole parameters.*optim_grads"):
+        run(train, 2, str(tmp_path), "int8", layout, base)

@@ -1,0 +1,60 @@
+"""Weights as codes: values near the weight's, and products and gradients of the decoded weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megalight.errors import ConfigurationError
+from megalight.ops.linear import linear
+from megalight.ops.stored import LEVELS, Codes, store, stored_of
+
+
+@pytest.mark.parametrize(("form", "bits", "error"), [("int8", 8, 0.008), ("nf4", 4, 0.11)])
+def test_codes_are_near_the_weight_and_small(form: str, bits: int, error: float) -> None:
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codes = Codes(weight, form, 64)
+    assert codes.nbytes == weight.numel() * bits // 8 + 96 * 2 * 2  # and a scale of two bytes for each block
+    values = codes.values()
+    assert values.dtype == torch.bfloat16
+    assert 0 < float((values - weight).float().norm() / weight.float().norm()) < error
+    # by block: the largest magnitude is exact up to the rounding of the scale
+    for found, exact in zip(values.view(-1, 64).float(), weight.view(-1, 64).float(), strict=True):
+        assert abs(float(found.abs().max() - exact.abs().max())) <= 2**-7 * float(exact.abs().max())
+
+
+def test_each_element_gets_the_nearest_value() -> None:
+    weight = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight[1] = 0
+    tables = {"int8": torch.arange(-127, 128, dtype=torch.float64) / 127, "nf4": torch.tensor(LEVELS).double()}
+    for form, table in tables.items():
+        scale = weight.view(3, 2, 4).abs().amax(-1, keepdim=True)
+        parts = weight.view(3, 2, 4) / scale.clamp_min(1e-300)
+        nearest = table[(parts[..., None] - table).abs().argmin(-1)] * scale
+        torch.testing.assert_close(Codes(weight, form, 4).values(), nearest.view(3, 8), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_products_and_gradients_are_those_of_the_decoded_weight(form: str) -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(6, 8, dtype=torch.float64), requires_grad=False)
+    plain, bias = Codes(weight, form, 4).values(), torch.randn(6, dtype=torch.float64)
+    codes = store(weight, form, 4)
+    assert stored_of(weight) is codes
+    assert weight.untyped_storage().nbytes() == 8
+    assert bool(weight.isnan().all())
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    y, expected = linear(x, weight, bias), F.linear(x, plain, bias)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (y, expected)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(x, weight), F.linear(x, plain), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("form", "block", "rule"), [("int3", 4, "no format 'int3'"), ("int8", 3, "even and divide")])
+def test_refusals(form: str, block: int, rule: str) -> None:
+    with pytest.raises(ConfigurationError, match=rule):
+        Codes(torch.zeros(2, 8), form, block)
