@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import sys
 import time
 from typing import Any
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
 from megalight.callbacks.optimizer_monitor import learning_rate
-from megalight.callbacks.timing.meter import StepMeter, Window, current_loss
+from megalight.callbacks.timing.meter import StepMeter, Window, current_loss, last_step
 from megalight.callbacks.timing.throughput import rates
 from megalight.errors import ConfigurationError
 
@@ -142,11 +141,11 @@ class StepProgress(TQDMProgressBar):
         return self.plain or super().is_disabled
 
     def _due(self, trainer: pl.Trainer) -> bool:
-        done = trainer.global_step - self._marked_step
         if self.plain:
-            return done >= max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]
+            assert self._meter is not None
+            return self._meter.due(trainer, max(int(trainer.log_every_n_steps), 1))  # type: ignore[attr-defined]
         # Not twice for the same step, which accumulates several batches.
-        return done > 0 and time.monotonic() - self._marked >= self.interval_s
+        return trainer.global_step > self._marked_step and time.monotonic() - self._marked >= self.interval_s
 
     def _values(self, trainer: pl.Trainer, outputs: Any) -> dict[str, Tensor | float]:
         loss = current_loss(trainer, outputs)
@@ -188,14 +187,3 @@ def figures(window: Window, trainer: pl.Trainer, module: pl.LightningModule) -> 
         left = max(0, steps - window.step) * speeds["step_time_s"]
         texts["left"] = str(datetime.timedelta(seconds=round(left)))
     return texts
-
-
-def last_step(trainer: pl.Trainer) -> int | None:
-    """Return the number of optimizer steps at the end of the run, if the trainer knows it."""
-    batches = trainer.num_training_batches
-    passes = trainer.max_epochs
-    counts = [trainer.max_steps] if trainer.max_steps > 0 else []
-    if passes is not None and passes > 0 and batches != float("inf"):
-        # Several limits: the first one that is reached ends the run.
-        counts.append(math.ceil(batches / trainer.accumulate_grad_batches) * passes)
-    return min(counts, default=None)

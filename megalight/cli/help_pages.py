@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--trainer.devices=N": "devices on this machine (default: all)",
         "--trainer.num_nodes=N": "machines (default: 1)",
         "--trainer.accelerator=NAME": "cpu, gpu ... (default: what there is)",
-        "--trainer.precision=NAME": "32-true (default), bf16-mixed, bf16-true",
+        "--trainer.precision=NAME": "32-true (default), bf16-mixed, 16-mixed ...",
         "--trainer.max_steps=N": "optimizer steps",
         "--trainer.gradient_clip_val=X": "largest norm of the gradient",
         "--trainer.accumulate_grad_batches=N": "global batches per optimizer step (default: 1)",
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--trainer.strategy.pipeline_parallel=N": "stages of layers",
         "--trainer.strategy.context_parallel=N": "devices that share every sequence",
         "--trainer.strategy.expert_parallel=N": "devices that share the experts",
-        "--trainer.strategy.micro_batch_size=N": "samples that pass the model at once",
+        "--trainer.strategy.micro_batch_size=N": "samples that pass the model at once, or auto",
     },
     "model and data": {
         "--model=CLASS": "GPTModule, BertModule, or the import path of yours",

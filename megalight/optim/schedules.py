@@ -87,8 +87,13 @@ class WarmedUp(Schedule):
         return self.steps - self.warmup
 
     def for_run(self, max_steps: int) -> Schedule:
-        """Return the schedule for a run of ``max_steps`` (-1: unlimited), unless it has its own ``steps``."""
-        return replace(self, steps=max_steps) if self.steps is None and max_steps > 0 else self
+        """Return the schedule for a run of ``max_steps`` (-1: unlimited), unless it has its own ``steps``.
+
+        A run that ends within the warm-up is the beginning of a longer one.
+        """
+        if self.steps is not None or max_steps < 1:
+            return self
+        return replace(self, steps=max(max_steps, self.warmup + 1))
 
 
 @dataclass(frozen=True, kw_only=True)

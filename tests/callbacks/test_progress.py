@@ -1,11 +1,13 @@
+import json
 import re
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from megalight.callbacks import StepProgress
+from megalight.callbacks import StepProgress, Throughput
 from megalight.errors import ConfigurationError
+from megalight.loggers import JSONLogger
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
@@ -24,6 +26,14 @@ def test_plain_lines_show_loss_speed_memory_and_time(capsys):
     for part in ("loss ", "lr 0.1 ", "tok/s ", "TFLOP/s/dev ", "s/step ", "data wait ", "GiB ", "left 0:00:0"):
         assert part in steps[0]
     assert re.search(r"step 12  val_loss \d\.\d{4}", "\n".join(lines))
+
+
+def test_a_run_shorter_than_the_interval_shows_and_logs_its_last_step(capsys, tmp_path):
+    logger = JSONLogger(tmp_path)
+    fit(callbacks=[StepProgress(plain=True), Throughput()], log_every_n_steps=9, max_steps=5, logger=logger)
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if "tok/s" in line] == ["5/5"]
+    lines = next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()
+    assert [row["step"] for row in map(json.loads, lines) if "tokens_per_s" in row] == [4]
 
 
 def test_a_line_has_its_own_steps_loss(capsys):

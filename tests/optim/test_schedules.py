@@ -53,6 +53,13 @@ def test_the_scheduler_scales_every_group() -> None:
 def test_length_comes_from_the_run_where_none_is_stated() -> None:
     assert Cosine(warmup=2).for_run(10) == Cosine(warmup=2, steps=10)
     assert Cosine(steps=5).for_run(10).steps == 5
+    # A run that ends within the warm-up begins like a long one.
+    short, long = (Cosine(warmup=8).for_run(steps) for steps in (4, 800))
+    assert (
+        [short.factor(step) for step in range(4)]
+        == [long.factor(step) for step in range(4)]
+        == [0.125, 0.25, 0.375, 0.5]
+    )
     with pytest.raises(ConfigurationError, match="Cosine needs the length of the run; set max_steps of the trainer"):
         Cosine().for_run(-1).factor(0)
     assert Constant().for_run(-1).factor(3) == 1.0

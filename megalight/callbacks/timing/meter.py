@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -73,11 +74,13 @@ class StepMeter:
         self._tokens = 0
         self._sequence_length = 0
         self._wait: DataWait | None = None
+        self._closed = False
 
     def start(self, step: int, trainer: pl.Trainer | None = None) -> None:
         """Begin the first window; ``step`` optimizer steps are done. With ``trainer``, also measure waits for data."""
         self._wait = None if trainer is None else DataWait(trainer)
         self.last_step = step
+        self._closed = False
         self._tokens = 0
         self._segments = []
         self._begun = self._now()
@@ -108,6 +111,11 @@ class StepMeter:
             samples = report.num_samples if report is not None else rows * trainer.world_size
             self._tokens += samples * self._sequence_length
 
+    def due(self, trainer: pl.Trainer, every: int) -> bool:
+        """Return whether the window has ``every`` steps, or the run ends before there was one."""
+        step = trainer.global_step
+        return step - self.last_step >= every or (not self._closed and self.last_step < step == last_step(trainer))
+
     def close(self, step: int, values: Mapping[str, Tensor | float]) -> None:
         """End the window at optimizer step ``step`` and begin the next one.
 
@@ -127,6 +135,7 @@ class StepMeter:
         counts = (step, steps, self._tokens, self._sequence_length)
         self._pending.append(_Pending(*counts, dict(values), tuple(tensors), host, segments, waited))
         self.last_step, self._tokens, self._segments, self._begun = step, 0, [], now
+        self._closed = True
 
     def poll(self, wait: bool = False) -> Window | None:
         """Return the oldest window if the device has finished it, else None. With ``wait``, wait for the device."""
@@ -203,3 +212,14 @@ def current_loss(trainer: pl.Trainer, outputs: Any) -> Tensor | None:
     # Lightning's automatic optimization has divided it by the number of batches whose gradients are added up
     divided = trainer.lightning_module is not None and trainer.lightning_module.automatic_optimization
     return loss * trainer.accumulate_grad_batches if divided else loss
+
+
+def last_step(trainer: pl.Trainer) -> int | None:
+    """Return the number of optimizer steps at the end of the run, if the trainer knows it."""
+    batches = trainer.num_training_batches
+    passes = trainer.max_epochs
+    counts = [trainer.max_steps] if trainer.max_steps > 0 else []
+    if passes is not None and passes > 0 and batches != float("inf"):
+        # Several limits: the first one that is reached ends the run.
+        counts.append(math.ceil(batches / trainer.accumulate_grad_batches) * passes)
+    return min(counts, default=None)

@@ -84,7 +84,7 @@ class Throughput(pl.Callback):
             return
         self._meter.add(trainer, batch)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and trainer.global_step - self._meter.last_step >= every:
+        if every and self._meter.due(trainer, every):
             self._meter.close(trainer.global_step, {})
         self._write(trainer, pl_module)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from megalight.data.tokenizer import FILE as TOKENIZER
@@ -167,6 +168,11 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         optimizer, scheduler = self.optimizer.build(named, self.trainer.max_steps, part)
         if scheduler is None:
             return optimizer
+        steps, warmup = self.trainer.max_steps, getattr(self.optimizer.schedule, "warmup", 0)
+        if 0 < steps <= warmup:
+            rank_zero_info(
+                f"the run (max_steps={steps}) ends within the warm-up of the learning rate (warmup={warmup})"
+            )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def check_model(self, model: nn.Module) -> None:
