@@ -92,14 +92,14 @@ def test_what_runs_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     called: set[str] = set()
     for where, name in (
         ("norm", "rms_norm"), ("norm", "add_rms_norm"), ("mlp", "gated_pair"), ("attention", "apply_rotary"),
-        ("head", "linear_cross_entropy"),
+        ("attention", "attention"), ("head", "linear_cross_entropy"),
     ):  # fmt: skip
         module = __import__(f"megalight.models.fused.{where}", fromlist=[name])
         op = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, op=op, name=name, **k: (called.add(name), op(*a, **k))[1])
     _, fused = models()
     output = fused(**batch())
-    assert called == {"rms_norm", "add_rms_norm", "gated_pair", "apply_rotary", "linear_cross_entropy"}
+    assert called == {"rms_norm", "add_rms_norm", "gated_pair", "apply_rotary", "attention", "linear_cross_entropy"}
     assert output.logits is None
     assert output.past_key_values is None
 
@@ -167,9 +167,14 @@ def test_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(trained(fused)[1], trained(model)[1]) < 3e-6
 
 
-def test_an_activation_that_we_lack_stays() -> None:
-    _, fused = models(hidden_act="mish")
-    assert type(fused.model.layers[0].mlp).__module__.startswith("transformers.")
+def test_parts_that_we_lack_stay() -> None:
+    model, _ = models(hidden_act="mish")
+    first = model.model.layers[0]
+    first.input_layernorm = nn.RMSNorm(32)
+    expected = trained(model)[0]
+    assert fuse(model) == 1
+    assert all(type(one).__module__.startswith("transformers.") for one in (first, first.mlp))
+    torch.testing.assert_close(trained(model)[0], expected, rtol=1e-6, atol=0)
 
 
 def test_models_stay_theirs(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Our fused ops inside models of ``transformers``, whose modules, names and weights stay as they are.
 
 :func:`fuse` gives each known module a class of this package that is derived from its own and has another ``forward``:
-norms together with the sum before them, the gated activation, rotary embedding, and the head together with its loss.
+norms together with the sum before them, the gated activation, rotary embedding, causal attention, and the head together
+with its loss.
 Known are the families in :data:`FAMILIES`.
 """
 
@@ -20,11 +21,12 @@ from megalight.models.fused.head import Head
 from megalight.models.fused.layer import Layer
 from megalight.models.fused.mlp import GatedMLP
 from megalight.models.fused.norm import Norm
+from megalight.models.fused.part import Part
 
 FAMILIES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
 """Prefix of the classes of a family -> its folder in ``transformers.models``."""
 
-PARTS: dict[str, type] = {
+PARTS: dict[str, type[Part]] = {
     "RMSNorm": Norm,
     "RotaryEmbedding": Rotary,
     "Attention": Attention,
@@ -48,9 +50,9 @@ def fuse(model: nn.Module) -> int:
     layers = 0
     for module in list(model.modules()):
         place = _place_of(type(module))
-        if place is not None and PARTS[place[1]].fits(module):  # type: ignore[attr-defined]
+        if place is not None and PARTS[place[1]].fits(module):
             module.__class__ = _fused(*place)
-        if isinstance(module, CausalLM) and type(head := module.lm_head) is nn.Linear:  # type: ignore[attr-defined]
+        if isinstance(module, CausalLM) and type(head := module.lm_head) is nn.Linear:
             head.__class__ = Head
         layers += isinstance(module, Layer)
     return layers
@@ -60,9 +62,9 @@ def unfuse(model: nn.Module) -> None:
     """Give the modules in ``model`` their own classes back."""
     for module in list(model.modules()):
         if type(module) is Head:
-            module.__class__ = nn.Linear
-        elif type(module).__module__ == __name__:
-            module.__class__ = type(module).__mro__[2]
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+        elif isinstance(module, Part):
+            module.__class__ = type(module).of_transformers()
 
 
 def _place_of(kind: type) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys by one kernel each."""
+"""Rotary embedding of queries and keys by one kernel each, and causal attention."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalight.models.fused.part import Part
+from megalight.ops.attention import attention
 from megalight.ops.rotary import apply_rotary
+from megalight.types import PackedSequences
 
 
-class Rotary(nn.Module):
+class Rotary(Part):
     """Makes the tables of angles in float32, whatever the dtype of hidden states; the kernel rounds only its result."""
-
-    @classmethod
-    def fits(cls, module: Any) -> bool:
-        """Return whether a module computes what this class does."""
-        return True
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines ``[B, S, D]`` of positions ``[B, S]``. ``x`` tells only the device."""
@@ -24,8 +22,12 @@ class Rotary(nn.Module):
         return tables
 
 
-class Attention(nn.Module):
-    """Has the attributes of an attention of ``transformers``, and calls the implementation in its configuration."""
+class Attention(Part):
+    """Has the attributes of an attention of ``transformers``.
+
+    It calls our attention where the decoder says that it is causal and has no mask, else the implementation in its
+    configuration.
+    """
 
     config: Any
     layer_idx: int
@@ -36,17 +38,13 @@ class Attention(nn.Module):
     q_norm: nn.Module
     k_norm: nn.Module
 
-    @classmethod
-    def fits(cls, module: Any) -> bool:
-        """Return whether a module computes what this class does."""
-        return True
-
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        sequences: PackedSequences | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return outputs ``[B, S, h]`` and, if the implementation has them, weights.
@@ -56,6 +54,7 @@ class Attention(nn.Module):
             position_embeddings: cosines and sines ``[B or 1, S, D]``.
             attention_mask: mask for the implementation, or None.
             past_key_values: cache of earlier keys and values, or None.
+            sequences: the lengths of the rows, if each token sees all earlier ones of its row. None: see the mask.
             kwargs: further arguments of the implementation.
         """
         batch, length = hidden_states.shape[:2]
@@ -65,16 +64,20 @@ class Attention(nn.Module):
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)
         cos, sin = (_rows(table, batch) for table in position_embeddings)
-        query, key = (apply_rotary(x.flatten(0, 1), cos, sin).view(x.shape) for x in (query, key))
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        query, key = (apply_rotary(x.flatten(0, 1), cos, sin) for x in (query, key))
+        dropout = self.attention_dropout if self.training else 0.0
+        if sequences is not None and not dropout:
+            packed = attention(query, key, value.flatten(0, 1), sequences, causal=True, scale=self.scaling)
+            return self.o_proj(packed.reshape(batch, length, -1)), None
+        query, key, value = (x.view(batch, length, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = _implementation(self)
+        functions = self.beside("ALL_ATTENTION_FUNCTIONS")
+        attend = functions.get_interface(self.config._attn_implementation, self.beside("eager_attention_forward"))
         # Each family keeps its window in another place. Llama has none.
         window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
         if window is not None:
             kwargs["sliding_window"] = window
-        dropout = self.attention_dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
@@ -85,10 +88,3 @@ def _rows(table: Tensor, batch: int) -> Tensor:
     """Return the first half of a table ``[B or 1, S, D]``, which the second repeats, as rows ``[B S, D/2]``."""
     half = table[..., : table.shape[-1] // 2]
     return half.expand(batch, -1, -1).flatten(0, 1)
-
-
-def _implementation(attention: nn.Module) -> Any:
-    """Return the function that computes the attention, as the module of ``transformers`` would find it."""
-    module = __import__(type(attention).__mro__[2].__module__, fromlist=["eager_attention_forward"])
-    name = attention.config._attn_implementation  # type: ignore[union-attr]
-    return module.ALL_ATTENTION_FUNCTIONS.get_interface(name, module.eager_attention_forward)

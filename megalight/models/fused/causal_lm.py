@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.models.fused.head import Head
+from megalight.models.fused.part import Part
 
 IGNORED = -100
 """Label without a loss, unless ``ignore_index`` names another."""
@@ -15,17 +16,12 @@ LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """Further arguments of the loss of ``transformers``."""
 
 
-class CausalLM(nn.Module):
+class CausalLM(Part):
     """Has the attributes of a ``...ForCausalLM`` of ``transformers``."""
 
     config: Any
     model: nn.Module
     lm_head: nn.Module
-
-    @classmethod
-    def fits(cls, module: Any) -> bool:
-        """Return whether a module computes what this class does."""
-        return True
 
     def forward(
         self,
@@ -49,14 +45,13 @@ class CausalLM(nn.Module):
             "use_cache": use_cache,
         }
         losses = self._losses
-        module = __import__(type(self).__mro__[2].__module__, fromlist=["CausalLMOutputWithPast"])
         as_tuple = not kwargs.get("return_dict", getattr(self.config, "return_dict", True))
         if labels is None or not self.training or losses is None or as_tuple or not _is_zero(logits_to_keep):
             return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
         options = {name: kwargs.pop(name) for name in LOSS_ARGUMENTS if name in kwargs}
         output = self.model(**inputs, **kwargs)
         loss = mean_loss(losses, output.last_hidden_state, labels, **options)
-        return module.CausalLMOutputWithPast(
+        return self.beside("CausalLMOutputWithPast")(
             loss=loss,
             logits=None,
             past_key_values=output.past_key_values,
@@ -67,7 +62,7 @@ class CausalLM(nn.Module):
     @property
     def _losses(self) -> Any:
         """The function of hidden states and labels that returns losses; None: the loss or the head is not known."""
-        if self.loss_function.__name__ != "ForCausalLMLoss":  # type: ignore[operator,union-attr]
+        if self.loss_function.__name__ != "ForCausalLMLoss":  # type: ignore[union-attr]
             return None
         if isinstance(self.lm_head, Head):
             return self.lm_head

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalight.models.fused.part import Part
+from megalight.types import PackedSequences
 
-class Decoder(nn.Module):
+
+class Decoder(Part):
     """Has the attributes of a decoder of ``transformers``.
 
     That looks for packed documents in the positions, for which the host waits in every step, or fills a cache that
@@ -20,11 +23,6 @@ class Decoder(nn.Module):
     layers: nn.ModuleList
     norm: nn.Module
     rotary_emb: nn.Module
-
-    @classmethod
-    def fits(cls, module: Any) -> bool:
-        """Return whether a module computes what this class does."""
-        return True
 
     def forward(
         self,
@@ -51,15 +49,16 @@ class Decoder(nn.Module):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both.")
         hidden: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        length = hidden.shape[1]
+        batch, length = hidden.shape[:2]
         if self._windows_shorter_than(length):
             return super().forward(inputs_embeds=hidden, use_cache=False, **kwargs)
         positions = torch.arange(length, device=hidden.device).unsqueeze(0)
         tables = self.rotary_emb(hidden, position_ids=positions)
+        sequences = PackedSequences.of_uniform(batch, length, hidden.device)
         for layer in self.layers[: self.config.num_hidden_layers]:
-            # Without a mask, torch's attention is causal.
-            hidden = layer(hidden, attention_mask=None, position_embeddings=tables, **kwargs)
-        return _output(self, self.norm(hidden))
+            # Without a mask, torch's attention is causal too: a layer that is not fused needs no other arguments.
+            hidden = layer(hidden, attention_mask=None, position_embeddings=tables, sequences=sequences, **kwargs)
+        return self.beside("BaseModelOutputWithPast")(last_hidden_state=self.norm(hidden))
 
     def _is_plain(self, kwargs: dict[str, Any]) -> bool:
         """Return whether the caller wants hidden states after the last norm and nothing else."""
@@ -72,8 +71,3 @@ class Decoder(nn.Module):
         windows = (getattr(layer.self_attn, "sliding_window", None) for layer in self.layers)
         config = getattr(self.config, "sliding_window", None) if self.config.model_type == "mistral" else None
         return any(window is not None and window < length for window in (config, *windows))
-
-
-def _output(decoder: nn.Module, hidden: Tensor) -> Any:
-    module = __import__(type(decoder).__mro__[2].__module__, fromlist=["BaseModelOutputWithPast"])
-    return module.BaseModelOutputWithPast(last_hidden_state=hidden)

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalight.models.fused.part import Part
 
-class Layer(nn.Module):
+
+class Layer(Part):
     """Has the attributes of a decoder layer of ``transformers``."""
 
     self_attn: nn.Module
@@ -18,8 +20,9 @@ class Layer(nn.Module):
 
     @classmethod
     def fits(cls, module: Any) -> bool:
-        """Return whether a module computes what this class does."""
-        return True
+        """Return whether the norms of a layer are those of its family, which get a fused form."""
+        norms = (module.input_layernorm, module.post_attention_layernorm)
+        return all(type(norm).__module__ == type(module).__module__ for norm in norms)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """``[B, S, h] -> [B, S, h]``; further arguments are those of the attention."""

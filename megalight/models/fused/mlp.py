@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megalight.models.fused.part import Part
 from megalight.ops.activation import gated_pair
 
 KINDS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 """Name in a configuration of ``transformers`` -> name of our activation."""
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Part):
     """Has the attributes of a gated MLP of ``transformers``."""
 
     config: Any

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
+from megalight.models.fused.part import Part
 from megalight.ops.norm import add_rms_norm, rms_norm
 
 
-class Norm(nn.Module):
+class Norm(Part):
     """Has the attributes of an RMS norm of ``transformers``."""
 
     weight: nn.Parameter
     variance_epsilon: float
-
-    @classmethod
-    def fits(cls, module: Any) -> bool:
-        """Return whether a module computes what this class does."""
-        return True
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None = None, with_sum: bool = False
