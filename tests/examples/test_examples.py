@@ -40,7 +40,7 @@ def words(name: str, tmp_path: Path, devices: int) -> list[str]:
     found = ["--accelerator", "cpu", "--devices", str(devices)]
     if devices > 1:
         found += SPLIT.get(name, "").split()
-    return found + (["--output", str(tmp_path)] if name == "gpt_from_python" else [])
+    return found + (["--output", str(tmp_path), "--steps", "30"] if name == "gpt_from_python" else [])
 
 
 _one_device: dict[str, float] = {}

@@ -30,7 +30,7 @@ from tests.strategies.test_layout_changes import CONFIG, Again
 from tests.strategies.training import ADAM, CLIP, SEED, Losses, WithData
 from tests.workers import run
 
-AT, STEPS = 2, 4
+AT, STEPS = 1, 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {}),

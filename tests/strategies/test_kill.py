@@ -19,11 +19,10 @@ import torch
 from megalight import checkpoint
 from tests.interpreters import environment
 from tests.strategies.test_launch import STARTED
-from tests.strategies.test_resume import ranks
+from tests.strategies.test_resume import STEPS, ranks
 from tests.workers import free_port
 
 LAYOUT = {"tensor_parallel": 2, "sequence_parallel": True}
-STEPS = 6
 RANKS = 2
 
 
