@@ -74,7 +74,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def start(how: str) -> Run:
         folder = tmp_path_factory.mktemp(how)
         words = ["-m", SCRIPT, str(folder), how if how in ("fork", "spawn") else "popen"]
-        python = [sys.executable if how == "popen" else "python", *words]
+        python = ["python", *words]
         if how == "torchrun":
             code, text = processes([*torchrun(2), *words])
         elif how == "slurm":
