@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from megalight.errors import MegalightError
 from megalight.imports import has
 from megalight.nn.init import initialise
 from megalight.ops.choice import use_backends
-from megalight.registry import BackendRegistry
+from megalight.registry import BackendRegistry, load_plugins
 
 GROUPS = ("attention", "mla", "mamba")
 
@@ -95,13 +96,21 @@ def chosen(choices: Sequence[tuple[str, str]]) -> Iterator[None]:
 def backends(
     registry: BackendRegistry[Any, Any], make: Callable[[int, str], Way], skip: Sequence[str] = ()
 ) -> dict[str, Callable[[int], Way]]:
-    """Return the ways of an op: ``auto``, and each backend, also those of plugins."""
-    names = [name for name in registry.names if name not in skip]
+    """Return the ways of an op: ``auto``, and each backend of our own."""
+    load_plugins()
+    own = [name for name, backend in registry._backends.items() if backend.plugin is None and name not in skip]
+    return {name: partial(_named, make, name) for name in ("auto", *own)}
 
-    def way(name: str) -> Callable[[int], Way]:
-        return lambda tokens: make(tokens, name)
 
-    return {"auto": way("auto"), **{name: way(name) for name in names}}
+def packages(registry: BackendRegistry[Any, Any], make: Callable[[int, str], Way]) -> dict[str, Callable[[int], Way]]:
+    """Return the ways of an op by backends of plugins."""
+    load_plugins()
+    found = [name for name, backend in registry._backends.items() if backend.plugin is not None]
+    return {name: partial(_named, make, name) for name in found}
+
+
+def _named(make: Callable[[int, str], Way], name: str, tokens: int) -> Way:
+    return make(tokens, name)
 
 
 def need(*packages: str) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.mixing import Case, Way, backends, random, values
+from benchmarks.mixing import Case, Way, backends, packages, random, values
 from megalight.nn import Attention, InnerAttention, LayerContext
 from megalight.ops.attention import ATTENTION, attention
 from megalight.types import PackedSequences
@@ -83,7 +83,7 @@ class Shapes:
             partial(self.inputs, lengths),
             backends(ATTENTION, make, skip=("reference",)),
             lambda tokens: make(tokens, "reference", torch.float64),
-            peers or {},
+            {**(peers or {}), **packages(ATTENTION, make)},
             aim=aim,
         )
 

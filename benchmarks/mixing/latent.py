@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.mixing import Case, Missing, Way, backends, need, random, values
+from benchmarks.mixing import Case, Missing, Way, backends, need, packages, random, values
 from megalight.nn import InnerAttention, LatentAttention, LayerContext, Rotary
 from megalight.ops.attention import ATTENTION, attention
 from megalight.types import PackedSequences
@@ -75,7 +75,7 @@ class Shapes:
             lambda tokens: [random(self.device, tokens, self.heads, n) for n in (size, size, self.value_dim)],
             backends(ATTENTION, make, skip=("reference",)),
             lambda tokens: make(tokens, "reference"),
-            peers,
+            {**peers, **packages(ATTENTION, make)},
         )
 
     def ours(self, tokens: int, backend: str = "auto", layer: LatentAttention | None = None) -> Way:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.mixing import Case, Way, backends, need, random, values
+from benchmarks.mixing import Case, Way, backends, need, packages, random, values
 from megalight.models.gpt import GPT, DeltaNetConfig, GPTConfig, MambaConfig
 from megalight.models.gpt.flops import flops_per_token
 from megalight.models.gpt.presets import preset
@@ -79,17 +79,6 @@ class Shapes:
 
             return Way(fn)
 
-        def package(tokens: int) -> Way:
-            need("causal_conv1d")
-            from causal_conv1d import causal_conv1d_fn
-
-            def fn(rows: Tensor) -> Tensor:
-                part = rows[:, self.mamba.inner_size : self.mamba.inner_size + channels]
-                out: Tensor = causal_conv1d_fn(part.t()[None], weight, bias, activation="silu")[0].t()
-                return out
-
-            return Way(fn)
-
         unit = 2.0 * self.tokens * channels
         # The gradient of the whole projection's output is written: zeros beside the part.
         rest = 2.0 * self.tokens * wide
@@ -100,7 +89,7 @@ class Shapes:
             lambda tokens: [random(self.device, tokens, wide)],
             backends(CAUSAL_CONV, make),
             lambda tokens: make(tokens, "reference"),
-            {"causal-conv1d": package},
+            packages(CAUSAL_CONV, make),
             unit="bytes",
         )
 
@@ -145,16 +134,6 @@ class Shapes:
             rates, skip = a.to(dtype), d.to(dtype)
             return Way(lambda x, dt, b, c: ssd(x, dt, rates, b, c, skip, sequences, backend=backend))
 
-        def package(tokens: int) -> Way:
-            need("mamba_ssm")
-            from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-            def fn(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
-                out: Tensor = mamba_chunk_scan_combined(x[None], dt[None], a, b[None], c[None], chunk_size=256, D=d)
-                return out[0]
-
-            return Way(fn)
-
         def attention(tokens: int) -> Way:
             need("fla")
             from fla.ops.simple_gla import chunk_simple_gla
@@ -176,7 +155,7 @@ class Shapes:
             inputs,
             backends(SSD, make, skip=() if self.device == "cpu" else ("reference",)),
             lambda tokens: make(tokens, "reference", torch.float64),
-            {"mamba-ssm": package, "flash-linear-attention": attention},
+            {**packages(SSD, make), "flash-linear-attention": attention},
         )
 
     def rule(self) -> Case:
@@ -194,19 +173,6 @@ class Shapes:
             sequences = self.alone(tokens)
             return Way(lambda q, k, v, decay, beta: delta_rule(q, k, v, decay, beta, sequences, backend=backend))
 
-        def package(tokens: int) -> Way:
-            need("fla")
-            from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-            per = delta.num_heads // delta.num_key_heads
-
-            def fn(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-                queries, keys = (t.repeat_interleave(per, 1)[None] for t in (q, k))
-                out, _ = chunk_gated_delta_rule(queries, keys, v[None], decay[None], beta[None].to(v.dtype), scale=1.0)
-                return out[0]
-
-            return Way(fn)
-
         within = 64.0 * (
             2 * delta.num_key_heads * delta.key_dim + 2 * delta.inner_size + delta.num_heads * delta.key_dim
         )
@@ -218,7 +184,7 @@ class Shapes:
             inputs,
             backends(DELTA_RULE, make),
             lambda tokens: make(tokens, "reference"),
-            {"flash-linear-attention": package},
+            packages(DELTA_RULE, make),
         )
 
     def ours(self, layers: nn.ModuleDict, tokens: int, choices: tuple[tuple[str, str], ...] = ()) -> Way:

@@ -15,12 +15,13 @@ from megalight.types import PackedSequences
 
 
 class Spec(NamedTuple):
-    """A request to the convolution: device type, dtypes of input and weight, and number of taps."""
+    """A request to the convolution: device type, dtypes of input and weight, and numbers of taps and of channels."""
 
     device: str
     dtype: torch.dtype
     weight_dtype: torch.dtype
     taps: int
+    channels: int = 1024
 
 
 CAUSAL_CONV: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("causal_conv")
@@ -67,5 +68,5 @@ def causal_conv(
         silu: return ``silu(y)``.
         backend: a backend's name, or ``auto``.
     """
-    spec = Spec(x.device.type, x.dtype, weight.dtype, weight.shape[1])
+    spec = Spec(x.device.type, x.dtype, weight.dtype, weight.shape[1], x.shape[1])
     return _choose(spec, backend)(x, weight, bias, sequences.positions, silu)

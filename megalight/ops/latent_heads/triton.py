@@ -177,7 +177,8 @@ class _RotateTail(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _rotated(grad, *ctx.saved_tensors, ctx.interleaved, True), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, ctx.interleaved, True), None, None, None
 
 
 class _JoinKeys(torch.autograd.Function):
