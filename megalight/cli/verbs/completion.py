@@ -55,7 +55,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     from megalight.cli import signatures
     from megalight.cli.schema import ROOT, descriptions
 
-    def add(prefix: str, source: signatures.Source) -> None:
+    def add(prefix: str, source: signatures.Source, above: tuple[signatures.Source, ...] = ()) -> None:
         said = descriptions(source)
         for name, accepted in (signatures.members(source) or {}).items():
             key = f"{prefix}.{name}"
@@ -64,8 +64,10 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
             choices = values if values and accepted.complete and len(accepted.scalars - {bool}) == 0 else None
             parser.add_argument(f"--{key}", choices=choices, help=said.get(name, "").replace("%", "%%"))
             # Only dataclasses: other classes are chosen by their path, and which one is not known here.
-            if accepted.source is not None and accepted.source.is_dataclass:
-                add(key, accepted.source)
+            # A class may have one of its own kind in it: of that one the key is enough.
+            inner = accepted.source
+            if inner is not None and inner.is_dataclass and inner not in (*above, source):
+                add(key, inner, (*above, source))
 
     parser.add_argument("-c", "--config", help="a recipe in YAML")
     for key in (*ROOT, "print_config", "help-all"):
