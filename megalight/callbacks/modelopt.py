@@ -11,7 +11,7 @@ from megalight.checkpoint.disk.publish import absolute, check_new
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.module import MegalightModule
-from megalight.plugins.modelopt import Calibration, Quantizers, uncalibrated
+from megalight.plugins.modelopt import Calibration, Preset, Quantizers, Search, uncalibrated
 
 
 class ModelOptQuantization(pl.Callback):
@@ -19,7 +19,8 @@ class ModelOptQuantization(pl.Callback):
 
     ``trainer.validate`` calibrates in its first run, which reports the loss without quantization; later runs report the
     loss with it. ``trainer.fit`` calibrates in its sanity check and then trains with rounded weights and inputs
-    (quantization-aware training). A checkpoint that holds calibrated quantizers needs no calibration.
+    (quantization-aware training). Presets that search (AWQ, SmoothQuant) are calibrated by ``validate`` alone: they run
+    its batches again, and change weights. A checkpoint that holds calibrated quantizers needs no calibration.
 
     Args:
         preset: name of a preset in ``modelopt.torch.quantization``.
@@ -38,7 +39,8 @@ class ModelOptQuantization(pl.Callback):
     ) -> None:
         self.transform = Quantizers(preset, head)
         self.save_to = save_to
-        self._calibration: Calibration | None = None
+        self._calibration: Calibration | Search | None = None
+        self._batches: list[Any] = []
         self._calibrates = False
 
     def attach(self, module: pl.LightningModule) -> None:
@@ -72,18 +74,40 @@ class ModelOptQuantization(pl.Callback):
                 # Before the passes: a save replaces a checkpoint of the same name, which may be another model's.
                 target = absolute(self.save_to)
                 Ranks().first(f"checking {target}", lambda: check_new(target))
-            self._calibration = Calibration(model)
+            preset = Preset.read(self.transform.preset, self.transform.head)
+            if preset.searches and trainer.state.fn == "fit":
+                raise ConfigurationError(
+                    f"preset {preset.name!r} changes weights in calibration, which training has begun with already. "
+                    "Calibrate first (megalight quantize), and go on from its checkpoint."
+                )
+            self._calibration = Search(model, preset) if preset.searches else Calibration(model)
             self._calibration.begin()
             self._calibrates = True
         else:
             self._check_unused(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep the batch, if calibration needs it again."""
+        if isinstance(self._calibration, Search):
+            self._batches.append(batch)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End calibration, and write the checkpoint if one is wanted."""
         if self._calibration is None:
             return
         calibration, self._calibration = self._calibration, None
-        unseen = calibration.finish()
+        if isinstance(calibration, Search):
+            batches, self._batches = self._batches, []
+
+            def passes() -> None:
+                for batch in batches:
+                    trainer.strategy.replay(batch)  # type: ignore[attr-defined]
+
+            unseen = calibration.finish(passes)
+        else:
+            unseen = calibration.finish()
         # A stage of a pipeline may be alone in this, and the others would wait for it while they save.
         if trainer.strategy.any_rank(bool(unseen)):  # type: ignore[attr-defined]
             named = f" ({', '.join(unseen[:3])})" if unseen else ", all on other ranks"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def export(
     # Everything that can be refused is refused before a rank writes.
     whole = _whole(model, dtype)
     files = _files(whole)
-    beside = _beside(model, _values(model, whole))
+    beside = files_beside(model, config_values(model, {each.dtype for each in whole.values()}))
     started: list[Unfinished] = []
 
     def begin() -> Place:
@@ -167,12 +167,16 @@ def _files(whole: Mapping[str, Wanted]) -> dict[str, list[str]]:
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-def _values(model: StoredModel, whole: Mapping[str, Wanted]) -> dict[str, Any]:
-    """Return ``config.json``, in the kind of the model that training began with, if that is known."""
+def config_values(model: StoredModel, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
+    """Return ``config.json``, in the kind of the model that training began with, if that is known.
+
+    Args:
+        dtypes: those of the weights.
+    """
     began = json_object(model.files.get(CONFIG, b"{}"), CONFIG)
     values: dict[str, Any] = _weights(model.family).write_config(model.config, began.get("model_type"))
     # `from_pretrained` uses this dtype for the whole model.
-    widest = max((each.dtype for each in whole.values()), key=lambda dtype: dtype.itemsize)
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     tokens = {key: _tokens(began.get(key), model.config.vocab_size) for key in SPECIAL}
     return {**values, "dtype": dtype_name(widest), **tokens}
 
@@ -183,7 +187,7 @@ def _tokens(ids: Any, vocab_size: int) -> Any:
     return ids if known and all(isinstance(each, int) and 0 <= each < vocab_size for each in known) else None
 
 
-def _beside(model: StoredModel, values: dict[str, Any]) -> dict[str, bytes]:
+def files_beside(model: StoredModel, values: dict[str, Any]) -> dict[str, bytes]:
     """Return the files beside the weights: those that came with the model, settings for generation, ``config.json``.
 
     Special tokens are filled in. They come from the settings for generation that training began with, or else from the

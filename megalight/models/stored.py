@@ -83,6 +83,11 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredMode
         return StoredModel(family("gpt"), source.config, source, {}, source.training)
     opened = checkpoint.open(path)
     described = description(opened)
+    if any(transform.name == "modelopt" for transform in serving(described)):
+        raise CheckpointError(
+            f"checkpoint {opened.path} is quantized, and its weights alone are another model's. Write it in ModelOpt's "
+            "format (megalight convert --to modelopt)."
+        )
     if serving(described) or not holds_base(opened.common):
         # The values of such weights do not tell what the model computes until the adapters are merged.
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")

@@ -449,6 +449,11 @@ class MegatronStrategy(FolderCheckpoints):
         """Run forward only, and log ``val_loss``, which is the same on every rank."""
         return self._evaluation_step("val", "validation_step", args)
 
+    def replay(self, batch: Any) -> None:
+        """Run a validation batch forward only once more, and log nothing, for callbacks that measure activations."""
+        assert self._stepper is not None
+        self._stepper.replay(batch)
+
     def test_step(self, *args: Any) -> Any:
         """Run forward only, and log ``test_loss``, which is the same on every rank."""
         return self._evaluation_step("test", "test_step", args)

@@ -174,6 +174,11 @@ class Stepper:
         self._module.log_totals(stage, totals, dataloader_idx)
         return mean(*totals["loss"])
 
+    def replay(self, batch: Any) -> None:
+        """Run an evaluation batch forward only, and log nothing."""
+        _, micro_batches = self._split(batch)
+        self.step.evaluate("val", micro_batches)
+
     def predict(self, batch: Any) -> Any:
         """Return the module's ``output_step`` for a whole batch, on every rank of the replica."""
         outputs = [self._module.output_step(carry, contents(batch)) for carry in self.step.outputs([batch])]

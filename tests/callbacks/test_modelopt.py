@@ -241,8 +241,8 @@ def change(transform: Quantizers, **config: Any) -> None:
         (Quantizers("FP8_DEFAULT"), {}, r"no preset 'FP8_DEFAULT'.*FP8_DEFAULT_CFG"),
         (Quantizers("NVFP4_DEFAULT_CFG"), {}, "has blocks of elements"),
         (Quantizers("MAMBA_MOE_FP8_CONSERVATIVE_CFG"), {}, "names modules of other models"),
-        (Quantizers("INT4_AWQ_CFG"), {}, "calibrates by 'awq_lite'"),
-        (Quantizers("INT8_SMOOTHQUANT_CFG"), {}, "calibrates by 'smoothquant'"),
+        (Quantizers("NVFP4_AWQ_FULL_CFG"), {}, "calibrates by 'awq_full'"),
+        (Quantizers("W4A8_AWQ_BETA_CFG"), {}, r"quantizes \*weight_quantizer twice"),
         (Quantizers(), {"moe": MoEConfig(num_experts=4)}, r"experts.*Only linear layers"),
     ],
 )

@@ -10,6 +10,7 @@ FORMS = {
     "transformers": "folder of transformers",
     "checkpoint": "checkpoint of weights",
     "peft": "folder of peft",
+    "modelopt": "quantized folder of transformers, in ModelOpt's format",
     "fully_reshardable": "checkpoint that every layout resumes from",
     "dp_reshardable": "checkpoint with flat optimizer state, for layouts that do not split weights",
     "fsdp_dtensor": "checkpoint that torch.distributed.checkpoint.load reads, and every layout resumes from",
@@ -33,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         choices=tuple(FORMS),
-        help="transformers: a folder; checkpoint: weights; or a format, which keeps all of a checkpoint, optimizer "
+        help="transformers: a folder; modelopt: one with narrow weights and scales, from a quantized checkpoint; "
+        "checkpoint: weights; or a format, which keeps all of a checkpoint, optimizer "
         "state too (default: transformers from a checkpoint, checkpoint from a folder)",
     )
     parser.add_argument("--base", help="the model that a folder of peft adapts, or that a draft serves")
@@ -66,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _convert_adapters(arguments)
     if is_draft(arguments.source):
         return _import_draft(arguments)
+    if arguments.to == "modelopt":
+        return _convert_quantized(arguments)
     if arguments.base is not None:
         raise ConfigurationError(
             f"--base is for folders of peft and of drafts, and {arguments.source} is neither; leave it out."
@@ -136,6 +140,20 @@ def _export_draft(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--ema and --average are for models that are no drafts; leave them out.")
     export_draft(arguments.source, arguments.output, getattr(torch, arguments.dtype) if arguments.dtype else None)
     print(f"{arguments.output}: a draft for serving engines")
+    return 0
+
+
+def _convert_quantized(arguments: argparse.Namespace) -> int:
+    """Write a quantized checkpoint in ModelOpt's format."""
+    from megalight.errors import ConfigurationError
+    from megalight.plugins.modelopt.export import export_quantized
+
+    if arguments.dtype or arguments.ema or arguments.average or arguments.base:
+        raise ConfigurationError(
+            "a quantized model is converted as it is; --dtype, --ema, --average and --base are for other forms."
+        )
+    count = export_quantized(arguments.source, arguments.output)
+    print(f"{arguments.output}: {count} quantized layers")
     return 0
 
 

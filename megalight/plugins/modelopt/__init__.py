@@ -8,7 +8,9 @@ from __future__ import annotations
 from megalight.parallel.transform import register as register_transform
 from megalight.plugins.modelopt.calibration import Calibration as Calibration
 from megalight.plugins.modelopt.calibration import uncalibrated as uncalibrated
+from megalight.plugins.modelopt.presets import Preset as Preset
 from megalight.plugins.modelopt.quantizers import Quantizers as Quantizers
+from megalight.plugins.modelopt.search import Search as Search
 
 
 def register() -> None:

@@ -11,7 +11,14 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.plugins.modelopt.quantizers import amaxes, per_row, quantized, rows_are_split, static_quantizers
+from megalight.plugins.modelopt.quantizers import (
+    amaxes,
+    block_of,
+    per_row,
+    quantized,
+    rows_are_split,
+    static_quantizers,
+)
 
 
 def uncalibrated(model: ParallelModel) -> list[str]:
@@ -70,7 +77,10 @@ class Calibration:
             quantizer.disable_calib()
             if kind == "input_quantizer":
                 inputs.append(amax)
-            elif not (per_row(quantizer) and rows_are_split(self.model.specs[f"{path}.weight"])):
+            # Blocks of a row lie on one rank each.
+            elif not block_of(quantizer) and not (
+                per_row(quantizer) and rows_are_split(self.model.specs[f"{path}.weight"])
+            ):
                 whole_weights.append(amax)
         for _, layer in quantized(self.model.root):
             for quantizer in (layer.input_quantizer, layer.weight_quantizer):

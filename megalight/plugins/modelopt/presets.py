@@ -11,8 +11,18 @@ from typing import Any
 from megalight.errors import ConfigurationError, nearest
 from megalight.plugins.modelopt.package import modelopt
 
-SERVED = ("FP8_DEFAULT_CFG", "FP8_PER_CHANNEL_PER_TOKEN_CFG", "INT8_DEFAULT_CFG", "INT8_WEIGHT_ONLY_CFG")
+SERVED = (
+    "FP8_DEFAULT_CFG",
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+    "INT8_DEFAULT_CFG",
+    "INT8_WEIGHT_ONLY_CFG",
+    "INT8_SMOOTHQUANT_CFG",
+    "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "INT4_AWQ_CFG",
+)
 """Presets that are tested against ModelOpt itself."""
+SEARCHES = ("awq_lite", "smoothquant")
+"""Calibration that runs the data several times, and changes weights."""
 HEAD = ("*lm_head*", "*output_layer*", "output.*")
 """Patterns by which presets leave out the output layer."""
 
@@ -24,10 +34,17 @@ class Preset:
     Attributes:
         name: its name in ``modelopt.torch.quantization``.
         rules: each has a pattern of quantizer names, and ``cfg`` (a format) or ``enable``.
+        algorithm: ``method`` of calibration, and its options.
     """
 
     name: str
     rules: tuple[Mapping[str, Any], ...]
+    algorithm: Mapping[str, Any]
+
+    @property
+    def searches(self) -> bool:
+        """Whether calibration searches scales of input features."""
+        return self.algorithm["method"] in SEARCHES
 
     @classmethod
     def read(cls, name: str, head: bool) -> Preset:
@@ -45,7 +62,9 @@ class Preset:
             )
         config = getattr(package, name)
         rules = [copy.deepcopy(rule) for rule in config["quant_cfg"]]
-        why = _why_not(config.get("algorithm"), rules)
+        algorithm = config.get("algorithm")
+        algorithm = dict(algorithm) if isinstance(algorithm, Mapping) else {"method": algorithm}
+        why = _why_not(algorithm["method"], rules)
         if why is None and name not in SERVED:
             # Its patterns would match no layer of ours, and what it means to leave out would be quantized.
             why = "names modules of other models"
@@ -53,9 +72,14 @@ class Preset:
             raise ConfigurationError(
                 f"preset {name!r} {why}, which is not supported here. Use one of {', '.join(SERVED)}."
             )
+        if head and algorithm["method"] in SEARCHES:
+            raise ConfigurationError(
+                f"head=True with preset {name!r}: losses read the weight of the output layer past its own product, "
+                f"where {algorithm['method']} measures. Leave head out, or use another preset."
+            )
         if head:
             rules = [rule for rule in rules if rule["quantizer_name"] not in HEAD]
-        return cls(name, tuple(rules))
+        return cls(name, tuple(rules), algorithm)
 
     def names(self, quantizer: str) -> bool:
         """Return whether the preset switches on this quantizer of a linear layer (``mlp.down.weight_quantizer``)."""
@@ -67,9 +91,8 @@ class Preset:
         return enabled
 
 
-def _why_not(algorithm: Any, rules: list[dict[str, Any]]) -> str | None:
-    method = algorithm.get("method") if isinstance(algorithm, Mapping) else algorithm
-    if method not in (None, "max"):
+def _why_not(method: str | None, rules: list[dict[str, Any]]) -> str | None:
+    if method not in (None, "max", *SEARCHES):
         return f"calibrates by {method!r}"
     for rule in rules:
         formats = rule.get("cfg") or {}
@@ -77,7 +100,9 @@ def _why_not(algorithm: Any, rules: list[dict[str, Any]]) -> str | None:
             return f"quantizes {rule['quantizer_name']} twice"
         blocks = formats.get("block_sizes") or {}
         # `{-1: None}` with dynamic scales: a scale for each token, found in the forward pass.
-        if any(size is not None for size in blocks.values()):
+        if blocks.get("type") == "static" and set(blocks) == {-1, "type"}:
+            continue
+        if any(size is not None for key, size in blocks.items() if key != "type") or "scale_bits" in blocks:
             return f"has blocks of elements in {rule['quantizer_name']}"
         of_linears = rule["quantizer_name"].endswith(("weight_quantizer", "input_quantizer"))
         if rule.get("enable", True) and formats and not of_linears:

@@ -110,6 +110,11 @@ class Quantizers(ModelTransform):
                 # NaN, and not 0: a layer without calibration must not pass for one.
                 quantizer.amax = torch.full(spec.shape, torch.nan, device=layer.weight.device)
                 specs[f"{path}.{kind}._amax"] = spec
+            if preset.searches and layer.weight_quantizer.is_enabled:
+                spec = _features(model, path)
+                layer.input_quantizer._enable_pre_quant_scale = True
+                layer.input_quantizer.pre_quant_scale = torch.full(spec.shape, torch.nan, device=layer.weight.device)
+                specs[f"{path}.input_quantizer._pre_quant_scale"] = spec
         return specs
 
 
@@ -124,13 +129,25 @@ def static_quantizers(layer: Any) -> Iterator[tuple[str, Any]]:
     """Yield kind and quantizer of those with an ``amax``: not those that find it anew for each token."""
     for kind in ("input_quantizer", "weight_quantizer"):
         quantizer = getattr(layer, kind)
-        if quantizer.is_enabled and not quantizer._dynamic and quantizer.block_sizes is None:
+        if quantizer.is_enabled and not quantizer._dynamic and (not quantizer.block_sizes or block_of(quantizer)):
             yield kind, quantizer
+
+
+def block_of(quantizer: Any) -> int:
+    """Return the number of features of a weight with one ``amax``, for blocks along rows; 0: there are none."""
+    sizes = quantizer.block_sizes or {}
+    return int(sizes[-1]) if sizes.get("type") == "static" else 0
+
+
+def pre_quant_scale(layer: Any) -> Tensor | None:
+    """Return what the input's features are multiplied by, or None."""
+    found: Tensor | None = getattr(layer.input_quantizer, "_pre_quant_scale", None)
+    return found
 
 
 def per_row(quantizer: Any) -> bool:
     """Return whether each row of the weight has an ``amax`` of its own."""
-    return quantizer.axis is not None
+    return quantizer.axis is not None or block_of(quantizer) > 0
 
 
 def rows_are_split(spec: ShardSpec) -> bool:
@@ -143,23 +160,39 @@ def _spec(model: ParallelModel, path: str, layer: Any, kind: str, quantizer: Any
     if kind == "input_quantizer" or not per_row(quantizer):
         return ShardSpec.replicated(f"{model.prefix}{path}.{kind}.amax", (), owner=first)
     weight = model.specs[f"{path}.weight"]
-    width = weight.shape[1]
+    width, block = weight.shape[1], block_of(quantizer)
+    if block and width % block:
+        raise ConfigurationError(
+            f"{path} has rows of {width} features on this rank, and blocks of {block} features do not divide them. Use "
+            "a preset without blocks, or a layout that does not split these rows."
+        )
+    each = block or width
 
     def rows(piece: Piece) -> Piece:
-        # Ranks with other columns of the same rows have the same `amax`, so only one may own it.
-        whole = piece.size[1] == piece.shape[1]
+        # Ranks with other columns of the same rows have the same `amax` if it is of whole rows: only one may own it.
+        mine = block > 0 or piece.size[1] == piece.shape[1]
         return replace(
             piece,
             name=f"{piece.name}_quantizer.amax",
-            shape=(piece.shape[0], 1),
-            offset=(piece.offset[0], 0),
-            size=(piece.size[0], 1),
-            start=piece.start // width,
+            shape=(piece.shape[0], piece.shape[1] // block if block else 1),
+            offset=(piece.offset[0], piece.offset[1] // block if block else 0),
+            size=(piece.size[0], piece.size[1] // block if block else 1),
+            start=piece.start // each,
             partial=(),
-            owner=piece.owner if whole else first,
+            owner=piece.owner if mine else first,
         )
 
-    return ShardSpec(tuple(map(rows, weight.pieces)), (weight.shape[0], 1), weight.data)
+    return ShardSpec(tuple(map(rows, weight.pieces)), (weight.shape[0] * (width // each), 1), weight.data)
+
+
+def _features(model: ParallelModel, path: str) -> ShardSpec:
+    """Return what a rank holds of one number for each input feature of a layer."""
+    piece = model.specs[f"{path}.weight"].pieces[0]
+    (_, whole), (_, offset), (_, size) = piece.shape, piece.offset, piece.size
+    # Ranks with other rows of the same columns have the same numbers.
+    owner = size < whole or model.mesh.rank("tp") == 0
+    name = f"{model.prefix}{path}.input_quantizer.pre_quant_scale"
+    return ShardSpec((Piece(name, (whole,), (offset,), (size,), owner=owner),), (size,))
 
 
 def amaxes(root: nn.Module) -> Iterator[tuple[str, str, Any, Tensor]]:

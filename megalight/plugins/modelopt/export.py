@@ -1,0 +1,179 @@
+"""Write quantized models as ``transformers`` folders in ModelOpt's format: narrow weights, scales, their description.
+
+TensorRT-LLM, vLLM and SGLang read such folders (``quantization="modelopt"``). ModelOpt's own functions choose the
+format of each layer, compute its scales and pack its weight; names and files are ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from megalight import checkpoint
+from megalight.checkpoint.disk.files import sync_directory, write_file
+from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new
+from megalight.checkpoint.foreign.transformers_folder import CONFIG, WEIGHTS
+from megalight.checkpoint.sources.combine import Held
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.imports import version
+from megalight.models.export import config_values, files_beside
+from megalight.models.family import Weights, family
+from megalight.models.saved import companions_of, description, saved_model
+from megalight.models.stored import StoredModel
+from megalight.models.weights import WeightMap
+from megalight.nn import Linear
+from megalight.nn.canonical import Section, canonical_tensors
+from megalight.nn.embedding import Embedding
+from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.quantizers import Quantizers, quantized
+
+QUANT_CONFIG = "hf_quant_config.json"
+MATRICES = (Linear, torch.nn.Linear, Embedding, torch.nn.Embedding)
+"""Layers that ModelOpt could quantize."""
+QUANTIZERS = (".weight_quantizer.", ".input_quantizer.")
+"""Parts of the names of tensors that quantizers hold."""
+
+
+def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
+    """Write the model of a quantized checkpoint. It is whole in the memory of this process.
+
+    Args:
+        path: a checkpoint that ``ModelOptQuantization`` wrote.
+        output: the folder to write, which appears when it is complete.
+
+    Returns:
+        the number of quantized matrices.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, or not quantized, or not calibrated.
+        ConfigurationError: ``transformers`` has no such model, or stores a quantized weight fused, stacked or
+            transposed; a layer has sizes that the format cannot pack.
+        MissingPackageError: ModelOpt is not installed.
+    """
+    target = absolute(output)
+    check_new(target)
+    opened = checkpoint.open(path)
+    described = description(opened)
+    known = family(described["family"])
+    if known.weights is None:
+        raise ConfigurationError(f"transformers has no models like those of the family {known.name}.")
+    weights: Weights = known.weights
+    model = saved_model(opened)
+    if not any(isinstance(transform, Quantizers) for transform in model.options.transforms):
+        raise CheckpointError(
+            f"checkpoint {opened.path} is not quantized; calibrate it first (megalight quantize), or convert it "
+            "--to transformers."
+        )
+    config = known.config.from_dict(described["config"])
+    table = weights.map(config)
+    plain = {
+        name: tensor
+        for name, tensor in canonical_tensors(model.root).items()
+        if not any(part in f"{name}." for part in QUANTIZERS)
+    }
+    tensors = table.write(plain)
+    layers: dict[str, Any] = {}
+    count = 0
+    for layer_path, layer in quantized(model.root):
+        if layer.weight_quantizer.is_enabled:
+            count += _put(tensors, layers, table, layer_path, layer)
+    # Layers that keep their dtype are named too: readers must not take them for quantized ones.
+    for layer_path, module in model.root.named_modules():
+        if isinstance(module, MATRICES) and not _is_quantized(module):
+            for name in _names(layer_path, module):
+                layers.setdefault(f"{_module(table, name)}.quantization", None)
+    stored = StoredModel(known, config, Held({}), companions_of(path))
+    values = config_values(stored, {tensor.dtype for tensor in plain.values()})
+    quantization = {
+        "producer": {"name": "modelopt", "version": version("nvidia-modelopt")},
+        "quantization": modelopt("torch.export.quant_utils").process_layer_quant_config(layers),
+    }
+    converted = modelopt("torch.export.convert_hf_config").convert_hf_quant_config_format(quantization)
+    partial = begin_folder(target)
+    try:
+        held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_file(partial.folder / WEIGHTS, save(held, {"format": "pt"}))
+        write_file(partial.folder / QUANT_CONFIG, _json(quantization))
+        for name, content in files_beside(stored, values).items():
+            if name == CONFIG:
+                content = _json({**json.loads(content), "quantization_config": converted})
+            write_file(partial.folder / name, content)
+        sync_directory(partial.folder)
+        partial.publish()
+    except BaseException:
+        partial.discard()
+        raise
+    return count
+
+
+def _put(tensors: dict[str, Tensor], layers: dict[str, Any], table: WeightMap, path: str, layer: Any) -> int:
+    """Replace the matrices of a layer by codes and scales; return their number."""
+    utils = modelopt("torch.export.quant_utils")
+    form, block = utils.get_quantization_format(layer), utils.get_weight_block_size(layer)
+    scale, second = utils.get_weight_scaling_factor(layer), utils.get_weight_scaling_factor_2(layer)
+    if block:
+        # Until a quantizer has run, it does not know how many blocks a row has.
+        scale = scale.reshape(len(layer.weight), -1)
+    beside = {
+        "weight_scale_2": second,
+        "input_scale": utils.get_activation_scaling_factor(layer),
+        "pre_quant_scale": utils.get_prequant_scaling_factor(layer),
+    }
+    start, names = 0, _names(path, layer)
+    for name, size in zip(names, getattr(layer, "section_sizes", [len(layer.weight)]), strict=True):
+        rows = slice(start, start + size)
+        start += size
+        # One scale for the whole layer, or some for each row.
+        own = scale[rows] if scale.ndim and len(scale) == len(layer.weight) else scale
+        module = _module(table, name)
+        try:
+            codes = utils.to_quantized_weight(layer.weight.detach()[rows], own, form, second, block)
+        except (AssertionError, NotImplementedError, ValueError) as error:
+            raise ConfigurationError(f"{name} cannot be packed as {form}: {error}") from error
+        tensors[f"{module}.weight"] = codes
+        # one number has no dims in these files
+        tensors[f"{module}.weight_scale"] = (own if block else own.squeeze()).clone()
+        for leaf, value in beside.items():
+            if value is not None:
+                tensors[f"{module}.{leaf}"] = value.squeeze().clone()
+        layers[f"{module}.quantization"] = form
+        layers[f"{module}.awq_block_size"] = block
+    return len(names)
+
+
+def _is_quantized(module: Any) -> bool:
+    quantizer = getattr(module, "weight_quantizer", None)
+    return quantizer is not None and quantizer.is_enabled
+
+
+def _names(path: str, layer: Any) -> list[str]:
+    """Return the canonical names of a layer's matrices."""
+    around = path.rpartition(".")[0]
+    sections: tuple[Section, ...] | None = getattr(layer, "sections", None)
+    if sections is None:
+        return [f"{path}.weight"]
+    return [f"{around}.{section.name}.weight".lstrip(".") for section in sections]
+
+
+def _module(table: WeightMap, name: str) -> str:
+    """Return the module of ``transformers`` that holds a matrix.
+
+    Raises:
+        ConfigurationError: it holds others too, or in another form.
+    """
+    place = table.theirs(name)
+    if place.rows is not None or place.stack or place.transposed or place.depthwise:
+        raise ConfigurationError(
+            f"{name} is part of {place.name} in transformers, which fuses, stacks or transposes it; ModelOpt's format "
+            "has no form for that. Models like Llama and Qwen can be written."
+        )
+    return place.name.removesuffix(".weight")
+
+
+def _json(values: Any) -> bytes:
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
