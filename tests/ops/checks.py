@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megalight.ops.activation import reference as activation_reference
 from megalight.ops.adam import reference as adam_reference
+from megalight.ops.attention import reference as attention_reference
 from megalight.ops.causal_conv import reference as conv_reference
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
@@ -169,6 +171,37 @@ def check_latent_heads(
             return out
 
         check(partial(tails, module.rotate_tail), partial(tails, heads_reference.rotate_tail), (q,))
+
+
+def check_attention(
+    module: Any,
+    device: str,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    keys: Sequence[int] | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sizes: tuple[int, int, int, int],
+    sunk: bool,
+) -> None:
+    """``sizes``: heads, key heads, features of keys, and of values. Inputs are parts of wider rows, as in a model."""
+    heads, kv_heads, dim, value_dim = sizes
+    sequences = PackedSequences.of_lengths(list(lengths), device)
+    if keys is not None:
+        sequences = replace(sequences, keys=PackedSequences.of_lengths(list(keys), device))
+    seen = sequences.keys or sequences
+    inputs = [torch.randn(sequences.num_tokens, heads, dim, device=device).to(dtype)]
+    inputs += [torch.randn(seen.num_tokens, kv_heads, size, device=device).to(dtype) for size in (dim, value_dim)]
+    inputs += [torch.randn(heads, device=device).to(dtype)] * sunk
+    options = (sequences, causal, 0.3, window, softcap, 0.0)
+
+    def strided(q: Tensor, k: Tensor, v: Tensor, *sink: Tensor) -> Tensor:
+        k, v = torch.cat([k, v], -1).split([dim, value_dim], -1)
+        out: Tensor = module.attention(q, k, v, *options, *sink)
+        return out
+
+    check(strided, lambda q, k, v, *sink: attention_reference.attention(q, k, v, *options, *sink), inputs)
 
 
 def check_norms(

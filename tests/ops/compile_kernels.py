@@ -81,6 +81,7 @@ def main() -> None:
     from megalight.ops.activation import KINDS
     from megalight.ops.activation import triton as activations
     from megalight.ops.adam import triton as adam
+    from megalight.ops.attention import triton as attention
     from megalight.ops.attention_merge import triton as blocks
     from megalight.ops.causal_conv import triton as convolutions
     from megalight.ops.cross_entropy import triton as rows
@@ -93,6 +94,7 @@ def main() -> None:
     from megalight.ops.rotary import triton as rotary
     from megalight.ops.scaled_accumulate import triton as sums
     from megalight.ops.ssd import triton as scans
+    from megalight.types import PackedSequences
 
     for size, dtype in ((63, HALF), (128, HALF), (4096, HALF), (4096, torch.float32), (14336, HALF)):
         x, weight = leaf(16, size, dtype=dtype), leaf(size, dtype=dtype)
@@ -113,6 +115,10 @@ def main() -> None:
         through(activations.gated(leaf(8, 2 * 14336), kind))
         through(activations.activation(leaf(8, 63), kind))
         through(activations.gated(leaf(8, 2 * 14336), kind, measure=True))
+    packed_rows = PackedSequences.of_lengths([300, 400])
+    for dim, window, cap in ((128, None, None), (128, 100, None), (64, None, 30.0), (256, None, 30.0)):
+        heads_of = (leaf(700, heads, dim) for heads in (8, 2, 2))
+        through(attention.attention(*heads_of, packed_rows, True, None, window, cap, 0.0))
     for size, softcap in ((32000, None), (1000, 30.0)):
         logits, labels = torch.randn(8, size).to(HALF), torch.randint(0, size, (8,))
         logsumexp, target = rows.statistics(logits, labels, size, softcap)

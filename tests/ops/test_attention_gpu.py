@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from megalight.errors import BackendError
 from megalight.ops.attention import attention, reference
 from megalight.types import PackedSequences
 from tests.ops.checks import check
+from tests.ops.checks import check_attention as check_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +66,7 @@ def test_values_narrower_than_keys(sequences: Callable[..., PackedSequences], ba
     )
 
 
-@pytest.mark.parametrize("backend", ["varlen", "sdpa"])
+@pytest.mark.parametrize("backend", ["triton", "varlen", "sdpa"])
 @pytest.mark.parametrize("window", [None, 0, 100])
 @pytest.mark.parametrize("causal", [True, False])
 def test_ragged(backend: str, window: int | None, causal: bool) -> None:
@@ -116,7 +118,7 @@ def test_named_backend_refuses() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler uses what torch deprecates
-@pytest.mark.parametrize("backend", ["flex", "auto"])
+@pytest.mark.parametrize("backend", ["flex", "triton"])
 @pytest.mark.parametrize("lengths", [(256, 256), (300, 1, 129), (1000,)])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 4, 256), (4, 4, 64)])
@@ -131,3 +133,43 @@ def test_soft_caps(
         [3 * torch.randn(sum(lengths), n, dim, device="cuda").bfloat16() for n in (heads, kv_heads, kv_heads)],
         poison=False,
     )
+
+
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "keys", "causal", "window", "softcap"),
+    [
+        ([300, 1, 211], None, True, None, None),
+        ([64, 448], None, False, None, None),
+        ([300, 212], None, True, 37, None),
+        ([512], None, True, 0, None),
+        ([300, 212], None, False, 100, 20.0),
+        ([100, 140], [300, 212], True, 50, None),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(8, 2, 128, 128), (6, 6, 80, 80), (4, 2, 256, 256), (4, 4, 192, 128)])
+def test_triton(
+    lengths: list[int],
+    keys: list[int] | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sizes: tuple[int, int, int, int],
+    sunk: bool,
+) -> None:
+    from megalight.ops.attention import triton
+
+    torch.manual_seed(0)
+    check_kernel(triton, "cuda", torch.bfloat16, lengths, keys, causal, window, softcap, sizes, sunk)
+
+
+@pytest.mark.parametrize("request_", [{"window": 10}, {"softcap": 5.0}, {"sink": torch.zeros(4)}])
+def test_the_choice_of_what_cudnn_lacks(request_: dict[str, Any]) -> None:
+    """Packed sequences, windows and soft caps take our kernel; sinks on equal sequences stay with cuDNN's."""
+    given = {name: x.to("cuda", torch.bfloat16) if isinstance(x, torch.Tensor) else x for name, x in request_.items()}
+    q = torch.randn(128, 4, 64, device="cuda").bfloat16()
+    named = "block" if "sink" in given else "triton"
+    found, wanted = (attention(q, q, q, uniform(2, 64), backend=backend, **given) for backend in ("auto", named))
+    assert torch.equal(found, wanted)
+    found, wanted = (attention(q, q, q, ragged(28, 100), backend=backend, **given) for backend in ("auto", "triton"))
+    assert torch.equal(found, wanted)

@@ -72,6 +72,24 @@ def test_gated_norm(rows: int, groups: int, group: int) -> None:
     checks.check_gated_norm(kernels("gated_norm"), "cpu", torch.float32, rows, groups, group)
 
 
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "keys", "causal", "window", "softcap"),
+    [
+        ([40, 1, 70], None, True, None, None),
+        ([40, 70], None, False, None, None),
+        ([90, 33], None, True, 20, None),
+        ([33], None, True, 0, None),
+        ([50, 64], None, True, None, 5.0),
+        ([90], None, False, 20, 3.0),
+        ([7, 40], [33, 90], True, 15, None),
+    ],
+)
+def test_attention(lengths: list[int], keys: Any, causal: bool, window: Any, softcap: Any, sunk: bool) -> None:
+    module, sizes = kernels("attention"), (2, 1, 24, 16) if sunk else (4, 2, 16, 16)
+    checks.check_attention(module, "cpu", torch.float32, lengths, keys, causal, window, softcap, sizes, sunk)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "dim"), [(4, 2, 8, 8), (3, 1, 10, 6)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary(heads: int, kv_heads: int, head_dim: int, dim: int, interleaved: bool) -> None:

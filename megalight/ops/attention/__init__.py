@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.errors import LayoutError
 from megalight.ops.attention import bounded, cudnn, flex, reference, sdpa, sink, varlen
 from megalight.ops.attention.chunks import chunked
-from megalight.ops.common import HALF, cuda_why_not, heads_why_not, serve_all, triton_why_not
+from megalight.ops.common import HALF, cuda_why_not, heads_why_not, lazy, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
@@ -33,6 +33,7 @@ class Spec(NamedTuple):
         softcap: whether scores are capped.
         dropout: whether attention weights are dropped.
         sink: whether the softmax has sinks.
+        few: whether there are fewer queries than keys, and only a few of each sequence, as in decoding.
     """
 
     device: str
@@ -47,7 +48,11 @@ class Spec(NamedTuple):
     softcap: bool
     dropout: bool
     sink: bool
+    few: bool = False
 
+
+FEW = 64
+"""Queries per sequence below which a kernel should divide keys, not queries, over multiprocessors."""
 
 ATTENTION: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("attention")
 REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ATTENTION,)
@@ -101,6 +106,22 @@ def _varlen_why_not(spec: Spec) -> str | None:
     return _kernel_why_not(spec, 256)
 
 
+def _triton_why_not(spec: Spec) -> str | None:
+    if spec.dropout:
+        return "has no dropout"
+    if spec.few:
+        return "has one program for all keys of a query, which is slow where queries are few"
+    if spec.uniform and spec.square and not (spec.window or spec.softcap):
+        return "serves windows, soft caps and packed sequences: without them the kernels of cuDNN are faster"
+    if spec.dtype not in HALF or spec.head_dim % 8 or spec.value_dim % 8 or max(spec.head_dim, spec.value_dim) > 256:
+        return f"needs heads of a multiple of 8 up to 256 in half types, not {spec.head_dim} in {spec.dtype}"
+    if (reason := cuda_why_not(spec.device) or triton_why_not(spec.device, spec.dtype)) is not None:
+        return reason
+    # Loads by descriptors; blocks are chosen for Hopper.
+    major, minor = torch.cuda.get_device_capability()
+    return None if major >= 9 else f"needs a GPU of compute capability 9.0, not {major}.{minor}"
+
+
 def _flex_why_not(spec: Spec) -> str | None:
     if not spec.softcap:
         return "serves attention with a soft cap only: others are faster without"
@@ -122,6 +143,7 @@ def _block_why_not(spec: Spec) -> str | None:
 
 
 ATTENTION.register(Backend("cudnn", cudnn.attention, 30, _cudnn_why_not))
+ATTENTION.register(Backend("triton", lazy("megalight.ops.attention.triton", "attention"), 25, _triton_why_not))
 ATTENTION.register(Backend("varlen", varlen.attention, 20, _varlen_why_not))
 ATTENTION.register(Backend("sdpa", sdpa.attention, 10, _sdpa_why_not))
 ATTENTION.register(Backend("flex", flex.attention, 7, _flex_why_not))
@@ -211,6 +233,7 @@ def attention(
         softcap is not None,
         dropout > 0,
         sink is not None,
+        keys is not None and sequences.num_tokens < FEW * len(sequences.lengths),
     )
     # backends that have no sinks do not take one
     more = () if sink is None else (sink,)
