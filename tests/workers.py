@@ -34,6 +34,8 @@ SERVER.set_forkserver_preload(
         *("torch", "lightning.pytorch", "megalight.models.gpt", "megalight.strategies", "tests.installed"),
         # What a command imports besides.
         *("megalight.cli.lightning", "megalight.callbacks", "omegaconf", "torch.utils.tensorboard"),
+        # Lightning's ModelCheckpoint imports it to ask whether a folder is in a store: half a second.
+        "s3fs",
     ]
 )
 LOST_PEER = re.compile(r"by peer|Broken pipe")

@@ -122,7 +122,8 @@ def train(name: str, preset: str, head: bool, layout: dict[str, Any]) -> dict[st
             4, "gqa", "FP8_DEFAULT_CFG", True, {"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.full
         ),
         pytest.param(2, "gqa", "INT8_DEFAULT_CFG", False, {"tensor_parallel": 2}, marks=pytest.mark.full),
-        (4, "gpt2", "INT8_DEFAULT_CFG", False, {"tensor_parallel": 2}),
+        (2, "gpt2", "INT8_DEFAULT_CFG", False, {}),
+        pytest.param(4, "gpt2", "INT8_DEFAULT_CFG", False, {"tensor_parallel": 2}, marks=pytest.mark.full),
         (2, "gqa", "FP8_PER_CHANNEL_PER_TOKEN_CFG", False, {"context_parallel": 2}),
     ],
 )
