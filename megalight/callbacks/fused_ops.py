@@ -47,7 +47,9 @@ class FusedOps(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Change a model that ``configure_model`` has built."""
-        Fused().change(pl_module)
+        # A stage of a pipeline may hold no layer. Its model was changed as a whole.
+        if not isinstance(pl_module, MegalightModule):
+            Fused().change(pl_module)
         rank_zero_info(f"FusedOps: {fuse(pl_module)} decoder layers run fused ops")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

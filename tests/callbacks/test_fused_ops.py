@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from llama_pipeline import LlamaPipelineModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -17,9 +18,11 @@ from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from megalight.types import Loss
 from tests.callbacks.test_automatic_graph import FAST, SLOW, StandIn
 from tests.environment import trainer
+from tests.examples.test_llama_pipeline import batches, config
 from tests.models.test_fused import SIZES
 from tests.parallel.graphs.tape import Tape
 from tests.strategies.regression import Plain
+from tests.strategies.training import Losses
 from tests.workers import run
 
 transformers = pytest.importorskip("transformers")
@@ -145,6 +148,21 @@ def test_split_models() -> None:
     options = {"tensor_parallel": 2, "sequence_parallel": True}
     (plain,) = run(_split, 1, False, {})
     for seen in run(_split, 2, True, options):
+        assert torch.allclose(torch.tensor(seen), torch.tensor(plain), atol=1e-4)
+
+
+def _staged(fused: bool, options: dict[str, Any]) -> list[float]:
+    module, losses = LlamaPipelineModule(config(False)), Losses()
+    strategy = MegatronStrategy(micro_batch_size=1, **options)
+    callbacks: list[Any] = [losses, *([FusedOps()] if fused else [])]
+    runner = trainer(strategy, callbacks=callbacks, max_steps=3, use_distributed_sampler=False)
+    runner.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+    return losses.losses
+
+
+def test_a_stage_without_layers() -> None:
+    (plain,) = run(_staged, 1, False, {})
+    for seen in run(_staged, 2, True, {"pipeline_parallel": 2, "pipeline_layout": "Etttt|L"}):
         assert torch.allclose(torch.tensor(seen), torch.tensor(plain), atol=1e-4)
 
 
