@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalight.callbacks import CUDAGraph
 from megalight.callbacks.graphs.reasons_against import of_environment, of_parts, of_whole_steps, parts_of
 from megalight.errors import ConfigurationError
-from megalight.models.gpt import DropoutConfig, MultiTokenConfig
+from megalight.models.gpt import DeltaNetConfig, DropoutConfig, MambaConfig, MultiTokenConfig
 from megalight.models.module import Carry
 from megalight.nn.moe import BalanceConfig, CapacityConfig, LocalDispatcher, MoEConfig, RouterConfig
 from megalight.ops.linear.low_precision import LowPrecision
@@ -167,6 +167,13 @@ def test_replays_train_as_eager_steps_do(name: str) -> None:
 
 
 DEEPER = replace(DROPPING, mtp=MultiTokenConfig(num_layers=2))
+HYBRID = replace(
+    DROPPING,
+    num_layers=4,
+    layer_pattern="MG*-",
+    mamba=MambaConfig(num_heads=4, head_dim=4, state_size=8, num_groups=2),
+    delta=DeltaNetConfig(num_heads=4, num_key_heads=2, head_dim=4, key_dim=4),
+)
 SELECTIVE = Recompute(granularity="selective", modules=("attention.inner", "mlp_norm"))
 SHARDED = {"micro_batch_size": 1, "options": {"level": "optim_grads_params"}}
 PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
@@ -190,6 +197,14 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
         0,
     ),
     "attention, pp": ("attention", 2, FOUR, {"micro_batch_size": 1, "pipeline_parallel": 2}, 2 * 4, 0),
+    "layer, hybrid": (
+        "layer",
+        2,
+        HYBRID,
+        {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True},
+        2 * 4,
+        2 * 4,
+    ),
     "layer, depths": ("layer", 1, DEEPER, {"micro_batch_size": 2}, 2 * 4, 2 * 4),
     "layer, validation": ("layer", 1, DROPPING, {"micro_batch_size": 2, "trainer_options": EVALUATING}, 2 * 2, 2 * 2),
     "layer, recompute": ("layer", 1, BASE, {"micro_batch_size": 2, "recompute": SELECTIVE}, 2 * 2, 2 * 2),
