@@ -25,7 +25,7 @@ FLOORS = (
     {"parallel"},
     {"optim", "checkpoint"},
     {"models", "training", "sharding"},
-    {"plugins", "inference"},
+    {"plugins", "inference", "towers"},
     {"strategies"},
     {"callbacks", "loggers"},
     {"rl"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,19 @@ class Projector(nn.Module):
         return projected
 
 
+@dataclass(frozen=True, eq=False)
+class Arrived:
+    """Features of the images of a micro-batch, which were computed elsewhere.
+
+    Attributes:
+        features: ``[P, h]``: what the projector returns; at least one row.
+        source: ``[T]`` int64, as in :class:`~megalight.models.vision.model.Pictures`.
+    """
+
+    features: Tensor
+    source: Tensor
+
+
 class ImageRows(nn.Module):
     """Puts features of images in the places of image tokens. It has no parameters."""
 
@@ -79,8 +93,8 @@ class ImageTextEmbedding(TokenEmbedding):
 
     Args:
         text: the embedding of the others.
-        tower: turns images into features.
-        projector: gives these the width of hidden states.
+        tower: turns images into features, or None: features arrive.
+        projector: gives these the width of hidden states; None without a tower.
         newline: the row after each image, or None.
     """
 
@@ -89,8 +103,9 @@ class ImageTextEmbedding(TokenEmbedding):
     ) -> None:
         parts = text.word, text.position, text.token_type, text.norm
         super().__init__(*parts, multiplier=text.multiplier, dropout=text.dropout.p)
-        self.tower = tower
-        self.projector = projector
+        self.tower: VisionTower | None = tower
+        self.projector: Projector | None = projector
+        self.arrived: nn.Module | None = None
         self.images = ImageRows()
         self.newline = newline
 
@@ -99,16 +114,42 @@ class ImageTextEmbedding(TokenEmbedding):
         tokens: Tensor,
         positions: Tensor,
         token_types: Tensor | None = None,
-        pictures: Pictures | None = None,
+        pictures: Pictures | Arrived | None = None,
     ) -> Tensor:
         """``tokens [T], positions [T] -> [T, h]``. Without ``pictures``, no token is part of an image."""
         hidden = super().forward(tokens, positions, token_types)
         if pictures is None:
             return hidden
-        merged: Tensor = self.images(pictures.source, self.projector(self.tower(pictures)), hidden)
+        merged: Tensor = self.images(pictures.source, self._features(pictures), hidden)
         if self.newline is not None:
             merged = self.newline(pictures.source, merged)
         return merged
+
+    def _features(self, pictures: Pictures | Arrived) -> Tensor:
+        if isinstance(pictures, Arrived):
+            assert self.arrived is not None, "this model computes features itself"
+            features: Tensor = self.arrived(pictures.features)
+            return features
+        assert self.tower is not None and self.projector is not None, "features of this model arrive"
+        projected: Tensor = self.projector(self.tower(pictures))
+        return projected
+
+
+class TowerPart(nn.Module):
+    """The tower and the projector of a vision-language model, under their names in it.
+
+    Attributes:
+        embed: has ``tower`` and ``projector``.
+    """
+
+    def __init__(self, tower: VisionTower, projector: Projector) -> None:
+        super().__init__()
+        self.embed = nn.ModuleDict({"tower": tower, "projector": projector})
+
+    def forward(self, pictures: Pictures) -> Tensor:
+        """Return what the projector makes of all rows."""
+        features: Tensor = self.embed["projector"](self.embed["tower"](pictures))
+        return features
 
 
 class VLM(GPT):
@@ -131,7 +172,7 @@ class VLM(GPT):
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
         *rest: Any,
-        pictures: Pictures | None = None,
+        pictures: Pictures | Arrived | None = None,
         **options: Any,
     ) -> Output:
         """Run the parts that this model has; see :meth:`megalight.models.gpt.model.GPT.forward`.
@@ -147,3 +188,12 @@ class VLM(GPT):
                 raise DataError("tokens is None, but this model begins with its embedding; pass token ids [T].")
             hidden = self.embed(tokens, sequences.positions, pictures=pictures)
         return super().forward(tokens, sequences, labels, hidden, *rest, **options)
+
+    def without_tower(self) -> TowerPart:
+        """Take tower and projector out of the model, which then reads features that arrive."""
+        embed = self.embed
+        assert isinstance(embed, ImageTextEmbedding) and embed.tower is not None and embed.projector is not None
+        part = TowerPart(embed.tower, embed.projector)
+        embed.tower = embed.projector = None
+        embed.arrived = nn.Identity()
+        return part

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megalight.data.multimodal.batch import ImageTextBatch
-from megalight.models.config import require
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.flops import flops_per_token
 from megalight.models.module import CANONICAL_PREFIX, Carry
-from megalight.models.packing import IGNORED, pack
 from megalight.models.saved import Keys
 from megalight.models.vision.model import Pictures
-from megalight.models.vision.pixels import normalised
+from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.flops import flops_of_images
+from megalight.models.vlm.frozen import freeze
 from megalight.optim import AdamConfig
 from megalight.types import Loss, PackedSequences
 
@@ -62,54 +59,25 @@ class VLMModule(FamilyModule[VLMConfig]):
     def build_model(self) -> nn.Module:
         """Build the whole model for one device, with frozen parameters."""
         model = super().build_model()
-        named = {CANONICAL_PREFIX + name: parameter for name, parameter in model.named_parameters()}
-        for pattern in self.frozen_patterns:
-            found = fnmatch.filter(named, pattern)
-            require(bool(found), f"freeze has {pattern!r}, which matches no parameter; they are {', '.join(named)}.")
-            for name in found:
-                # A tower without trained parameters then keeps nothing for the backward pass.
-                named[name].requires_grad_(False)
+        freeze(model, self.frozen_patterns, CANONICAL_PREFIX)
         return model
 
     def forward_step(self, model: nn.Module, batch: ImageTextBatch, carry: Carry | None = None) -> Carry:
         """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last chunk: to ``losses [T]``."""
         sequences = batch.sequences.pad_to(self.token_multiple)
-        output = model(
-            pack(batch.tokens, sequences, 0),
-            sequences,
-            labels=pack(batch.labels.masked_fill(batch.loss_mask == 0, IGNORED), sequences, IGNORED),
-            hidden=None if carry is None else carry["hidden"],
-            pictures=self._pictures(batch, sequences) if getattr(model, "embed", None) is not None else None,
-        )
-        return {"hidden": output.hidden} if output.losses is None else {"losses": output.losses}
+        pictures = self._pictures(batch, sequences) if task.has_embedding(model) else None
+        return task.forward(model, batch, sequences, carry, pictures)
 
     def _pictures(self, batch: ImageTextBatch, sequences: PackedSequences) -> Pictures:
-        """Return the images of a micro-batch for the tower. Without any, it gets a row that no token reads.
-
-        It gets as many rows as the projector joins to one, and padding in whole rows of features.
-
-        So the tower runs in every micro-batch on every rank: collectives inside of it meet, and all of its parameters
-        have a gradient.
-        """
-        images, source = batch.parts()
-        config, device = self.config, batch.tokens.device
-        joined = config.projector.merge**2
+        images, _ = batch.parts()
         parts = tuple(rows for each in images.windows for rows in each)
-        self._image_flops += flops_of_images(config, images.lengths, parts)
+        self._image_flops += flops_of_images(self.config, images.lengths, parts)
         self._tokens += batch.tokens.numel()
-        multiple = self.token_multiple * joined
-        rows = PackedSequences.of_lengths(images.lengths or (joined,), device).pad_to(multiple)
-        windows = None
-        if config.vision.dynamic is not None and config.vision.dynamic.window:
-            windows = PackedSequences.of_lengths(parts or (joined,), device).pad_to(multiple)
-        missing = rows.num_tokens - len(images.pixels)
-        pixels = F.pad(normalised(images.pixels, config.vision), (0, 0, 0, missing))
-        return Pictures(pixels, F.pad(images.positions, (0, missing)), rows, pack(source, sequences, -1), windows)
+        return task.pictures_of(self.config, images, task.source_of(batch, sequences), self.token_multiple)
 
     def loss_step(self, carry: Carry, batch: ImageTextBatch) -> Loss:
         """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens."""
-        weights = batch.loss_mask.reshape(-1)
-        return Loss((carry["losses"][: weights.numel()] * weights).sum())
+        return task.loss(carry, batch)
 
     def loss_tokens(self, batch: ImageTextBatch) -> Tensor:
         """Return the sum of the loss mask."""

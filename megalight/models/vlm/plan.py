@@ -26,9 +26,20 @@ TOWER = Plan(
 )
 """Rules for the tower and the projector, besides those of layers, which are the same as in the language model."""
 
-RULES = GPT_RULES | TOWER
+ARRIVED = Plan({"*embed.arrived": Boundary(enter="split", leave="gather")})
+"""Features that arrive are whole. Each rank's share of the text reads some of them, so their gradients are summed."""
+
+RULES = GPT_RULES | TOWER | ARRIVED
+
+APART = RULES | Plan({"*projector": Boundary(leave="join")})
+"""Rules for a tower without a language model behind it: gradients of its features come whole to all of its ranks."""
 
 
 def vlm_plan(model: nn.Module) -> Plan:
     """Return the plan of a vision-language model, of a part of it, or of a module that contains one."""
     return RULES.only(name for name, _ in model.named_modules())
+
+
+def tower_plan(model: nn.Module) -> Plan:
+    """Return the plan of a tower and a projector on their own."""
+    return APART.only(name for name, _ in model.named_modules())

@@ -1,0 +1,78 @@
+"""What a vision-language model computes in a training step, without Lightning."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megalight.data.multimodal.batch import Images, ImageTextBatch
+from megalight.models.packing import IGNORED, masked_sum, pack
+from megalight.models.vision.model import Pictures
+from megalight.models.vision.pixels import normalised
+from megalight.models.vlm.config import VLMConfig
+from megalight.models.vlm.model import Arrived
+from megalight.types import Loss, PackedSequences
+
+
+def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int) -> Pictures:
+    """Return images for the tower. Without any, it gets a row that no token reads.
+
+    So the tower runs in every micro-batch: all of its parameters have a gradient. It gets as many rows as the projector
+    joins to one, and padding in whole rows of features.
+
+    Args:
+        config: the model.
+        images: their rows.
+        source: ``[T]``, as in :class:`~megalight.models.vision.model.Pictures`.
+        multiple: the number of rows of features is a multiple of this.
+    """
+    device, joined = images.pixels.device, config.projector.merge**2
+    rows = PackedSequences.of_lengths(images.lengths or (joined,), device).pad_to(multiple * joined)
+    windows = None
+    if config.vision.dynamic is not None and config.vision.dynamic.window:
+        parts = [rows for each in images.windows for rows in each]
+        windows = PackedSequences.of_lengths(parts or (joined,), device).pad_to(multiple * joined)
+    missing = rows.num_tokens - len(images.pixels)
+    pixels = F.pad(normalised(images.pixels, config.vision), (0, 0, 0, missing))
+    return Pictures(pixels, F.pad(images.positions, (0, missing)), rows, source, windows)
+
+
+def forward(
+    model: nn.Module,
+    batch: ImageTextBatch,
+    sequences: PackedSequences,
+    carry: dict[str, Tensor] | None,
+    pictures: Pictures | Arrived | None,
+) -> dict[str, Tensor]:
+    """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last part: to ``losses [T]``.
+
+    Args:
+        model: the model, or a part of it.
+        batch: the micro-batch.
+        sequences: those of the batch, padded as the model needs it.
+        carry: what the part before has returned.
+        pictures: the images, for the part with the embedding.
+    """
+    output = model(
+        pack(batch.tokens, sequences, 0),
+        sequences,
+        labels=pack(batch.labels.masked_fill(batch.loss_mask == 0, IGNORED), sequences, IGNORED),
+        hidden=None if carry is None else carry["hidden"],
+        pictures=pictures,
+    )
+    return {"hidden": output.hidden} if output.losses is None else {"losses": output.losses}
+
+
+def loss(carry: dict[str, Tensor], batch: ImageTextBatch) -> Loss:
+    """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens."""
+    return Loss(masked_sum(carry["losses"], batch.loss_mask))
+
+
+def has_embedding(model: nn.Module) -> bool:
+    """Return whether a part of a model reads tokens and images."""
+    return getattr(model, "embed", None) is not None
+
+
+def source_of(batch: ImageTextBatch, sequences: PackedSequences) -> Tensor:
+    """Return the source ``[T]`` of the tokens of a batch."""
+    return pack(batch.parts()[1], sequences, -1)

@@ -1,0 +1,85 @@
+"""The layout of one of two models that have ranks of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalight.errors import LayoutError
+from megalight.parallel.degrees import check_sequence_parallel
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.recompute import Recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """How one model is split over its ranks; data parallelism takes the ranks that the degrees leave.
+
+    Attributes:
+        ranks: number of ranks.
+        tensor_parallel, sequence_parallel, context_parallel, pipeline_parallel, virtual_pipeline, pipeline_layout: as
+            of :class:`~megalight.strategies.MegatronStrategy`.
+        pipeline: the schedule.
+        recompute: activations that the backward pass computes again.
+    """
+
+    ranks: int = 1
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_pipeline: int = 1
+    pipeline_layout: str | None = None
+    pipeline: Pipeline | None = None
+    recompute: Recompute | None = None
+
+    def mesh(self, rank: int, first: int) -> ParallelMesh:
+        """Return the mesh of the ranks from ``first`` on, as seen by the global ``rank``.
+
+        Raises:
+            LayoutError: the degrees do not divide the ranks.
+        """
+        return ParallelMesh(
+            self.ranks,
+            rank,
+            tp=self.tensor_parallel,
+            cp=self.context_parallel,
+            pp=self.pipeline_parallel,
+            offset=first,
+        )
+
+    def options(self) -> ParallelOptions:
+        """Return the options of the split.
+
+        Raises:
+            LayoutError: they do not go together.
+        """
+        check_sequence_parallel(self.sequence_parallel, self.tensor_parallel)
+        pipeline = self.pipeline or Pipeline()
+        return ParallelOptions(
+            sequence_parallel=self.sequence_parallel,
+            pipeline=pipeline,
+            virtual_pipeline=pipeline.check(self.pipeline_parallel, self.virtual_pipeline, self.pipeline_layout),
+            pipeline_layout=self.pipeline_layout,
+            recompute=self.recompute or Recompute(),
+        )
+
+
+def check_tower(side: Side) -> None:
+    """Raise if a vision tower cannot have this layout.
+
+    Raises:
+        LayoutError: it has a pipeline or context parallelism.
+    """
+    if side.pipeline_parallel > 1 or side.virtual_pipeline > 1 or side.pipeline_layout is not None:
+        raise LayoutError(
+            f"the tower has pipeline_parallel={side.pipeline_parallel}, virtual_pipeline={side.virtual_pipeline}, "
+            f"pipeline_layout={side.pipeline_layout!r}; it is one stage, which runs before the language model's. Use "
+            "tensor_parallel, or more data-parallel replicas."
+        )
+    if side.context_parallel > 1:
+        raise LayoutError(
+            f"the tower has context_parallel={side.context_parallel}; images are not cut. Use tensor_parallel with "
+            "sequence_parallel, or more data-parallel replicas, which divide the images among them."
+        )

@@ -1,0 +1,169 @@
+"""Towers on ranks of their own train the same model as one device by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megalight.errors import ConfigurationError, DataError, LayoutError
+from megalight.parallel.data_parallel import DataParallel
+from megalight.towers import Side, TowersApart
+from megalight.towers.shares import consecutive
+from tests.models.test_vlm_strategy import CONFIGS, COUNTS, by_hand
+from tests.models.vlm_samples import batch
+from tests.parallel.gathering import gather_canonical
+from tests.strategies.training import ADAM, CLIP, SEED, assert_same_gradients
+from tests.workers import run
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    every = list(parameters)
+    # As many groups on each stage of a pipeline.
+    groups = [
+        {"params": [p for p in every if p.ndim > 1], "weight_decay": ADAM.weight_decay},
+        {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=ADAM.lr, betas=ADAM.betas, eps=ADAM.eps)
+
+
+def make(name: str, tower: dict[str, Any], language: dict[str, Any], **options: Any) -> TowersApart:
+    return TowersApart(
+        CONFIGS[name],
+        tower=Side(**tower),
+        language=Side(**language),
+        optimizer=adam,
+        seed=SEED,
+        dtype=torch.float64,
+        data_parallel=DataParallel(level="no_shard", overlap_param_gather=False),
+        **options,
+    )
+
+
+def numpy_of(tensors: dict[str, torch.Tensor], made: TowersApart) -> dict[str, Any]:
+    """Whole tensors of this rank's side by canonical name, without what their names begin with."""
+    whole = gather_canonical(tensors, made.model.specs, made.mesh, sum_partial=False)
+    return {key: value.numpy() for key, value in whole.items()}
+
+
+def train(name: str, counts: str, tower: dict[str, Any], language: dict[str, Any]) -> dict[str, Any]:
+    """All steps of :func:`by_hand`; micro-batches of one row. Ranks of both sides tell what they hold."""
+    made = make(name, tower, language)
+    data = made.bridge.dest_mesh.dp
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step, each in enumerate(COUNTS[counts]):
+        whole = batch(each, seed=step, config=CONFIGS[name])
+        shares = whole.split(len(whole) // data)
+        found["losses"].append(float(made.forward_backward(lambda replica, shares=shares: shares[replica].split(1))))
+        if not step:
+            gradients = {n: p.grad.clone() for n, p in made.model.root.named_parameters() if p.grad is not None}
+            found["gradients"] = numpy_of(gradients, made)
+        found["norms"].append(float(made.clip_grad_norm(CLIP)))
+        made.step()
+    weights = {n: p.detach() for n, p in made.model.root.named_parameters()}
+    found["final"] = numpy_of(weights, made)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return {
+        "losses": [rank["losses"] for rank in everyone],
+        "norms": [rank["norms"] for rank in everyone],
+        "gradients": {key: value for rank in everyone for key, value in rank["gradients"].items()},
+        "final": {key: value for rank in everyone for key, value in rank["final"].items()},
+    }
+
+
+TP = {"tensor_parallel": 2}
+SP = {**TP, "sequence_parallel": True}
+CHOSEN = [
+    ("llava", "mixed", {"ranks": 2, **TP}, {"ranks": 2}),
+    ("qwen", "mixed", {"ranks": 2, **SP}, {"ranks": 2, **SP}),
+    ("qwen", "mixed", {"ranks": 2}, {"ranks": 1}),
+    ("deep_qwen", "one", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2}),
+]
+FULL = [
+    ("llava", "none", {"ranks": 2, **SP}, {"ranks": 2}),
+    ("llava", "one", {"ranks": 2}, {"ranks": 2}),
+    ("llava", "mixed", {"ranks": 2}, {"ranks": 2, **TP}),
+    ("llava", "mixed", {"ranks": 1}, {"ranks": 2, "context_parallel": 2}),
+    ("onevision", "mixed", {"ranks": 2, **SP}, {"ranks": 2}),
+    ("qwen", "none", {"ranks": 2}, {"ranks": 1}),
+    ("qwen", "mixed", {"ranks": 1}, {"ranks": 2}),
+    ("qwen", "mixed", {"ranks": 1}, {"ranks": 2, "context_parallel": 2}),
+    ("qwen", "mixed", {"ranks": 2, **SP}, {"ranks": 2, "context_parallel": 2}),
+    ("deep_qwen", "mixed", {"ranks": 2, **SP}, {"ranks": 2, "pipeline_parallel": 2}),
+    ("deep_qwen", "mixed", {"ranks": 2}, {"ranks": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+    ("qwen", "mixed", {"ranks": 4, **SP}, {"ranks": 4, **SP}),
+]
+
+
+@pytest.mark.parametrize("layout", [*CHOSEN, *(pytest.param(each, marks=pytest.mark.full) for each in FULL)], ids=str)
+def test_both_sides_train_the_model_of_one_device(layout: tuple[str, str, dict[str, Any], dict[str, Any]]) -> None:
+    name, counts, tower, language = layout
+    expected = by_hand(name, counts)
+    found = run(train, tower["ranks"] + language["ranks"], *layout, timeout=240)[0]
+    for what in ("losses", "norms"):
+        assert all(rank == pytest.approx(expected[what], rel=1e-9) for rank in found[what])
+    assert_same_gradients(found["gradients"], expected["gradients"])
+    assert_same_gradients(found["final"], expected["final"])
+
+
+def test_images_are_divided_in_order_by_their_rows() -> None:
+    assert consecutive((4, 4, 4, 4), 2) == [range(2), range(2, 4)]
+    assert consecutive((24, 4, 4, 4), 2) == [range(1), range(1, 4)]
+    assert consecutive((4, 4, 24), 3) == [range(2), range(2, 3), range(3, 3)]
+    assert consecutive((), 2) == [range(0), range(0)]
+
+
+def _refused(tower: dict[str, Any], language: dict[str, Any], options: dict[str, Any]) -> str:
+    try:
+        make("llava", tower, language, **options)
+    except (LayoutError, ConfigurationError) as error:
+        return f"{error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("tower", "language", "options", "message"),
+    [
+        (
+            {"ranks": 2},
+            {"ranks": 1},
+            {},
+            "the tower has 2 ranks and the language model 1, which are 3, and there are 2",
+        ),
+        ({"pipeline_parallel": 2}, {}, {}, "the tower has pipeline_parallel=2, virtual_pipeline=1"),
+        ({"context_parallel": 2}, {}, {}, "the tower has context_parallel=2; images are not cut"),
+        ({}, {}, {"freeze": ["*.tower.*", "*.projector.*"]}, "leaves nothing to train on the ranks of the tower"),
+        ({}, {}, {"freeze": ["*.towr.*"]}, "freeze has '*.towr.*', which matches no parameter"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(
+    tower: dict[str, Any], language: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    assert all(re.search(re.escape(message), found) for found in run(_refused, 2, tower, language, options))
+
+
+def _uneven() -> str:
+    made = make("llava", {}, {})
+    with pytest.raises(DataError) as error:
+        made.forward_backward(lambda replica: [])
+    return str(error.value)
+
+
+def test_micro_batches_must_be_as_many() -> None:
+    assert all("replicas [0] have [0] micro-batches; give each as many" in found for found in run(_uneven, 2))
+
+
+def _odd_degrees() -> str:
+    return _refused({"ranks": 2}, {"ranks": 3}, {})
+
+
+@pytest.mark.full
+def test_degrees_that_do_not_divide_are_refused() -> None:
+    assert all("the data-parallel degrees of the bridge are 2" in found for found in run(_odd_degrees, 5))
