@@ -7,4 +7,5 @@ from megalight.inference.parallel import ParallelGPT as ParallelGPT
 from megalight.inference.sampling import Sampling as Sampling
 from megalight.inference.sampling import sample as sample
 from megalight.inference.text import TextGenerator as TextGenerator
+from megalight.inference.text import load_divided as load_divided
 from megalight.inference.text import load_model as load_model

@@ -16,8 +16,9 @@ from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
 from megalight.data.multimodal.images import Resize
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import CheckpointError, DataError
+from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError
 from megalight.inference.generate import generate
+from megalight.inference.parallel import ParallelGPT
 from megalight.inference.pictures import ImageFile, with_pictures
 from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
@@ -25,6 +26,8 @@ from megalight.models.gpt import GPT
 from megalight.models.saved import companions_of, description, saved_model, transformers_model
 from megalight.models.single_file import single_file_model
 from megalight.models.vlm.config import VLMConfig
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
 
 TOKENIZER = "tokenizer.json"
 """Name of the tokenizer's file in a checkpoint."""
@@ -52,11 +55,45 @@ def load_model(
         known, model = single_file_model(path, device, dtype)
         _check_generates(known, path)
         return cast(GPT, model.eval())
+    return cast(GPT, _found(path, device, dtype, base, None).root.eval())
+
+
+def load_divided(
+    path: str | os.PathLike[str],
+    mesh: ParallelMesh,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    base: str | os.PathLike[str] | None = None,
+) -> ParallelGPT:
+    """Load the model of a checkpoint, divided over ranks, in evaluation mode. All of them call this together.
+
+    Args:
+        path: the checkpoint, or a ``transformers`` folder.
+        mesh: the ranks.
+        device, dtype, base: see :func:`load_model`.
+
+    Raises:
+        LayoutError: the model cannot be divided so, or is in a single file.
+        CheckpointError, ConfigurationError: see :func:`load_model`.
+    """
+    if publish.place(path).is_file():
+        raise LayoutError(f"{path} is a single file, which one process reads; leave out the layout.")
+    return ParallelGPT(_found(path, device, dtype, base, mesh).eval())
+
+
+def _found(
+    path: str | os.PathLike[str],
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    base: str | os.PathLike[str] | None,
+    mesh: ParallelMesh | None,
+) -> ParallelModel:
     opened = None if is_folder(path) else checkpoint.open(path)
     known = family_of_transformers(read_config(path)) if opened is None else family(description(opened)["family"])
     _check_generates(known, path)
-    found = transformers_model(path, device, dtype) if opened is None else saved_model(opened, device, dtype, base)
-    return cast(GPT, found.root.eval())
+    if opened is None:
+        return transformers_model(path, device, dtype, mesh)
+    return saved_model(opened, device, dtype, base, mesh)
 
 
 def _check_generates(known: Family, path: str | os.PathLike[str]) -> None:
@@ -69,11 +106,11 @@ class TextGenerator:
     """A model with its tokenizer.
 
     Attributes:
-        model: the whole model in evaluation mode.
+        model: the model in evaluation mode, whole or divided over ranks, which then make the same calls.
         tokenizer: converts text to token ids and back.
     """
 
-    model: GPT
+    model: GPT | ParallelGPT
     tokenizer: Tokenizer
 
     @classmethod
@@ -85,6 +122,7 @@ class TextGenerator:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         base: str | os.PathLike[str] | None = None,
+        mesh: ParallelMesh | None = None,
     ) -> TextGenerator:
         """Load model and tokenizer from one folder.
 
@@ -94,6 +132,8 @@ class TextGenerator:
             device: device of the weights.
             dtype: dtype of the weights. None keeps the saved dtype.
             base: see :func:`load_model`.
+            mesh: the ranks over which the model is divided, which all make the same calls; see :func:`load_divided`.
+                None: this process holds it whole.
 
         Raises:
             CheckpointError: the checkpoint is missing or incomplete, or has no model or tokenizer.
@@ -101,13 +141,27 @@ class TextGenerator:
         """
         # Before the weights: a missing tokenizer is then found at once.
         found = Tokenizer.load(tokenizer) if tokenizer else _tokenizer(publish.place(path))
-        model = load_model(path, device, dtype, base)
+        options = device, dtype, base
+        model = load_model(path, *options) if mesh is None else load_divided(path, mesh, *options)
         if found.vocab_size > model.config.vocab_size:
             raise DataError(
                 f"the tokenizer has {found.vocab_size} tokens and the model {model.config.vocab_size}; "
                 "use the tokenizer that the model was trained with."
             )
         return cls(model, found)
+
+    @property
+    def whole(self) -> GPT:
+        """The model, which this process holds whole.
+
+        Raises:
+            ConfigurationError: it is divided over ranks.
+        """
+        if isinstance(self.model, ParallelGPT):
+            raise ConfigurationError(
+                "the model is divided over processes, and a draft needs it whole; use one process."
+            )
+        return self.model
 
     @property
     def image_marker(self) -> str:

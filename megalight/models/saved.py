@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint
@@ -46,6 +48,7 @@ def saved_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     base: str | os.PathLike[str] | None = None,
+    mesh: ParallelMesh | None = None,
 ) -> ParallelModel:
     """Build the model that a checkpoint describes, with its transforms, and read its weights.
 
@@ -54,8 +57,10 @@ def saved_model(
         device: device of the weights.
         dtype: dtype of the weights. None: the widest saved dtype.
         base: the folder with the initial weights of the training, for a checkpoint that holds only adapters.
+        mesh: the ranks over which the model is divided; all call this together. None: this process holds it whole.
 
     Raises:
+        LayoutError: the model cannot be divided so.
         CheckpointError: the checkpoint is incomplete or does not describe its model, or ``base`` is missing.
         MegalightError: its family or a transform is not known here.
     """
@@ -63,9 +68,9 @@ def saved_model(
     known = family(described["family"])
     config = known.config.from_dict(described["config"])
     # In the widest dtype that was saved, as a narrower one would round weights.
-    model = _room(known, config, serving(described), device, dtype or widest(opened))
+    model = _room(known, config, serving(described), device, dtype or widest(opened), mesh)
     source = without_training_parts(opened, described)
-    with alone() as group:
+    with _readers(mesh) as group:
         whole = holds_base(opened.common)
         if not whole:
             if base is None:
@@ -77,7 +82,10 @@ def saved_model(
 
 
 def transformers_model(
-    folder: str | os.PathLike[str], device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    folder: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    mesh: ParallelMesh | None = None,
 ) -> ParallelModel:
     """Build the model in a ``transformers`` folder, and read its weights.
 
@@ -85,16 +93,18 @@ def transformers_model(
         folder: a folder that ``save_pretrained`` wrote.
         device: device of the weights.
         dtype: dtype of the weights. None: the widest dtype in the folder.
+        mesh: as of :func:`saved_model`.
 
     Raises:
+        LayoutError: the model cannot be divided so.
         CheckpointError: a file is missing or incomplete, or holds tensors of another model.
         ConfigurationError: no family can read such models.
     """
     known = family_of_transformers(read_config(folder))
     config = initial_config(folder, known)
     source = initial_source(folder, known, config)
-    model = _room(known, config, (), device, dtype or widest(source))
-    with alone() as group:
+    model = _room(known, config, (), device, dtype or widest(source), mesh)
+    with _readers(mesh) as group:
         model.read(source, process_group=group)
     return model
 
@@ -105,14 +115,21 @@ def _room(
     transforms: Iterable[ModelTransform],
     device: torch.device | str,
     dtype: torch.dtype,
+    mesh: ParallelMesh | None,
 ) -> ParallelModel:
-    """Allocate a whole model whose weights are read next."""
+    """Allocate a model, or this rank's part of one, whose weights are read next."""
     with torch.device("meta"):
         root = known.model(config)
-    # One process holds the whole model, so there is nothing to split.
-    model = ParallelModel(root, ParallelMesh(), ParallelOptions(plan=Plan(), transforms=tuple(transforms)))
+    # A process that holds the whole model has nothing to split.
+    plan = Plan() if mesh is None else known.plan(root)
+    model = ParallelModel(root, mesh or ParallelMesh(), ParallelOptions(plan=plan, transforms=tuple(transforms)))
     model.place(device, dtype)
     return model
+
+
+def _readers(mesh: ParallelMesh | None) -> AbstractContextManager[ProcessGroup | None]:
+    """Return the ranks that read together: this process alone, or all."""
+    return alone() if mesh is None else nullcontext(None)
 
 
 def description(opened: Checkpoint) -> Mapping[str, Any]:

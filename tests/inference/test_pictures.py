@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from megalight import checkpoint
@@ -216,6 +221,28 @@ def test_the_command_shows_images_to_the_model(saved: str, tmp_path: Path, capsy
     (expected,) = writer.complete(["<|user|><image>fox<|endoftext|><|assistant|>"], images=[[red]], **options)
     assert main([*words, "--chat", "-p", "fox", "--image", str(red)]) == 0
     assert capsys.readouterr().out == f"{expected}\n"
+
+
+def _command(words: list[str]) -> tuple[int, str]:
+    """What the command prints on this rank."""
+    out = io.StringIO()
+    world = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
+    with contextlib.redirect_stdout(out), mock.patch.dict(os.environ, world):
+        return main(words), out.getvalue()
+
+
+@pytest.mark.parametrize("layout", [["--tensor-parallel", "2"], ["--pipeline-parallel", "2"]], ids=str)
+def test_the_command_divides_the_model_over_processes(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: list[str]
+) -> None:
+    pytest.importorskip("PIL")
+    words = ["generate", saved, "-n", "6", "-t", "0", "-p", "<image>the quick", "--image", str(tmp_path / "red.png")]
+    assert main(words) == 0
+    expected = capsys.readouterr().out
+    assert run(_command, 2, [*words, *layout]) == [(0, expected), (0, "")]
+    assert main([*words, *layout]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "need 2 processes, and there are 1; start them by torchrun --nproc-per-node 2 -m megalight" in told
 
 
 def test_images_that_do_not_match_the_prompts_are_told(

@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
     )
     template = None if arguments.plain else ChatTemplate.of(writer.tokenizer)
-    draft = load_draft(newest_in(arguments.draft), writer.model, writer.tokenizer)
-    interview = Interview(writer.model, draft, writer.tokenizer, template, arguments.max_new_tokens, arguments.guesses)
+    draft = load_draft(newest_in(arguments.draft), writer.whole, writer.tokenizer)
+    interview = Interview(writer.whole, draft, writer.tokenizer, template, arguments.max_new_tokens, arguments.guesses)
     counts: dict[str, Acceptance] = defaultdict(Acceptance)
     for question in questions:
         counts[question.category or "-"] += interview.ask(question)

@@ -7,6 +7,10 @@ import sys
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megalight.inference import TextGenerator
 
 
 def describe() -> str:
@@ -49,6 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", help="the weights that training began with, for a checkpoint of adapters")
     parser.add_argument("--draft", help="a draft model's checkpoint, which guesses tokens: faster, and the same text")
     parser.add_argument("--guesses", type=int, default=4, help="tokens that the draft guesses at a time (default: 4)")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        help="divide layers over so many processes, under torchrun (default: 1)",
+    )
+    parser.add_argument(
+        "--pipeline-parallel",
+        type=int,
+        default=1,
+        help="divide the model into so many stages, under torchrun (default: 1)",
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
@@ -66,6 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not path.is_file() and not (path / "config.json").is_file():  # neither a single file nor one of transformers
         check_is_one(path)
 
+    from megalight.cli.ranks import check_ranks, joined
+
+    check_ranks(arguments)
+
     import torch  # after the checks: importing it takes seconds
 
     from megalight.inference import TextGenerator
@@ -75,18 +95,33 @@ def run(arguments: argparse.Namespace) -> int:
     files = [read(image, f"--image {number}") for number, image in enumerate(arguments.image, 1)]
 
     prompts = arguments.prompt or [sys.stdin.read()]
-    writer = TextGenerator.from_checkpoint(
-        path,
-        tokenizer=arguments.tokenizer,
-        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        base=arguments.base,
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-    )
+    with joined(arguments) as (mesh, device):
+        writer = TextGenerator.from_checkpoint(
+            path,
+            tokenizer=arguments.tokenizer,
+            device=device,
+            base=arguments.base,
+            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            mesh=mesh,
+        )
+        completions = _complete(writer, prompts, files, arguments)
+    # All ranks have the same.
+    if mesh is None or mesh.global_rank == 0:
+        for prompt, completion in zip(prompts, completions, strict=True):
+            print(completion if arguments.chat else prompt + completion)
+    return 0
+
+
+def _complete(
+    writer: TextGenerator, prompts: Sequence[str], files: Sequence[bytes], arguments: argparse.Namespace
+) -> list[str]:
+    """Return the completion of each prompt, or the answer."""
     draft = None
     if arguments.draft is not None:
+        from megalight.cli.newest import newest_in
         from megalight.inference.drafts import load_draft
 
-        draft = load_draft(newest_in(arguments.draft), writer.model, writer.tokenizer)
+        draft = load_draft(newest_in(arguments.draft), writer.whole, writer.tokenizer)
     texts, images = (prompts, None) if not files else _with_images(prompts, files, writer.image_marker)
     ends: list[int] = []
     if arguments.chat:
@@ -95,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         template = ChatTemplate.of(writer.tokenizer)
         texts = [template.render([{"role": "user", "content": text}], answer=True) for text in texts]
         ends = template.ends(writer.tokenizer)
-    completions = writer.complete(
+    return writer.complete(
         texts,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
@@ -108,9 +143,6 @@ def run(arguments: argparse.Namespace) -> int:
         draft=draft,
         guesses=arguments.guesses,
     )
-    for prompt, completion in zip(prompts, completions, strict=True):
-        print(completion if arguments.chat else prompt + completion)
-    return 0
 
 
 def _with_images(prompts: Sequence[str], files: Sequence[bytes], marker: str) -> tuple[list[str], list[list[bytes]]]:
