@@ -28,6 +28,7 @@ from tests.strategies.training import (
 )
 from tests.workers import run
 
+STEPS = 3
 FULL, GRADS = "optim_grads_params", "optim_grads"
 PP = {"pipeline_parallel": 2}
 VPP = {**PP, "virtual_pipeline": 2}
@@ -70,13 +71,13 @@ FURTHER: dict[str, tuple[int, str, str, dict[str, Any]]] = {
 
 @functools.cache
 def _expected(config: str) -> dict[str, Any]:
-    return by_hand(MODELS[config], 3, micro_batch_size=1 if config == "experts" else None)
+    return by_hand(MODELS[config], STEPS, micro_batch_size=1 if config == "experts" else None)
 
 
 def _trained(config: str, level: str, options: dict[str, Any]) -> dict[str, Any]:
     gradients, options = Gradients(), dict(options)
     data_parallel = {"level": level, **options.pop("data_parallel", {})}
-    found = fit(MODELS[config], options=data_parallel, extra_callbacks=[gradients], micro_batch_size=1, **options)
+    found = fit(MODELS[config], STEPS, data_parallel, extra_callbacks=[gradients], micro_batch_size=1, **options)
     return {**found, "gradients": gradients.first}
 
 
