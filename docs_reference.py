@@ -60,14 +60,17 @@ def _page(title: str, parts: Iterable[str]) -> str:
 # ---------------------------------------------------------------------------------------------------------- arguments
 
 
-def keys(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Yield every key below a class, and the class that it is an argument of. Dataclasses are entered."""
+def keys(cls: type, prefix: str = "", around: tuple[type, ...] = ()) -> Iterator[tuple[str, type]]:
+    """Yield every key below a class, and the class that it is an argument of. Dataclasses are entered.
+
+    A class inside its own kind (one of the classes ``around`` it) has the same keys again, which are left out.
+    """
     for name, annotation in parameters(cls).items():
         key = f"{prefix}.{name}" if prefix else name
         yield key, cls
         nested = nested_class(annotation)
-        if nested is not None:
-            yield from keys(nested, key)
+        if nested is not None and nested not in (*around, cls):
+            yield from keys(nested, key, (*around, cls))
 
 
 def parameters(cls: type) -> dict[str, Any]:

@@ -120,6 +120,6 @@ assert "torch" not in sys.modules
 
 def test_every_command_is_completed(completions, capsys):
     functions = completions.read_text().replace("-", "_")
-    assert all(f"_shtab_megalight_{verb}_" in functions for verb in (*TRAINER_VERBS, *VERBS))
+    assert all(f"_shtab_megalight_{verb.replace('-', '_')}_" in functions for verb in (*TRAINER_VERBS, *VERBS))
     assert main(["completion", "zsh"]) == 0
     assert "#compdef megalight" in capsys.readouterr().out
