@@ -34,7 +34,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, seq
     rows = (queries, keys, v, decay.to(wide(v.dtype)), beta.to(v.dtype))
     if sequences.uniform is not None:
         batch = sequences.uniform[0]
-        out, _ = PACKAGE.load(RULE)(*(t.unflatten(0, (batch, -1)) for t in rows), scale=1.0)
+        out, _ = PACKAGE.load(RULE)(*(t.reshape(batch, -1, *t.shape[1:]) for t in rows), scale=1.0)
         return out.flatten(0, 1)  # type: ignore[no-any-return]
     offsets = sequences.cu_seqlens.long()
     out, _ = PACKAGE.load(RULE)(*(t[None] for t in rows), scale=1.0, cu_seqlens=offsets)
