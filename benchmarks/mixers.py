@@ -245,7 +245,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print("\n".join([*said, *refused]))
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     about = {
-        "command": " ".join(["benchmarks/mixers.py", *(words or sys.argv[1:])]),
+        "command": " ".join(["benchmarks/mixers.py", "RESULTS.json", *(words or sys.argv[1:])[1:]]),
         "device": name,
         "rates": asdict(RATES[name]) if name in RATES else None,
         "versions": {

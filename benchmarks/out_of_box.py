@@ -367,7 +367,7 @@ def main(words: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     parts: dict[str, list[dict[str, Any]]] = {}
     record = {
-        "command": " ".join(["benchmarks/out_of_box.py", *(sys.argv[1:] if words is None else words)]),
+        "command": " ".join(["benchmarks/out_of_box.py", "RESULT.json", *(words or sys.argv[1:])[1:]]),
         "device": "CPU" if a.tiny else device_of(),
         "versions": {name: found for name in PACKAGES if (found := version(name))},
         "parts": parts,

@@ -433,7 +433,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for row in map(partial(in_process, small=a.small, unchecked=a.unchecked, limit=a.limit), chosen):
         rows.append(row)
         record = {
-            "command": " ".join(["benchmarks/vlm.py", *(sys.argv[1:] if words is None else words)]),
+            "command": " ".join(["benchmarks/vlm.py", "RESULT.json", *(words or sys.argv[1:])[1:]]),
             "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}
             | {name: found for name in PACKAGES if (found := version(name))},
             "rows": rows,

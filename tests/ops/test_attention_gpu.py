@@ -142,7 +142,7 @@ def test_soft_caps(
         ([300, 1, 211], None, True, None, None),
         ([64, 448], None, False, None, None),
         ([300, 212], None, True, 37, None),
-        ([512], None, True, 0, None),
+        ([512], None, True, 3, None),
         ([300, 212], None, False, 100, 20.0),
         ([100, 140], [300, 212], True, 50, None),
     ],
