@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.ops.parameter import known_state, state_of
+from megalight.ops.parameter import ParameterState, state_of
 
 FORMATS = ("int8", "nf4")
 
@@ -115,13 +115,16 @@ def store(weight: Tensor, form: str, block: int) -> Codes:
     return codes
 
 
+# Layers call these several times per pass, so each reads the attribute itself and saves function calls.
+
+
 def stored_of(parameter: Tensor) -> Codes | None:
     """Return the codes of a parameter, or None."""
-    state = known_state(parameter)
+    state: ParameterState | None = getattr(parameter, "megalight", None)
     return None if state is None else state.stored
 
 
 def readable(weight: Tensor) -> Tensor:
     """Return a weight, decoded if it is stored as codes."""
-    codes = stored_of(weight)
-    return weight if codes is None else codes.values()
+    state: ParameterState | None = getattr(weight, "megalight", None)
+    return weight if state is None or state.stored is None else state.stored.values()

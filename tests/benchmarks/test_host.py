@@ -16,7 +16,7 @@ from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
 from tests.workers import run
 
 CALLS = 520
-"""Functions that Python calls in one layer's forward and backward on the CPU: 467 with torch 2.13 and Python 3.11, a
+"""Functions that Python calls in one layer's forward and backward on the CPU: 511 with torch 2.13 and Python 3.11, a
 few more or less with others. There were 660 when requests to backends were dataclasses, autograd functions looked for
 what ``torch.func`` leaves, and every module had a hook."""
 
