@@ -217,11 +217,11 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         return dataset, len(dataset) if limit is None else min(len(dataset), limit)
 
     def validation_samples(self) -> tuple[Samples[Any], int] | None:
-        """Return the validation samples, and how many of them a run reads; None if the split is empty."""
+        """Return the validation samples, and how many of them a run reads; None if it reads none."""
         if "validation" not in self._datasets:
             self._datasets["validation"] = self._build("validation")
         dataset, limit = self._datasets["validation"], self.samples["validation"]
-        if dataset is None:
+        if dataset is None or limit == 0:
             return None
         return dataset, len(dataset) if limit is None else min(len(dataset), limit)
 

@@ -35,7 +35,7 @@ class RunData(Protocol):
         """Return the samples, and how many of them a run reads."""
 
     def validation_samples(self) -> tuple[Samples[Any], int] | None:
-        """Return the same of the validation split; None if it is empty."""
+        """Return the same of the validation split; None if a run reads none of it."""
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Return the files of the tokenizer, if there is one."""

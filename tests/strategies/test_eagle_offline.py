@@ -41,8 +41,10 @@ def data_of(folder: Path, packed: bool = False, **options: Any) -> GPTDataModule
     return GPTDataModule(data=str(folder / "c"), document_mask=packed, **{**values, **options})
 
 
-def record(folder: Path, name: str, draft: EagleConfig, packed: bool = False, **options: Any) -> Path:
-    data, base = data_of(folder, packed), BaseModel(folder / "base")
+def record(
+    folder: Path, name: str, draft: EagleConfig, packed: bool = False, val_samples: int | None = None, **options: Any
+) -> Path:
+    data, base = data_of(folder, packed, val_samples=val_samples), BaseModel(folder / "base")
     data.trainer = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1)  # type: ignore[assignment]
     record_states(base, draft.beside(base.config), data, folder / name, micro_batch_size=3, **options)
     return folder / name
@@ -100,6 +102,12 @@ def test_the_folder_has_no_layers_of_the_base(folder: Path) -> None:
     sample = data_of(folder).validation_samples()[0][0]  # type: ignore[index]
     assert states.read(0, sample, "validation").hidden.shape == (LENGTH, 32)
     assert not states.empty().auxiliary.any()
+
+
+def test_a_run_without_validation_samples_is_recorded(folder: Path) -> None:
+    states = StatesStore(record(folder, "none", config(), val_samples=0))
+    assert states.meta.validation_order is None
+    assert not states.has("validation")
 
 
 def set_up(base: Path, draft: EagleConfig, data: Any) -> None:
