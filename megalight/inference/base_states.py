@@ -15,7 +15,7 @@ from megalight.data.records import check_begun
 from megalight.data.states import ENDS, StatesMeta, values_of
 from megalight.errors import DataError
 from megalight.inference.recording import RunData, common_facts, splits_of, write_records
-from megalight.models.distillation import OUTPUT, SAVED
+from megalight.models.distillation import OUTPUT, SAVED, Layout
 from megalight.models.eagle import EagleConfig
 from megalight.models.eagle.base import BASE, BaseModel
 from megalight.models.saved import BASE as WHOLE
@@ -42,7 +42,7 @@ def record_states(
     """Write the hidden states that a draft learns from. What is on disk already is not computed again.
 
     Args:
-        base: the base.
+        base: the base. It is whole in this process, whatever its layout in the run.
         config: the draft, with the sizes of this base.
         data: the data of the run that will train it. Its ``trainer`` says how many samples there are.
         output: the folder to write; see :mod:`megalight.data.states`.
@@ -70,8 +70,9 @@ def record_states(
         **common_facts(data, splits), hidden_size=config.hidden_size, layers=config.auxiliary_layers, dtype=dtype
     )
     check_begun(output, meta)
-    # As in a run beside the base, which is whole here.
-    declared = replace(base.frozen(base.task(config.auxiliary_layers), config.draft_ids), beside=None)
+    # As in a run beside the base, which is whole here, whatever its layout there.
+    whole = replace(base, layout=Layout())
+    declared = replace(whole.frozen(whole.task(config.auxiliary_layers), config.draft_ids), beside=None)
     run = declared.build(BASE, ParallelMesh(), getattr(torch, dtype), torch.device(device))
 
     def compute(batch: TokenBatch) -> dict[str, Tensor]:

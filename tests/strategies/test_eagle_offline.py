@@ -15,6 +15,7 @@ from megalight.data.indexed import IndexedWriter
 from megalight.data.states import StatesStore
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.base_states import record_states
+from megalight.models.distillation import Layout
 from megalight.models.eagle import EagleConfig, EagleModule
 from megalight.models.eagle.base import BaseModel
 from megalight.models.stored import held_model, save_model
@@ -42,9 +43,15 @@ def data_of(folder: Path, packed: bool = False, **options: Any) -> GPTDataModule
 
 
 def record(
-    folder: Path, name: str, draft: EagleConfig, packed: bool = False, val_samples: int | None = None, **options: Any
+    folder: Path,
+    name: str,
+    draft: EagleConfig,
+    packed: bool = False,
+    val_samples: int | None = None,
+    layout: Layout | None = None,
+    **options: Any,
 ) -> Path:
-    data, base = data_of(folder, packed, val_samples=val_samples), BaseModel(folder / "base")
+    data, base = data_of(folder, packed, val_samples=val_samples), BaseModel(folder / "base", layout or Layout())
     data.trainer = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1)  # type: ignore[assignment]
     record_states(base, draft.beside(base.config), data, folder / name, micro_batch_size=3, **options)
     return folder / name
@@ -108,6 +115,12 @@ def test_a_run_without_validation_samples_is_recorded(folder: Path) -> None:
     states = StatesStore(record(folder, "none", config(), val_samples=0))
     assert states.meta.validation_order is None
     assert not states.has("validation")
+
+
+def test_a_base_that_the_run_divides_is_recorded_whole(folder: Path) -> None:
+    divided = record(folder, "divided", config(), layout=Layout(tensor_parallel=2, sequence_parallel=True))
+    for name in ("samples.bin", "validation.bin"):
+        assert (divided / name).stat().st_size == (folder / "rows" / name).stat().st_size
 
 
 def set_up(base: Path, draft: EagleConfig, data: Any) -> None:
