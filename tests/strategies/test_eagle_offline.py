@@ -119,17 +119,33 @@ def test_a_run_without_validation_samples_is_recorded(folder: Path) -> None:
 
 def test_a_base_that_the_run_divides_is_recorded_whole(folder: Path) -> None:
     divided = record(folder, "divided", config(), layout=Layout(tensor_parallel=2, sequence_parallel=True))
-    for name in ("samples.bin", "validation.bin"):
-        assert (divided / name).stat().st_size == (folder / "rows" / name).stat().st_size
+    sample = data_of(folder).validation_samples()[0][0]  # type: ignore[index]
+    found, wanted = (StatesStore(each).read(0, sample, "validation") for each in (divided, folder / "rows"))
+    torch.testing.assert_close(found.hidden, wanted.hidden)
+    torch.testing.assert_close(found.auxiliary, wanted.auxiliary)
 
 
-def set_up(base: Path, draft: EagleConfig, data: Any) -> None:
+def validated(folder: Path) -> list[dict[str, float]]:
+    found = []
+    for base in ("base", "rows"):
+        runner = trainer(MegatronStrategy(micro_batch_size=1))
+        found += runner.validate(Drafter(folder / base, config()), datamodule=data_of(folder), verbose=False)
+    return found  # type: ignore[return-value]
+
+
+def test_validation_alone_reads_the_folder(folder: Path) -> None:
+    ((online, offline),) = run(validated, 1, folder)
+    assert "val_step_2_accuracy" in online
+    assert offline == pytest.approx(online, rel=1e-10)
+
+
+def set_up(base: Path, draft: EagleConfig, data: Any, stage: str = "fit") -> None:
     module = Drafter(base, draft)
     runner: Any = SimpleNamespace(datamodule=data, max_steps=STEPS, accumulate_grad_batches=1, limit_val_batches=1.0)
     module._trainer = runner
     if data is not None:
         data.trainer = runner
-    module.setup("fit")
+    module.setup(stage)
 
 
 def test_what_does_not_fit_is_refused(folder: Path) -> None:
@@ -140,6 +156,8 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         set_up(folder / "rows", EagleConfig(auxiliary_layers=(1, 3)), data_of(folder))
     with pytest.raises(DataError, match="another order of samples"):
         set_up(folder / "rows", config(), data_of(folder, seed=5))
+    with pytest.raises(ConfigurationError, match=r"training and validation samples, and trainer\.test reads others"):
+        set_up(folder / "rows", config(), data_of(folder), "test")
     with pytest.raises(ConfigurationError, match="NoneType does not have"):
         set_up(folder / "rows", config(), None)
     record(folder, "alone", config(), validation=False)

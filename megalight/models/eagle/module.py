@@ -130,8 +130,9 @@ class EagleModule(FamilyModule[EagleConfig]):
     def setup(self, stage: str) -> None:
         """Check the data, and let its batches bring hidden states that lie on disk."""
         super().setup(stage)
-        if self.base_model.states is not None and stage == "fit":
-            serve(self.base_model.states, getattr(self.trainer, "datamodule", None), self.config.auxiliary_layers)
+        if self.base_model.states is not None:
+            data = getattr(self.trainer, "datamodule", None)
+            serve(self.base_model.states, data, self.config.auxiliary_layers, stage)
 
     def teardown(self, stage: str) -> None:
         """Leave the data as it was."""

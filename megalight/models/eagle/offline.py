@@ -66,18 +66,25 @@ def replay(batches: Sequence[Any], dtype: torch.dtype) -> list[Carry]:
     return found
 
 
-def serve(store: StatesStore, data: Any, layers: Sequence[int]) -> None:
+def serve(store: StatesStore, data: Any, layers: Sequence[int], stage: str) -> None:
     """Let batches bring hidden states.
 
     Args:
         store: where they are.
         data: the data of the run.
         layers: after how many layers of the base the draft reads them.
+        stage: what the trainer does, such as ``fit``.
 
     Raises:
-        ConfigurationError: the data has no numbered samples, or the draft reads other hidden states.
+        ConfigurationError: the stage reads other samples than those of training and validation, the data has no
+            numbered samples, or the draft reads other hidden states.
         DataError: the store was written for other samples, or has none for validation.
     """
+    if stage not in ("fit", "validate"):
+        raise ConfigurationError(
+            f"{store.folder} holds hidden states of training and validation samples, and trainer.{stage} reads others; "
+            "name the base itself by model.base."
+        )
     if tuple(layers) != store.meta.layers:
         raise ConfigurationError(
             f"the draft reads hidden states after layers {list(layers)}, and {store.folder} holds those after "
@@ -88,7 +95,8 @@ def serve(store: StatesStore, data: Any, layers: Sequence[int]) -> None:
             f"{store.folder} is read by numbers of samples, which {type(data).__name__} does not have; train with "
             "a data module such as GPTDataModule or SFTDataModule."
         )
-    store.check(*data.training_samples())
+    if stage == "fit":
+        store.check(*data.training_samples())
     limit = 1 if data.trainer is None else data.trainer.limit_val_batches
     if limit and (validation := data.validation_samples()) is not None:
         if not store.has("validation"):
