@@ -156,7 +156,7 @@ class RecordsWriter:
             record[name] = value
         record["tokens"] = hash_of(sample)
         record["checksum"] = checksum(record)
-        os.pwrite(self._records[split], record.tobytes(), index * self.meta.record.itemsize)
+        _write(self._records[split], record.tobytes(), index * self.meta.record.itemsize)
         self._fresh[split].append(index)
 
     def commit(self) -> None:
@@ -330,6 +330,14 @@ def _open(path: Path, size: int) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     os.truncate(file, size)
     return file
+
+
+def _write(file: int, content: bytes, offset: int) -> None:
+    # The system writes at most 2 GB at a time, and less on a disk that is nearly full.
+    rest = memoryview(content)
+    while rest:
+        written = os.pwrite(file, rest, offset)
+        rest, offset = rest[written:], offset + written
 
 
 def batches_of(missing: Sequence[int], size: int) -> list[Sequence[int]]:
