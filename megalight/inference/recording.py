@@ -106,6 +106,9 @@ def write_records(
     """
     if not 0 <= part < parts:
         raise ConfigurationError(f"part {part} of {parts} is not there; parts are counted from 0 to {parts - 1}.")
+    if parts > meta.samples:
+        # An empty first part may come when the folder is complete, and what `before` writes would be missing.
+        raise ConfigurationError(f"there are {meta.samples} samples for {parts} parts; divide them into fewer.")
     with progress_bar(progress) as bar, RecordsWriter(output, meta) as writer:
         before()
         missing = {split: writer.missing(split, part, parts) for split in splits}

@@ -163,6 +163,8 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     record(folder, "alone", config(), validation=False)
     with pytest.raises(DataError, match="has no validation samples, and the run validates"):
         set_up(folder / "alone", config(), data_of(folder))
+    with pytest.raises(ConfigurationError, match="8 samples for 9 parts; divide them into fewer"):
+        record(folder, "many", config(), part=8, parts=9)
     record(folder, "begun", config(), part=0, parts=2)
     with pytest.raises(DataError, match=r"no complete folder of megalight hidden-states.*It was begun"):
         Drafter(folder / "begun", config())
