@@ -113,10 +113,11 @@ def read_architecture(path: str | os.PathLike[str], draft_ids: Sequence[int] = (
                 f"{path} has {', '.join(others)} beside eagle_architecture_config; these are settings of training. "
                 "Remove them, and set steps and decay of EagleModule."
             )
-    values = {**values, **values.pop("eagle_config", {})}
+    inner = values.pop("eagle_config", None) or {}
+    values = {**values, **inner}
     config = config_of(values, str(path), draft_ids)
     stated = values.get("draft_vocab_size") or values.get("vocab_size")
-    if draft_ids and stated != len(draft_ids):
+    if draft_ids and stated not in (None, len(draft_ids)):
         raise ConfigurationError(
             f"{path} has draft_vocab_size={stated}, and draft_vocabulary holds {len(draft_ids)} ids; give the file of "
             "this draft."

@@ -83,6 +83,14 @@ def _config(source: str | os.PathLike[str], ids: tuple[int, ...]) -> EagleConfig
     if layers := values.pop(LAYER_IDS, None):
         # Engines count hidden states after so many layers; architectures count outputs of layers.
         inner = {**inner, LAYER_IDS: [layer - 1 for layer in layers]}
+    for key in ("hidden_size", "vocab_size", "max_position_embeddings"):
+        if not values.get(key):
+            raise CheckpointError(f"{source}/{CONFIG} has no {key}; copy the folder again.")
+    if not ids and values.get("draft_vocab_size") not in (None, values["vocab_size"]):
+        raise CheckpointError(
+            f"{source}/{CONFIG} has draft_vocab_size={values['draft_vocab_size']}, and {WEIGHTS} has no d2t, which "
+            "says which ids these are; copy the folder again."
+        )
     # A map of all ids says nothing.
     return config_of(
         {"has_lm_head": True, **values, **inner}, f"{source}/{CONFIG}", () if len(ids) == values["vocab_size"] else ids

@@ -98,6 +98,8 @@ def change(folder: Path, **values: Any) -> None:
     [
         ({"architectures": ["LlamaForCausalLM"]}, ConfigurationError, "holds no draft"),
         ({"hidden_size": 32}, CheckpointError, r"has the shape .* needs"),
+        ({"vocab_size": None}, CheckpointError, "has no vocab_size; copy the folder again"),
+        ({"max_position_embeddings": None}, CheckpointError, "has no max_position_embeddings"),
         ({"num_hidden_layers": 2}, ConfigurationError, "num_hidden_layers is 2; drafts of EAGLE-3 have 1"),
         ({"model_type": "kimi_k2", "head_dim": None}, CheckpointError, "does not hold the tensors of its config.json"),
     ],
@@ -111,6 +113,15 @@ def test_a_folder_that_is_no_draft_of_ours_is_refused(
     with pytest.raises(kind, match=message):
         import_draft(tmp_path / "out", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_a_draft_without_the_ids_of_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "draft", LLAMA)
+    export_draft(tmp_path / "draft", tmp_path / "out")
+    tensors = load_file(weights(tmp_path))
+    save_file({name: each for name, each in tensors.items() if name not in ("d2t", "t2d")}, weights(tmp_path))
+    with pytest.raises(CheckpointError, match=r"has draft_vocab_size=4, and model\.safetensors has no d2t"):
+        import_draft(tmp_path / "out", tmp_path / "again")
 
 
 def architecture(folder: Path, **values: Any) -> Path:
@@ -147,6 +158,10 @@ def test_an_architecture_is_read(tmp_path: Path) -> None:
     file = architecture(tmp_path, eagle_decoder_type="llama", eagle_architecture_config=inner)
     wanted = replace(LLAMA, auxiliary_layers=(3, 1, 2), ffn_hidden_size=24, rotary_base=10000, std=0.01)
     assert read_architecture(file, (1, 2, 5, 30)) == wanted
+    # It says nothing of the vocabulary.
+    within = {"eagle_aux_hidden_state_layer_ids": [0]}
+    found = read_architecture(architecture(tmp_path, eagle_config=within), (1, 2))
+    assert (found.draft_ids, found.auxiliary_layers) == ((1, 2), (1,))
     plain = read_architecture(architecture(tmp_path, num_attention_heads=2))
     assert (plain.head, plain.draft_ids) == ("base", ())
     assert read_architecture(architecture(tmp_path, has_lm_head=True)).head == "own"
