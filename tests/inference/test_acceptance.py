@@ -226,6 +226,13 @@ def test_the_command_tells_the_length_of_each_category(tmp_path: Path, capsys: p
     plain = capsys.readouterr().out
     assert main([*command, "--draft", str(tmp_path / "draft"), "--guesses", "2"]) == 0
     assert capsys.readouterr().out == plain
+    for more, message in {
+        ("--guesses", "2"): "give --draft, too",
+        ("--draft", str(tmp_path / "draft"), "--guesses", "0"): "must be at least 1",
+        ("--draft", str(tmp_path / "draft"), "--tensor-parallel", "2"): "whole model of text in one process",
+    }.items():
+        assert main([*command, *more]) != 0
+        assert message in capsys.readouterr().err
     template = SimpleNamespace(
         ends=lambda _: [], render=lambda messages, answer: "".join(each["content"] for each in messages)
     )

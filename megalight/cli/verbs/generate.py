@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the one in the checkpoint")
     parser.add_argument("--base", help="the weights that training began with, for a checkpoint of adapters")
     parser.add_argument("--draft", help="a draft model's checkpoint, which guesses tokens: faster, and the same text")
-    parser.add_argument("--guesses", type=int, default=4, help="tokens that the draft guesses at a time (default: 4)")
+    parser.add_argument("--guesses", type=int, help="tokens that the draft guesses at a time (default: 4)")
     parser.add_argument(
         "--tensor-parallel",
         type=int,
@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megalight.cli.ranks import check_ranks, joined
 
+    _check_draft(arguments)
     check_ranks(arguments)
 
     import torch  # after the checks: importing it takes seconds
@@ -112,16 +113,35 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_draft(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together. Before the weights are read."""
+    from megalight.errors import ConfigurationError
+
+    if arguments.draft is None:
+        if arguments.guesses is not None:
+            raise ConfigurationError("--guesses is the number of tokens that a draft guesses; give --draft, too.")
+        return
+    if arguments.guesses is not None and arguments.guesses < 1:
+        raise ConfigurationError(f"--guesses={arguments.guesses} must be at least 1; 4 are usual.")
+    if arguments.tensor_parallel * arguments.pipeline_parallel > 1 or arguments.image:
+        raise ConfigurationError(
+            "--draft serves a whole model of text in one process; leave out --draft, or --tensor-parallel, "
+            "--pipeline-parallel and --image."
+        )
+
+
 def _complete(
     writer: TextGenerator, prompts: Sequence[str], files: Sequence[bytes], arguments: argparse.Namespace
 ) -> list[str]:
     """Return the completion of each prompt, or the answer."""
-    draft = None
+    draft, guessing = None, dict[str, int]()
     if arguments.draft is not None:
         from megalight.cli.newest import newest_in
         from megalight.inference.drafts import load_draft
 
         draft = load_draft(newest_in(arguments.draft), writer.whole, writer.tokenizer)
+        if arguments.guesses is not None:
+            guessing["guesses"] = arguments.guesses
     texts, images = (prompts, None) if not files else _with_images(prompts, files, writer.image_marker)
     ends: list[int] = []
     if arguments.chat:
@@ -141,7 +161,7 @@ def _complete(
         images=images,
         resize=arguments.resize,
         draft=draft,
-        guesses=arguments.guesses,
+        **guessing,
     )
 
 
