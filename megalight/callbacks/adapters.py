@@ -25,14 +25,15 @@ class Adapters(pl.Callback):
         rank_stabilized: multiply by ``alpha / sqrt(rank)`` instead (rsLoRA, https://arxiv.org/abs/2312.03732).
         base: how frozen weights of the transformer layers are stored: ``int8`` or ``nf4`` codes with a scale for each
             block of input features (QLoRA, https://arxiv.org/abs/2305.14314); None: in the dtype of the run.
-        block: number of input features with one scale; for ``base``.
+        block: number of input features with one scale, for ``base``; None: 64.
         save_base: whether checkpoints hold the whole model. If not, they hold only the adapters, and loading one needs
             the initial weights of the run.
 
     Raises:
         ConfigurationError: a value is out of range. Before processes start: a target matches no layer, the rank is too
-            large, the module has no ``build_model``, ``base`` is given without ``save_base=False`` or with ``dora``, or
-            ``save_base=False`` but there are no initial weights that hold the whole base.
+            large, the module has no ``build_model``, ``base`` is given without ``save_base=False`` or with ``dora``,
+            ``block`` without ``base``, or ``save_base=False`` but there are no initial weights that hold the whole
+            base.
     """
 
     def __init__(
@@ -46,14 +47,16 @@ class Adapters(pl.Callback):
         dora: bool = False,
         exclude: Sequence[str] = (),
         base: str | None = None,
-        block: int = 64,
+        block: int | None = None,
     ) -> None:
         self.transforms: list[ModelTransform] = [
             (DoRA if dora else LoRA)(rank, targets, alpha, dropout, rank_stabilized, exclude)
         ]
         self.save_base = save_base
+        if base is None and block is not None:
+            raise ConfigurationError(f"block={block} is of weights that are stored as codes; set base, too.")
         if base is not None:
-            self.transforms.append(StoredBase(base, block))
+            self.transforms.append(StoredBase(base) if block is None else StoredBase(base, block))
             if dora:
                 raise ConfigurationError(
                     f"base={base!r} with dora=True: DoRA reads whole rows of the weights in every step, and codes "

@@ -156,6 +156,7 @@ CASES = {
     "saved": (lambda: Adapters(2, base="int8"), "checkpoints cannot hold them. Set save_base=False"),
     "dora": (lambda: Adapters(2, base="nf4", dora=True, save_base=False), "DoRA reads whole rows"),
     "format": (lambda: Adapters(2, base="int7", save_base=False), "no format 'int7' of stored weights"),
+    "alone": (lambda: Adapters(2, block=32), "block=32 is of weights that are stored as codes; set base, too"),
     "odd": (lambda: Adapters(2, base="int8", block=5, save_base=False), "must be even"),
     "trained": (lambda: StoredBase().change(GPT(CONFIGS["gqa"])), "is trained, and codes have no gradient"),
     "experts": (
