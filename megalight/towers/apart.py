@@ -103,6 +103,8 @@ class TowersApart:
             )
         check_tower(tower)
         meshes = tower.mesh(rank, 0), language.mesh(rank, tower.ranks)
+        # A layout may have chunks that `virtual_pipeline` does not tell of.
+        chunks = language.options().virtual_pipeline
         lanes(*meshes)
         self.config = config
         self.is_tower = rank < tower.ranks
@@ -136,7 +138,7 @@ class TowersApart:
         lane = self.mesh.rank("dp") // (self._shares if self.is_tower else 1)
         self.replicas = range(lane * ours, (lane + 1) * ours) if self.is_tower else range(lane, lane + 1)
         # As many as a pipeline begins before its first backward; with chunks, all, which is always enough.
-        self._ahead = meshes[1].pp + 1 if language.virtual_pipeline == 1 else None
+        self._ahead = meshes[1].pp + 1 if chunks == 1 else None
         self._side_ranks, self._tower_ranks = side.ranks, tower.ranks
         self._language = _Language(self.bridge, self.model.token_multiple)
         self.training = Training(

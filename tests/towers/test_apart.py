@@ -84,6 +84,8 @@ CHOSEN = [
     ("qwen", "mixed", {"ranks": 2, **SP}, {"ranks": 2, **SP}),
     ("qwen", "mixed", {"ranks": 2}, {"ranks": 1}),
     ("deep_qwen", "one", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2}),
+    # A layout of two chunks per rank: the first one begins four micro-batches before a gradient returns.
+    ("deep_qwen", "mixed", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2, "pipeline_layout": "Et|t|t|tL"}),
 ]
 FULL = [
     ("llava", "none", {"ranks": 2, **SP}, {"ranks": 2}),
