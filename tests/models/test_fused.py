@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,12 @@ def test_another_loss_or_head_stays() -> None:
     fused = models()[1]
     fused.lm_head = nn.Sequential(fused.lm_head)
     assert fused(**batch()).logits is not None
+
+
+def test_a_loss_without_a_name_stays() -> None:
+    model, fused = models()
+    model.loss_function = fused.loss_function = functools.partial(model.loss_function, ignore_index=3)
+    assert torch.allclose(fused(**batch()).loss, model(**batch()).loss, rtol=1e-5)
 
 
 def test_tuples_are_tuples() -> None:

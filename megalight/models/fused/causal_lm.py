@@ -62,7 +62,8 @@ class CausalLM(Part):
     @property
     def _losses(self) -> Any:
         """The function of hidden states and labels that returns losses; None: the loss or the head is not known."""
-        if self.loss_function.__name__ != "ForCausalLMLoss":  # type: ignore[union-attr]
+        # A loss of a user may be any callable, without a name.
+        if getattr(self.loss_function, "__name__", "") != "ForCausalLMLoss":
             return None
         if isinstance(self.lm_head, Head):
             return self.lm_head
