@@ -113,8 +113,9 @@ def _triton_why_not(spec: Spec) -> str | None:
         return "has one program for all keys of a query, which is slow where queries are few"
     if spec.uniform and spec.square and not (spec.window or spec.softcap):
         return "serves windows, soft caps and packed sequences: without them the kernels of cuDNN are faster"
-    if spec.dtype not in HALF or spec.head_dim % 8 or spec.value_dim % 8 or max(spec.head_dim, spec.value_dim) > 256:
-        return f"needs heads of a multiple of 8 up to 256 in half types, not {spec.head_dim} in {spec.dtype}"
+    sizes = (spec.head_dim, spec.value_dim)
+    if spec.dtype not in HALF or max(sizes) > 256 or any(size % 8 for size in sizes):
+        return f"needs heads of multiples of 8 up to 256 in half types, not {sizes} in {spec.dtype}"
     if (reason := cuda_why_not(spec.device) or triton_why_not(spec.device, spec.dtype)) is not None:
         return reason
     # Loads by descriptors; blocks are chosen for Hopper.
