@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -34,7 +35,7 @@ FILES = {"train": "samples.bin", "validation": "validation.bin"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordsMeta:
+class RecordsMeta(ABC):
     """Facts about a folder.
 
     Attributes:
@@ -59,9 +60,9 @@ class RecordsMeta:
     validation_order: str | None = None
 
     @property
+    @abstractmethod
     def fields(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype and shape of each value of a sample."""
-        raise NotImplementedError
 
     @property
     def record(self) -> np.dtype[Any]:

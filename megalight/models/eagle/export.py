@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from megalight import checkpoint
+from megalight.checkpoint.disk.files import sync_directory, write_file
+from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new
 from megalight.checkpoint.foreign.transformers_folder import CONFIG, WEIGHTS
-from megalight.errors import CheckpointError, ConfigurationError
+from megalight.errors import ConfigurationError
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.eagle.engine_format import names_of, values_of
 from megalight.models.saved import saved_model
@@ -28,20 +29,21 @@ def export_draft(
 
     Args:
         source: a checkpoint of a draft.
-        path: the folder, which is not there yet.
+        path: the folder to write, which appears when it is complete.
         dtype: dtype of the weights. None: as they were saved.
 
     Raises:
-        CheckpointError: the source is not complete, or ``path`` is there.
+        CheckpointError: the source is not complete, or ``path`` is there or cannot be written. Nothing is left of a
+            folder whose writing failed.
         ConfigurationError: the source holds another model.
     """
-    opened, target = checkpoint.open(source), Path(path)
+    target = absolute(path)
+    check_new(target)
+    opened = checkpoint.open(source)
     if not holds_draft(source):
         raise ConfigurationError(
             f"{source} holds no draft model of the family eagle; for other families, use megalight.models.export."
         )
-    if target.exists():
-        raise CheckpointError(f"{target} is there already; remove it, or name another folder.")
     model = saved_model(opened).root
     config: EagleConfig = model.config  # type: ignore[assignment]
     dtype = dtype or next(model.parameters()).dtype
@@ -54,12 +56,16 @@ def export_draft(
     # The token of row `i` is `i + d2t[i]`; `t2d` says which tokens have a row.
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    # Complete, or not there under its name.
-    partial = target.with_name(f".{target.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-    (partial / CONFIG).write_text(json.dumps(values_of(config, dtype), indent=2) + "\n", encoding="utf-8")
-    partial.rename(target)
+    partial = begin_folder(target)
+    try:
+        write_file(partial.folder / WEIGHTS, save(tensors, {"format": "pt"}))
+        content = json.dumps(values_of(config, dtype), indent=2) + "\n"
+        write_file(partial.folder / CONFIG, content.encode())
+        sync_directory(partial.folder)
+        partial.publish()
+    except BaseException:
+        partial.discard()
+        raise
 
 
 def holds_draft(source: str | os.PathLike[str]) -> bool:

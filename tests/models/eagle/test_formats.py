@@ -232,3 +232,15 @@ def test_modelopts_draft_with_exported_weights_computes_the_same(kind: str, tmp_
     ours: Tensor = draft.step(draft.fuse(states), embedded, sequences, Lineage())
     torch.testing.assert_close(ours, pre[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(draft.head.norm(ours), post[0], rtol=1e-3, atol=1e-4)
+
+
+def test_nothing_is_left_of_an_export_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "draft", LLAMA)
+
+    def full(*args: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr("megalight.models.eagle.export.values_of", full)
+    with pytest.raises(OSError, match="no space"):
+        export_draft(tmp_path / "draft", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
