@@ -50,6 +50,19 @@ def gpt2(num_layers: int, hidden_size: int, num_heads: int) -> GPTConfig:
     )
 
 
+def llama2(num_layers: int, hidden_size: int, num_heads: int, ffn_hidden_size: int) -> GPTConfig:
+    """Configure Llama 2 (https://arxiv.org/abs/2307.09288), without grouped heads."""
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=32000,
+        max_sequence_length=4096,
+        norm=NormConfig(eps=1e-5),
+    )
+
+
 def llama3(
     num_layers: int,
     hidden_size: int,
@@ -72,6 +85,32 @@ def llama3(
         norm=NormConfig(eps=1e-5),
         # The frequencies are those of a shorter context, stretched by this factor.
         position=PositionConfig(base=500000.0, scaling=RotaryScaling(kind="llama3", factor=rotary_factor)),
+    )
+
+
+def qwen2_5(
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    ffn_hidden_size: int,
+    vocab_size: int = 151936,
+    *,
+    tie_embeddings: bool = False,
+) -> GPTConfig:
+    """Configure Qwen2.5 (https://arxiv.org/abs/2412.15115): biases of queries, keys and values."""
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=vocab_size,
+        max_sequence_length=32768,
+        tie_embeddings=tie_embeddings,
+        norm=NormConfig(eps=1e-6),
+        position=PositionConfig(base=1000000.0),
+        attention=AttentionConfig(qkv_bias=True),
     )
 
 
@@ -475,11 +514,17 @@ for _name, _config in {
     "gpt2_medium": gpt2(24, 1024, 16),
     "gpt2_large": gpt2(36, 1280, 20),
     "gpt2_xl": gpt2(48, 1600, 25),
+    "llama2_7b": llama2(32, 4096, 32, 11008),
+    "llama2_13b": llama2(40, 5120, 40, 13824),
     "llama3_1b": llama3(16, 2048, 32, 8192, tie_embeddings=True, rotary_factor=32.0),
     "llama3_3b": llama3(28, 3072, 24, 8192, tie_embeddings=True, rotary_factor=32.0),
     "llama3_8b": llama3(32, 4096, 32, 14336),
     "llama3_70b": llama3(80, 8192, 64, 28672),
     "llama3_405b": llama3(126, 16384, 128, 53248),
+    "qwen2_5_0_5b": qwen2_5(24, 896, 14, 2, 4864, tie_embeddings=True),
+    "qwen2_5_1_5b": qwen2_5(28, 1536, 12, 2, 8960, tie_embeddings=True),
+    "qwen2_5_3b": qwen2_5(36, 2048, 16, 2, 11008, tie_embeddings=True),
+    "qwen2_5_7b": qwen2_5(28, 3584, 28, 4, 18944, 152064),
     "qwen3_0_6b": qwen3(28, 1024, 16, 3072, tie_embeddings=True),
     "qwen3_1_7b": qwen3(28, 2048, 16, 6144, tie_embeddings=True),
     "qwen3_4b": qwen3(36, 2560, 32, 9728, tie_embeddings=True),

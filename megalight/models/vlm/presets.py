@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalight.models.gpt.config import AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.config import GPTConfig
+from megalight.models.gpt.presets import preset
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vision.dynamic_config import DynamicConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
@@ -18,19 +19,6 @@ PRESETS: Registry[VLMConfig] = Registry("VLM preset")
 def clip_large(image_size: int = 336) -> VisionConfig:
     """Configure CLIP ViT-L/14 without its last layer, as LLaVA-1.5 reads it (https://arxiv.org/abs/2310.03744)."""
     return VisionConfig(num_layers=23, hidden_size=1024, num_heads=16, image_size=image_size, patch_size=14)
-
-
-def vicuna(num_layers: int, hidden_size: int, num_heads: int, ffn_hidden_size: int) -> GPTConfig:
-    """Configure Vicuna-1.5, a Llama-2, with the vocabulary that LLaVA-1.5 pads it to."""
-    return GPTConfig(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        ffn_hidden_size=ffn_hidden_size,
-        vocab_size=32064,
-        max_sequence_length=4096,
-        norm=NormConfig(eps=1e-5),
-    )
 
 
 def siglip_so400m() -> VisionConfig:
@@ -53,32 +41,6 @@ def siglip_so400m() -> VisionConfig:
     )
 
 
-def qwen2(
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    ffn_hidden_size: int,
-    vocab_size: int,
-    *,
-    tie_embeddings: bool = False,
-) -> GPTConfig:
-    """Configure Qwen2 as LLaVA-OneVision (https://arxiv.org/abs/2408.03326) and Qwen2.5-VL have it."""
-    return GPTConfig(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        ffn_hidden_size=ffn_hidden_size,
-        vocab_size=vocab_size,
-        max_sequence_length=32768,
-        tie_embeddings=tie_embeddings,
-        norm=NormConfig(eps=1e-6),
-        position=PositionConfig(base=1000000.0),
-        attention=AttentionConfig(qkv_bias=True),
-    )
-
-
 def qwen_tower() -> VisionConfig:
     """Configure the tower of Qwen2.5-VL (https://arxiv.org/abs/2502.13923)."""
     return VisionConfig(
@@ -97,31 +59,37 @@ def qwen_tower() -> VisionConfig:
     )
 
 
-def qwen2_5_vl(language: GPTConfig) -> VLMConfig:
-    """Configure Qwen2.5-VL with a Qwen2 as its language model, whose tokens have positions on three axes."""
-    axes = RotaryAxes((16, 24, 24))
+def language(name: str, vocab_size: int = 0, max_sequence_length: int = 0) -> GPTConfig:
+    """Return a GPT preset, with another vocabulary or another longest sequence where they are given."""
+    base = preset(name)
+    return replace(
+        base,
+        vocab_size=vocab_size or base.vocab_size,
+        max_sequence_length=max_sequence_length or base.max_sequence_length,
+    )
+
+
+def qwen2_5_vl(name: str) -> VLMConfig:
+    """Configure Qwen2.5-VL with a Qwen2.5 as its language model, whose tokens have positions on three axes."""
+    text = language(name, max_sequence_length=128000)
     return VLMConfig(
-        language=replace(language, max_sequence_length=128000, position=replace(language.position, axes=axes)),
+        language=replace(text, position=replace(text.position, axes=RotaryAxes((16, 24, 24)))),
         vision=qwen_tower(),
         projector=ProjectorConfig(merge=2, norm="rms", hidden_size=5120),
         image_token=151655,
     )
 
 
-for _name, _language in {
-    "llava_1_5_7b": vicuna(32, 4096, 32, 11008),
-    "llava_1_5_13b": vicuna(40, 5120, 40, 13824),
-}.items():
-    PRESETS.register(_name)(VLMConfig(language=_language, vision=clip_large(), image_token=32000))
+for _name, _language in {"llava_1_5_7b": "llama2_7b", "llava_1_5_13b": "llama2_13b"}.items():
+    # Vicuna, a Llama 2 whose vocabulary LLaVA pads.
+    PRESETS.register(_name)(VLMConfig(language=language(_language, 32064), vision=clip_large(), image_token=32000))
 
-for _name, _language in {
-    "llava_onevision_0_5b": qwen2(24, 896, 14, 2, 4864, 152000, tie_embeddings=True),
-    "llava_onevision_7b": qwen2(28, 3584, 28, 4, 18944, 152128),
+for _name, _text in {
+    "llava_onevision_0_5b": language("qwen2_5_0_5b", 152000),
+    "llava_onevision_7b": language("qwen2_5_7b", 152128),
 }.items():
-    PRESETS.register(_name)(VLMConfig(language=_language, vision=siglip_so400m(), image_token=151646, newline=True))
+    # Qwen2, which has the shapes of Qwen2.5.
+    PRESETS.register(_name)(VLMConfig(language=_text, vision=siglip_so400m(), image_token=151646, newline=True))
 
-for _name, _language in {
-    "qwen2_5_vl_3b": qwen2(36, 2048, 16, 2, 11008, 151936, tie_embeddings=True),
-    "qwen2_5_vl_7b": qwen2(28, 3584, 28, 4, 18944, 152064),
-}.items():
+for _name, _language in {"qwen2_5_vl_3b": "qwen2_5_3b", "qwen2_5_vl_7b": "qwen2_5_7b"}.items():
     PRESETS.register(_name)(qwen2_5_vl(_language))

@@ -9,9 +9,10 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, LatentConfig, MultiTokenConfig, NormConfig
-from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, router_groups, tied_head
 from megalight.models.gpt.hugging_face.llama import LLAMA
+from megalight.models.gpt.hugging_face.options import refuse_others, router_groups, tied_head
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
+from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.hugging_face.kind import Kind
 from megalight.models.gpt.hugging_face.llama import llama_from, llama_map, llama_to
+from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
-from megalight.models.gpt.hugging_face.kind import Kind, activation_of, activation_to, tied_head
+from megalight.models.gpt.hugging_face.options import activation_of, activation_to, tied_head
+from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
 
 GPT2 = {

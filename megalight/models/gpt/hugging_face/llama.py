@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig
-from megalight.models.gpt.hugging_face.kind import Kind, activation_of, activation_to, tied_head
+from megalight.models.gpt.hugging_face.options import activation_of, activation_to, tied_head
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
+from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
 
 LLAMA = {

@@ -14,9 +14,10 @@ from megalight.models.gpt.config import (
     NormConfig,
     TemperatureConfig,
 )
-from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, tied_head
 from megalight.models.gpt.hugging_face.llama import LLAMA
+from megalight.models.gpt.hugging_face.options import refuse_others, tied_head
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
+from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 

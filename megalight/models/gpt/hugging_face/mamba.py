@@ -9,8 +9,9 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
-from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, router_groups, tied_head
+from megalight.models.gpt.hugging_face.options import refuse_others, router_groups, tied_head
 from megalight.models.gpt.mamba_config import MambaConfig
+from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 

@@ -11,9 +11,10 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.delta_config import DeltaNetConfig
 from megalight.models.gpt.hugging_face.experts import sparse_layers
-from megalight.models.gpt.hugging_face.kind import Kind, refuse_others
 from megalight.models.gpt.hugging_face.llama import llama_map, llama_to
+from megalight.models.gpt.hugging_face.options import refuse_others
 from megalight.models.gpt.hugging_face.rotary import rotary_from
+from megalight.models.kinds import Kind
 from megalight.models.weights import Blocks, Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 

@@ -11,9 +11,9 @@ from megalight.models.config import require
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
+from megalight.models.kinds import Kind
 from megalight.models.vision import hugging_face as towers
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
-from megalight.models.vlm.hugging_face.kind import Kind
 from megalight.models.weights import Theirs, WeightMap
 
 PROJECTOR = {

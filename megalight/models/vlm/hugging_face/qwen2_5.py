@@ -9,10 +9,10 @@ from megalight.models.config import require
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
+from megalight.models.kinds import Kind
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vision.dynamic_config import DynamicConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
-from megalight.models.vlm.hugging_face.kind import Kind
 from megalight.models.weights import Theirs, WeightMap
 
 MODEL_TYPE = "qwen2_5_vl"

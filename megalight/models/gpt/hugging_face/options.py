@@ -1,38 +1,12 @@
-"""A kind of model of ``transformers``: how its configurations and tensors become ours and back."""
+"""What several kinds of models of ``transformers`` say alike in their configurations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.weights import WeightMap
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One ``model_type`` of ``transformers``.
-
-    Attributes:
-        model_type: the word in ``config.json``.
-        architecture: the class that ``transformers`` makes of it.
-        suits: configuration -> whether a model with it may be of this kind. It may say yes too often: a written
-            configuration is read back, and differences are found.
-        places: configuration -> where the files keep its tensors.
-        read: content of ``config.json`` -> configuration.
-        write: configuration -> content of ``config.json``, without ``model_type`` and ``architectures``.
-        also_read: further values of ``model_type`` that ``read`` converts.
-    """
-
-    model_type: str
-    architecture: str
-    suits: Callable[[GPTConfig], bool]
-    places: Callable[[GPTConfig], WeightMap]
-    read: Callable[[Mapping[str, Any]], GPTConfig]
-    write: Callable[[GPTConfig], dict[str, Any]]
-    also_read: tuple[str, ...] = ()
 
 
 def refuse_others(values: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
