@@ -44,8 +44,16 @@ def doubles(*shape: int) -> Tensor:
 def lengths_of(numbers: Tensor) -> list[int]:
     """From numbers of sequences ``[1, T]``."""
     assert numbers.dtype == torch.int32
+    assert numbers.min() == 0  # -1 is padding
     assert numbers.shape[0] == 1
     return torch.unique_consecutive(numbers[0], return_counts=True)[1].tolist()  # type: ignore[no-any-return]
+
+
+def begins(first: int) -> Tensor:
+    """Positions of packed sequences, the first of which may have begun earlier."""
+    positions = PackedSequences.of_lengths(LENGTHS).positions.clone()
+    positions[: LENGTHS[0]] += first
+    return positions
 
 
 def mamba_chunk_scan_combined(
@@ -107,9 +115,10 @@ def chunk_gated_delta_rule(
     return torch.stack(rows), None
 
 
-def test_scan_of_mamba_ssm(packages: Fakes) -> None:
+@pytest.mark.parametrize("first", [0, 2])
+def test_scan_of_mamba_ssm(packages: Fakes, first: int) -> None:
     packages.add("mamba_ssm.ops.triton.ssd_combined", mamba_chunk_scan_combined=mamba_chunk_scan_combined)
-    positions = PackedSequences.of_lengths(LENGTHS).positions
+    positions = begins(first)
     steps = [doubles(10, 4).abs(), -doubles(4).abs()]
     inputs = [doubles(10, 4, 8), *steps, doubles(10, 2, 3), doubles(10, 2, 3), doubles(4)]
     same_as_the_reference(lambda *t: scan.ssd(*t, positions), lambda *t: scans.reference.ssd(*t, positions), inputs)
@@ -120,10 +129,10 @@ def test_scan_of_mamba_ssm(packages: Fakes) -> None:
 
 
 @pytest.mark.parametrize("silu", [True, False])
-@pytest.mark.parametrize("width", [8, 13])  # rows lie next to each other, or apart
-def test_convolution_of_causal_conv1d(packages: Fakes, silu: bool, width: int) -> None:
+@pytest.mark.parametrize(("width", "first"), [(8, 2), (13, 0)])  # rows lie next to each other, or apart
+def test_convolution_of_causal_conv1d(packages: Fakes, silu: bool, width: int, first: int) -> None:
     packages.add("causal_conv1d", "1.5", causal_conv1d_fn=causal_conv1d_fn)
-    positions = PackedSequences.of_lengths(LENGTHS).positions
+    positions = begins(first)
     same_as_the_reference(
         lambda x, w, b: conv.causal_conv(x[:, :8], w, b, positions, silu),
         lambda x, w, b: convolutions.reference.causal_conv(x[:, :8], w, b, positions, silu),
