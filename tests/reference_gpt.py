@@ -143,9 +143,13 @@ def _embedded(params: Params, config, tokens: Tensor, first: int = 0) -> Tensor:
 
 
 def _layer(params: Params, name: str, x: Tensor, config, index: int) -> Tensor:
-    normed = _norm(params, f"{name}.attention_norm", x, config)
-    x = x + _attention(params, f"{name}.attention", normed, config, index)
-    return x + _mlp(params, f"{name}.mlp", _norm(params, f"{name}.mlp_norm", x, config), config)
+    # layers of a pattern have one of the two
+    if f"{name}.attention_norm.weight" in params:
+        normed = _norm(params, f"{name}.attention_norm", x, config)
+        x = x + _attention(params, f"{name}.attention", normed, config, index)
+    if f"{name}.mlp_norm.weight" in params:
+        x = x + _mlp(params, f"{name}.mlp", _norm(params, f"{name}.mlp_norm", x, config), config)
+    return x
 
 
 def _hidden(params: Params, config, tokens: Tensor) -> Tensor:
@@ -178,7 +182,10 @@ def reference_depths(params: Params, config, tokens: Tensor, labels: Tensor) -> 
         h = _norm(params, f"{name}.hidden_norm", x[:, : e.shape[1]], config)
         x = _linear(params, f"{name}.join", torch.cat([e, h], -1))
         if x.numel():
-            x = _layer(params, f"{name}.layer", x, config, config.num_layers - 1)
+            # further layers, or one like the last
+            for place in range(len(config.mtp.pattern) or 1):
+                index = config.num_layers + (place if config.mtp.pattern else -1)
+                x = _layer(params, f"{name}.layers.{place}", x, config, index)
         x = _norm(params, f"{name}.norm", x, config)
         logits = _logits(params, config, x)[0]
         found.append(torch.logsumexp(logits, -1) - logits.gather(-1, labels[depth:, None])[:, 0])

@@ -238,7 +238,8 @@ class WeightMap:
         """
         reverse: dict[str, list[tuple[str, Theirs]]] = {}
         for ours, place in self.places.items():
-            reverse.setdefault(place.name, []).append((ours, place))
+            # a name of theirs may have fixed numbers beside those of our tensor
+            reverse.setdefault(_template(place.name)[0], []).append((ours, place))
         # Old and new names of a tensor fall together.
         # look up names in the spelling of the tables, but remember the names in the file
         spelt = {self._spelt(name, reverse): name for name in names}

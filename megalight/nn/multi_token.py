@@ -10,33 +10,39 @@ from torch import Tensor, nn
 from megalight.nn.context import LayerContext
 from megalight.nn.embedding import TokenEmbedding
 from megalight.nn.linear import Linear
+from megalight.nn.stack import run_layers
 
 
 class PredictionDepth(nn.Module):
-    """One depth: ``norm(layer(join([embed_norm(e); hidden_norm(h)])))``.
+    """One depth: ``norm(layers(join([embed_norm(e); hidden_norm(h)])))``.
 
     Args:
         embed_norm: norm of the embedding ``e`` of a later token.
         hidden_norm: norm of the hidden states ``h`` of the depth before.
         join: ``2 h -> h``. The embedding is its first half, as in the weights of DeepSeek-V3.
-        layer: a layer like those of the model, with weights of its own.
+        layers: layers like those of the model, in order, with weights of their own.
         norm: the final norm of this depth.
     """
 
     def __init__(
-        self, embed_norm: nn.Module, hidden_norm: nn.Module, join: Linear, layer: nn.Module, norm: nn.Module
+        self,
+        embed_norm: nn.Module,
+        hidden_norm: nn.Module,
+        join: Linear,
+        layers: Sequence[nn.Module],
+        norm: nn.Module,
     ) -> None:
         super().__init__()
         self.embed_norm = embed_norm
         self.hidden_norm = hidden_norm
         self.join = join
-        self.layer = layer
+        self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
         self.norm = norm
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: LayerContext) -> Tensor:
         """``hidden [T, h], embedded [T, h] -> [T, h]``, normed."""
         joined = self.join(torch.cat([self.embed_norm(embedded), self.hidden_norm(hidden)], -1))
-        normed: Tensor = self.norm(self.layer(joined, context))
+        normed: Tensor = self.norm(run_layers(self.layers, joined, context))
         return normed
 
 

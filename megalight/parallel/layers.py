@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from megalight.errors import ConfigurationError
 
 
-def depths_of(model: nn.Module) -> dict[str, nn.Module]:
+def depths_of(model: nn.Module) -> dict[str, Any]:
+    """Return the depths of multi-token prediction of a model, or of a chunk of one, by number."""
+    found: dict[str, Any] = getattr(getattr(model, "mtp", None), "depths", {})
+    return found
+
+
+def depth_layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of multi-token prediction of a model, or of a chunk of one, by name."""
-    depths = getattr(getattr(model, "mtp", None), "depths", {})
-    return {f"mtp.depths.{number}.layer": depth.layer for number, depth in depths.items()}
+    return {
+        f"mtp.depths.{number}.layers.{index}": layer
+        for number, depth in depths_of(model).items()
+        for index, layer in depth.layers.items()
+    }
 
 
 def tower_layers_of(model: nn.Module) -> dict[str, nn.Module]:

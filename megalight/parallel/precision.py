@@ -23,7 +23,7 @@ from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.parameter import known_state, stack_precision_of, state_of
 from megalight.ops.quantize.history import STEPS, AmaxHistory
 from megalight.ops.quantize.recipes import Recipe, recipe
-from megalight.parallel.layers import depths_of, layers_of, tower_layers_of
+from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.column import ColumnLinear
@@ -208,7 +208,7 @@ def _chosen(
         if options.first_layers <= index < total - options.last_layers
     }
     # layers of multi-token prediction are neither the first nor the last of the model
-    return {**tower, **chosen, **depths_of(model)}
+    return {**tower, **chosen, **depth_layers_of(model)}
 
 
 def apply_low_precision(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.layers import depths_of, layers_of
+from megalight.parallel.layers import depth_layers_of, layers_of
 from megalight.parallel.recompute.group import Member
 
 CONTAINERS = nn.ModuleList | nn.ModuleDict | nn.Sequential
@@ -38,7 +38,7 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
             return [(module,) for module in _repeated(model)]
         # Other modules may read the weight of a bare embedding or head, outside of its
         # forward. Those stay whole.
-        first, last, depths = _edge(model, "embed"), _edge(model, "head"), depths_of(model).values()
+        first, last, depths = _edge(model, "embed"), _edge(model, "head"), depth_layers_of(model).values()
         # A shared weight is needed at both ends, so it is gathered with both.
         if first and last and _parameters(*first) & _parameters(*last):
             first, last = first + last, ()

@@ -99,6 +99,7 @@ HYBRID = replace(
         shared=SharedConfig(ffn_hidden_size=8),
     ),
 )
+HYBRID_DEPTHS = replace(HYBRID, mtp=MultiTokenConfig(num_layers=2, loss_scale=0.3, pattern="*ME"))
 DEPTHS = replace(LLAMA, mtp=MultiTokenConfig(num_layers=2, loss_scale=0.3))
 DEPTHS_EXPERTS = replace(EXPERTS, mtp=MultiTokenConfig())
 
@@ -143,6 +144,7 @@ def arguments(config: GPTConfig, **changes: Any) -> argparse.Namespace:
         values |= {
             "is_hybrid_model": True,
             "hybrid_override_pattern": config.layer_pattern,
+            "mtp_hybrid_override_pattern": config.mtp and config.mtp.pattern,
             "squared_relu": True,
             "mamba_num_heads": config.mamba.num_heads,
             "mamba_head_dim": config.mamba.head_dim,
@@ -232,7 +234,7 @@ def depths(config: GPTConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
     one = replace(config, num_layers=1, mtp=None)
     for depth in range(config.num_depths):
         old, new = f"mtp.depths.{depth}.", f"mtp.layers.{depth}."
-        inner = {name.replace(f"{old}layer.", "layers.0."): tensor for name, tensor in ours.items() if old in name}
+        inner = {name.replace(f"{old}layers.0.", "layers.0."): tensor for name, tensor in ours.items() if old in name}
         for key, tensor in theirs(one, {**ours, **inner}).items():
             if ".layers.0." in key:
                 made[key.replace("decoder.layers.0.", f"{new}transformer_layer.")] = tensor
@@ -251,8 +253,19 @@ def hybrid(config: GPTConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
         "decoder.final_norm.weight": ours["head.norm.weight"],
     }
     assert config.moe is not None
-    for layer, symbol in enumerate(config.layer_pattern):
-        old, new = f"layers.{layer}.", f"decoder.layers.{layer}."
+    stacks = [("layers.", "decoder.layers.", config.layer_pattern)]
+    for depth in range(config.num_depths):
+        assert config.mtp is not None
+        old, new = f"mtp.depths.{depth}.", f"mtp.layers.{depth}."
+        stacks.append((f"{old}layers.", f"{new}mtp_model_layer.layers.", config.mtp.pattern))
+        made[f"{new}enorm.weight"] = ours[f"{old}embed_norm.weight"]
+        made[f"{new}hnorm.weight"] = ours[f"{old}hidden_norm.weight"]
+        made[f"{new}eh_proj.weight"] = ours[f"{old}join.weight"]
+        made[f"{new}final_layernorm.weight"] = ours[f"{old}norm.weight"]
+    for layer, symbol, outer, their in [
+        (layer, symbol, outer, their) for outer, their, symbols in stacks for layer, symbol in enumerate(symbols)
+    ]:
+        old, new = f"{outer}{layer}.", f"{their}{layer}."
         if symbol == "M":
             for part in ("z", "x", "B", "C", "dt"):
                 made[f"{new}mixer.in_proj.weight.{part}"] = ours[f"{old}mamba.{part}.weight"]
@@ -334,6 +347,7 @@ CASES: dict[str, tuple[GPTConfig, Callable[[GPTConfig, dict[str, Tensor]], dict[
     "experts": (EXPERTS, theirs),
     "experts, layers stacked": (EXPERTS, lambda config, ours: stacked(theirs(config, ours), config.num_layers)),
     "hybrid": (HYBRID, hybrid),
+    "hybrid with depths": (HYBRID_DEPTHS, hybrid),
     "depths": (DEPTHS, depths),
     "depths of experts": (DEPTHS_EXPERTS, depths),
     "experts apart": (EXPERTS, lambda config, ours: theirs(config, ours, experts_apart=True)),
@@ -493,9 +507,11 @@ def test_optimizer_state_of_another_form_is_left_out_with_a_word(
     ("changes", "message"),
     [
         ({"multi_latent_attention": True}, "multi_latent_attention is True: multi-latent attention cannot be"),
-        ({"mtp_num_layers": 2, "is_hybrid_model": True}, "multi-token prediction of hybrid models cannot"),
+        ({"mtp_num_layers": 2, "is_hybrid_model": True}, "multi-token prediction must state the same layers"),
         ({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}, "depths of multi-token prediction that share a layer"),
-        ({"hybrid_layer_pattern": "M*|M/M"}, "pattern of layers 'M\\*M/M': multi-token prediction"),
+        ({"hybrid_layer_pattern": "M*|M/M/*"}, "pattern of layers 'M\\*M/M/\\*': each depth"),
+        ({"hybrid_layer_pattern": "M*M/M/M", "mtp_use_repeated_layer": True}, "depths .* that share a layer"),
+        ({"mtp_num_layers": 2, "mtp_hsm": True}, "depths of multi-token prediction that mix hidden states"),
         ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "Sinkhorn's algorithm cannot be imported"),
         ({"position_embedding_type": "mrope"}, "'mrope'; it has no counterpart"),
     ],
@@ -512,6 +528,9 @@ def test_arguments_become_options() -> None:
     assert scaled.attention.softmax == "vanilla"
     bars = config_of(vars(arguments(HYBRID, hybrid_override_pattern=None, hybrid_layer_pattern="M*|M-E")))
     assert bars == HYBRID
+    slashes = {"hybrid_override_pattern": None, "hybrid_layer_pattern": "M*|M-E/*ME/*ME"}
+    depths = {"mtp_num_layers": None, "mtp_hybrid_override_pattern": None}  # newer releases state the pattern alone
+    assert config_of(vars(arguments(HYBRID_DEPTHS, **slashes, **depths))) == HYBRID_DEPTHS
     ratios = {"hybrid_attention_ratio": 0.34, "hybrid_mlp_ratio": 0.34, "mamba_num_heads": None, "mamba_head_dim": 8}
     spread = config_of(vars(arguments(HYBRID, num_layers=3, hybrid_override_pattern=None, **ratios)))
     assert sorted(spread.layer_pattern) == ["*", "-", "M"]

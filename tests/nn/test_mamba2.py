@@ -152,6 +152,8 @@ def test_ratios(layers: int, attention: float, mlp: float, pattern: str) -> None
     ("settings", "message"),
     [
         ({"layer_pattern": "MX*-", "mamba": MAMBA}, r"unknown symbol 'X' for layer 1; known: M \(Mamba-2\)"),
+        ({"layer_pattern": "M*-M", "mamba": MAMBA, "mtp": {"pattern": "MX"}}, "mtp.pattern has the unknown symbol 'X'"),
+        ({"mtp": {"pattern": "*-"}}, "mtp.pattern is '\\*-' in a model without layer_pattern"),
         ({"layer_pattern": "M*-", "mamba": MAMBA}, "has 3 symbols and num_layers is 4"),
         ({"layer_pattern": "M*-M"}, "belong together"),
         ({"mamba": MAMBA}, "belong together"),

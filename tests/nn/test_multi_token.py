@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError, DataError
-from megalight.models.gpt import GPT, GPTConfig, MultiTokenConfig, PositionConfig
+from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, MultiTokenConfig, PositionConfig
 from megalight.models.gpt.flops import flops_per_token, num_parameters
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialise
@@ -37,6 +37,13 @@ CONFIGS = {
     "rotary": CONFIG,
     "learned": replace(CONFIG, position=PositionConfig(kind="learned"), tie_embeddings=True),
     "one depth": replace(CONFIG, mtp=MultiTokenConfig()),
+    # the first of three layers of a depth has a window, as the pattern goes on from the two layers of the model
+    "pattern": replace(
+        CONFIG,
+        layer_pattern="*-",
+        attention=AttentionConfig(window=2, window_pattern=(False, False, True)),
+        mtp=MultiTokenConfig(num_layers=2, pattern="*-*"),
+    ),
 }
 DOCUMENTS = ((7, 1, 4), (2, 10))
 
@@ -64,6 +71,7 @@ def test_losses_and_gradients_equal_the_formula(name: str) -> None:
     module, model = built(config)
     batch = batch_of()
     params = canonical_params(model)
+    assert num_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
     documents = [n for row in DOCUMENTS for n in row]
     rows = zip(*(x.reshape(-1).split(documents) for x in (batch.tokens, batch.labels, batch.loss_mask)), strict=True)
     wanted = torch.zeros(1 + config.num_depths, dtype=torch.float64)

@@ -19,6 +19,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import Pipeline
+from tests.strategies.test_mamba import HYBRID
 from tests.strategies.training import CONFIGS, Gradients, WithData, assert_same_gradients, assert_same_run, by_hand, fit
 from tests.workers import run
 
@@ -34,6 +35,7 @@ MODELS = {
         moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True), balance=BalanceConfig(z_loss=0.01)),
     ),
 }
+MODELS["hybrid"] = replace(HYBRID, mtp=MultiTokenConfig(num_layers=2, loss_scale=0.7, pattern="M*"))
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
 WHOLE = Recompute(granularity="full")
@@ -49,9 +51,13 @@ LAYOUTS: list[Any] = [
         4,
         {**PP, "virtual_pipeline": 2, "expert_parallel": 2, "pipeline": Pipeline(schedule="combined")},
     ),
+    ("hybrid", 2, {**SP, "recompute": WHOLE}),
     *[
         pytest.param(*row, marks=pytest.mark.full)
         for row in [
+            ("hybrid", 2, {**ZERO_BUBBLE, "recompute": SOME}),
+            ("hybrid", 4, {**PP, "context_parallel": 2}),
+            ("hybrid", 2, {"options": {"level": "optim_grads_params"}}),
             ("two", 2, {"tensor_parallel": 2, "recompute": WHOLE}),
             ("learned", 2, SP),
             ("two", 2, PP),

@@ -15,7 +15,7 @@ from megalight.models.module import MegalightModule
 from megalight.nn.moe import Dispatcher, MoE
 from megalight.ops.parameter import cast_of
 from megalight.parallel.groups import speaks
-from megalight.parallel.layers import depths_of, layers_of
+from megalight.parallel.layers import depth_layers_of, layers_of
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.hooks import defines, is_ours
@@ -154,7 +154,7 @@ def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
         ConfigurationError: the chunk has no layers, or they have no attention.
     """
     by_index = layers_of(chunk, f"CUDAGraph(scope={scope!r})")
-    layers = [(f"layers.{index}", layer) for index, layer in by_index.items()] + list(depths_of(chunk).items())
+    layers = [(f"layers.{index}", layer) for index, layer in by_index.items()] + list(depth_layers_of(chunk).items())
     if scope == "layer":
         return layers
     found: list[tuple[str, nn.Module]] = []

@@ -9,7 +9,7 @@ from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
 from megalight.models.config import ModelConfig, require, require_choice
 from megalight.models.gpt.delta_config import DeltaNetConfig
-from megalight.models.gpt.layer_pattern import check_pattern, spread
+from megalight.models.gpt.layer_pattern import check_pattern, check_symbols, spread
 from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.nn.mlp import is_gated
 from megalight.nn.moe import MoEConfig
@@ -258,13 +258,15 @@ class MultiTokenConfig:
     They train with the model, and share its embedding and head. Evaluation and generation leave them out.
 
     Attributes:
-        num_layers: number of depths, each with one layer like the last one of the model. Depth ``k`` predicts the token
-            after the next ``k`` ones.
+        num_layers: number of depths. Depth ``k`` predicts the token after the next ``k`` ones.
         loss_scale: factor of the mean of their losses in the objective.
+        pattern: the layers of each depth, one symbol each, in a model with a ``layer_pattern``. Empty: one layer like
+            the last one of the model.
     """
 
     num_layers: int = 1
     loss_scale: float = 0.1
+    pattern: str = ""
 
     def __post_init__(self) -> None:
         require(self.num_layers >= 1, f"mtp.num_layers is {self.num_layers}; it must be at least 1, or leave mtp out.")
@@ -439,16 +441,23 @@ class GPTConfig(ModelConfig):
                 f"mixer_pattern is {list(self.mixer_pattern)} with a layer_pattern, whose symbol * it gives a meaning; "
                 "it must be one kind of attention.",
             )
-            symbols = set(self.layer_pattern)
+            if self.mtp is not None:
+                check_symbols("mtp.pattern", self.mtp.pattern)
+            symbols = set(self._symbols)
             mixers = {SYMBOL_MIXERS[symbol] for symbol in symbols & SYMBOL_MIXERS.keys()}
             require(
                 ("E" in symbols) == (self.moe is not None),
-                f"layer_pattern {self.layer_pattern!r} and moe disagree: set moe exactly if there are layers E.",
+                f"layer_pattern {self._symbols!r} and moe disagree: set moe exactly if there are layers E.",
             )
             require(
                 self.moe is None or all(self.moe.pattern),
                 "moe.pattern is set with a layer_pattern, whose symbol E chooses the layers; leave moe.pattern out.",
             )
+        require(
+            bool(self.layer_pattern) or self.mtp is None or not self.mtp.pattern,
+            f"mtp.pattern is {self.mtp and self.mtp.pattern!r} in a model without layer_pattern, whose depths have one "
+            "layer like its last one; leave it out.",
+        )
         require(
             ("mamba" in mixers) == (self.mamba is not None),
             "layers with Mamba-2 (M in layer_pattern, or mamba in mixer_pattern) and the setting mamba belong "
@@ -495,18 +504,18 @@ class GPTConfig(ModelConfig):
     def mixer_of(self, layer: int) -> str | None:
         """Return the name of the mixer of the layer with this index; None if the layer is a feed-forward layer."""
         # Without a pattern, every layer is like one with attention's symbol.
-        symbol = self.layer_pattern[layer] if self.layer_pattern else "*"
+        symbol = self._symbols[layer] if self.layer_pattern else "*"
         attention = {"*": self.mixer_pattern[layer % len(self.mixer_pattern)]}
         return (SYMBOL_MIXERS | attention).get(symbol)
 
     def has_mlp(self, layer: int) -> bool:
         """Return whether the layer with this index has a feed-forward layer, dense or of experts."""
-        return not self.layer_pattern or self.layer_pattern[layer] in "-E"
+        return not self.layer_pattern or self._symbols[layer] in "-E"
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the layer with this index has experts."""
         if self.layer_pattern:
-            return self.layer_pattern[layer] == "E"
+            return self._symbols[layer] == "E"
         # Repeated over the depth, like other patterns.
         return self.moe is not None and self.moe.pattern[layer % len(self.moe.pattern)]
 
@@ -520,6 +529,19 @@ class GPTConfig(ModelConfig):
     def num_depths(self) -> int:
         """Number of depths of multi-token prediction."""
         return 0 if self.mtp is None else self.mtp.num_layers
+
+    @property
+    def depth_layers(self) -> tuple[int, ...]:
+        """Indices of the layers of a depth, as :meth:`mixer_of` takes them.
+
+        Those of a pattern go on from the last layer. Other depths have one like that: patterns of the model end there.
+        """
+        count = 0 if self.mtp is None else len(self.mtp.pattern)
+        return tuple(range(self.num_layers, self.num_layers + count)) or (self.num_layers - 1,)
+
+    @property
+    def _symbols(self) -> str:
+        return self.layer_pattern + ("" if self.mtp is None else self.mtp.pattern)
 
     @property
     def expert_ffn_hidden_size(self) -> int:

@@ -91,8 +91,8 @@ def _vector_parameters(config: GPTConfig, active: bool) -> int:
 
 
 def _layers(config: GPTConfig) -> list[int]:
-    """Return the index of each layer. Those of multi-token prediction count as further ones like the last."""
-    return [*range(config.num_layers), *[config.num_layers - 1] * config.num_depths]
+    """Return the index of each layer, those of multi-token prediction included."""
+    return [*range(config.num_layers), *config.depth_layers * config.num_depths]
 
 
 def _attention_layers(config: GPTConfig) -> list[int]:
@@ -123,7 +123,7 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
     token passes through. Attention counts six for each query feature, each value feature and visible key:
     with a causal mask, half of the sequence on average; with a window, less. The scan of Mamba-2 and the rule of Gated
     DeltaNet count as their chunked products; see :func:`_scan_products` and :func:`_delta_products`. Each depth of
-    multi-token prediction counts its projection, its layer and the head once more. Not counted: the embedding (a
+    multi-token prediction counts its projection, its layers and the head once more. Not counted: the embedding (a
     look-up) and recomputation.
     """
     heads = 1 + config.num_depths

@@ -8,17 +8,24 @@ SYMBOLS = {"M": "Mamba-2", "G": "Gated DeltaNet", "*": "attention", "-": "MLP", 
 """Symbol -> what the layer is."""
 
 
+def check_symbols(name: str, pattern: str) -> None:
+    """Check the symbols of a pattern.
+
+    Raises:
+        ConfigurationError: a symbol is unknown.
+    """
+    known = ", ".join(f"{symbol} ({meaning})" for symbol, meaning in SYMBOLS.items())
+    for place, symbol in enumerate(pattern):
+        require(symbol in SYMBOLS, f"{name} has the unknown symbol {symbol!r} for layer {place}; known: {known}.")
+
+
 def check_pattern(pattern: str, num_layers: int) -> None:
     """Check symbols and length of a pattern.
 
     Raises:
         ConfigurationError: a symbol is unknown, or the pattern is not as long as the model is deep.
     """
-    known = ", ".join(f"{symbol} ({meaning})" for symbol, meaning in SYMBOLS.items())
-    for place, symbol in enumerate(pattern):
-        require(
-            symbol in SYMBOLS, f"layer_pattern has the unknown symbol {symbol!r} for layer {place}; known: {known}."
-        )
+    check_symbols("layer_pattern", pattern)
     require(
         len(pattern) == num_layers,
         f"layer_pattern has {len(pattern)} symbols and num_layers is {num_layers}; give one symbol for each layer.",

@@ -338,8 +338,8 @@ def build_multi_token(config: GPTConfig, embed: TokenEmbedding, norm: nn.Module)
     def depth() -> PredictionDepth:
         norms = [build_norm(config, config.hidden_size) for _ in range(3)]
         join = Linear(2 * config.hidden_size, config.hidden_size, std=config.init.std)
-        # patterns of mixers, windows and experts end with the last layer, and each depth has a layer like that one
-        return PredictionDepth(norms[0], norms[1], join, build_layer(config, config.num_layers - 1), norms[2])
+        layers = [build_layer(config, index) for index in config.depth_layers]
+        return PredictionDepth(norms[0], norms[1], join, layers, norms[2])
 
     return MultiTokenPrediction(embed, norm, [depth() for _ in range(config.num_depths)])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.layers import depths_of, layers_of, tower_layers_of
+from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.recompute.discard import Discarding
 from megalight.parallel.recompute.group import make_group
 from megalight.parallel.recompute.options import Recompute
@@ -94,7 +94,7 @@ def _apply(layers: list[Layer], depths: list[Layer], recompute: Recompute) -> No
 def _layers(model: nn.Module) -> tuple[list[Layer], list[Layer]]:
     """Return the layers of a model or a chunk of one, and those of its multi-token prediction."""
     layers = [(f"layers.{index}", layer) for index, layer in layers_of(model, "recompute").items()]
-    return layers, list(depths_of(model).items())
+    return layers, list(depth_layers_of(model).items())
 
 
 def redrawing(chunk: nn.Module) -> list[str]:

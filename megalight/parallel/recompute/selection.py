@@ -15,7 +15,7 @@ from megalight.parallel.tensor.dropout import ParallelDropout
 from megalight.parallel.tensor.row import RowLinear
 
 Layer: TypeAlias = tuple[str, nn.Module]
-"""Name in the model and module of a layer: ``layers.3``, or ``mtp.depths.0.layer``."""
+"""Name in the model and module of a layer: ``layers.3``, or ``mtp.depths.0.layers.0``."""
 DISCARDED = (RMSNorm, LayerNorm, Activation, nn.RMSNorm, nn.LayerNorm, nn.GELU, nn.SiLU, nn.ReLU)
 """Modules whose output the next linear layer can compute again."""
 USELESS: dict[tuple[type[nn.Module], ...], str] = {

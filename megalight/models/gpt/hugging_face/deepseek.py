@@ -72,19 +72,20 @@ SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.
 def _depth_places(places: Mapping[str, str]) -> dict[str, str]:
     """Return the places of multi-token prediction, from those of all layers.
 
-    Theirs are further layers; here they are spelt ``model.depths.N`` (see :func:`_moved_depths`).
+    Theirs are further layers; here they are spelt ``model.depths.N.0`` (see :func:`_moved_depths`), with the number of
+    the depth and that of its only layer.
     """
-    depths = {f"mtp.depths.N.{ours}": f"model.depths.N.{theirs}" for ours, theirs in DEPTH.items()}
+    depths = {f"mtp.depths.N.{ours}": f"model.depths.N.0.{theirs}" for ours, theirs in DEPTH.items()}
     for ours, theirs in places.items():
         if ours.startswith("layers.N."):
-            depths[f"mtp.depths.N.layer.{ours.removeprefix('layers.N.')}"] = theirs.replace("layers", "depths", 1)
+            depths[f"mtp.depths.N.{ours}"] = theirs.replace("layers.N", "depths.N.N", 1)
     return depths
 
 
 def _moved_depths(config: GPTConfig) -> dict[str, str]:
     """Return the prefix of each depth in files, ``model.layers.61.``, and in tables."""
     # In their files, depths follow the layers under the same name.
-    return {f"model.layers.{config.num_layers + k}.": f"model.depths.{k}." for k in range(config.num_depths)}
+    return {f"model.layers.{config.num_layers + k}.": f"model.depths.{k}.0." for k in range(config.num_depths)}
 
 
 def _depth_copies(config: GPTConfig) -> dict[str, str]:
@@ -92,7 +93,7 @@ def _depth_copies(config: GPTConfig) -> dict[str, str]:
     # A tied head is stored once, under the name of the embedding.
     head = SHARED["embed_tokens.weight"] if config.tie_embeddings else SHARED["shared_head.head.weight"]
     shared = SHARED | {"shared_head.head.weight": head}
-    return {f"model.depths.{k}.{copy}": whole for k in range(config.num_depths) for copy, whole in shared.items()}
+    return {f"model.depths.{k}.0.{copy}": whole for k in range(config.num_depths) for copy, whole in shared.items()}
 
 
 def _depth_doubles(config: GPTConfig) -> dict[str, tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalight.errors import CheckpointError, ConfigurationError
@@ -20,6 +20,7 @@ MIXER_EPS = 1e-5
 
 REFUSED = {
     "multi_latent_attention": "multi-latent attention",
+    "mtp_hsm": "depths of multi-token prediction that mix hidden states",
     "mtp_use_repeated_layer": "depths of multi-token prediction that share a layer",
     "apply_layernorm_1p": "norms with weights around zero",
     "apply_residual_connection_post_layernorm": "residual connections behind the norm",
@@ -59,7 +60,8 @@ def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
         )
     bias = bool(get("add_bias_linear"))
     try:
-        pattern = _pattern(arguments)
+        pattern, depths = _patterns(arguments)
+        symbols = pattern + "".join(depths)
         heads = arguments["num_attention_heads"]
         return GPTConfig(
             num_layers=arguments["num_layers"],
@@ -92,29 +94,32 @@ def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
                 softmax=get("softmax_type") or "vanilla",
             ),
             layer_pattern=pattern,
-            mamba=_mamba(arguments) if "M" in pattern else None,
-            moe=_experts(arguments) if get("num_experts") and (not pattern or "E" in pattern) else None,
-            mtp=_depths(arguments),
+            mamba=_mamba(arguments) if "M" in symbols else None,
+            moe=_experts(arguments) if get("num_experts") and (not pattern or "E" in symbols) else None,
+            mtp=_depths(arguments, depths),
         )
     except KeyError as missing:
         raise CheckpointError(f"the arguments in {COMMON} lack {missing}; is it a GPT of Megatron-LM?") from None
 
 
-def _pattern(arguments: Mapping[str, Any]) -> str:
-    """Return the layers of a hybrid model, a symbol each; empty for other models."""
+def _patterns(arguments: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return the layers of a hybrid model, a symbol each, and those of each depth; both empty for other models."""
     get = arguments.get
     # Bars divide the layers over stages of a pipeline.
     stated = str(get("hybrid_override_pattern") or get("hybrid_layer_pattern") or "").replace("|", "")
     if not stated and not get("is_hybrid_model"):
-        return ""
-    # In newer releases, the layers of a depth stand behind a slash.
-    if get("mtp_num_layers") or "/" in stated:
-        raise ConfigurationError(
-            f"mtp_num_layers is {get('mtp_num_layers')!r} and the pattern of layers {stated!r}: multi-token prediction "
-            "of hybrid models cannot be imported from Megatron-core."
-        )
+        return "", []
     ratios = get("hybrid_attention_ratio") or 0.0, get("hybrid_mlp_ratio") or 0.0
-    return stated or spread(arguments["num_layers"], *ratios)
+    # In newer releases, the layers of each depth stand behind a slash; before, in an argument of their own.
+    pattern, *depths = stated.split("/")
+    apart = [get("mtp_hybrid_override_pattern") or ""] * (get("mtp_num_layers") or 0)
+    depths = [depth for depth in depths if depth] or apart
+    if len(set(depths)) > 1 or "" in depths:
+        raise ConfigurationError(
+            f"mtp_num_layers is {get('mtp_num_layers')!r} and the pattern of layers {stated!r}: each depth of "
+            "multi-token prediction must state the same layers, behind a slash or in mtp_hybrid_override_pattern."
+        )
+    return pattern or spread(arguments["num_layers"], *ratios), depths
 
 
 def _mamba(arguments: Mapping[str, Any]) -> MambaConfig:
@@ -134,10 +139,11 @@ def _norm_eps(arguments: Mapping[str, Any]) -> float:
     return float(arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5)
 
 
-def _depths(arguments: Mapping[str, Any]) -> MultiTokenConfig | None:
-    if not (depths := arguments.get("mtp_num_layers")):
+def _depths(arguments: Mapping[str, Any], patterns: Sequence[str]) -> MultiTokenConfig | None:
+    if not (depths := len(patterns) or arguments.get("mtp_num_layers")):
         return None
-    return MultiTokenConfig(num_layers=depths, loss_scale=arguments.get("mtp_loss_scaling_factor") or 0.1)
+    scale = arguments.get("mtp_loss_scaling_factor") or 0.1
+    return MultiTokenConfig(num_layers=depths, loss_scale=scale, pattern=patterns[0] if patterns else "")
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:

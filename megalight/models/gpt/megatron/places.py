@@ -28,7 +28,7 @@ ENDS = {
     "head.output_layer": ("output_layer",),
 }
 DEPTH = {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "final_layernorm"}
-"""Our module in a depth of multi-token prediction -> theirs. Its layer is one like the others."""
+"""Our module in a depth of multi-token prediction -> theirs. Its layers are like the others."""
 
 DEPTH_LAYERS = ("transformer_layer", "mtp_model_layer")
 """Their names of that layer. The second one is newer, and stored under the first in most models."""
@@ -134,10 +134,9 @@ def places_in(
         shapes = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(GPT(config)).items()}
     # The buffer is not among the parameters of the model on meta.
     if config.moe is not None and config.moe.router.expert_bias:
-        layers = (layer for layer in range(config.num_layers) if config.has_experts(layer))
-        modules = [f"layers.{layer}" for layer in layers]
-        if config.has_experts(config.num_layers - 1):
-            modules += [f"mtp.depths.{depth}.layer" for depth in range(config.num_depths)]
+        modules = [f"layers.{layer}" for layer in range(config.num_layers) if config.has_experts(layer)]
+        inside = [place for place, layer in enumerate(config.depth_layers) if config.has_experts(layer)]
+        modules += [f"mtp.depths.{depth}.layers.{place}" for depth in range(config.num_depths) for place in inside]
         shapes |= {f"{module}.mlp.router.expert_bias": (config.moe.num_experts,) for module in modules}
     if not buffers:
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".expert_bias")}
@@ -169,12 +168,12 @@ def places_in(
 
 def _options(name: str, config: GPTConfig) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Yield the keys that may hold a canonical tensor, each with the index in its first dims, and their sizes."""
-    match = re.fullmatch(r"(layers|mtp\.depths)\.(\d+)\.(?:layer\.)?(.+)", name)
+    match = re.fullmatch(r"(layers|mtp\.depths)\.(\d+)\.(?:layers\.(\d+)\.)?(.+)", name)
     module, _, leaf = name.rpartition(".")
     if match is None:
         yield from ((f"{end}.{leaf}", (), ()) for end in ENDS[module])
         return
-    layer, inside = int(match[2]), match[3]
+    layer, inside = int(match[2]), match[4]
     if inside.rpartition(".")[0] in DEPTH:
         yield f"mtp.layers.{layer}.{DEPTH[inside.rpartition('.')[0]]}.{leaf}", (), ()
         return
@@ -189,7 +188,9 @@ def _options(name: str, config: GPTConfig) -> Iterator[tuple[str, tuple[int, ...
         key = entry.replace("N", number.group()) if number else entry
         for ending in ("", HALVES.get(module.rpartition(".")[2], "")):
             if match[1] != "layers":
-                yield from ((f"mtp.layers.{layer}.{their}.{key}{ending}", expert, experts) for their in DEPTH_LAYERS)
+                # depths of a hybrid model have several
+                outer = (f"mtp_model_layer.layers.{match[3]}",) if config.layer_pattern else DEPTH_LAYERS
+                yield from ((f"mtp.layers.{layer}.{their}.{key}{ending}", expert, experts) for their in outer)
                 continue
             # A key of the layer's own, or one for all layers with the layer as the first dim.
             yield f"decoder.layers.{layer}.{key}{ending}", expert, experts
