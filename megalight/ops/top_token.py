@@ -8,7 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megalight.ops.cross_entropy.chunked import SHARE, cut, logits_of, memory_of
+from megalight.ops.cross_entropy.chunked import SHARE, cut, memory_of
+from megalight.ops.cross_entropy.products import logits_of
 
 Choose: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Largest logits ``[T]`` of each rank, and their rows ``[T]`` -> the rows of the largest of all ranks."""

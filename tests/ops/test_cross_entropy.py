@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.cross_entropy import chunked, linear_cross_entropy, native
+from megalight.ops.cross_entropy import chunked, linear_cross_entropy, native, products
 from megalight.ops.cross_entropy.chunked import Rows
 from tests.ops.checks import check_cross_entropy, error
 from tests.ops.test_linear import with_main_grad
@@ -63,7 +63,10 @@ def test_gradcheck(softcap: float | None) -> None:
     assert torch.autograd.gradcheck(losses, (hidden, weight, bias))
 
 
-def test_main_gradients() -> None:
+@pytest.mark.parametrize("aligned", [64, 4])
+def test_main_gradients(aligned: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "ALIGNED", aligned)
+    monkeypatch.setattr(products, "_blocks_on", lambda device, rows: products.blocks(rows))
     hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
     weight, bias = torch.randn(11, 5, dtype=torch.float64), torch.randn(11, dtype=torch.float64)
     labels = torch.randint(0, 11, (9,))
@@ -91,12 +94,12 @@ def test_logits_that_do_not_fit_are_made_twice(rows: int, chunk: int | None, mon
     """Room for so many of 63 rows."""
     monkeypatch.setattr(chunked, "memory_of", lambda device: 97 * 8 * rows)
     monkeypatch.setattr(chunked, "SHARE", 1)
-    products = []
+    made = []
     plain = chunked.logits_of
-    monkeypatch.setattr(chunked, "logits_of", lambda h, w, b: products.append(len(h)) or plain(h, w, b))
+    monkeypatch.setattr(chunked, "logits_of", lambda h, w, b: made.append(len(h)) or plain(h, w, b))
     check_cross_entropy(TORCH, "cpu", torch.float64, 63, 97, 16, chunk=chunk)
     size, kept = chunked.cut(63, 97 * 8, chunk, 97 * 8 * rows)
-    assert sum(products) == 63 + max(0, 63 - size * kept)
+    assert sum(made) == 63 + max(0, 63 - size * kept)
 
 
 def test_chunks_fill_the_memory_that_logits_may_take() -> None:
@@ -181,3 +184,12 @@ def test_autocast() -> None:
     losses.sum().backward()
     assert losses.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32  # type: ignore[union-attr]
     assert error(losses, F.cross_entropy(hidden @ weight.T, labels, reduction="none")) < 1e-2
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [97, 128, 33])
+def test_unaligned_vocabularies_have_two_products(size: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: an aligned block, and the rest."""
+    monkeypatch.setattr(products, "_blocks_on", lambda device, rows: products.blocks(rows))
+    assert [len(range(size)[block]) for block in products.blocks(size)] == {97: [64, 33], 128: [128], 33: [33]}[size]
+    check_cross_entropy(TORCH, "cpu", torch.float64, 63, size, 16, bias=bias, chunk=10)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import once_differentiable, wide
-from megalight.ops.linear import wgrad
-from megalight.ops.parameter import main_grad_of, put, state_of
+from megalight.ops.cross_entropy.products import logits_of, propagate
 
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 SHARE = 1 / 32
@@ -119,22 +118,6 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return logits ``[T, V]``.
-
-    On a GPU, rows start at multiples of 128 bytes, because matrix products are slow with unaligned vocabularies. Not so
-    on a CPU: bf16 products with AMX read the padding between rows, and a NaN there damages the result (torch 2.13).
-    """
-    size = weight.shape[0]
-    # 64 half-precision logits are 128 bytes.
-    aligned = -(-size // 64) * 64 if hidden.is_cuda else size
-    out = torch.empty(hidden.shape[0], aligned, dtype=hidden.dtype, device=hidden.device)[:, :size]
-    weight = weight.to(hidden.dtype)
-    if bias is None:
-        return torch.mm(hidden, weight.T, out=out)
-    return torch.addmm(bias.to(hidden.dtype), hidden, weight.T, out=out)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -188,55 +171,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 yield part, logits
 
         return (*propagate(hidden, weight, bias, ctx.needs_input_grad[:3], slopes()), None, None, None, None)
-
-
-def propagate(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    needed: Sequence[bool],
-    slopes: Iterable[tuple[slice, Tensor]],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states, weight and bias, or add the last two to their main gradients.
-
-    Args:
-        needed: which of the three need a gradient.
-        slopes: the tokens of each chunk, and the gradient of its logits ``[chunk, V]``, made when it is asked for.
-    """
-    need_hidden, need_weight, need_bias = needed
-    grad_hidden = torch.empty_like(hidden) if need_hidden else None
-    grad_weight, main = _gradient_buffer(weight, need_weight)
-    grad_bias, main_bias = _gradient_buffer(bias, need_bias)
-    for part, logits in slopes:
-        if grad_hidden is not None:
-            torch.mm(logits, weight.to(logits.dtype), out=grad_hidden[part])
-        if main is not None:
-            spec = wgrad.Spec(logits.device.type, logits.dtype, main.dtype)
-            # `touch()` is True for the first write of a step only: the first chunk overwrites, later chunks add.
-            wgrad.choose(spec)(main, logits, hidden[part], state_of(weight).touch())
-        if bias is not None and main_bias is not None:
-            put(main_bias, logits.sum(0, dtype=main_bias.dtype), state_of(bias).touch())
-    for parameter, target, own in ((weight, main, grad_weight), (bias, main_bias, grad_bias)):
-        if parameter is not None and target is not None and own is None:
-            state = state_of(parameter)
-            if state.touch():  # no chunk wrote it: there were no tokens
-                target.zero_()
-            # Once per call, after the last chunk: the data-parallel engine may start to reduce the bucket at once.
-            state.mark_grad_ready()
-    return (
-        grad_hidden,
-        None if grad_weight is None else grad_weight.to(weight.dtype),
-        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-    )
-
-
-def _gradient_buffer(parameter: Tensor | None, needed: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return ``(own, target)``: a new buffer to return (None if there is a main gradient), and the buffer to add to."""
-    if parameter is None or not needed:
-        return None, None
-    main = main_grad_of(parameter)
-    if main is not None:
-        return None, main
-    # Chunks are added up in float32, and rounded to the parameter's dtype once, at the end.
-    own = torch.zeros_like(parameter, dtype=wide(parameter.dtype))
-    return own, own

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megalight.ops.common import once_differentiable, wide
 from megalight.ops.cross_entropy import native
-from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, logits_of, memory_of, propagate
+from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, memory_of
+from megalight.ops.cross_entropy.products import logits_of, propagate
 from megalight.types import TopTokens
 
 if TYPE_CHECKING:
