@@ -74,8 +74,9 @@ class Fakes:
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, left: int, right: int, cap: float
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, left: int, right: int, cap: float,
+    sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention ``[B, S, H, D]`` with windows as flash-attn and cuDNN count them, bottom-right."""
     repeats = q.shape[2] // k.shape[2]
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
@@ -92,7 +93,11 @@ def dense(
         allowed &= ahead <= right
     if left >= 0:
         allowed &= -ahead <= left
-    return (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if sink is not None:  # a last column without a value
+        column = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return (torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> Tensor:

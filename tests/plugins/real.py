@@ -64,15 +64,19 @@ def check_attention(
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
+    sink: bool = False,
 ) -> None:
     """bfloat16, output and gradients, against float64: relative norm at most 8e-3."""
     keys = sequences.keys or sequences
     shapes = ((sequences.num_tokens, heads[0]), (keys.num_tokens, heads[1]), (keys.num_tokens, heads[1]))
     options = {"causal": causal, "window": window, "softcap": softcap}
     check(
-        lambda q, k, v: attention(q, k, v, sequences, **options, backend=backend),
-        lambda q, k, v: reference.attention(q, k, v, sequences, causal, None, window, softcap, 0.0),
-        [torch.randn(*shape, dim, device="cuda").bfloat16() for shape in shapes],
+        lambda q, k, v, *s: attention(q, k, v, sequences, **options, sink=s[0] if s else None, backend=backend),
+        lambda q, k, v, *s: reference.attention(q, k, v, sequences, causal, None, window, softcap, 0.0, *s),
+        [
+            *(torch.randn(*shape, dim, device="cuda").bfloat16() for shape in shapes),
+            *([torch.randn(heads[0], device="cuda").bfloat16()] if sink else []),
+        ],
         poison=False,
     )
 

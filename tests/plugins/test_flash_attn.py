@@ -22,6 +22,7 @@ def functions(version: Any) -> dict[str, Any]:
     """The two functions with the names and defaults that the release really has."""
     unlimited = None if version is version_4 else -1
     wraps = (lambda out: (out, None)) if version is version_4 else (lambda out: out)
+    own = {version_2: {"dropout_p"}, version_3: set[str](), version_4: {"learnable_sink"}}[version]
 
     def window(size: tuple[int | None, int | None]) -> tuple[int, int]:
         assert all(side is unlimited or (side is not None and side >= 0) for side in size)
@@ -29,18 +30,19 @@ def functions(version: Any) -> dict[str, Any]:
 
     def flash_attn_func(
         q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: Any = None, causal: bool = False,
-        window_size: Any = (unlimited, unlimited), softcap: float = 0.0, deterministic: bool = False, **dropout: float,
+        window_size: Any = (unlimited, unlimited), softcap: float = 0.0, deterministic: bool = False, **more: Any,
     ) -> Any:  # fmt: skip
-        assert set(dropout) <= ({"dropout_p"} if version is version_2 else set())
-        return wraps(fakes.dense(q, k, v, causal, softmax_scale, *window(window_size), softcap))
+        assert set(more) <= own
+        rest = (causal, softmax_scale, *window(window_size), softcap, more.get("learnable_sink"))
+        return wraps(fakes.dense(q, k, v, *rest))
 
     def flash_attn_varlen_func(
         q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
         max_seqlen_k: int, softmax_scale: Any = None, causal: bool = False, window_size: Any = (unlimited, unlimited),
-        softcap: float = 0.0, deterministic: bool = False, **dropout: float,
+        softcap: float = 0.0, deterministic: bool = False, **more: Any,
     ) -> Any:  # fmt: skip
-        assert set(dropout) <= ({"dropout_p"} if version is version_2 else set())
-        rest = (causal, softmax_scale, *window(window_size), softcap)
+        assert set(more) <= own
+        rest = (causal, softmax_scale, *window(window_size), softcap, more.get("learnable_sink"))
         return wraps(fakes.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest))
 
     return {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
@@ -115,6 +117,19 @@ def test_only_release_2_drops_weights(version: Any, packages: Fakes) -> None:
     q = torch.randn(12, 2, 8)
     version.attention(q, q, q, LAYOUTS["uniform"], True, None, None, None, 0.25)
     assert packages.called("flash_attn_func")[1]["dropout_p"] == 0.25
+
+
+@pytest.mark.parametrize("layout", ["uniform", "ragged"])
+def test_only_release_4_has_sinks(version: Any, packages: Fakes, layout: str) -> None:
+    spec = GOOD._replace(sink=True)
+    if version is not version_4:
+        assert version.why_not(spec) == "has no sinks"
+        return
+    q, sink = torch.randn(12, 4, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    options = (LAYOUTS[layout], True, None, 2, None, 0.0, sink)
+    torch.testing.assert_close(version.attention(q, q, q, *options), reference.attention(q, q, q, *options))
+    # The argument is looked for where it is needed: older releases of the package have none.
+    assert "takes no learnable_sink in this release" in version.why_not(spec)
 
 
 @pytest.mark.parametrize(

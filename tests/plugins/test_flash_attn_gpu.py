@@ -49,5 +49,12 @@ def test_softcap(backend: str) -> None:
     check_attention(backend, ragged(63, 1, 500), (8, 2), 128, softcap=5.0)
 
 
+def test_sinks(backend: str) -> None:
+    if backend != "flash_attn_4":
+        pytest.skip("has no sinks")
+    check_attention(backend, uniform(2, 500), (8, 2), 128, window=100, sink=True)
+    check_attention(backend, ragged(63, 1, 500), (8, 2), 64, sink=True)
+
+
 def test_a_model_by_name(backend: str) -> None:
     check_model("windowed", BackendConfig(attention=backend))

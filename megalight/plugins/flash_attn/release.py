@@ -31,6 +31,7 @@ class Release:
         minimum: the first version that serves. None: any version whose functions have the arguments.
         unlimited: the value for a window without a limit.
         dropout: whether it can drop attention weights.
+        sink: the argument that takes sinks. None: it has none.
     """
 
     package: Package
@@ -38,11 +39,12 @@ class Release:
     minimum: str | None = None
     unlimited: int | None = -1
     dropout: bool = False
+    sink: str | None = None
 
     def why_not(self, spec: Spec) -> str | None:
         """Return why this release cannot serve, or None."""
         # Cheap reasons first: looking at functions imports the package.
-        if spec.sink:
+        if spec.sink and self.sink is None:
             return "has no sinks"
         if spec.dropout and not self.dropout:
             return "has no dropout"
@@ -53,6 +55,7 @@ class Release:
             return reason
         for path, wanted in zip(paths, (ARGUMENTS, (*ARGUMENTS, *LENGTHS)), strict=True):
             # Look at the functions instead of a version: builds from source often report none.
+            wanted = (*wanted, self.sink) if spec.sink and self.sink else wanted
             lacking = [name for name in wanted if name not in inspect.signature(self.package.load(path)).parameters]
             if lacking:
                 return f"{path} takes no {', '.join(lacking)} in this release. Next: {self.package.how}"
@@ -69,6 +72,7 @@ class Release:
         window: int | None,
         softcap: float | None,
         dropout: float,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Compute attention. All releases align masks and windows bottom-right, and support grouped key heads."""
         keys = sequences.keys or sequences
@@ -83,6 +87,8 @@ class Release:
         }
         if self.dropout:
             options["dropout_p"] = dropout
+        if self.sink is not None and sink is not None:
+            options[self.sink] = sink
         if sequences.uniform is not None and keys.uniform is not None:
             batch = sequences.uniform[0]
             # Views: equally long sequences lie one behind the other.

@@ -10,7 +10,7 @@ from megalight.plugins.package import Package
 
 MODULE = "flash_attn.cute"
 PACKAGE = Package(MODULE, "flash-attn-4", "pip install --pre flash-attn-4")
-RELEASE = Release(PACKAGE, MODULE, unlimited=None)
+RELEASE = Release(PACKAGE, MODULE, unlimited=None, sink="learnable_sink")
 attention = RELEASE.attention
 
 
