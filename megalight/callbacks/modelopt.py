@@ -11,7 +11,7 @@ from megalight.checkpoint.disk.publish import absolute, check_new
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.module import MegalightModule
-from megalight.plugins.modelopt import Calibration, Preset, Quantizers, Search, uncalibrated
+from megalight.plugins.modelopt import Calibration, Quantizers, Search, check_device, uncalibrated
 
 
 class ModelOptQuantization(pl.Callback):
@@ -25,19 +25,25 @@ class ModelOptQuantization(pl.Callback):
     Args:
         preset: name of a preset in ``modelopt.torch.quantization``.
         head: also quantize the output layer, which presets leave out.
+        kv: also round keys and values, by this preset: ``FP8_KV_CFG``, or ``NVFP4_KV_CFG`` on CUDA.
         save_to: folder for a checkpoint of the calibrated model, also in remote storage; None: none is written here.
 
     Raises:
         ConfigurationError: before processes start: the preset is unknown, not supported, or names no layer of the
-            model; the module is no MegalightModule. In set-up: the trainer has no batches to calibrate on. Before the
-            first batch: ``save_to`` is given, and the model is calibrated already.
+            model; the module is no MegalightModule. In set-up: the trainer has no batches to calibrate on, or its
+            device cannot round to the format. Before the first batch: ``save_to`` is given, and the model is calibrated
+            already.
         MissingPackageError: ModelOpt is not installed.
     """
 
     def __init__(
-        self, preset: str = "FP8_DEFAULT_CFG", head: bool = False, save_to: str | os.PathLike[str] | None = None
+        self,
+        preset: str = "FP8_DEFAULT_CFG",
+        head: bool = False,
+        kv: str | None = None,
+        save_to: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.transform = Quantizers(preset, head)
+        self.transform = Quantizers(preset, head, kv)
         self.save_to = save_to
         self._calibration: Calibration | Search | None = None
         self._batches: list[Any] = []
@@ -62,6 +68,7 @@ class ModelOptQuantization(pl.Callback):
                 "ModelOptQuantization calibrates on validation batches, and limit_val_batches is 0. Raise it; some "
                 "hundred sequences are usual."
             )
+        check_device(self.transform.read(), trainer.strategy.root_device)
         # For trainers without our strategy's early checks.
         self.attach(pl_module)
 
@@ -74,7 +81,7 @@ class ModelOptQuantization(pl.Callback):
                 # Before the passes: a save replaces a checkpoint of the same name, which may be another model's.
                 target = absolute(self.save_to)
                 Ranks().first(f"checking {target}", lambda: check_new(target))
-            preset = Preset.read(self.transform.preset, self.transform.head)
+            preset = self.transform.read()
             if preset.searches and trainer.state.fn == "fit":
                 raise ConfigurationError(
                     f"preset {preset.name!r} changes weights in calibration, which training has begun with already. "

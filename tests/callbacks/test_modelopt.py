@@ -18,7 +18,7 @@ from megalight.callbacks import ModelOptQuantization
 from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
-from megalight.models.gpt.config import MoEConfig
+from megalight.models.gpt.config import LatentConfig, MoEConfig
 from megalight.nn import Linear, RMSNorm
 from megalight.nn.head import Lesson, LMHead
 from megalight.ops.divergence import Projection
@@ -27,8 +27,8 @@ from megalight.parallel.transform import ModelTransform
 from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.places import quantized
 from megalight.plugins.modelopt.presets import HEAD
-from megalight.plugins.modelopt.quantizers import quantized
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.parallel.gathering import gather_canonical
@@ -36,6 +36,7 @@ from tests.strategies.training import BASE, CONFIGS, SEED, WithData, by_hand, fi
 from tests.workers import run
 
 pytest.importorskip("modelopt")
+KV = "FP8_KV_CFG"
 CALIBRATION = 2
 """Batches of the sanity check."""
 
@@ -48,6 +49,7 @@ class ByModelOpt(ModelTransform):
 
     preset: str
     head: bool = False
+    kv: str | None = None
 
     def change(self, model: nn.Module) -> None:
         pass
@@ -58,7 +60,7 @@ class ByModelOpt(ModelTransform):
         config = copy.deepcopy(getattr(mtq, self.preset))
         config["quant_cfg"] = [
             rule for rule in config["quant_cfg"] if not (self.head and rule["quantizer_name"] in HEAD)
-        ]
+        ] + (copy.deepcopy(getattr(mtq, self.kv)["quant_cfg"]) if self.kv else [])
 
         def loop(root: nn.Module) -> None:
             with torch.no_grad():
@@ -78,8 +80,8 @@ FOUND: dict[ByModelOpt, dict[str, Any]] = {}
 
 
 @functools.cache
-def expected(name: str, preset: str, head: bool) -> dict[str, Any]:
-    transform = ByModelOpt(preset, head)
+def expected(name: str, preset: str, head: bool, kv: str | None) -> dict[str, Any]:
+    transform = ByModelOpt(preset, head, kv)
     found = by_hand(CONFIGS[name], transforms=[transform])
     return {**found, "amax": FOUND[transform]}
 
@@ -100,9 +102,9 @@ def amax_of(model: ParallelModel) -> dict[str, Any]:
     return {name: value.numpy() for name, value in gather_canonical(named, specs, model.mesh).items()}
 
 
-def train(name: str, preset: str, head: bool, layout: dict[str, Any]) -> dict[str, Any]:
+def train(name: str, preset: str, head: bool, kv: str | None, layout: dict[str, Any]) -> dict[str, Any]:
     amax = Amax()
-    callback = ModelOptQuantization(preset, head)
+    callback = ModelOptQuantization(preset, head, kv)
     found = fit(
         CONFIGS[name],
         trainer_options={"num_sanity_val_steps": CALIBRATION, "limit_val_batches": CALIBRATION},
@@ -113,25 +115,31 @@ def train(name: str, preset: str, head: bool, layout: dict[str, Any]) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("world", "name", "preset", "head", "layout"),
+    ("world", "name", "preset", "head", "kv", "layout"),
     [
-        pytest.param(1, "gqa", "FP8_DEFAULT_CFG", False, {}, marks=pytest.mark.full),
-        (2, "gqa", "FP8_DEFAULT_CFG", True, {"tensor_parallel": 2, "sequence_parallel": True}),
-        (2, "gqa", "FP8_DEFAULT_CFG", True, {"pipeline_parallel": 2}),
+        pytest.param(1, "gqa", "FP8_DEFAULT_CFG", False, None, {}, marks=pytest.mark.full),
+        (2, "gqa", "FP8_DEFAULT_CFG", True, KV, {"tensor_parallel": 2, "sequence_parallel": True}),
+        (2, "gqa", "FP8_DEFAULT_CFG", True, KV, {"pipeline_parallel": 2}),
         pytest.param(
-            4, "gqa", "FP8_DEFAULT_CFG", True, {"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.full
+            4,
+            "gqa",
+            "FP8_DEFAULT_CFG",
+            True,
+            KV,
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            marks=pytest.mark.full,
         ),
-        pytest.param(2, "gqa", "INT8_DEFAULT_CFG", False, {"tensor_parallel": 2}, marks=pytest.mark.full),
-        (2, "gpt2", "INT8_DEFAULT_CFG", False, {}),
-        pytest.param(4, "gpt2", "INT8_DEFAULT_CFG", False, {"tensor_parallel": 2}, marks=pytest.mark.full),
-        (2, "gqa", "FP8_PER_CHANNEL_PER_TOKEN_CFG", False, {"context_parallel": 2}),
+        pytest.param(2, "gqa", "INT8_DEFAULT_CFG", False, None, {"tensor_parallel": 2}, marks=pytest.mark.full),
+        (2, "gpt2", "INT8_DEFAULT_CFG", False, None, {}),
+        pytest.param(4, "gpt2", "INT8_DEFAULT_CFG", False, None, {"tensor_parallel": 2}, marks=pytest.mark.full),
+        (2, "gqa", "FP8_PER_CHANNEL_PER_TOKEN_CFG", False, KV, {"context_parallel": 2}),
     ],
 )
 def test_a_layout_finds_and_trains_what_modelopt_does(
-    world: int, name: str, preset: str, head: bool, layout: dict[str, Any]
+    world: int, name: str, preset: str, head: bool, kv: str | None, layout: dict[str, Any]
 ) -> None:
-    wanted = expected(name, preset, head)
-    found = run(train, world, name, preset, head, layout)[0]
+    wanted = expected(name, preset, head, kv)
+    found = run(train, world, name, preset, head, kv, layout)[0]
     assert_same_amax(found["amax"], wanted["amax"])
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-9)
     np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-9)
@@ -231,6 +239,14 @@ def assert_same_amax_names(found: dict[str, Any], wanted: dict[str, Any]) -> Non
         assert np.array_equal(found[name], value), name
 
 
+LATENT = {
+    "latent": LatentConfig(kv_rank=16, head_dim=8, rotary_dim=4),
+    "mixer_pattern": ("latent_attention",),
+    "num_kv_heads": None,
+    "head_dim": None,
+}
+
+
 def change(transform: Quantizers, **config: Any) -> None:
     with torch.device("meta"):
         transform.change(GPT(replace(BASE, **config)))
@@ -243,6 +259,9 @@ def change(transform: Quantizers, **config: Any) -> None:
         (Quantizers("NVFP4_DEFAULT_CFG"), {}, "has blocks of elements"),
         (Quantizers("MAMBA_MOE_FP8_CONSERVATIVE_CFG"), {}, "names modules of other models"),
         (Quantizers("NVFP4_AWQ_FULL_CFG"), {}, "calibrates by 'awq_full'"),
+        (Quantizers(kv="INT8_KV"), {}, "no preset 'INT8_KV'"),
+        (Quantizers(kv="NVFP4_KV_ROTATE_CFG"), {}, "kv='NVFP4_KV_ROTATE_CFG' is not supported.*FP8_KV_CFG"),
+        (Quantizers("FP8_KV_CFG"), LATENT, "LatentAttention over InnerAttention, which does not keep"),
         (Quantizers("W4A8_AWQ_BETA_CFG"), {}, r"quantizes \*weight_quantizer twice"),
         (Quantizers(), {"moe": MoEConfig(num_experts=4)}, r"experts.*Only linear layers"),
     ],
@@ -287,6 +306,17 @@ def _without_data(how: str) -> str:
     with pytest.raises((ConfigurationError, DataError)) as caught:
         getattr(runner, "validate" if how == "empty" else how)(module, **arguments)
     return str(caught.value)
+
+
+def _on_a_cpu(kv: str) -> str:
+    runner = validator(MegatronStrategy(), ModelOptQuantization(kv=kv))
+    with pytest.raises(ConfigurationError) as caught:
+        runner.validate(WithData(CONFIGS["gqa"], seed=SEED), verbose=False)
+    return str(caught.value)
+
+
+def test_formats_of_cuda_are_refused_on_a_cpu() -> None:
+    assert "to which ModelOpt rounds on CUDA alone, and this is device 'cpu'" in run(_on_a_cpu, 1, "NVFP4_KV_CFG")[0]
 
 
 def test_calibration_without_data_is_refused() -> None:

@@ -38,6 +38,7 @@ SIZES: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
 }
 CALIBRATION = 2
+KV = "FP8_KV_CFG"
 
 
 def rows() -> list[torch.Tensor]:
@@ -52,11 +53,11 @@ def theirs(kind: str) -> Any:
     return model(config(**{**SIZES, **more, "architectures": [names[0]]})).float()
 
 
-def calibrate(folder: str, preset: str, output: str) -> None:
+def calibrate(folder: str, preset: str, output: str, kv: str | None = None) -> None:
     batches = [TokenBatch(row[:, :-1], row[:, 1:], torch.ones(2, 16)) for row in rows()]
     runner = trainer(
         MegatronStrategy(),
-        callbacks=[ModelOptQuantization(preset, save_to=output)],
+        callbacks=[ModelOptQuantization(preset, kv=kv, save_to=output)],
         use_distributed_sampler=False,
         precision="32-true",
     )
@@ -76,10 +77,11 @@ def calibrate(folder: str, preset: str, output: str) -> None:
 def test_files_are_those_of_modelopt(kind: str, preset: str, tmp_path: Path) -> None:
     model = theirs(kind)
     model.save_pretrained(tmp_path / "plain")
-    run(calibrate, 1, str(tmp_path / "plain"), preset, str(tmp_path / "quantized"), timeout=240)
+    run(calibrate, 1, str(tmp_path / "plain"), preset, str(tmp_path / "quantized"), KV, timeout=240)
     assert main(["convert", str(tmp_path / "quantized"), str(tmp_path / "ours"), "--to", "modelopt"]) == 0
     mtq, export = modelopt(), modelopt("torch.export")
     config = copy.deepcopy(getattr(mtq, preset))
+    config["quant_cfg"] += copy.deepcopy(getattr(mtq, KV)["quant_cfg"])
 
     def loop(root: Any) -> None:
         with torch.no_grad():
@@ -94,6 +96,7 @@ def test_files_are_those_of_modelopt(kind: str, preset: str, tmp_path: Path) -> 
     assert ours == wanted
     ours, wanted = (json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs"))
     assert ours["quantization_config"] == wanted["quantization_config"]
+    assert wanted["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
     compare(preset, *(load_file(tmp_path / who / "model.safetensors") for who in ("ours", "theirs")))
 
 
@@ -102,6 +105,10 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def compare(preset: str, ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    cache = {name for name in wanted if name.endswith(("k_scale", "v_scale"))}
+    assert len(cache) == 2 * SIZES["num_hidden_layers"]
+    for name in cache:
+        torch.testing.assert_close(ours[name], wanted[name], rtol=1e-5, atol=0, msg=name)
     alike, awq = {name for group in FUSED for name in group}, preset == "INT4_AWQ_CFG"
     if awq:
         # ModelOpt's exporter averages the scales of such layers, and multiplies the norm before them by the mean.

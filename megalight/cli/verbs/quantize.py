@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("output", help="the checkpoint to write; also s3://...")
     parser.add_argument("--preset", default="FP8_DEFAULT_CFG", help="preset of ModelOpt (default: FP8_DEFAULT_CFG)")
+    parser.add_argument("--kv", metavar="PRESET", help="also round keys and values, e.g. FP8_KV_CFG")
     parser.add_argument("--head", action="store_true", help="also quantize the output layer")
 
 
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Before data is read: calibration takes minutes, and checkpoints are not overwritten.
     check_new(absolute(arguments.output))
-    values = {"preset": arguments.preset, "head": arguments.head, "save_to": arguments.output}
+    values = {"preset": arguments.preset, "head": arguments.head, "kv": arguments.kv, "save_to": arguments.output}
     callback = {"class_path": "megalight.callbacks.ModelOptQuantization", "init_args": values}
     # Launched ranks run this same command, so each adds the callback.
     return main([PASSED_ON, *arguments.passed_on, f"--trainer.callbacks+={json.dumps(callback)}"])

@@ -1,4 +1,4 @@
-"""ModelOpt: fake quantization of linear layers, calibrated over all ranks.
+"""ModelOpt: fake quantization, calibrated over all ranks.
 
 Importing this folder does not import the package: that happens when a model is quantized.
 """
@@ -10,6 +10,7 @@ from megalight.plugins.modelopt.calibration import Calibration as Calibration
 from megalight.plugins.modelopt.calibration import uncalibrated as uncalibrated
 from megalight.plugins.modelopt.presets import Preset as Preset
 from megalight.plugins.modelopt.quantizers import Quantizers as Quantizers
+from megalight.plugins.modelopt.quantizers import check_device as check_device
 from megalight.plugins.modelopt.search import Search as Search
 
 

@@ -11,14 +11,8 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.plugins.modelopt.quantizers import (
-    amaxes,
-    block_of,
-    per_row,
-    quantized,
-    rows_are_split,
-    static_quantizers,
-)
+from megalight.plugins.modelopt.places import amaxes, places
+from megalight.plugins.modelopt.specs import matrix_spec, rows_are_split
 
 
 def uncalibrated(model: ParallelModel) -> list[str]:
@@ -26,8 +20,8 @@ def uncalibrated(model: ParallelModel) -> list[str]:
     found = list(amaxes(model.root))
     if not found:
         return []
-    known = torch.stack([amax.isfinite().all() for *_, amax in found]).tolist()
-    return [f"{path}.{kind}" for (path, kind, *_), good in zip(found, known, strict=True) if not good]
+    known = torch.stack([amax.isfinite().all() for _, amax in found]).tolist()
+    return [place.name for (place, _), good in zip(found, known, strict=True) if not good]
 
 
 class Calibration:
@@ -52,14 +46,13 @@ class Calibration:
 
     def begin(self) -> None:
         """Read the weights, and watch the inputs from now on."""
-        for _, layer in quantized(self.model.root):
-            for quantizer in (layer.input_quantizer, layer.weight_quantizer):
-                # Those without an `amax` too: what later layers see must not be rounded.
-                quantizer.disable_quant()
-            for kind, quantizer in static_quantizers(layer):
-                quantizer.enable_calib()
-                if kind == "weight_quantizer":
-                    quantizer(layer.weight.detach())
+        for place in places(self.model.root):
+            # Those without an `amax` too: what later layers see must not be rounded.
+            place.quantizer.disable_quant()
+        for place, _ in amaxes(self.model.root):
+            place.quantizer.enable_calib()
+            if place.matrix is not None:
+                place.quantizer(place.matrix.weight.detach())
 
     @torch.no_grad()
     def finish(self) -> list[str]:
@@ -68,32 +61,29 @@ class Calibration:
         Returns:
             the quantizers of this rank that saw no data, or values that are not finite.
         """
-        inputs, whole_weights = [], []
-        for path, kind, quantizer, amax in amaxes(self.model.root):
+        activations, whole_weights = [], []
+        for place, amax in amaxes(self.model.root):
+            quantizer = place.quantizer
             seen = quantizer._calibrator.compute_amax()
             amax.copy_(torch.full_like(amax, -1) if seen is None else seen.to(amax).view_as(amax))
             quantizer._calibrator.reset()
             # Weight forwards of the passes were watched too, and gave the same number again.
             quantizer.disable_calib()
-            if kind == "input_quantizer":
-                inputs.append(amax)
+            height, width = place.blocks
+            if place.matrix is None:
+                activations.append(amax)
             # Blocks of a row lie on one rank each.
-            elif not block_of(quantizer) and not (
-                per_row(quantizer) and rows_are_split(self.model.specs[f"{path}.weight"])
-            ):
+            elif not width and not (height and rows_are_split(matrix_spec(self.model, place.matrix))):
                 whole_weights.append(amax)
-        for _, layer in quantized(self.model.root):
-            for quantizer in (layer.input_quantizer, layer.weight_quantizer):
-                quantizer.enable_quant()
+        for place in places(self.model.root):
+            place.quantizer.enable_quant()
         mesh = self.model.mesh
-        # Tensor-parallel ranks see other features (row) or other tokens (column), the others see other tokens.
-        _largest(inputs, mesh, ("tp", "cp", "dp"))
+        # Tensor-parallel ranks see other features (row), heads or tokens (column), the others see other tokens.
+        _largest(activations, mesh, ("tp", "cp", "dp"))
         # Replicas hold the same weights.
         _largest(whole_weights, mesh, ("tp",))
         return [
-            f"{path}.{kind}"
-            for path, kind, _, amax in amaxes(self.model.root)
-            if not bool((amax.isfinite() & (amax >= 0)).all())
+            place.name for place, amax in amaxes(self.model.root) if not bool((amax.isfinite() & (amax >= 0)).all())
         ]
 
 

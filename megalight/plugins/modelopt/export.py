@@ -30,13 +30,16 @@ from megalight.nn import Linear
 from megalight.nn.canonical import Section, canonical_tensors
 from megalight.nn.embedding import Embedding
 from megalight.plugins.modelopt.package import modelopt
-from megalight.plugins.modelopt.quantizers import Quantizers, quantized
+from megalight.plugins.modelopt.places import places, quantized
+from megalight.plugins.modelopt.quantizers import Quantizers
 
 QUANT_CONFIG = "hf_quant_config.json"
 MATRICES = (Linear, torch.nn.Linear, Embedding, torch.nn.Embedding)
 """Layers that ModelOpt could quantize."""
-QUANTIZERS = (".weight_quantizer.", ".input_quantizer.")
-"""Parts of the names of tensors that quantizers hold."""
+SCALES = {"k_bmm_quantizer": "k_proj.k_scale", "v_bmm_quantizer": "v_proj.v_scale"}
+"""Quantizers of keys and values -> names of their scales in the module of attention."""
+E4M3_MAX = 448.0
+"""What scales of keys and values count in, whatever their format is (ModelOpt's exporter for ``transformers``)."""
 
 
 def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
@@ -47,7 +50,7 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
         output: the folder to write, which appears when it is complete.
 
     Returns:
-        the number of quantized matrices.
+        the number of quantized matrices; of a model whose keys and values alone are rounded, 0.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or not quantized, or not calibrated.
@@ -71,11 +74,8 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
         )
     config = known.config.from_dict(described["config"])
     table = weights.map(config)
-    plain = {
-        name: tensor
-        for name, tensor in canonical_tensors(model.root).items()
-        if not any(part in f"{name}." for part in QUANTIZERS)
-    }
+    held = tuple(f"{place.name}." for place in places(model.root))
+    plain = {name: tensor for name, tensor in canonical_tensors(model.root).items() if not name.startswith(held)}
     tensors = table.write(plain)
     layers: dict[str, Any] = {}
     count = 0
@@ -87,11 +87,17 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
         if isinstance(module, MATRICES) and not _is_quantized(module):
             for name in _names(layer_path, module):
                 layers.setdefault(f"{_module(table, name)}.quantization", None)
+    cache = _put_scales(tensors, table, model.root)
     stored = StoredModel(known, config, Held({}), companions_of(path))
     values = config_values(stored, {tensor.dtype for tensor in plain.values()})
     quantization = {
         "producer": {"name": "modelopt", "version": version("nvidia-modelopt")},
-        "quantization": modelopt("torch.export.quant_utils").process_layer_quant_config(layers),
+        "quantization": {
+            "quant_algo": None,
+            "kv_cache_quant_algo": None,
+            **modelopt("torch.export.quant_utils").process_layer_quant_config(layers),
+            **({"kv_cache_quant_algo": cache} if cache else {}),
+        },
     }
     converted = modelopt("torch.export.convert_hf_config").convert_hf_quant_config_format(quantization)
     partial = begin_folder(target)
@@ -144,6 +150,20 @@ def _put(tensors: dict[str, Tensor], layers: dict[str, Any], table: WeightMap, p
         layers[f"{module}.quantization"] = form
         layers[f"{module}.awq_block_size"] = block
     return len(names)
+
+
+def _put_scales(tensors: dict[str, Tensor], table: WeightMap, root: torch.nn.Module) -> str | None:
+    """Add the scales of keys and values; return their format."""
+    found = set()
+    for place in places(root):
+        if place.kind not in SCALES or not place.quantizer.is_enabled:
+            continue
+        attention = place.path.removesuffix(".inner")
+        found.add(modelopt("torch.export.quant_utils").get_kv_cache_dtype(root.get_submodule(place.path)))
+        around = table.theirs(f"{attention}.k.weight").name.removesuffix(".weight").rpartition(".")[0]
+        if place.has_amax:
+            tensors[f"{around}.{SCALES[place.kind]}"] = place.quantizer.export_amax().float().squeeze() / E4M3_MAX
+    return found.pop() if found else None
 
 
 def _is_quantized(module: Any) -> bool:

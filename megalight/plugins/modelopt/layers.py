@@ -1,4 +1,4 @@
-"""Our linear layers and heads as layers that ModelOpt can quantize."""
+"""Our linear layers, heads and attentions as modules that ModelOpt can quantize."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megalight.nn import Linear
+from megalight.nn import InnerAttention, Linear
 from megalight.nn.head import Lesson, LMHead
+from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.head import VocabHead, VocabLinear
 from megalight.parallel.tensor.row import RowLinear
@@ -16,6 +17,7 @@ from megalight.plugins.modelopt.package import modelopt
 
 LINEARS: tuple[type[nn.Module], ...] = (nn.Linear, Linear, ColumnLinear, RowLinear, VocabLinear)
 HEADS: tuple[type[nn.Module], ...] = (LMHead, VocabHead)
+ATTENTIONS: tuple[type[nn.Module], ...] = (InnerAttention, ContextAttention)
 
 
 @functools.cache
@@ -62,9 +64,22 @@ def register_layers() -> None:
                 found: tuple[Tensor, Tensor | None] = super().learn(hidden, labels, lesson, normed=True)
             return found
 
+    class QuantizedAttention(modules.QuantModule):  # type: ignore[misc, name-defined]
+        """Rounds keys and values, before they are stored."""
+
+        def _setup(self) -> None:
+            self.parallel_state = distributed.ParallelState(-1, -1, -1)
+            self.k_bmm_quantizer, self.v_bmm_quantizer = modules.TensorQuantizer(), modules.TensorQuantizer()
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+            mixed: Tensor = super().forward(q, self.k_bmm_quantizer(k), self.v_bmm_quantizer(v), *rest)
+            return mixed
+
     registry = modules.QuantModuleRegistry
     for kind in LINEARS:
         if kind not in registry:  # ModelOpt has nn.Linear itself
             registry.register({kind: kind.__name__})(QuantizedLinear)
     for kind in HEADS:
         registry.register({kind: kind.__name__})(QuantizedHead)
+    for kind in ATTENTIONS:
+        registry.register({kind: kind.__name__})(QuantizedAttention)

@@ -21,6 +21,10 @@ SERVED = (
     "INT4_AWQ_CFG",
 )
 """Presets that are tested against ModelOpt itself."""
+KV = "*[kv]_bmm_quantizer"
+"""The pattern by which presets name keys and values."""
+KV_SERVED = ("FP8_KV_CFG", "NVFP4_KV_CFG")
+"""Presets for keys and values. They have no other rules."""
 SEARCHES = ("awq_lite", "smoothquant")
 """Calibration that runs the data several times, and changes weights."""
 HEAD = ("*lm_head*", "*output_layer*", "output.*")
@@ -42,36 +46,50 @@ class Preset:
     algorithm: Mapping[str, Any]
 
     @property
+    def only_cuda(self) -> str | None:
+        """The pattern of a format that ModelOpt's kernels for CUDA alone can round to; None: all run everywhere."""
+        for rule in self.rules:
+            if any("scale_bits" in (each.get("block_sizes") or {}) for each in _formats(rule)):
+                return str(rule["quantizer_name"])
+        return None
+
+    @property
     def searches(self) -> bool:
         """Whether calibration searches scales of input features."""
         return self.algorithm["method"] in SEARCHES
 
     @classmethod
-    def read(cls, name: str, head: bool) -> Preset:
-        """Return the preset; ``head``: with the output layer, which all presets leave out.
+    def read(cls, name: str, head: bool, kv: str | None = None) -> Preset:
+        """Return the preset.
+
+        Args:
+            name: the preset; one for keys and values alone is one too.
+            head: with the output layer, which all presets leave out.
+            kv: with the rules of this preset for keys and values. What ``name`` leaves out stays left out.
 
         Raises:
             ConfigurationError: there is no such preset, or it needs what is not supported here.
             MissingPackageError: ModelOpt is not installed.
         """
-        package = modelopt()
-        known = package.config.choices
-        if name not in known:
-            raise ConfigurationError(
-                f"ModelOpt has no preset {name!r}.{nearest(name, known)} It has {', '.join(sorted(known))}."
-            )
-        config = getattr(package, name)
-        rules = [copy.deepcopy(rule) for rule in config["quant_cfg"]]
-        algorithm = config.get("algorithm")
-        algorithm = dict(algorithm) if isinstance(algorithm, Mapping) else {"method": algorithm}
-        why = _why_not(algorithm["method"], rules)
-        if why is None and name not in SERVED:
-            # Its patterns would match no layer of ours, and what it means to leave out would be quantized.
-            why = "names modules of other models"
-        if why is not None:
-            raise ConfigurationError(
-                f"preset {name!r} {why}, which is not supported here. Use one of {', '.join(SERVED)}."
-            )
+        if name in KV_SERVED and kv is None:
+            base, kv = _rules("FP8_DEFAULT_CFG")[0], name
+            rules, algorithm = [rule for rule in base if not rule.get("enable", True)], {"method": "max"}
+        else:
+            rules, algorithm = _rules(name)
+            why = _why_not(algorithm["method"], rules)
+            if why is None and name not in SERVED:
+                # Its patterns would match no layer of ours, and what it means to leave out would be quantized.
+                why = "names modules of other models"
+            if why is not None:
+                raise ConfigurationError(
+                    f"preset {name!r} {why}, which is not supported here. Use one of {', '.join(SERVED)}."
+                )
+        if kv is not None:
+            added, _ = _rules(kv)
+            if kv not in KV_SERVED:
+                raise ConfigurationError(f"kv={kv!r} is not supported here. Use one of {', '.join(KV_SERVED)}.")
+            # The first rule switches all off. The later ones leave modules out, such as towers of images.
+            rules[1:1] = added
         if head and algorithm["method"] in SEARCHES:
             raise ConfigurationError(
                 f"head=True with preset {name!r}: losses read the weight of the output layer past its own product, "
@@ -89,6 +107,26 @@ class Preset:
             if not rule.get("parent_class") and fnmatch.fnmatch(quantizer, rule["quantizer_name"]):
                 enabled = rule.get("enable", True)
         return enabled
+
+
+def _rules(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return copies of a preset's rules and of its algorithm."""
+    package = modelopt()
+    known = package.config.choices
+    if name not in known:
+        raise ConfigurationError(
+            f"ModelOpt has no preset {name!r}.{nearest(name, known)} It has {', '.join(sorted(known))}."
+        )
+    config = getattr(package, name)
+    algorithm = config.get("algorithm")
+    algorithm = dict(algorithm) if isinstance(algorithm, Mapping) else {"method": algorithm}
+    return [copy.deepcopy(rule) for rule in config["quant_cfg"]], algorithm
+
+
+def _formats(rule: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the formats of a rule; several round one after the other."""
+    found = rule.get("cfg") or []
+    return found if isinstance(found, list) else [found]
 
 
 def _why_not(method: str | None, rules: list[dict[str, Any]]) -> str | None:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.nn import Linear
+from megalight.nn import Attention, InnerAttention, LatentAttention, Linear
 from megalight.nn.embedding import Embedding, TokenEmbedding
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.shard import ShardSpec
 from megalight.parallel.transform import ModelTransform
-from megalight.plugins.modelopt.layers import HEADS, LINEARS, register_layers
+from megalight.plugins.modelopt.layers import ATTENTIONS, HEADS, LINEARS, register_layers
 from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.places import places, quantized
 from megalight.plugins.modelopt.presets import Preset
+from megalight.plugins.modelopt.specs import amax_spec, features_spec
 
 NAMED = "megalight_quantized"
-"""Attribute of a model: the paths of the linear layers whose weights the preset names."""
+"""Attribute of a model: the paths of the modules that the preset names."""
 
 
 @dataclass(frozen=True)
 class Quantizers(ModelTransform):
-    """Rounds inputs and weights of linear layers to the values of a narrow format (fake quantization).
+    """Rounds inputs and weights of linear layers, keys and values to the values of a narrow format (fake quantization).
 
     Each quantizer keeps ``amax``, the largest magnitude that it represents. It is NaN until calibration, so a model
     that was not calibrated computes no numbers. Gradients pass as if nothing were rounded (straight-through).
@@ -33,6 +35,8 @@ class Quantizers(ModelTransform):
     Args:
         preset: a preset of ModelOpt, for example ``FP8_DEFAULT_CFG``.
         head: also quantize the output layer, which presets leave out.
+        kv: a preset for keys and values of attention (``FP8_KV_CFG``), which most presets leave out; None: they keep
+            their dtype.
     """
 
     name: ClassVar[str] = "modelopt"
@@ -40,25 +44,39 @@ class Quantizers(ModelTransform):
 
     preset: str = "FP8_DEFAULT_CFG"
     head: bool = False
+    kv: str | None = None
+
+    def read(self) -> Preset:
+        """Return the rules of the presets."""
+        return Preset.read(self.preset, self.head, self.kv)
 
     def change(self, model: nn.Module) -> None:
-        """Note the layers that the preset names. The quantizers themselves come after the split.
+        """Note the modules that the preset names. The quantizers themselves come after the split.
 
         Raises:
             ConfigurationError: the preset is unknown or not supported, names no layer, or names one that cannot be
                 quantized.
             MissingPackageError: ModelOpt is not installed.
         """
-        preset = Preset.read(self.preset, self.head)
+        preset = self.read()
         named, others = set(), []
         for path, module in model.named_modules():
+            inner = f"{path}.inner"
+            if isinstance(module, Attention | LatentAttention) and preset.names(f"{inner}.k_bmm_quantizer"):
+                if isinstance(module, LatentAttention) or not isinstance(module.inner, InnerAttention):
+                    raise ConfigurationError(
+                        f"{path} is a {type(module).__name__} over {type(module.inner).__name__}, which does not keep "
+                        "keys and values of each token as they are attended to, so a preset for them cannot round "
+                        "them. Leave kv out, or use a preset without it."
+                    )
+                named.add(inner)
             if not preset.names(f"{path}.weight_quantizer"):
                 continue
             if isinstance(module, nn.Linear | Linear):
                 named.add(path)
             elif not isinstance(module, nn.Embedding | Embedding | TokenEmbedding):
-                matrices = [name for name, tensor in module.named_parameters(recurse=False) if tensor.dim() > 1]
-                others += [f"{path} ({type(module).__name__})"] * bool(matrices)
+                held = [name for name, tensor in module.named_parameters(recurse=False) if tensor.dim() > 1]
+                others += [f"{path} ({type(module).__name__})"] * bool(held)
         if others:
             # A layer left out in silence would be a model that is quantized in part.
             raise ConfigurationError(
@@ -70,6 +88,10 @@ class Quantizers(ModelTransform):
                 f"preset {self.preset!r} names no linear layer of {type(model).__name__}; give it a model whose layers "
                 "it does not leave out."
             )
+        if self.kv is not None and not any(path.endswith(".inner") for path in named):
+            raise ConfigurationError(
+                f"kv={self.kv!r}: {type(model).__name__} has no attention that keeps keys and values. Leave kv out."
+            )
         model.__dict__[NAMED] = frozenset(named)
 
     def change_split(self, model: ParallelModel) -> Mapping[str, ShardSpec]:
@@ -78,7 +100,7 @@ class Quantizers(ModelTransform):
         Raises:
             ConfigurationError: a layer that the preset names got no quantizer.
         """
-        preset = Preset.read(self.preset, self.head)
+        preset = self.read()
         register_layers()
         conversion = modelopt("torch.quantization.conversion")
         replacement = modelopt("torch.quantization.nn.modules.quant_module").QuantModuleRegistry
@@ -86,8 +108,8 @@ class Quantizers(ModelTransform):
         modules = dict(model.root.named_modules())
         here = {path for path in named if path in modules}
         for path in here:
-            # Only layers that are named: ModelOpt would convert norms and embeddings too.
-            if type(modules[path]) not in LINEARS:
+            # Only modules that are named: ModelOpt would convert norms and embeddings too.
+            if type(modules[path]) not in (*LINEARS, *ATTENTIONS):
                 raise ConfigurationError(
                     f"preset {self.preset!r} names {path}, which was split into a {type(modules[path]).__name__}: that "
                     "kind cannot be quantized. Use another layout, or a preset without it."
@@ -97,106 +119,45 @@ class Quantizers(ModelTransform):
             if type(module) in HEADS and f"{path}.output_layer" in here:
                 replacement.convert(module)
         conversion.set_quantizer_by_cfg(model.root, [dict(rule) for rule in preset.rules])
-        found = {path for path, layer in quantized(model.root) if layer.weight_quantizer.is_enabled}
+        found = {place.path for place in places(model.root) if place.quantizer.is_enabled}
         if found != here:
             raise ConfigurationError(
-                f"preset {self.preset!r} names {len(here)} layers on this rank, and ModelOpt quantizes {len(found)}; "
+                f"preset {self.preset!r} names {len(here)} modules on this rank, and ModelOpt quantizes {len(found)}; "
                 f"they differ in {', '.join(sorted(found ^ here)[:4])}. This is a defect: please report it."
             )
+        for chunk in model.chunks if preset.only_cuda else ():
+            # a model may be loaded and exported elsewhere
+            chunk.register_forward_pre_hook(lambda *_: check_device(preset, model.device))
         specs: dict[str, ShardSpec] = {}
-        for path, layer in quantized(model.root):
-            for kind, quantizer in static_quantizers(layer):
-                spec = _spec(model, path, layer, kind, quantizer)
-                # NaN, and not 0: a layer without calibration must not pass for one.
-                quantizer.amax = torch.full(spec.shape, torch.nan, device=layer.weight.device)
-                specs[f"{path}.{kind}._amax"] = spec
-            if preset.searches and layer.weight_quantizer.is_enabled:
-                spec = _features(model, path)
+        for place in places(model.root):
+            if place.has_amax:
+                spec = amax_spec(model, place)
+                # NaN, and not 0: a quantizer without calibration must not pass for one.
+                place.quantizer.amax = torch.full(spec.shape, torch.nan, device=_device(modules[place.path], model))
+                specs[f"{place.name}._amax"] = spec
+        for path, layer in quantized(model.root) if preset.searches else ():
+            if layer.weight_quantizer.is_enabled:
+                spec = features_spec(model, path)
                 layer.input_quantizer._enable_pre_quant_scale = True
                 layer.input_quantizer.pre_quant_scale = torch.full(spec.shape, torch.nan, device=layer.weight.device)
                 specs[f"{path}.input_quantizer._pre_quant_scale"] = spec
         return specs
 
 
-def quantized(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the path of each quantized linear layer, and the layer."""
-    for path, module in root.named_modules():
-        if hasattr(module, "weight_quantizer"):
-            yield path, module
+def check_device(preset: Preset, device: torch.device) -> None:
+    """Raise if a device cannot round to the formats of a preset.
 
-
-def static_quantizers(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield kind and quantizer of those with an ``amax``: not those that find it anew for each token."""
-    for kind in ("input_quantizer", "weight_quantizer"):
-        quantizer = getattr(layer, kind)
-        if quantizer.is_enabled and not quantizer._dynamic and (not quantizer.block_sizes or block_of(quantizer)):
-            yield kind, quantizer
-
-
-def block_of(quantizer: Any) -> int:
-    """Return the number of features of a weight with one ``amax``, for blocks along rows; 0: there are none."""
-    sizes = quantizer.block_sizes or {}
-    return int(sizes[-1]) if sizes.get("type") == "static" else 0
-
-
-def pre_quant_scale(layer: Any) -> Tensor | None:
-    """Return what the input's features are multiplied by, or None."""
-    found: Tensor | None = getattr(layer.input_quantizer, "_pre_quant_scale", None)
-    return found
-
-
-def per_row(quantizer: Any) -> bool:
-    """Return whether each row of the weight has an ``amax`` of its own."""
-    return quantizer.axis is not None or block_of(quantizer) > 0
-
-
-def rows_are_split(spec: ShardSpec) -> bool:
-    """Return whether ranks hold different rows of this weight."""
-    return any(piece.size[0] != piece.shape[0] for piece in spec.pieces)
-
-
-def _spec(model: ParallelModel, path: str, layer: Any, kind: str, quantizer: Any) -> ShardSpec:
-    first = model.mesh.rank("tp") == 0
-    if kind == "input_quantizer" or not per_row(quantizer):
-        return ShardSpec.replicated(f"{model.prefix}{path}.{kind}.amax", (), owner=first)
-    weight = model.specs[f"{path}.weight"]
-    width, block = weight.shape[1], block_of(quantizer)
-    if block and width % block:
+    Raises:
+        ConfigurationError: ModelOpt has kernels for CUDA alone.
+    """
+    if preset.only_cuda and device.type != "cuda":
         raise ConfigurationError(
-            f"{path} has rows of {width} features on this rank, and blocks of {block} features do not divide them. Use "
-            "a preset without blocks, or a layout that does not split these rows."
-        )
-    each = block or width
-
-    def rows(piece: Piece) -> Piece:
-        # Ranks with other columns of the same rows have the same `amax` if it is of whole rows: only one may own it.
-        mine = block > 0 or piece.size[1] == piece.shape[1]
-        return replace(
-            piece,
-            name=f"{piece.name}_quantizer.amax",
-            shape=(piece.shape[0], piece.shape[1] // block if block else 1),
-            offset=(piece.offset[0], piece.offset[1] // block if block else 0),
-            size=(piece.size[0], piece.size[1] // block if block else 1),
-            start=piece.start // each,
-            partial=(),
-            owner=piece.owner if mine else first,
+            f"preset {preset.name!r} gives {preset.only_cuda} a format to which ModelOpt rounds on CUDA alone, and "
+            f"this is device '{device.type}'. Run on a GPU, or use a preset of FP8, INT8 or INT4."
         )
 
-    return ShardSpec(tuple(map(rows, weight.pieces)), (weight.shape[0] * (width // each), 1), weight.data)
 
-
-def _features(model: ParallelModel, path: str) -> ShardSpec:
-    """Return what a rank holds of one number for each input feature of a layer."""
-    piece = model.specs[f"{path}.weight"].pieces[0]
-    (_, whole), (_, offset), (_, size) = piece.shape, piece.offset, piece.size
-    # Ranks with other rows of the same columns have the same numbers.
-    owner = size < whole or model.mesh.rank("tp") == 0
-    name = f"{model.prefix}{path}.input_quantizer.pre_quant_scale"
-    return ShardSpec((Piece(name, (whole,), (offset,), (size,), owner=owner),), (size,))
-
-
-def amaxes(root: nn.Module) -> Iterator[tuple[str, str, Any, Tensor]]:
-    """Yield path, kind, quantizer and ``amax`` of each quantizer that has one."""
-    for path, layer in quantized(root):
-        for kind, quantizer in static_quantizers(layer):
-            yield path, kind, quantizer, quantizer.amax
+def _device(module: nn.Module, model: ParallelModel) -> torch.device:
+    """Return the device of a module; of one without parameters, that of the model's others."""
+    tensor = next(module.parameters(), None)
+    return (next(model.root.parameters()) if tensor is None else tensor).device

@@ -17,8 +17,8 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.model import ParallelModel
 from megalight.plugins.modelopt.calibration import uncalibrated
 from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.places import places, pre_quant_scale, quantized
 from megalight.plugins.modelopt.presets import Preset
-from megalight.plugins.modelopt.quantizers import pre_quant_scale, quantized
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ class Search:
                 "layout."
             )
         self.model, self.preset = model, preset
-        self._places = {path: layer for path, layer in quantized(model.root) if layer.weight_quantizer.is_enabled}
+        self._layers = {path: layer for path, layer in quantized(model.root) if layer.weight_quantizer.is_enabled}
 
     def begin(self) -> None:
         """Let forward passes round nothing."""
-        for layer in self._places.values():
-            for quantizer in (layer.input_quantizer, layer.weight_quantizer):
-                quantizer.disable_quant()
-                quantizer.reset_amax()
+        for place in places(self.model.root):
+            place.quantizer.disable_quant()
+            place.quantizer.reset_amax()
+        for layer in self._layers.values():
             # What calibration finds is multiplied even if nothing is rounded, and it is NaN until then.
             del layer.input_quantizer._pre_quant_scale
 
@@ -68,9 +68,8 @@ class Search:
         Returns:
             the quantizers of this rank that found no finite values.
         """
-        for layer in self._places.values():
-            for quantizer in (layer.input_quantizer, layer.weight_quantizer):
-                quantizer.enable_quant()
+        for place in places(self.model.root):
+            place.quantizer.enable_quant()
         options = dict(self.preset.algorithm)
         function = getattr(modelopt("torch.quantization.model_calib"), options.pop("method"))
         said = io.StringIO()
@@ -79,5 +78,5 @@ class Search:
             warnings.simplefilter("ignore")
             function(self.model.root, lambda model: passes(), **options)
         log.info("%s", said.getvalue().strip())
-        missing = [f"{path}.input_quantizer" for path, layer in self._places.items() if pre_quant_scale(layer) is None]
+        missing = [f"{path}.input_quantizer" for path, layer in self._layers.items() if pre_quant_scale(layer) is None]
         return [*missing, *uncalibrated(self.model)]

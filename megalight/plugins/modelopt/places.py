@@ -1,0 +1,140 @@
+"""Where quantizers sit in this rank's part of a model, and which tensors they round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+STACKS = ("up", "down")
+"""Stacks of matrices of :class:`~megalight.nn.moe.experts.Experts`."""
+ACTIVATIONS = (
+    "input_quantizer",
+    *(f"{stack}_input_quantizer" for stack in STACKS),
+    "k_bmm_quantizer",
+    "v_bmm_quantizer",
+)
+"""Attributes of modules: quantizers of what passes through them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A quantized matrix ``[out, in]``: the weight of a linear layer, or that of one expert in a stack.
+
+    The attributes ``weight`` and the two quantizers have ModelOpt's names, so its functions for layers take it.
+
+    Attributes:
+        path: the module that holds it.
+        parameter: the module's parameter that holds it.
+        index: its place in the stack on this rank; None: the parameter is the matrix.
+        weight: the matrix.
+        weight_kind: where its quantizer is in the module (``up_weight_quantizers.3``).
+        weight_quantizer: rounds it. It may be several, one after the other.
+        input_quantizer: rounds what it is multiplied by. All experts of a stack share one.
+    """
+
+    path: str
+    parameter: str
+    index: int | None
+    weight: Tensor
+    weight_kind: str
+    weight_quantizer: Any
+    input_quantizer: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One quantizer.
+
+    Attributes:
+        path: its module.
+        kind: where it is in the module (``input_quantizer``).
+        quantizer: ModelOpt's ``TensorQuantizer``.
+        matrix: what it rounds; None: activations.
+    """
+
+    path: str
+    kind: str
+    quantizer: Any
+    matrix: Matrix | None = None
+
+    @property
+    def name(self) -> str:
+        """Its path in the model."""
+        return f"{self.path}.{self.kind}"
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Rows and features of a weight that have one ``amax``; 0: all of them.
+
+        A quantizer with an axis has one for each row.
+        """
+        sizes = self.quantizer.block_sizes or {}
+        if self.matrix is None or sizes.get("type") == "dynamic":
+            return 0, 0
+        if sizes:
+            return int(sizes.get(-2, 1)), int(sizes[-1])
+        return (1, 0) if self.quantizer.axis is not None else (0, 0)
+
+    @property
+    def has_amax(self) -> bool:
+        """Whether it keeps an ``amax``: not those that find it anew for each token or block, or know it."""
+        quantizer = self.quantizer
+        return bool(
+            quantizer.is_enabled
+            and not quantizer._dynamic
+            and not quantizer.is_mx_format
+            and not quantizer._use_constant_amax
+        )
+
+
+def quantized(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the path of each quantized linear layer, and the layer."""
+    for path, module in root.named_modules():
+        if hasattr(module, "weight_quantizer"):
+            yield path, module
+
+
+def matrices(root: nn.Module) -> Iterator[Matrix]:
+    """Yield the matrices that have quantizers, whether these are enabled or not."""
+    for path, module in root.named_modules():
+        layer: Any = module
+        if hasattr(module, "weight_quantizer"):
+            yield Matrix(
+                path, "weight", None, layer.weight, "weight_quantizer", layer.weight_quantizer, layer.input_quantizer
+            )
+        for stack in STACKS:
+            kind = f"{stack}_weight_quantizers"
+            for index, quantizer in enumerate(getattr(module, kind, ())):
+                weight, inputs = getattr(layer, stack)[index], getattr(layer, f"{stack}_input_quantizer")
+                yield Matrix(path, stack, index, weight, f"{kind}.{index}", quantizer, inputs)
+
+
+def places(root: nn.Module) -> Iterator[Place]:
+    """Yield all quantizers of activations, then those of weights."""
+    for path, module in root.named_modules():
+        for kind in ACTIVATIONS:
+            if hasattr(module, kind):
+                yield Place(path, kind, getattr(module, kind))
+    for matrix in matrices(root):
+        # those that round one after the other are a sequence
+        if isinstance(matrix.weight_quantizer, nn.Sequential):
+            for number, quantizer in enumerate(matrix.weight_quantizer):
+                yield Place(matrix.path, f"{matrix.weight_kind}.{number}", quantizer, matrix)
+        else:
+            yield Place(matrix.path, matrix.weight_kind, matrix.weight_quantizer, matrix)
+
+
+def amaxes(root: nn.Module) -> Iterator[tuple[Place, Tensor]]:
+    """Yield each quantizer that keeps an ``amax``, and this number or these."""
+    for place in places(root):
+        if place.has_amax:
+            yield place, place.quantizer.amax
+
+
+def pre_quant_scale(layer: Any) -> Tensor | None:
+    """Return what the input's features are multiplied by, or None."""
+    found: Tensor | None = getattr(layer.input_quantizer, "_pre_quant_scale", None)
+    return found

@@ -1,0 +1,91 @@
+"""What a rank holds of the numbers of quantizers, under names that are the same in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from megalight.errors import ConfigurationError
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.shard import Piece, ShardSpec
+from megalight.plugins.modelopt.places import Matrix, Place
+
+
+def rows_are_split(spec: ShardSpec) -> bool:
+    """Return whether ranks hold different rows of this weight."""
+    return any(piece.size[0] != piece.shape[0] for piece in spec.pieces)
+
+
+def matrix_spec(model: ParallelModel, matrix: Matrix) -> ShardSpec:
+    """Return what this rank holds of a matrix."""
+    spec = model.specs[f"{matrix.path}.{matrix.parameter}"]
+    if matrix.index is None:
+        return spec
+    start = matrix.index * matrix.weight.numel()
+    pieces = (piece for piece in spec.pieces if start <= piece.start < start + matrix.weight.numel())
+    own = tuple(replace(piece, start=piece.start - start) for piece in pieces)
+    return ShardSpec(own, tuple(matrix.weight.shape), spec.data)
+
+
+def amax_spec(model: ParallelModel, place: Place) -> ShardSpec:
+    """Return what this rank holds of a quantizer's ``amax``; its shape is that of the buffer.
+
+    Raises:
+        ConfigurationError: blocks do not divide this rank's rows or features.
+    """
+    first = model.mesh.rank("tp") == 0
+    matrix = place.matrix
+    if matrix is None:
+        return ShardSpec.replicated(f"{model.prefix}{place.name}.amax", (), owner=first)
+    spec = matrix_spec(model, matrix)
+    height, width = place.blocks
+    if matrix.index is not None:
+        first = model.mesh.rank("etp") == 0
+    if height == 0:
+        name = f"{model.prefix}{place.name}.amax"
+        if matrix.index is not None:
+            # of the whole model: `index` counts the experts of this rank
+            around = f"{model.prefix}{matrix.path}."
+            expert = spec.pieces[0].name.removeprefix(around).partition(".")[0]
+            name = f"{around}{expert}.{matrix.parameter}_weight_quantizer.amax"
+        return replace(ShardSpec.replicated(name, (), owner=first), data=spec.data)
+    features = spec.shape[1]
+    for piece in spec.pieces:
+        if piece.size[0] % height or (width and piece.size[1] % width):
+            raise ConfigurationError(
+                f"{piece.name} has {piece.size[0]} rows of {piece.size[1]} features on this rank, and blocks of "
+                f"{f'{height} x ' if height > 1 else ''}{width} features do not divide them. Use a preset without "
+                "blocks, or a layout that does not split this weight."
+            )
+    block = (height, width or features)
+    # the sequence number of a quantizer, where several round one after the other
+    number = place.kind.removeprefix(matrix.weight_kind)
+
+    def numbers(piece: Piece) -> Piece:
+        # Ranks with other columns of the same rows have the same `amax` if it is of whole rows: only one may own it.
+        mine = width > 0 or piece.size[1] == piece.shape[1]
+        columns = width or piece.shape[1]
+        return replace(
+            piece,
+            name=f"{piece.name}_quantizer{number}.amax",
+            shape=(piece.shape[0] // height, piece.shape[1] // columns),
+            offset=(piece.offset[0] // height, piece.offset[1] // columns),
+            size=(piece.size[0] // height, max(piece.size[1] // columns, 1)),
+            start=piece.start // prod(block),
+            partial=(),
+            owner=piece.owner if mine else first,
+        )
+
+    rows, columns = spec.shape[0] // block[0], spec.shape[1] // block[1]
+    shape = (rows, 1, columns, 1) if height > 1 else (rows * columns, 1)
+    return ShardSpec(tuple(map(numbers, spec.pieces)), shape, spec.data)
+
+
+def features_spec(model: ParallelModel, path: str) -> ShardSpec:
+    """Return what a rank holds of one number for each input feature of a linear layer."""
+    piece = model.specs[f"{path}.weight"].pieces[0]
+    (_, whole), (_, offset), (_, size) = piece.shape, piece.offset, piece.size
+    # Ranks with other rows of the same columns have the same numbers.
+    owner = size < whole or model.mesh.rank("tp") == 0
+    name = f"{model.prefix}{path}.input_quantizer.pre_quant_scale"
+    return ShardSpec((Piece(name, (whole,), (offset,), (size,), owner=owner),), (size,))
