@@ -157,7 +157,7 @@ def _serve(recorded: Recorded, data: object) -> None:
             "have; train with a data module such as GPTDataModule or SFTDataModule."
         )
     recorded.store.check(*data.training_samples())
-    if recorded.store.has("validation") and (validation := data.validation_samples()) is not None:
+    if data.validates and recorded.store.has("validation") and (validation := data.validation_samples()) is not None:
         recorded.store.check(*validation, "validation")
     data.taught = recorded.store
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,8 @@ def device_of(arguments: argparse.Namespace) -> str:
 def share(verb: str, arguments: argparse.Namespace) -> int:
     """Run the same command in ``--processes`` processes, and return the exit code.
 
+    If one fails, its error is printed at once and the others are stopped: run again, they go on from there.
+
     Raises:
         ConfigurationError: the number is out of range, or ``--part`` is given, too.
     """
@@ -55,7 +58,7 @@ def share(verb: str, arguments: argparse.Namespace) -> int:
             f"--processes={count} must be at least 1, and divides the samples into parts itself; leave --part out."
         )
     words = _without(arguments.words, "--processes")
-    first, *others = (
+    processes = [
         subprocess.Popen(
             [sys.executable, "-m", "megalight", verb, f"--part={part}/{count}", *["--quiet"] * (part > 0), *words],
             # One progress bar and one error are enough.
@@ -64,17 +67,30 @@ def share(verb: str, arguments: argparse.Namespace) -> int:
             text=True,
         )
         for part in range(count)
-    )
-    said, codes = first.communicate()[0], [first.returncode]
-    for process in others:
-        out, error = process.communicate()
-        codes.append(process.returncode)
-        if process.returncode and not codes[0]:
-            print(error, file=sys.stderr, end="")
-        # Told by the process that ended last.
-        said = out if "samples of" in out else said
-    print(said, end="")
-    return max(codes, key=abs)
+    ]
+    with ThreadPoolExecutor(count) as readers:
+        # All pipes are read from the start: a full one would stop its process.
+        ends = {readers.submit(process.communicate): process for process in processes}
+        said, code = "", 0
+        try:
+            for end in as_completed(ends):
+                out, error = end.result()
+                # Told by the process that ended last.
+                said = out if "samples of" in out or not said else said
+                if ends[end].returncode and not code:
+                    code = ends[end].returncode
+                    print(error or "", file=sys.stderr, end="")
+                    _stop(processes)
+        finally:
+            _stop(processes)
+    print(said if not code else "", end="")
+    return code
+
+
+def _stop(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
 
 
 def _without(words: Sequence[str], option: str) -> list[str]:

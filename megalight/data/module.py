@@ -226,6 +226,11 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         return dataset, len(dataset) if limit is None else min(len(dataset), limit)
 
     @property
+    def validates(self) -> bool:
+        """Whether the run reads validation samples."""
+        return self.trainer is None or bool(self.trainer.limit_val_batches)
+
+    @property
     def _whole_run(self) -> bool:
         """Whether one pass over the training data lasts for the whole run (``max_steps``)."""
         return self.samples["train"] is None and self.trainer is not None and self.trainer.max_steps > 0

@@ -139,9 +139,10 @@ def test_validation_alone_reads_the_folder(folder: Path) -> None:
     assert offline == pytest.approx(online, rel=1e-10)
 
 
-def set_up(base: Path, draft: EagleConfig, data: Any, stage: str = "fit") -> None:
+def set_up(base: Path, draft: EagleConfig, data: Any, stage: str = "fit", validation: float = 1.0) -> None:
     module = Drafter(base, draft)
-    runner: Any = SimpleNamespace(datamodule=data, max_steps=STEPS, accumulate_grad_batches=1, limit_val_batches=1.0)
+    values = {"max_steps": STEPS, "accumulate_grad_batches": 1, "limit_val_batches": validation}
+    runner: Any = SimpleNamespace(datamodule=data, **values)
     module._trainer = runner
     if data is not None:
         data.trainer = runner
@@ -163,6 +164,7 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     record(folder, "alone", config(), validation=False)
     with pytest.raises(DataError, match="has no validation samples, and the run validates"):
         set_up(folder / "alone", config(), data_of(folder))
+    set_up(folder / "alone", config(), data_of(folder), validation=0)
     with pytest.raises(ConfigurationError, match="8 samples for 9 parts; divide them into fewer"):
         record(folder, "many", config(), part=8, parts=9)
     record(folder, "begun", config(), part=0, parts=2)

@@ -157,7 +157,7 @@ def test_all_tokens_give_the_loss_of_the_teacher_itself(folder: Path) -> None:
 
 def prepared(folder: Path, name: str = "rows", **options: Any) -> tuple[GPTDataModule, Distillation, Any]:
     data = data_of(folder, **options)
-    runner: Any = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1, datamodule=data)
+    runner: Any = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1, datamodule=data, limit_val_batches=1.0)
     data.trainer = runner
     runner.callbacks = [Distillation(teacher_logits=folder / name, temperature=TEMPERATURE)]
     return data, runner.callbacks[0], runner
@@ -175,6 +175,16 @@ def test_other_samples_are_refused(folder: Path, options: dict[str, Any], messag
     _, callback, runner = prepared(folder, **options)
     with pytest.raises(DataError, match=message):
         callback.setup(runner, Learner(), "fit")
+
+
+def test_validation_samples_are_checked_if_the_run_reads_them(folder: Path) -> None:
+    store(folder, "validated", temperature=TEMPERATURE, validation=True)
+    data, callback, runner = prepared(folder, "validated", split="6,1,1")
+    with pytest.raises(DataError, match="another order of samples"):
+        callback.setup(runner, Learner(), "fit")
+    runner.limit_val_batches = 0
+    callback.setup(runner, Learner(), "fit")
+    assert data.taught is not None
 
 
 def test_what_does_not_fit_is_refused(folder: Path) -> None:

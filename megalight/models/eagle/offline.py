@@ -97,8 +97,7 @@ def serve(store: StatesStore, data: Any, layers: Sequence[int], stage: str) -> N
         )
     if stage == "fit":
         store.check(*data.training_samples())
-    limit = 1 if data.trainer is None else data.trainer.limit_val_batches
-    if limit and (validation := data.validation_samples()) is not None:
+    if data.validates and (validation := data.validation_samples()) is not None:
         if not store.has("validation"):
             raise DataError(
                 f"{store.folder} has no validation samples, and the run validates; set trainer.limit_val_batches=0, or "
