@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.boxes import meeting
 from megalight.checkpoint.compare import compare
@@ -20,7 +19,7 @@ from megalight.checkpoint.loading import Checkpoint
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import piece_name
 from megalight.errors import CheckpointError
-from megalight.parallel.source import Filled, Source, Stored, Target
+from megalight.parallel.source import Filled, Request, Source, Stored, Target, Wrapped
 
 _PIECE = re.compile(r"(?P<name>.+)@(?P<offset>[\d,]*)\+(?P<size>[\d,]*)")
 
@@ -46,13 +45,13 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class FlatStates:
+class FlatStates(Wrapped):
     """A checkpoint of the scheme ``dp_reshardable`` as a source of canonical tensors.
 
     A fill reads the whole of each piece that a box touches: this is for one process that converts, not for training.
     """
 
-    saved: Checkpoint
+    source: Checkpoint
 
     @cached_property
     def wholes(self) -> dict[str, Whole]:
@@ -62,7 +61,7 @@ class FlatStates:
             CheckpointError: the pieces of a tensor do not cover it.
         """
         found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], TensorInfo]]] = {}
-        for name, info in self.saved.tensors.items():
+        for name, info in self.source.tensors.items():
             match = _PIECE.fullmatch(name)
             if match is not None:
                 found.setdefault(match["name"], []).append((_numbers(match["offset"]), _numbers(match["size"]), info))
@@ -74,29 +73,22 @@ class FlatStates:
             if sum(prod(size) for _, size, _ in parts) != prod(shape) or any(
                 info.shape != (prod(size),) for _, size, info in parts
             ):
-                raise CheckpointError(f"checkpoint {self.saved.path} is malformed: the pieces of {name!r} do not fit.")
+                raise CheckpointError(f"checkpoint {self.source.path} is malformed: the pieces of {name!r} do not fit.")
             wholes[name] = Whole(shape, parts[0][2].dtype, tuple((offset, size) for offset, size, _ in parts))
         return wholes
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
         """The available tensors, by canonical name."""
-        others = {name: info for name, info in self.saved.tensors.items() if not _PIECE.fullmatch(name)}
+        others = {name: info for name, info in self.source.tensors.items() if not _PIECE.fullmatch(name)}
         return {**others, **self.wholes}
 
-    def fill(
-        self,
-        targets: Iterable[Target],
-        *,
-        strict: bool = True,
-        prefix: str = "",
-        process_group: ProcessGroup | None = None,
-    ) -> Filled:
-        """See :meth:`megalight.parallel.source.Source.fill`."""
-        boxes = list(targets)
+    def read(self, passed: Request) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.read`."""
+        boxes, group = passed.targets, passed.process_group
         asked = {box.name: box.shape for box in boxes}
-        where = f"checkpoint {self.saved.path}"
-        filled = compare(Ranks(process_group), where, self.tensors, asked, strict=strict, prefix=prefix)
+        where = f"checkpoint {self.source.path}"
+        filled = compare(Ranks(group), where, self.tensors, asked, strict=passed.strict, prefix=passed.prefix)
         plain = [box for box in boxes if box.name not in self.wholes]
         touched: dict[str, Tensor] = {}
         overlaps = []
@@ -112,7 +104,7 @@ class FlatStates:
                     overlaps.append((name, size, box.data[mine], inside))
         flat = [Target(name, (len(data),), (0,), data) for name, data in touched.items()]
         # One fill for all, so that files are opened once.
-        self.saved.fill([*plain, *flat], strict=False, process_group=process_group)
+        self.source.fill([*plain, *flat], strict=False, process_group=group)
         for name, size, part, inside in overlaps:
             part.copy_(touched[name].view(size)[inside])
         return filled
