@@ -79,17 +79,19 @@ class Codes:
 
 
 def check(features: int, form: str, block: int) -> None:
-    """Raise if rows of ``features`` cannot be stored.
+    """Raise if rows of ``features`` cannot be stored in this way.
 
     Raises:
         ConfigurationError: says the rule.
     """
     if form not in FORMATS:
         raise ConfigurationError(f"there is no format {form!r} of stored weights; choose one of {', '.join(FORMATS)}.")
-    if block < 2 or block % 2 or features % block:
+    if block < 2 or block % 2:
+        raise ConfigurationError(f"block={block} must be even and at least 2; 64 is usual.")
+    if features % block:
         raise ConfigurationError(
-            f"rows of {features} features cannot be cut into blocks of {block}: the block must be even and divide the "
-            "features that a rank holds. Choose another block."
+            f"rows of {features} features cannot be cut into blocks of {block}: the block must divide the features "
+            "that a rank holds. Choose another block."
         )
 
 

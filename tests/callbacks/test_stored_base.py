@@ -157,7 +157,7 @@ CASES = {
     "dora": (lambda: Adapters(2, base="nf4", dora=True, save_base=False), "DoRA reads whole rows"),
     "format": (lambda: Adapters(2, base="int7", save_base=False), "no format 'int7' of stored weights"),
     "alone": (lambda: Adapters(2, block=32), "block=32 is of weights that are stored as codes; set base, too"),
-    "odd": (lambda: Adapters(2, base="int8", block=5, save_base=False), "must be even"),
+    "odd": (lambda: Adapters(2, base="int8", block=5, save_base=False), "^block=5 must be even and at least 2"),
     "trained": (lambda: StoredBase().change(GPT(CONFIGS["gqa"])), "is trained, and codes have no gradient"),
     "experts": (
         lambda: _change(replace(CONFIGS["gqa"], moe=MoEConfig(num_experts=2, ffn_hidden_size=8))),
