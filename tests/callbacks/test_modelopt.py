@@ -242,8 +242,8 @@ def assert_same_amax_names(found: dict[str, Any], wanted: dict[str, Any]) -> Non
 LATENT = {
     "latent": LatentConfig(kv_rank=16, head_dim=8, rotary_dim=4),
     "mixer_pattern": ("latent_attention",),
-    "num_kv_heads": None,
-    "head_dim": None,
+    "num_kv_heads": 0,
+    "head_dim": 0,
 }
 
 
