@@ -27,7 +27,7 @@ def pages() -> dict[str, str]:
     from megalight.data.gpt.module import GPTDataModule
     from megalight.models.family import families
     from megalight.models.module import MegalightModule
-    from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
+    from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 
     ours = [getattr(callbacks, name) for name in callbacks.__all__]
     modules = [family.module() for family in families()]
@@ -35,7 +35,8 @@ def pages() -> dict[str, str]:
     return {
         "reference/trainer.md": _page("Keys of the commands", _parser_of_fit()),
         "reference/strategies.md": _page(
-            "Options of the strategies", _classes([MegatronStrategy, MegatronFSDPStrategy], "trainer.strategy")
+            "Options of the strategies",
+            _classes([MegatronStrategy, MegatronFSDPStrategy, MegatronTowersStrategy], "trainer.strategy"),
         ),
         "reference/models.md": _page(
             "Keys of models and data",

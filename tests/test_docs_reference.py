@@ -19,7 +19,7 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import MegalightModule
 from megalight.nn.moe import MoEConfig
-from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 from megalight.types import TokenBatch
 from tests.source import ROOT
 
@@ -42,7 +42,9 @@ def test_every_callback_is_there(pages: dict[str, str]) -> None:
     assert set(re.findall(r"^## (\w+)", pages["reference/callbacks.md"], re.MULTILINE)) >= set(callbacks.__all__)
 
 
-@pytest.mark.parametrize("cls", [MegatronStrategy, MegatronFSDPStrategy], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [MegatronStrategy, MegatronFSDPStrategy, MegatronTowersStrategy], ids=lambda cls: cls.__name__
+)
 def test_the_parser_knows_the_same_keys(cls: type, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         MegalightCLI(args=["fit", f"--trainer.strategy={cls.__name__}", "--print_config"])

@@ -52,6 +52,7 @@ class Run:
         engine: None outside of training; then there is no optimizer state.
         optimizer: on the engine's shards.
         extra: name -> one flat tensor per engine shard, kept beside the optimizer's state.
+        peers: all ranks that hold other parameters of the model; None: those of the pipeline.
 
     Raises:
         CheckpointError: a name of ``extra`` is one of the checkpoint's own.
@@ -62,6 +63,7 @@ class Run:
     engine: DataParallelEngine | None = None
     optimizer: Optimizer | None = None
     extra: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    peers: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         for name in self.extra:
@@ -131,10 +133,10 @@ class Run:
                 }
             )
         histories = bool(self._past())
-        pipeline = self.model.mesh.group("pp")
-        if pipeline is not None:
-            stages: list[Any] = [None] * pipeline.size()
-            dist.all_gather_object(stages, (groups, histories), group=pipeline)
+        peers = self.peers or self.model.mesh.group("pp")
+        if peers is not None:
+            stages: list[Any] = [None] * peers.size()
+            dist.all_gather_object(stages, (groups, histories), group=peers)
             histories = any(past for _, past in stages)
             same_groups = zip(*(found for found, _ in stages), strict=True)
             groups = [next((g for g in same if g["tensors"] or g["scalars"]), same[0]) for same in same_groups]

@@ -41,6 +41,7 @@ START = {"trainer": "megalight.cli.trainer.MegalightTrainer", STRATEGY: "megalig
 STRATEGIES = {
     "megatron": START[STRATEGY],
     "megatron_fsdp": "megalight.strategies.MegatronFSDPStrategy",
+    "megatron_towers": "megalight.strategies.MegatronTowersStrategy",
 }
 """Registered names of strategies -> their classes."""
 

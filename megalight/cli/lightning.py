@@ -30,7 +30,7 @@ from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.family import families
 from megalight.registry import load_plugins
-from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 
 # Lightning uses deprecated functions of jsonargparse; users cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -46,7 +46,15 @@ ADDED: tuple[type[pl.Callback], ...] = (Throughput, OptimizerMonitor, RunRecord)
 REPLACED: dict[type[pl.Callback], type[pl.Callback]] = {ProgressBar: StepProgress, ModelSummary: WholeModelSummary}
 """Lightning's default callbacks -> ours in their place, where they are not disabled."""
 
-NAMED = (GPTDataModule, BertDataModule, SFTDataModule, MultimodalDataModule, MegatronStrategy, MegatronFSDPStrategy)
+NAMED = (
+    GPTDataModule,
+    BertDataModule,
+    SFTDataModule,
+    MultimodalDataModule,
+    MegatronStrategy,
+    MegatronFSDPStrategy,
+    MegatronTowersStrategy,
+)
 """Classes with short names on the command line, like the modules of the families: jsonargparse finds imported ones."""
 
 

@@ -26,7 +26,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "megalight.data.chat.module.SFTDataModule",
         "megalight.data.multimodal.module.MultimodalDataModule",
     ),
-    STRATEGY: (START[STRATEGY], "megalight.strategies.MegatronFSDPStrategy"),
+    STRATEGY: (
+        START[STRATEGY],
+        "megalight.strategies.MegatronFSDPStrategy",
+        "megalight.strategies.MegatronTowersStrategy",
+    ),
     "trainer.callbacks": ("megalight.callbacks", "lightning.pytorch.callbacks"),
     "trainer.logger": ("megalight.loggers", "lightning.pytorch.loggers"),
 }

@@ -17,6 +17,8 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.degrees import check_degrees
 
 MODULES, STRATEGY = "megalight.models.", "trainer.strategy."
+TOWERS = "MegatronTowersStrategy"
+
 PLACES = ("pipeline", "pipeline_layout", "context", "expert", "plan", "transforms")
 """Options of a strategy that decide what can be split, besides the degrees."""
 
@@ -38,7 +40,9 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], megat
         return  # a rank that somebody started: the command was checked before, or all ranks would say the same
     known = _family(source.module.name.rpartition(".")[0])
     config = None if known is None else _config(known, values)
-    if config is None or not megatron:
+    divides = classes.get(STRATEGY.rstrip("."))
+    # Towers divide the ranks among two models; the strategy checks this itself, before it starts processes.
+    if config is None or not megatron or (divides is not None and divides.name == TOWERS):
         return
     given = {key[len(STRATEGY) :]: value for key, value in values.items() if key.startswith(STRATEGY)}
     degrees = {

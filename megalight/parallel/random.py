@@ -30,13 +30,18 @@ class RandomStreams:
     A CUDA graph cannot seed a generator while it runs. So between :meth:`persist` and :meth:`forget` each stream has a
     generator of its own. :meth:`begin` seeds it once a step, and all forks of the step continue it.
 
+    Args:
+        mesh: the mesh of ranks.
+        replica: ranks with the same number read the same data. None: the place along ``dp``.
+
     Attributes:
         persistent: these generators, by stream; empty while forks have no state.
-        data_seed: for generators that draw data: different only along ``dp``, as all ranks of a replica read the same.
+        data_seed: for generators that draw data: different only between replicas.
     """
 
-    def __init__(self, mesh: ParallelMesh) -> None:
+    def __init__(self, mesh: ParallelMesh, replica: int | None = None) -> None:
         self.mesh = mesh
+        self.replica = mesh.rank("dp") if replica is None else replica
         self.data_seed = 0
         self.persistent: dict[str, torch.Generator] = {}
         self._apart: list[torch.Generator] = []
@@ -44,7 +49,7 @@ class RandomStreams:
     def seed(self, seed: int) -> None:
         """Seed the default stream: equal along ``tp``, different along ``dp``, ``cp`` and ``pp``."""
         # Not by `tp`, `cp` and `pp`: these ranks read the same batch.
-        self.data_seed = key(seed, "data", self.mesh.rank("dp"))
+        self.data_seed = key(seed, "data", self.replica)
         torch.manual_seed(self._seed_here(seed))
 
     def seed_apart(self, seed: int, device: torch.device) -> None:

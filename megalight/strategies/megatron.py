@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, Self
@@ -39,7 +39,7 @@ from megalight.strategies.clipping import clip_by_norm, clip_by_value, unscale
 from megalight.strategies.even_loader import even
 from megalight.strategies.process_group import join
 from megalight.strategies.step import Stepper, StepReport
-from megalight.strategies.user_module import check_steps, own_steps
+from megalight.strategies.user_module import own_steps
 
 log = logging.getLogger(__name__)
 
@@ -208,12 +208,11 @@ class MegatronStrategy(FolderCheckpoints):
         self.set_world_ranks()
         # The mesh asks for groups, so the process group comes first.
         join(self, self.timeout_seconds)
-        if self.mesh.world_size != self.world_size:
-            # A second loop of the same Trainer keeps the mesh, and with it the process groups.
-            self.mesh = self.grid(self.world_size, self.global_rank)
+        # A second loop of the same Trainer keeps the mesh, and with it the process groups.
         if self.streams is None:
-            self.streams = RandomStreams(self.mesh)
-        log.info("parallel layout: %s", self.mesh.describe())
+            self.mesh = self.grid(self.world_size, self.global_rank)
+            self.streams = RandomStreams(self.mesh, self.distributed_sampler_kwargs["rank"])
+        log.info("parallel layout: %s", self.layout)
 
     # ------------------------------------------------------------------ model and optimizer
 
@@ -254,13 +253,13 @@ class MegatronStrategy(FolderCheckpoints):
         if new:
             # The engine of an earlier module holds that one's parameters.
             self.engine = None
-            check_steps(module, self.mesh)
+            self.check_module(module, self.mesh)
             model = setup.build(self, module, self._resumed is not None)
             before_backward = partial(_lightning.fire, trainer, "on_before_backward")
             saved = None if self._resumed is None else self._resumed.micro_batch_size(self)
             device = self.root_device
             self.micro_batches = micro_batches.of_strategy(self.micro_batch_size, device, self.mesh, saved)
-            self._stepper = Stepper(module, model, self.precision, self.micro_batches, before_backward)
+            self._stepper = self.make_stepper(module, model, before_backward)
             self._stepper.step.frozen = setup.build_frozen(self, module)
             self._setup_of = module
         assert self._stepper is not None and self.parallel_model is not None
@@ -281,6 +280,17 @@ class MegatronStrategy(FolderCheckpoints):
         if isinstance(module, MegalightModule):  # what its layers keep for later passes must not be inference tensors
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False
+
+    def make_stepper(
+        self, module: pl.LightningModule, model: ParallelModel, before_backward: Callable[[Tensor], None]
+    ) -> Stepper:
+        """Make what runs the steps of a module.
+
+        Args:
+            before_backward: called with each scalar before its backward.
+        """
+        assert self.micro_batches is not None
+        return Stepper(module, model, self.precision, self.micro_batches, before_backward)
 
     def _fit_setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None and self.parallel_model is not None
@@ -499,7 +509,7 @@ class MegatronStrategy(FolderCheckpoints):
             return dataloader
         assert self.lightning_module is not None
         if not setup.keeps_random_state(self.lightning_module, self.mesh):
-            dataloader = setup.seed_workers(dataloader, self.mesh.rank("dp"), self.streams.data_seed)
+            dataloader = setup.seed_workers(dataloader, self.streams.replica, self.streams.data_seed)
         coupling = self.parallel_model.coupling
         return dataloader if coupling is None else even(dataloader, coupling)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -26,6 +28,21 @@ from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.collectives import Collectives
 from megalight.strategies.micro_batches import MicroBatchSize
+from megalight.strategies.user_module import check_steps
+
+
+class Part(NamedTuple):
+    """A part of the run's model that has ranks of its own.
+
+    Attributes:
+        mesh: its ranks, as seen by the first.
+        options: how it is split over them.
+        take: takes it out of the whole model.
+    """
+
+    mesh: ParallelMesh
+    options: ParallelOptions
+    take: Callable[[nn.Module], nn.Module]
 
 
 class MeshStrategy(Collectives, ParallelStrategy):
@@ -98,6 +115,32 @@ class MeshStrategy(Collectives, ParallelStrategy):
             ep=self.expert_parallel,
             etp=self.expert_tensor_parallel,
         )
+
+    def parts(self, world_size: int) -> Sequence[Part]:
+        """Return the parts of the model that have ranks of their own. The last one has the loss."""
+        return (Part(self.grid(world_size), self.options, self.take),)
+
+    def take(self, whole: nn.Module) -> nn.Module:
+        """Return the part of the whole model that is split over the ranks of :attr:`mesh`."""
+        return whole
+
+    def check_module(self, module: pl.LightningModule, mesh: ParallelMesh) -> None:
+        """Refuse a module that cannot run on a mesh.
+
+        Raises:
+            ConfigurationError: the message says what to do.
+        """
+        check_steps(module, mesh)
+
+    @property
+    def layout(self) -> str:
+        """The layout in words."""
+        return self.mesh.describe()
+
+    @property
+    def holds_part(self) -> bool:
+        """Whether ranks hold parameters that others lack, so that a rule for parameters may match none here."""
+        return self.pipeline_parallel > 1
 
     @property
     def is_distributed(self) -> bool:

@@ -12,13 +12,12 @@ import torch
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.models.module import MegalightModule
 from megalight.parallel.groups import check_max_ctas
-from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import check_split
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies.checkpoints.resuming import open_folder
-from megalight.strategies.mesh_strategy import MeshStrategy
+from megalight.strategies.mesh_strategy import MeshStrategy, Part
 from megalight.strategies.process_group import backend_of
-from megalight.strategies.user_module import check_steps, options_for
+from megalight.strategies.user_module import options_for
 from megalight.types.zigzag import check_length
 
 NAMED = ("best", "last", "hpc")
@@ -48,9 +47,12 @@ def check(
             callback.attach(module)
     check_max_ctas("data_parallel.max_ctas", strategy.data_parallel.max_ctas, backend_of(strategy))
     check_max_ctas("TensorOptions.max_ctas", strategy.tensor.max_ctas, backend_of(strategy))
-    mesh = strategy.grid(strategy.num_nodes * strategy.num_processes)
-    check_steps(module, mesh)
-    _split_on_meta(strategy, module, mesh)
+    parts = strategy.parts(strategy.num_nodes * strategy.num_processes)
+    for part in parts:
+        strategy.check_module(module, part.mesh)
+        if strategy.num_nodes * strategy.num_processes > 1:
+            _split_on_meta(strategy, module, part)
+    mesh = parts[-1].mesh
     size = getattr(data, "global_batch_size", None)
     if isinstance(size, int):
         GlobalBatchSampler(size, size, num_replicas=mesh.dp)  # refuses what does not divide
@@ -68,15 +70,15 @@ def check(
             module.check_checkpoint(entries)
 
 
-def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> None:
-    """Build the model without memory, and split it like rank 0.
+def _split_on_meta(strategy: MeshStrategy, module: Any, part: Part) -> None:
+    """Build the model without memory, and split a part of it like its first rank.
 
     This runs the module's ``build_model`` once more. We cannot keep this model: ``setup`` hooks, which may prepare what
     ``build_model`` needs, have not run yet, and with ``start_method="fork"`` or ``"spawn"`` another process trains. On
     the meta device the extra run needs no memory and little time.
     """
     built_elsewhere = getattr(type(module), "configure_model", None) is not MegalightModule.configure_model
-    if mesh.world_size == 1 or built_elsewhere or module.model is not None:
+    if built_elsewhere or module.model is not None:
         return
     # The state of the generator stays, so that the later real build draws the same values
     # as without this check.
@@ -84,8 +86,9 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> N
         model = module.build_model()
         apply_transforms(model, module.transforms)
         module.check_model(model)
-        options = options_for(module, model, strategy.options)
-        check_split(model, mesh, options, strategy.precision.dtype, strategy.root_device)
+        model = part.take(model)
+        options = options_for(module, model, part.options)
+        check_split(model, part.mesh, options, strategy.precision.dtype, strategy.root_device)
         strategy.precision.check(model)
         for frozen in module.frozen_models().values():
-            frozen.check(mesh, strategy.precision.dtype, strategy.root_device)
+            frozen.check(part.mesh, strategy.precision.dtype, strategy.root_device)

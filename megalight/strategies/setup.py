@@ -52,7 +52,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     precision = strategy.precision
     precision.device_type = strategy.root_device.type
     precision.plain = not isinstance(module, MegalightModule)
-    refusals.check_no_codes(root)
+    refusals.check_no_codes(model.root)
     # Under Lightning, mixed precision leaves the parameters of a plain module in their own dtype.
     own_type = precision.plain and precision.precision not in ("64-true", "bf16-true")
     model.place(strategy.root_device, None if own_type else precision.dtype)
@@ -63,7 +63,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     # draw values even if a checkpoint follows: it lacks computed buffers and, with strict=False, perhaps parameters
     model.begin_from(seed_of(module, seed), source)
     # After the split, because it wraps the parallel layers.
-    model.recompute(strategy.recompute)
+    model.recompute(strategy.options.recompute)
     precision.prepare(model, seed)
     model.check_device()
     if not keeps_random_state(module, strategy.mesh):
@@ -88,13 +88,14 @@ def build_frozen(strategy: MeshStrategy, module: pl.LightningModule) -> dict[str
 def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
     # Before the split: a batch norm cannot be replaced inside a layer that is split already.
     _lightning.sync_layers(strategy, module)
-    options = options_for(module, root, strategy.options)
     if isinstance(module, MegalightModule):
         module.check_model(root)
-        module.token_multiple = options.token_multiple(strategy.mesh)
+        root = module.model = strategy.take(root)
+        module.token_multiple = strategy.options.token_multiple(strategy.mesh)
     else:
         # Each process may have built its layers from another random state.
         broadcast_values(root, strategy.root_device)
+    options = options_for(module, root, strategy.options)
     model = root.__dict__[SPLIT] = ParallelModel(root, strategy.mesh, options)
     return model
 

@@ -169,15 +169,17 @@ class Stepper:
 
     def evaluate(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Log the totals of one evaluation batch over all ranks, equal on every rank, and return its mean loss."""
-        _, micro_batches = self._split(batch)
-        totals = self.step.evaluate(stage, micro_batches)
+        totals = self.totals(stage, batch)
         self._module.log_totals(stage, totals, dataloader_idx)
         return mean(*totals["loss"])
 
+    def totals(self, stage: str, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Run an evaluation batch forward only; return ``name -> (sum, count)`` over all ranks."""
+        return self.step.evaluate(stage, self._split(batch)[1])
+
     def replay(self, batch: Any) -> None:
         """Run an evaluation batch forward only, and log nothing."""
-        _, micro_batches = self._split(batch)
-        self.step.evaluate("val", micro_batches)
+        self.totals("val", batch)
 
     def predict(self, batch: Any) -> Any:
         """Return the module's ``output_step`` for a whole batch, on every rank of the replica."""

@@ -14,33 +14,31 @@ The tower's ranks come first. They read the images of micro-batches, and send wh
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from megalight.data.multimodal.batch import ImageTextBatch
-from megalight.errors import ConfigurationError, DataError, LayoutError
+from megalight.errors import DataError
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.frozen import freeze as freeze_parameters
 from megalight.models.vlm.model import VLM, Arrived
-from megalight.models.vlm.plan import tower_plan, vlm_plan
 from megalight.parallel.bridge import BridgeCommunicator
-from megalight.parallel.bridge.lanes import lanes
-from megalight.parallel.data_parallel import DataParallel, clip_coefficient
+from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Source
 from megalight.parallel.step import Outcome
-from megalight.towers.shares import consecutive, end_to_end, features_of, take
-from megalight.towers.side import Side, check_tower
+from megalight.towers.arriving import Arrivals
+from megalight.towers.division import Division
+from megalight.towers.encoder import Encoder
+from megalight.towers.part import part_of
+from megalight.towers.side import Side
 from megalight.training import Training
 from megalight.types import Loss
 
@@ -95,36 +93,17 @@ class TowersApart:
         dtype: torch.dtype | None = None,
     ) -> None:
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        # All of this is arithmetic: a mistake costs no process group.
-        if tower.ranks + language.ranks != world:
-            raise LayoutError(
-                f"the tower has {tower.ranks} ranks and the language model {language.ranks}, which are "
-                f"{tower.ranks + language.ranks}, and there are {world} processes; start as many, or change a side."
-            )
-        check_tower(tower)
-        meshes = tower.mesh(rank, 0), language.mesh(rank, tower.ranks)
-        # A layout may have chunks that `virtual_pipeline` does not tell of.
-        chunks = language.options().virtual_pipeline
-        lanes(*meshes)
+        division = Division.of(tower, language, world, rank)
+        options = tower.tower_options() if division.is_tower else language.options()
         self.config = config
-        self.is_tower = rank < tower.ranks
-        self.mesh = meshes[not self.is_tower]
+        self.is_tower, self.mesh, self.replicas = division.is_tower, division.mesh, division.replicas
         with torch.device("meta"):
             whole = VLM(config)
         freeze_parameters(whole, freeze)
-        part = whole.without_tower()
-        if not any(parameter.requires_grad for parameter in part.parameters()):
-            raise ConfigurationError(
-                f"freeze={list(freeze)} leaves nothing to train on the ranks of the tower; train the projector, or let "
-                "both models have the same ranks."
-            )
-        root: nn.Module = part if self.is_tower else whole
-        side = tower if self.is_tower else language
-        plan = tower_plan(part) if self.is_tower else vlm_plan(whole)
         self.model = ParallelModel.build(
-            root,
+            part_of(whole, division.is_tower),
             self.mesh,
-            replace(side.options(), plan=plan),
+            options,
             device=device,
             dtype=dtype,
             seed=seed,
@@ -132,18 +111,13 @@ class TowersApart:
             fill=False,
         )
         RandomStreams(self.mesh).seed(seed)
-        self.bridge = BridgeCommunicator(*meshes, device=device)
-        ours = max(1, meshes[1].dp // meshes[0].dp)
-        self._shares = max(1, meshes[0].dp // meshes[1].dp)
-        lane = self.mesh.rank("dp") // (self._shares if self.is_tower else 1)
-        self.replicas = range(lane * ours, (lane + 1) * ours) if self.is_tower else range(lane, lane + 1)
-        # As many as a pipeline begins before its first backward; with chunks, all, which is always enough.
-        self._ahead = meshes[1].pp + 1 if chunks == 1 else None
-        self._side_ranks, self._tower_ranks = side.ranks, tower.ranks
-        self._language = _Language(self.bridge, self.model.token_multiple)
-        self.training = Training(
-            self.model, optimizer(self.model.parameters()), self._language, data_parallel=data_parallel
-        )
+        self.bridge = BridgeCommunicator(division.tower, division.language, device=device)
+        self._first = division.language.members.start
+        reader = _Language(Arrivals(self.bridge, self.model.token_multiple), self.model.token_multiple)
+        self.training = Training(self.model, optimizer(self.model.parameters()), reader, data_parallel=data_parallel)
+        # Gradients are those of both models.
+        self.training.engine.main_gradients.everyone = dist.group.WORLD
+        self._encoder = Encoder(config, self.model, self.bridge, division, language.options())
         self._fresh = True
 
     @property
@@ -174,17 +148,12 @@ class TowersApart:
             loss.copy_(outcome.loss)
         self.bridge.finish()
         # From the first rank of the language model; all of them have it.
-        dist.broadcast(loss, self._tower_ranks)
+        dist.broadcast(loss, self._first)
         return loss
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients of both models down to a norm of ``max_norm`` at most; return the norm before."""
-        engine = self.training.engine
-        square = engine.grad_norm().double() ** 2 / self._side_ranks  # each rank of a side has the same
-        dist.all_reduce(square)
-        norm = square.sqrt()
-        engine.scale_gradients(clip_coefficient(norm, max_norm))
-        return norm
+        return self.training.clip_grad_norm(max_norm)
 
     def step(self) -> None:
         """Update the parameters of this rank's side."""
@@ -192,47 +161,18 @@ class TowersApart:
         self._fresh = True
 
     def _encode(self, micro_batches: Sequence[Sequence[ImageTextBatch]]) -> None:
-        """Run the tower for all micro-batches, each of one or several replicas of the language model."""
-        engine, sent = self.training.engine, deque[int]()
+        engine = self.training.engine
         if self._fresh:
             self._fresh = False
             engine.zero_grad()
-        ahead = len(micro_batches) if self._ahead is None else self._ahead
-        with engine.micro_batches(len(micro_batches)):
-            for number, batches in enumerate(micro_batches):
-                if len(sent) == ahead:
-                    self._backward(sent)
-                features, parts = self._features(batches)
-                self.bridge.send_forward({"features": features}, {"features": parts})
-                sent.append(number)
-            while sent:
-                self._backward(sent)
-        engine.finish_grad_sync()
-
-    def _backward(self, sent: deque[int]) -> None:
-        self.bridge.backward()
-        sent.popleft()
-
-    def _features(self, batches: Sequence[ImageTextBatch]) -> tuple[Tensor, list[int]]:
-        """Return the features of the images that this replica reads, and the rows of each destination."""
-        images = [batch.parts()[0] for batch in batches]
-        if self._shares > 1:
-            (whole,) = images
-            own = consecutive(whole.lengths, self._shares)[self.mesh.rank("dp") % self._shares]
-            images = [take(whole, own)]
-        parts = [features_of(each) for each in images]
-        nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
-        pictures = task.pictures_of(self.config, end_to_end(images), nothing, self.model.token_multiple)
-        features: Tensor = self.model.root(pictures)
-        # Without the rows of padding.
-        return features[: sum(parts)], parts
+        self._encoder.train(micro_batches, engine)
 
 
 class _Language:
     """What the language model computes, with features that come over the bridge."""
 
-    def __init__(self, bridge: BridgeCommunicator, multiple: int) -> None:
-        self.bridge = bridge
+    def __init__(self, arrivals: Arrivals, multiple: int) -> None:
+        self.arrivals = arrivals
         self.multiple = multiple
 
     def forward_step(self, model: nn.Module, batch: ImageTextBatch, carry: dict[str, Any] | None = None) -> Any:
@@ -240,20 +180,8 @@ class _Language:
         sequences = batch.sequences.pad_to(self.multiple)
         arrived = None
         if task.has_embedding(model):
-            arrived = Arrived(self._features(), task.source_of(batch, sequences))
+            arrived = Arrived(self.arrivals(batch), task.source_of(batch, sequences))
         return task.forward(model, batch, sequences, carry, arrived)
-
-    def _features(self) -> Tensor:
-        features = self.bridge.recv_forward()["features"]
-        if features.requires_grad:
-            # Backward passes of the first stage come in the order of its forward passes, as messages must.
-            features.register_hook(self._answer)  # type: ignore[no-untyped-call]
-        # At least one row, and whole shares for sequence parallelism.
-        rows = max(1, len(features))
-        return F.pad(features, (0, 0, 0, rows + -rows % self.multiple - len(features)))
-
-    def _answer(self, gradient: Tensor) -> None:
-        self.bridge.send_backward({"features": gradient})
 
     def loss_step(self, carry: dict[str, Tensor], batch: ImageTextBatch) -> Loss:
         """Return the sum of the losses."""

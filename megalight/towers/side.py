@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalight.errors import LayoutError
 from megalight.parallel.degrees import check_sequence_parallel
@@ -64,6 +64,14 @@ class Side:
             pipeline_layout=self.pipeline_layout,
             recompute=self.recompute or Recompute(),
         )
+
+    def tower_options(self) -> ParallelOptions:
+        """Return the options of the split of a tower, whose recompute is that of its own layers.
+
+        Raises:
+            LayoutError: they do not go together.
+        """
+        return replace(self.options(), recompute=Recompute(vision=self.recompute))
 
 
 def check_tower(side: Side) -> None:

@@ -25,7 +25,7 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.transform import apply_transforms
 from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 from megalight.types import PackedSequences
 from tests.environment import trainer
 from tests.models.vlm_samples import CONFIG, LANGUAGE, QWEN, batch, small
@@ -111,7 +111,8 @@ def fit(name: str, counts: str, options: dict[str, Any]) -> dict[str, Any]:
     if options.get("sharded"):
         strategy: Any = MegatronFSDPStrategy(**{key: value for key, value in options.items() if key != "sharded"})
     else:
-        strategy = MegatronStrategy(data_parallel=DataParallel(), **options)
+        kind = MegatronTowersStrategy if "tower" in options else MegatronStrategy
+        strategy = kind(data_parallel=DataParallel(), **options)
     losses, gradients = Losses(), Gradients()
     rules = tuple(GroupRule(pattern, lr_scale=scale) for pattern, scale in RATES.get(name, {}).items())
     module = WithData(CONFIGS[name], optimizer=replace(ADAM, rules=rules), seed=SEED, freeze=FREEZE.get(name, ()))

@@ -164,6 +164,7 @@ class CUDAGraph(pl.Callback):
         on_gpu = strategy.root_device.type == "cuda"
         reasons = [
             *reasons_against.of_environment(on_gpu),
+            *reasons_against.of_strategy(strategy),
             *reasons_against.of_recompute(strategy.chunks),
         ]
         if (missing := GRAPH_BACKENDS[self.backend].why_not(strategy.root_device.type)) is not None:

@@ -20,6 +20,7 @@ from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.hooks import defines, is_ours
 from megalight.strategies.megatron import MegatronStrategy
+from megalight.strategies.towers import MegatronTowersStrategy
 from megalight.strategies.user_module import own_steps
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -38,6 +39,12 @@ def of_environment(on_gpu: bool) -> Iterator[str]:
     # A graph can hold work of the device only.
     if on_gpu and dist.is_initialized() and not speaks("nccl"):
         yield f"collectives run over {dist.get_backend()}, through the host; use nccl"
+
+
+def of_strategy(strategy: MegatronStrategy) -> Iterator[str]:
+    """Yield reasons in the strategy."""
+    if isinstance(strategy, MegatronTowersStrategy):
+        yield "the tower has ranks of its own, and its messages change with the images; use MegatronStrategy"
 
 
 def of_module(module: pl.LightningModule) -> Iterator[str]:

@@ -162,8 +162,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         A schedule that needs the length of the run uses the trainer's ``max_steps`` or its own ``steps``. We do not use
         ``estimated_stepping_batches``: it would create the data loader before the checkpoint restores its position.
         """
-        # a pipeline stage has only some parameters, so a rule without a match is no mistake there
-        part = getattr(self.trainer.strategy, "pipeline_parallel", 1) > 1
+        # a rank may have only some parameters, so a rule without a match is no mistake there
+        part = getattr(self.trainer.strategy, "holds_part", False)
         named = _whole_names(self.named_parameters(), getattr(self.trainer.strategy, "specs", {}))
         optimizer, scheduler = self.optimizer.build(named, self.trainer.max_steps, part)
         if scheduler is None:

@@ -8,8 +8,11 @@ from megalight.models.vlm.config import ProjectorConfig as ProjectorConfig
 from megalight.models.vlm.config import VLMConfig as VLMConfig
 from megalight.models.vlm.hugging_face import READERS, config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.model import VLM as VLM
+from megalight.models.vlm.model import TowerPart
+from megalight.models.vlm.plan import tower_plan
 from megalight.models.vlm.plan import vlm_plan as vlm_plan
 from megalight.models.vlm.presets import PRESETS
+from megalight.parallel.plans import PLANS
 
 register(
     Family(
@@ -23,6 +26,7 @@ register(
         generates=True,
     )
 )
+PLANS.register(f"{TowerPart.__module__}.{TowerPart.__qualname__}")(tower_plan)
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -17,8 +17,9 @@ from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.flops import flops_of_images
 from megalight.models.vlm.frozen import freeze
+from megalight.models.vlm.model import Arrived
 from megalight.optim import AdamConfig
-from megalight.types import Loss, PackedSequences
+from megalight.types import Loss
 
 
 class VLMModule(FamilyModule[VLMConfig]):
@@ -37,6 +38,10 @@ class VLMModule(FamilyModule[VLMConfig]):
     Raises:
         ConfigurationError: a pattern of ``freeze`` matches no parameter (when the model is built).
 
+    Attributes:
+        arrivals: returns the features of a micro-batch, ``[P, h]``, where a tower on other ranks computes them; None:
+            this model has the tower. The strategy sets it.
+
     The batches are :class:`~megalight.data.multimodal.batch.ImageTextBatch`.
     """
 
@@ -53,6 +58,7 @@ class VLMModule(FamilyModule[VLMConfig]):
     ) -> None:
         super().__init__(config, optimizer, seed, weights, weights_keys)
         self.frozen_patterns = tuple(freeze)  # `freeze` is a method of Lightning's
+        self.arrivals: Callable[[ImageTextBatch], Tensor] | None = None
         # Of all micro-batches so far, on the host: how much work images are, for each token of text.
         self._image_flops, self._tokens = 0.0, 0
 
@@ -65,15 +71,23 @@ class VLMModule(FamilyModule[VLMConfig]):
     def forward_step(self, model: nn.Module, batch: ImageTextBatch, carry: Carry | None = None) -> Carry:
         """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last chunk: to ``losses [T]``."""
         sequences = batch.sequences.pad_to(self.token_multiple)
-        pictures = self._pictures(batch, sequences) if task.has_embedding(model) else None
+        pictures = None
+        if task.has_embedding(model):
+            self.count_images(batch)
+            pictures = self._pictures(batch, task.source_of(batch, sequences))
         return task.forward(model, batch, sequences, carry, pictures)
 
-    def _pictures(self, batch: ImageTextBatch, sequences: PackedSequences) -> Pictures:
+    def _pictures(self, batch: ImageTextBatch, source: Tensor) -> Pictures | Arrived:
+        if self.arrivals is not None:
+            return Arrived(self.arrivals(batch), source)
+        return task.pictures_of(self.config, batch.parts()[0], source, self.token_multiple)
+
+    def count_images(self, batch: ImageTextBatch) -> None:
+        """Add a micro-batch to those whose images :meth:`flops_per_token` counts."""
         images, _ = batch.parts()
         parts = tuple(rows for each in images.windows for rows in each)
         self._image_flops += flops_of_images(self.config, images.lengths, parts)
         self._tokens += batch.tokens.numel()
-        return task.pictures_of(self.config, images, task.source_of(batch, sequences), self.token_multiple)
 
     def loss_step(self, carry: Carry, batch: ImageTextBatch) -> Loss:
         """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens."""

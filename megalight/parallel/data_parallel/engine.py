@@ -322,7 +322,7 @@ class DataParallelEngine:
         if not self.main_gradients.reduced:
             self.main_gradients.finish()
             if self.check_for_nan:
-                check_finite(self.buckets, self.grad_norm(), self.mesh.everyone)
+                check_finite(self.buckets, self.grad_norm(), self.main_gradients.everyone)
 
     @property
     def gradients(self) -> list[Tensor]:

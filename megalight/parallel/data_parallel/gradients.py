@@ -29,11 +29,12 @@ class MainGradients:
 
     Args:
         buckets: in the order in which they are sent.
-        everyone: all ranks of the run, for the norm; None for a single rank.
+        everyone: all ranks that train together, for the norm; None for a single rank.
         reducer: sums the gradients of a bucket.
         overlap: send buckets while the last backward passes run.
 
     Attributes:
+        everyone: may be set to a larger group, if ranks outside of the mesh train another part of the same model.
         of_units: the gradients that each rank keeps only its shard of.
     """
 
@@ -50,7 +51,7 @@ class MainGradients:
         self._reducer = reducer
         self._whole = [bucket for bucket in buckets if not bucket.shards_grads]
         self._partial = PartialReducer(buckets, device)
-        self._everyone = everyone
+        self.everyone = everyone
         self._counted = [counted_runs(bucket.shard) for bucket in buckets]
         self._stream = side_stream(device, any(bucket.group is not None for bucket in buckets))
         if self._stream is not None:
@@ -140,7 +141,7 @@ class MainGradients:
             for gradient, runs in zip(self.values, self._counted, strict=True)
             for start, stop in runs
         ]
-        return global_norm(views, self._everyone, self.device)
+        return global_norm(views, self.everyone, self.device)
 
     @torch.no_grad()
     def scale(self, factor: Tensor) -> None:

@@ -33,7 +33,7 @@ def holds_whole_model(strategy: MeshStrategy) -> bool:
     """Return whether this rank's ``state_dict`` is that of the one-device model."""
     mesh = strategy.mesh
     # Data and context parallelism are left out: their ranks hold the same model.
-    divided = mesh.tp * mesh.pp * mesh.size("ep") * mesh.size("etp") > 1
+    divided = strategy.holds_part or mesh.tp * mesh.size("ep") * mesh.size("etp") > 1
     return not divided and (strategy.parallel_model is None or strategy.parallel_model.shards is None)
 
 
@@ -65,7 +65,7 @@ class Edits:
         if not holds_whole_model(strategy):
             raise ConfigurationError(
                 f'a hook edited checkpoint["state_dict"] ({name}), but each rank holds only its part of the model '
-                f"({strategy.mesh.describe()}). Keep the values under a key of their own, or leave them to a "
+                f"({strategy.layout}). Keep the values under a key of their own, or leave them to a "
                 "ModelTransform."
             )
         buckets = [] if strategy.engine is None else strategy.engine.buckets

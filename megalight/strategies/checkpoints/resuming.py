@@ -84,7 +84,7 @@ class Resumed:
     def micro_batch_size(self, strategy: MeshStrategy) -> int | None:
         """Return the number that ``micro_batch_size="auto"`` found in the same layout, if it is saved."""
         saved = self.saved.common.get("megalight", {})
-        return saved.get("micro_batch_size") if saved.get("layout") == strategy.mesh.describe() else None
+        return saved.get("micro_batch_size") if saved.get("layout") == strategy.layout else None
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Note how hooks have changed the ``state_dict``."""

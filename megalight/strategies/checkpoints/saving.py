@@ -29,7 +29,7 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edit
         "version": __version__,
         "torch": version("torch"),
         "lightning": version("lightning"),
-        "layout": strategy.mesh.describe(),
+        "layout": strategy.layout,
     }
     sizes = strategy.micro_batches
     if sizes is not None and strategy.micro_batch_size == AUTO and sizes.found:

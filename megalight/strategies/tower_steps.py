@@ -1,0 +1,167 @@
+"""Steps of a vision-language model whose tower has ranks of its own: one kind of stepper for either side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalight.errors import ConfigurationError, DataError
+from megalight.models.vlm.module import VLMModule
+from megalight.parallel.bridge import BridgeCommunicator
+from megalight.strategies.batch_size import count_samples
+from megalight.strategies.step import Stepper, StepReport
+from megalight.towers.division import Division
+from megalight.towers.encoder import Encoder
+
+
+class Relay:
+    """Tells the tower's ranks what the language model's know: losses and other totals.
+
+    Args:
+        broadcast: sends an object of a rank to all ranks.
+        source: a rank of the language model. All of them have the totals.
+    """
+
+    def __init__(self, broadcast: Callable[[Any, int], Any], source: int, device: torch.device) -> None:
+        self.broadcast = broadcast
+        self.source = source
+        self.device = device
+        self._names: dict[str, list[str]] = {}
+
+    def __call__(self, stage: str, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the values, 0-dim float64, on all ranks.
+
+        Args:
+            stage: the names are the same in all calls for a stage.
+            values: None on ranks of the tower.
+
+        Raises:
+            ConfigurationError: the names are not the same.
+        """
+        if stage not in self._names:  # once: it makes the host wait
+            self._names[stage] = self.broadcast(None if values is None else list(values), self.source)
+        names = self._names[stage]
+        row = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        if values is not None:
+            if set(values) != set(names):
+                raise ConfigurationError(
+                    f"loss_step returned {sorted(values)} and earlier {sorted(names)}: every micro-batch must have the "
+                    "same metrics, since the tower's ranks wait for them. Return a count of 0 instead."
+                )
+            for place, name in enumerate(names):
+                row[place].copy_(values[name])
+        dist.broadcast(row, self.source)
+        return dict(zip(names, row, strict=True))
+
+    def totals(
+        self, stage: str, totals: Mapping[str, tuple[Tensor, Tensor]] | None = None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Do the same for sums and counts."""
+        flat = None
+        if totals is not None:
+            flat = {f"{name} {part}": pair[part] for name, pair in totals.items() for part in (0, 1)}
+        found = self(stage, flat)
+        names = [key.removesuffix(" 0") for key in found if key.endswith(" 0")]
+        return {name: (found[f"{name} 0"], found[f"{name} 1"]) for name in names}
+
+
+class LanguageStepper(Stepper):
+    """Runs the steps of the language model, whose first stage waits for features.
+
+    Args:
+        bridge: comes from the tower.
+        division: which share of a lane's batch this replica takes.
+        relay: to the tower's ranks.
+    """
+
+    def __init__(self, *args: Any, bridge: BridgeCommunicator, division: Division, relay: Relay) -> None:
+        super().__init__(*args)
+        self.bridge = bridge
+        self.division = division
+        self.relay = relay
+
+    def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport | None]:
+        """Run forward and backward of this replica's share, and tell the tower's ranks the result."""
+        output, report = super().train(args, number, scale, sync)
+        self.bridge.finish()
+        assert report is not None  # only steps of one's own leave batches out
+        # All ranks of the language model do this, which keeps their collectives in order.
+        self.relay("train", {"loss": report.loss, "num_tokens": report.num_tokens, **report.metrics})
+        return output, report
+
+    def totals(self, stage: str, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the totals of an evaluation batch, and tell the tower's ranks."""
+        found = super().totals(stage, batch)
+        self.bridge.finish()
+        self.relay.totals(stage, found)
+        return found
+
+    def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
+        place = self.model.mesh.rank("dp") % self.division.readers
+        return super()._split(_shares(self._module, batch, self.division.readers)[place])
+
+
+class TowerStepper(Stepper):
+    """Runs the steps of the tower.
+
+    Args:
+        encoder: its passes.
+        relay: from the language model's ranks.
+    """
+
+    def __init__(self, *args: Any, encoder: Encoder, relay: Relay) -> None:
+        super().__init__(*args)
+        self.encoder = encoder
+        self.relay = relay
+
+    def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport | None]:
+        """Run forward and backward of the images; the gradients that come back have the scale."""
+        assert self.engine is not None
+        self.precision.begin(number)
+        samples, micro_batches = self._split(args[0])
+        self.has_gradients = True
+        with self.micro_batches.step(samples, sync), self.precision.step():
+            self.encoder.train(micro_batches, self.engine, sync)
+        self.encoder.bridge.finish()
+        values = self.relay("train")
+        loss, tokens = values.pop("loss"), values.pop("num_tokens")
+        return loss, StepReport(loss, tokens, samples * self.encoder.division.lanes, values)
+
+    def totals(self, stage: str, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Send the features of an evaluation batch, and return the totals of the language model."""
+        _, micro_batches = self._split(batch)
+        self.encoder.evaluate(micro_batches)
+        self.encoder.bridge.finish()
+        return self.relay.totals(stage)
+
+    def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
+        """Return the samples of the lane, and for each micro-batch those of its replicas side by side."""
+        assert isinstance(self.module, VLMModule)
+        shares = _shares(self._module, batch, self.encoder.division.readers)
+        divided = [Stepper._split(self, share) for share in shares]
+        rows = list(zip(*(parts for _, parts in divided), strict=True))
+        for each in (each for row in rows for each in row):
+            self.module.count_images(each)
+        return sum(samples for samples, _ in divided), rows
+
+
+def _shares(module: Any, batch: Any, readers: int) -> Sequence[Any]:
+    """Divide the batch of a lane among the replicas of the language model, in order.
+
+    Raises:
+        DataError: it does not divide.
+    """
+    if readers == 1:
+        return [batch]
+    samples = count_samples(batch)
+    if samples % readers:
+        raise DataError(
+            f"a batch has {samples} samples, and {readers} replicas of the language model share the images of one "
+            f"replica of the tower; give each batch a multiple of {readers} samples."
+        )
+    shares: Sequence[Any] = module.split_batch(batch, samples // readers)
+    return shares

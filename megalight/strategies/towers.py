@@ -1,0 +1,248 @@
+"""MegatronTowersStrategy: train a vision tower and a language model on ranks of their own with Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from megalight.checkpoint.run import Run
+from megalight.errors import ConfigurationError, LayoutError
+from megalight.models.vlm.module import VLMModule
+from megalight.parallel.bridge import BridgeCommunicator
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
+from megalight.plugins.precision import MegatronLowPrecision
+from megalight.strategies import _lightning
+from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies.megatron import MegatronStrategy
+from megalight.strategies.mesh_strategy import Part
+from megalight.strategies.micro_batches import AUTO
+from megalight.strategies.step import Stepper
+from megalight.strategies.tower_steps import LanguageStepper, Relay, TowerStepper
+from megalight.strategies.user_module import STEPS, own_steps
+from megalight.towers import Side
+from megalight.towers.arriving import Arrivals
+from megalight.towers.division import Division
+from megalight.towers.encoder import Encoder
+from megalight.towers.part import part_of
+
+WAY_OUT = "checkpoints are the same, so MegatronStrategy can go on from one"
+
+
+class MegatronTowersStrategy(MegatronStrategy):
+    """A vision-language model whose vision tower and projector have ranks of their own.
+
+    The first ``tower.ranks`` ranks have the tower, the others the language model. Features and their gradients go over
+    a :class:`~megalight.parallel.bridge.BridgeCommunicator`. Losses, gradients, weights and checkpoints are those of
+    one device. See :class:`~megalight.towers.division.Division` for the samples that each rank reads: a DataLoader
+    batch is the share of a lane.
+
+    Args:
+        tower: ranks and layout of the tower.
+        options: the arguments of :class:`~megalight.strategies.MegatronStrategy`. They are for the language model, on
+            the ranks that the tower leaves. ``data_parallel``, ``checkpoints`` and everything about processes are for
+            both.
+
+    Raises:
+        LayoutError: the ranks do not add up, or a side cannot have its layout.
+        ConfigurationError: options cannot be combined.
+    """
+
+    strategy_name = "megatron_towers"
+
+    def __init__(self, tower: Side | None = None, **options: Any) -> None:
+        self.tower = tower or Side()
+        self.division: Division | None = None
+        self._bridge: BridgeCommunicator | None = None
+        super().__init__(**options)
+        if self.expert_parallel * self.expert_tensor_parallel > 1:
+            raise LayoutError(
+                f"expert_parallel={self.expert_parallel}, expert_tensor_parallel={self.expert_tensor_parallel} with a "
+                "tower on ranks of its own: experts exchange tokens between replicas, which read images in other "
+                "groups. Set both to 1, or use MegatronStrategy."
+            )
+        if self.data_parallel.has_units:
+            raise ConfigurationError(
+                f"data_parallel.level={self.data_parallel.level!r} with a tower on ranks of its own: only whole "
+                "parameters and gradients are supported there. Use level='optim', or MegatronFSDPStrategy."
+            )
+        if self.micro_batch_size == AUTO:
+            raise ConfigurationError(
+                "micro_batch_size='auto' with a tower on ranks of its own: both must run the same micro-batches, and "
+                "each measures its own memory. Give a number."
+            )
+        if self.checkpoints.format != Checkpoints().format:
+            raise ConfigurationError(
+                f"checkpoints.format={self.checkpoints.format!r} with a tower on ranks of its own: its names are those "
+                f"of one layout, and there are two. Use {Checkpoints().format!r}."
+            )
+
+    # ------------------------------------------------------------------ ranks
+
+    def divide(self, world_size: int, rank: int = 0) -> Division:
+        """Divide the ranks of the run.
+
+        Raises:
+            LayoutError: they do not add up, or a side cannot have its layout.
+        """
+        if self.tower.ranks >= world_size:
+            raise LayoutError(
+                f"tower.ranks={self.tower.ranks} leaves no rank of {world_size} for the language model; start more "
+                "processes, or give the tower fewer."
+            )
+        language = Side(
+            ranks=world_size - self.tower.ranks,
+            tensor_parallel=self.tensor_parallel,
+            context_parallel=self.context_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+        )
+        return Division.of(self.tower, language, world_size, rank)
+
+    def grid(self, world_size: int, rank: int = 0) -> ParallelMesh:
+        """Make the mesh of the tower or of the language model, whichever ``rank`` has.
+
+        Raises:
+            LayoutError: as :meth:`divide`.
+        """
+        return self.divide(world_size, rank).mesh
+
+    def parts(self, world_size: int) -> Sequence[Part]:
+        """Return tower and language model."""
+        tower, language = self.grid(world_size), self.grid(world_size, self.tower.ranks)
+        return (
+            Part(tower, self.tower.tower_options(), lambda whole: part_of(whole, True)),
+            Part(language, super().options, lambda whole: part_of(whole, False)),
+        )
+
+    def setup_environment(self) -> None:
+        """Make the process group, both meshes and the random streams."""
+        self.set_world_ranks()
+        self.division = self.division or self.divide(self.world_size, self.global_rank)
+        super().setup_environment()
+
+    @property
+    def own(self) -> Division:
+        """The division of the ranks, as this one sees it."""
+        assert self.division is not None
+        return self.division
+
+    @property
+    def layout(self) -> str:
+        """Both layouts in words."""
+        return self.own.describe()
+
+    @property
+    def options(self) -> ParallelOptions:
+        """The options of this rank's side."""
+        is_tower = self.division is not None and self.division.is_tower
+        return self.tower.tower_options() if is_tower else super().options
+
+    @property
+    def holds_part(self) -> bool:
+        """No rank holds the whole model."""
+        return True
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether ranks have different data."""
+        return self.divide(self.num_nodes * self.num_processes).lanes > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """This lane's share of the data. All ranks of a lane read the same share."""
+        return {"num_replicas": self.own.lanes, "rank": self.own.lane}
+
+    # ------------------------------------------------------------------ model and steps
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Refuse what needs the whole model in one place."""
+        trainer = _lightning.trainer_of(model)
+        if trainer is not None and trainer.state.fn == TrainerFn.PREDICTING:
+            raise ConfigurationError(
+                f"predict with a tower on ranks of its own: only the language model's ranks would have results; "
+                f"{WAY_OUT}."
+            )
+        super().connect(model)
+
+    def check_module(self, module: pl.LightningModule, mesh: ParallelMesh) -> None:
+        """Refuse modules that cannot be divided.
+
+        Raises:
+            ConfigurationError: says what to do.
+        """
+        what = "a tower on ranks of its own"
+        if not isinstance(module, VLMModule):
+            raise ConfigurationError(
+                f"{what} needs a VLMModule, and {type(module).__name__} is none; use MegatronStrategy."
+            )
+        super().check_module(module, mesh)
+        if own := [step for step in STEPS if own_steps(module, step)]:
+            raise ConfigurationError(
+                f"{type(module).__name__} defines {own[0]}, which no rank can run whole with {what}. Remove it: return "
+                "further values as metrics from loss_step."
+            )
+        if module.transforms or module.frozen_models():
+            kind = "transforms (adapters)" if module.transforms else "frozen_models"
+            raise ConfigurationError(f"{kind} with {what} are not supported; use MegatronStrategy.")
+        if isinstance(self.precision, MegatronLowPrecision):
+            raise ConfigurationError(f"products in 8 bits with {what} are not supported; use bf16-mixed.")
+
+    def take(self, whole: nn.Module) -> nn.Module:
+        """Return the tower and the projector, or everything else."""
+        return part_of(whole, self.own.is_tower)
+
+    def make_stepper(
+        self, module: pl.LightningModule, model: ParallelModel, before_backward: Callable[[Tensor], None]
+    ) -> Stepper:
+        """Make what runs the steps of this rank's side."""
+        assert isinstance(module, VLMModule) and self.micro_batches is not None
+        own = self.own
+        if self._bridge is None:
+            self._bridge = BridgeCommunicator(own.tower, own.language, device=self.root_device)
+        relay = Relay(self.broadcast, own.language.members.start, self.root_device)
+        common = module, model, self.precision, self.micro_batches, before_backward
+        if own.is_tower:
+            schedule, context = super().options, self.precision.step_context
+            encoder = Encoder(module.config, model, self._bridge, own, schedule, context)
+            return TowerStepper(*common, encoder=encoder, relay=relay)
+        module.arrivals = Arrivals(self._bridge, model.token_multiple)
+        return LanguageStepper(*common, bridge=self._bridge, division=own, relay=relay)
+
+    def _fit_setup(self, trainer: pl.Trainer) -> None:
+        super()._fit_setup(trainer)
+        if self.engine is None:
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            raise ConfigurationError(
+                f"{kinds} updates whole parameters, which a tower on ranks of its own does not support; use an "
+                "optimizer that updates each element by itself, such as AdamW."
+            )
+
+    def _make_engine(self) -> None:
+        counts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(counts, len(self.optimizers[0].param_groups), group=self.host_group())
+        if len(set(counts)) > 1:
+            raise ConfigurationError(
+                f"configure_optimizers made {counts} parameter groups on the ranks; make the same ones everywhere, "
+                "without parameters where a rank has none."
+            )
+        super()._make_engine()
+        assert self.engine is not None
+        # The norm is that of both models.
+        self.engine.main_gradients.everyone = dist.group.WORLD
+
+    @property
+    def run(self) -> Run:
+        """The parts of the run that checkpoints save; ranks of the other model have other parameters."""
+        return replace(super().run, peers=self.host_group())
+
+    @classmethod
+    def register_strategies(cls, registry: Any) -> None:
+        """Register the names for ``Trainer(strategy=...)``."""
+        registry.register("megatron_towers", cls, "A vision tower on ranks of its own", override=True)

@@ -1,0 +1,114 @@
+"""The tower's side of a step: images in, features out, and the gradients that come back for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.models.vlm import task
+from megalight.models.vlm.config import VLMConfig
+from megalight.parallel.bridge import BridgeCommunicator
+from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.pipeline.actions import Kind
+from megalight.parallel.pipeline.schedules import build
+from megalight.towers.division import Division
+from megalight.towers.shares import consecutive, end_to_end, features_of, take
+
+Together = Sequence[ImageTextBatch]
+"""A micro-batch of each replica of the language model that this rank reads images for."""
+
+
+class Encoder:
+    """Runs a tower for the micro-batches of a language model on other ranks.
+
+    Args:
+        config: the whole model.
+        model: the tower and the projector, split.
+        bridge: leads to the language model.
+        division: which replicas exchange messages.
+        language: options of the language model, for its schedule.
+        context: entered around the code of the model in each micro-batch.
+    """
+
+    def __init__(
+        self,
+        config: VLMConfig,
+        model: ParallelModel,
+        bridge: BridgeCommunicator,
+        division: Division,
+        language: ParallelOptions,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.bridge = bridge
+        self.division = division
+        self.language = language
+        self.context = context
+
+    def train(self, micro_batches: Sequence[Together], engine: DataParallelEngine, sync: bool = True) -> None:
+        """Run forward and backward of all micro-batches.
+
+        Args:
+            micro_batches: as many as the language model runs, at least one.
+            engine: reduces the gradients.
+            sync: reduce them, because no further micro-batches follow before the optimizer's step.
+        """
+        ahead, waiting = self._ahead(len(micro_batches)), 0
+        with engine.micro_batches(len(micro_batches), sync):
+            for batches in micro_batches:
+                if waiting == ahead:
+                    self.bridge.backward()
+                    waiting -= 1
+                self._send(batches)
+                waiting += 1
+            for _ in range(waiting):
+                self.bridge.backward()
+        if sync:
+            engine.finish_grad_sync()
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Together]) -> None:
+        """Run forward only."""
+        for batches in micro_batches:
+            self._send(batches)
+
+    def _ahead(self, micro_batches: int) -> int:
+        """Return how many micro-batches the language model begins before it first needs to have ended one."""
+        options, pp = self.language, self.division.language.pp
+        schedule = options.pipeline
+        name, chunks = schedule.schedule, options.virtual_pipeline
+        first = build(name, pp, chunks, micro_batches, schedule.group_size)[0]
+        most = begun = 0
+        for action in (part for each in first for part in each.parts if part.chunk == 0):
+            # Gradients of features come with those of the first chunk's input.
+            begun += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1}.get(action.kind, 0)
+            most = max(most, begun)
+        return most
+
+    def _send(self, batches: Together) -> None:
+        with self.context():
+            features, parts = self._features(batches)
+        self.bridge.send_forward({"features": features}, {"features": parts})
+
+    def _features(self, batches: Together) -> tuple[Tensor, list[int]]:
+        """Return the features of the images that this replica reads, and the rows of each destination."""
+        images = [batch.parts()[0] for batch in batches]
+        if self.division.shares > 1:
+            (whole,) = images
+            shares = self.division.shares
+            own = consecutive(whole.lengths, shares)[self.model.mesh.rank("dp") % shares]
+            images = [take(whole, own)]
+        parts = [features_of(each) for each in images]
+        nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
+        pictures = task.pictures_of(self.config, end_to_end(images), nothing, self.model.token_multiple)
+        features: Tensor = self.model.root(pictures)
+        # Without the rows of padding.
+        return features[: sum(parts)], parts
