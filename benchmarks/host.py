@@ -34,6 +34,7 @@ from benchmarks.peers.huggingface import llama
 from benchmarks.peers.megalight import train
 from benchmarks.step import Step
 from megalight.imports import has
+from megalight.nn.side_losses import AttachedSideLosses, collecting
 from megalight.parallel import trace
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
@@ -138,10 +139,13 @@ def time_layer_of(strategy: MegatronStrategy, step: Step, clock: Callable[[], fl
     assert engine is not None
     sequences = PackedSequences.of_uniform(step.mbs, step.seq, step.device)
     hidden = input_of(step, model.embed.word.weight.dtype)
-    context = model.context(sequences, hidden.dtype)
+    losses = AttachedSideLosses(step.device)
+    with collecting(losses):
+        context = model.context(sequences, hidden.dtype)
     layer = next(iter(model.layers.values()))
     engine.zero_grad()
-    with torch.enable_grad(), engine.micro_batches(calls, reduce=False):
+    # Weights are cast once, as in the micro-batches of a step.
+    with torch.enable_grad(), engine.micro_batches(calls, reduce=False), strategy.precision.rehearsal():
         return time_layer(lambda: layer(hidden, context), clock, calls)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from benchmarks import host
+from benchmarks import gpu_path, host
+from megalight.imports import has
 from tests.environment import trainer
 from tests.strategies.regression import strategy
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
@@ -44,6 +45,28 @@ def test_a_layer_calls_few_functions() -> None:
     assert min(layer["forward"], layer["backward"]) > 0
     assert 0 < parts["outside"] < parts["step"]
     assert {"forward", "backward", "clip", "finish_gradients"} < parts.keys()
+
+
+LIMITS = {
+    "dense bf16": (640, 66, 12),
+    "dense FP8": (1350, 152, 28),
+    "MoE bf16": (1170, 145, 27),
+    "MoE FP8": (1930, 263, 85),
+}
+"""Functions of Python, operators of torch and launches of one layer's forward and backward on the way of a GPU."""
+
+
+@pytest.mark.skipif(has("triton"), reason="its kernels would be launched")
+@pytest.mark.parametrize("kind", LIMITS)
+def test_a_layer_on_the_way_of_a_gpu_calls_few_functions(kind: str) -> None:
+    totals = run(_totals, 1, kind)[0]
+    assert totals["launches"] == LIMITS[kind][2]
+    assert LIMITS[kind][0] // 2 < totals["functions"] < LIMITS[kind][0]
+    assert totals["operators"] < LIMITS[kind][1]
+
+
+def _totals(kind: str) -> dict[str, int]:
+    return gpu_path.counted(kind).totals
 
 
 @pytest.mark.parametrize("make", [host.plain, host.transformers])

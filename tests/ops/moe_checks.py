@@ -136,6 +136,11 @@ def check_scaled_products(module: Any, sizes: Sequence[int], out: int, width: in
         # The interpreter rounds to 8 bits by cutting off.
         codes, exact = (t.data[:, :filled].float() for t in (cast, right))
         assert (codes - exact).norm() <= 0.15 * exact.norm()
+    one = torch.rand(len(sizes), 1).add(1.0)
+    for amax in (one.expand(-1, out), one * torch.linspace(1, 2, out), torch.rand(out, len(sizes)).add(1.0).t()):
+        kinds = (module, scaled_reference)
+        cast, right = (kind.columns(grad, gradient, offsets, amax) for kind in kinds)
+        assert torch.equal(cast.scale, right.scale)
     cast, right = (kind.columns(weight, value, None, None) for kind in (module, scaled_reference))
     assert torch.equal(cast.scale, right.scale)
     assert error(cast.data.float(), right.data.float()) <= 0.15

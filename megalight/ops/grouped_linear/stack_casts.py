@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalight.ops import grouped_scaled
+from megalight.ops.grouped_linear.rows import experts_of_rows
 from megalight.ops.grouped_scaled import LINE
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.quantize import Quantized, Scheme, cast
 from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
 from megalight.ops.quantize.recipes import Recipe
+from megalight.ops.scaled_mm.groups import Factors
 
 
 class Gradients(NamedTuple):
@@ -34,24 +35,29 @@ class StackCasts(LowPrecision):
 
     Args:
         count: ``E``.
+
+    Attributes:
+        lined: the recipe with a scale per row in all schemes.
     """
 
     def __init__(self, recipe: Recipe, session: Session, *, count: int, history: int = STEPS, **options: Any) -> None:
         super().__init__(recipe, session, history=AmaxHistory(history, count), **options)
         self.count = count
+        self.lined = recipe.with_schemes(lined)
+        self._views: tuple[Quantized, Factors, Factors] | None = None
 
     def cast_input(
         self, x: Tensor, offsets: Tensor, rows: bool, columns: bool
     ) -> tuple[Quantized | None, Quantized | None]:
         """Cast an input ``[R, in]`` for the product, and transposed for the weight gradient."""
-        recipe = self.recipe
+        recipe = self.lined
         return self._cast_groups(
             x, INPUT, recipe.x if rows else None, recipe.x_t if columns else None, offsets, self.reduce_in
         )
 
     def gradients(self, grad_y: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> Gradients:
         """Cast the gradient ``[R, out]`` for both products of the backward pass."""
-        recipe = self.recipe
+        recipe = self.lined
         rows, columns = self._cast_groups(
             grad_y, GRADIENT, recipe.gradient, recipe.gradient_t, offsets, self.reduce_out
         )
@@ -61,6 +67,20 @@ class StackCasts(LowPrecision):
     def cast_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         """Return the casts for the forward pass, ``[E * out, in]``, and for the input gradient, ``[E * in, out]``."""
         return self._cast_weight(weight)
+
+    def factors(self, weight: Tensor) -> tuple[Factors, Factors]:
+        """Return both casts of :meth:`cast_weight` with the matrices apart. The views last as long as the casts."""
+        rows, columns = self._cast_weight(weight)
+        if self._views is None or self._views[0] is not rows:
+            recipe = self.recipe
+            straight = Factors.of(rows, self.count, recipe.weight)
+            self._views = rows, straight, Factors.of(columns, self.count, recipe.weight_t)
+        return self._views[1:]
+
+    def forget(self) -> None:
+        """Drop the casts of the weights, and the views of them."""
+        super().forget()
+        self._views = None
 
     def _cast_groups(
         self,
@@ -73,20 +93,19 @@ class StackCasts(LowPrecision):
     ) -> tuple[Quantized | None, Quantized | None]:
         """Cast ``x [R, f]`` for a product that contracts features, and its transposed groups for one of tokens."""
         by_row = by_column = None
-        scheme = rows or columns
-        assert scheme is not None
         if self.recipe.one_scale:
-            expert = torch.searchsorted(offsets, torch.arange(len(x), dtype=offsets.dtype, device=x.device), right=True)
+            rows_of = experts_of_rows(offsets, x.shape[0])
             # Rows after the last group count for an expert more, whose magnitude is dropped.
-            found = x.new_zeros(self.count + 1, dtype=torch.float32).scatter_reduce_(0, expert, _largest(x, 1), "amax")
-            amax = self._allowed(found[:-1], role, reduce)
-            by_row = amax[expert.clamp(max=self.count - 1)].unsqueeze(1)
+            found = x.new_zeros(self.count + 1, dtype=torch.float32)
+            found.scatter_reduce_(0, rows_of.counted, _largest(x, 1), "amax")
+            amax = self._allowed(found[: self.count], role, reduce)
+            by_row = amax.index_select(0, rows_of.known).unsqueeze(1)
             by_column = amax.unsqueeze(1).expand(-1, x.shape[1])
         elif rows is not None:
             by_row = self._amax(x, rows, role, reduce)
         return (
-            None if rows is None else cast(x, lined(rows), None, amax=by_row)[0],
-            None if columns is None else grouped_scaled.columns_of_groups(x, lined(columns), offsets, by_column),
+            None if rows is None else cast(x, rows, None, amax=by_row)[0],
+            None if columns is None else grouped_scaled.columns_of_groups(x, columns, offsets, by_column),
         )
 
     def _cast_both(self, weight: Tensor) -> tuple[Quantized, Quantized]:
@@ -101,9 +120,9 @@ class StackCasts(LowPrecision):
                 # The output features of other ranks are the other part of what the transpose's scales cover.
                 by_column = _largest(weight, 1)
                 self.reduce_out(by_column)
-        rows, _ = cast(flat, lined(recipe.weight), None, amax=by_row)
+        rows, _ = cast(flat, self.lined.weight, None, amax=by_row)
         assert rows is not None
-        return rows, grouped_scaled.columns_of_stack(weight, lined(recipe.weight_t), by_column)
+        return rows, grouped_scaled.columns_of_stack(weight, self.lined.weight_t, by_column)
 
     def _allowed(self, amax: Tensor, role: int, reduce: Reduce | None) -> Tensor:
         """Return the magnitudes ``[E]`` that the scales cover, of this step's magnitudes or of past ones."""
@@ -117,7 +136,7 @@ class StackCasts(LowPrecision):
 
 def lined(scheme: Scheme) -> Scheme:
     """Return the scheme with a scale per row: one scale per matrix is that of each of its rows."""
-    return replace(scheme, tile=LINE)
+    return scheme._replace(tile=LINE)
 
 
 def _largest(x: Tensor, dim: int) -> Tensor:

@@ -34,6 +34,8 @@ def _columns(
     num_experts: Value,
     features: Value,
     length: Value,
+    amax_of_expert: Value,
+    amax_of_feature: Value,
     GIVEN: constexpr,
     STACK: constexpr,
     EXPERTS: constexpr,
@@ -61,7 +63,7 @@ def _columns(
         stop = tl.cdiv(size, PAD) * PAD
         target = codes + tl.sum(tl.where(experts < expert, tl.cdiv(sizes, PAD) * PAD, 0), 0)
     if GIVEN:
-        largest = tl.load(amax + expert * features + f, mask=known, other=1.0)
+        largest = tl.load(amax + expert * amax_of_expert + f * amax_of_feature, mask=known, other=1.0)
     else:
         largest = tl.zeros((FEATURES,), tl.float32)
         for first in range(0, size, TOKENS):
@@ -150,11 +152,12 @@ def columns(x: Tensor, scheme: Scheme, offsets: Tensor | None, amax: Tensor | No
             x,
             codes,
             scale,
-            x if amax is None else amax.contiguous(),
+            x if amax is None else amax,
             x if offsets is None else offsets,
             num_experts,
             features,
             length,
+            *((0, 0) if amax is None else amax.stride()),
             GIVEN=amax is not None,
             STACK=offsets is None,
             EXPERTS=next_power(num_experts),

@@ -14,15 +14,14 @@ recipe         input and its gradient        weight                        scale
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from megalight.errors import ConfigurationError, nearest
 from megalight.ops.quantize.types import Scheme
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """Schemes of the input, the weight and the output gradient, and of their transposes.
 
     Attributes:
@@ -50,6 +49,17 @@ class Recipe:
         """Number of tokens of which products of experts get multiples, if they are padded: 16, 32 or 128."""
         # 128 for 4 bits: whole blocks of scales and of rotated tokens (Megatron-core takes 128 for NVFP4, too).
         return 128 if self.x.format == "e2m1" else self.x_t.multiple
+
+    def with_schemes(self, change: Callable[[Scheme], Scheme]) -> Recipe:
+        """Return the recipe with each scheme changed."""
+        return self._replace(
+            x=change(self.x),
+            x_t=change(self.x_t),
+            weight=change(self.weight),
+            weight_t=change(self.weight_t),
+            gradient=change(self.gradient),
+            gradient_t=change(self.gradient_t),
+        )
 
     @property
     def one_scale(self) -> bool:
@@ -94,8 +104,8 @@ def recipe(name: str, formats: Literal["hybrid", "e4m3"] | None = None, power_of
         return Recipe(name, one, one, one, one, one, one)
     tile = {"tensorwise": (0, 0), "delayed": (0, 0), "rowwise": (1, 0), "blockwise": (1, 128)}[name]
     value = Scheme("e4m3", tile, kind)
-    weight = replace(value, tile=(128, 128)) if name == "blockwise" else value
-    gradient = replace(value, format="e5m2") if name in HYBRID and formats != "e4m3" else value
+    weight = value._replace(tile=(128, 128)) if name == "blockwise" else value
+    gradient = value._replace(format="e5m2") if name in HYBRID and formats != "e4m3" else value
     return Recipe(name, value, value, weight, weight, gradient, gradient, delayed=name == "delayed")
 
 
@@ -103,8 +113,8 @@ def _nvfp4() -> Recipe:
     """NVFP4. Weights have square tiles, so both products use the same values. Gradients round stochastically."""
     value = Scheme("e2m1", (1, 16), "e4m3")
     weight = Scheme("e2m1", (16, 16), "e4m3")
-    gradient = replace(value, stochastic=True)
+    gradient = value._replace(stochastic=True)
     # The rotation cancels only if both factors are rotated along the contracted dim. For the weight gradient
     # (contracted over tokens) both are; weights are not, so the other two products do without.
-    mixed = replace(value, hadamard=True)
-    return Recipe("nvfp4", value, mixed, weight, weight, gradient, replace(mixed, stochastic=True))
+    mixed = value._replace(hadamard=True)
+    return Recipe("nvfp4", value, mixed, weight, weight, gradient, mixed._replace(stochastic=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from torch import Tensor
 from megalight.ops.quantize.formats import Format, e8m0_value, unpack_e2m1
 
 
-@dataclass(frozen=True)
-class Scheme:
+class Scheme(NamedTuple):
     """How to quantize a matrix ``[R, K]`` that a product contracts over ``K``.
 
     Attributes:
@@ -39,7 +38,7 @@ class Scheme:
         return 32 if self.scale == "e8m0" else 16
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Quantized:
     """A quantized matrix ``[R, K]``: ``value = code * scale (* global_scale)``.
 

@@ -12,7 +12,8 @@ from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.parameter import put
 from megalight.ops.quantize import Quantized, Scheme
 from megalight.ops.scaled_accumulate import cublaslt
-from megalight.ops.scaled_mm import SCALED_MM, Spec, choose, multiply_into
+from megalight.ops.scaled_mm import SCALED_MM, Spec, multiply_into
+from megalight.ops.scaled_mm import choose as choose_product
 from megalight.registry import Backend, BackendRegistry, remembered
 
 Accumulate: TypeAlias = Callable[[Tensor, Quantized, Quantized, bool], None]
@@ -34,17 +35,18 @@ def scaled_accumulate(out: Tensor, a: Quantized, b: Quantized, *, write: bool = 
     Raises:
         BackendError: the named backend cannot serve these schemes on this device.
     """
-    _choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), backend)(out, a, b, write)
+    choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), backend)(out, a, b, write)
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Accumulate:
+def choose(spec: Spec, backend: str) -> Accumulate:
+    """Return the function that adds for ``spec``."""
     return SCALED_ACCUMULATE.select(spec, backend).fn
 
 
 def _reference(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     # The product is rounded to the dtype of `out` once, and added once: one rounding more than the fused kernels.
-    product = choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")
+    product = choose_product(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")
     put(out, product(a, b, out.dtype, False), write)
 
 
@@ -52,7 +54,7 @@ def _product_add(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     """Multiply, then add: needs a temporary matrix of the size of ``out``."""
     # A write needs no temporary where the library can put the product straight into `out`.
     if not (write and multiply_into(out, a, b)):
-        put(out, choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))(a, b, out.dtype, False), write)
+        put(out, choose_product(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))(a, b, out.dtype, False), write)
 
 
 def _product_add_why_not(spec: Spec) -> str | None:

@@ -8,9 +8,10 @@ product first.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ ALIGNMENT = 256
 
 LEAST_ALIGNMENT = 16
 """Alignment that 8-bit products need, in bytes."""
+
+POINTER_BYTES = sizeof(c_void_p)
 
 
 class _Found(ctypes.Structure):
@@ -95,7 +98,7 @@ class _Plan:
     algorithm: Any
 
 
-@lru_cache(maxsize=256)
+@cache
 def _plan(
     device: int,
     rows: int,
@@ -132,7 +135,7 @@ def _plan(
             f"cuBLASLt has no product [{rows}, {tokens}] x [{tokens}, {columns}] that adds to float32; choose another "
             "backend of scaled_accumulate."
         )
-    return _Plan(product, a, b, out, found.algorithm)
+    return _Plan(product, a, b, out, byref(found))
 
 
 def _set(function: str, what: c_void_p, attribute: int, value: Any) -> None:
@@ -141,36 +144,84 @@ def _set(function: str, what: c_void_p, attribute: int, value: Any) -> None:
 
 def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     """Implement :func:`megalight.ops.scaled_accumulate.scaled_accumulate`."""
-    (rows, tokens), columns = a.data.shape, len(b.data)
-    # cuBLASLt refuses empty matrices; a product over zero tokens is zero.
-    if not (rows and columns and tokens):
+    tokens = a.data.shape[1]
+    products = _Products(out, a.data, b.data, write)
+    if products.empty or not tokens:
+        # cuBLASLt refuses empty matrices; a product over zero tokens is zero.
         if write:
             out.zero_()
         return
-    if any(matrix.stride(1) != 1 for matrix in (out, a.data, b.data)):
-        raise BackendError("cublaslt needs contiguous rows of both factors and of `out`; choose another backend.")
-    pointers = [t.data_ptr() for t in (a.data, b.data, out)]
+    left, right, target = a.data.data_ptr(), b.data.data_ptr(), out.data_ptr()
     # The heuristic assumes 256 bytes unless told otherwise. Views into flat buffers may start anywhere, and an
     # algorithm for a wider alignment would then fault or read wrong data, so the plan depends on the alignment.
-    align = ALIGNMENT if not any(pointer % ALIGNMENT for pointer in pointers) else LEAST_ALIGNMENT
-    device = out.device.index
-    # Column-major, the product is out^T = b a^T: the factors change places.
-    strides = b.data.stride(0), a.data.stride(0), out.stride(0)
-    plan = _plan(device, rows, columns, tokens, b.data.dtype, a.data.dtype, strides, align)
-    # Scales stay on the device: cuBLASLt reads them through these pointers when the kernel runs. The plan is shared by
-    # all products of a shape, so the pointers are set anew for every call.
-    _set("MatmulDescSetAttribute", plan.product, SCALE_OF_A, c_void_p(b.scale.data_ptr()))
-    _set("MatmulDescSetAttribute", plan.product, SCALE_OF_B, c_void_p(a.scale.data_ptr()))
-    # From torch's allocator, so that the memory belongs to the current stream and may be captured in a CUDA graph.
-    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=out.device)
-    # beta = 0 makes cuBLASLt ignore the old content, so NaN in uninitialised memory does no harm.
-    one, addend = c_float(1.0), c_float(0.0 if write else 1.0)
-    _call(
-        "Matmul",
-        _handle(device), plan.product, byref(one), pointers[1], plan.left, pointers[0], plan.right, byref(addend),
-        pointers[2], plan.out, pointers[2], plan.out, byref(plan.algorithm), workspace.data_ptr(), WORKSPACE,
-        torch.cuda.current_stream(out.device).cuda_stream,
-    )  # fmt: skip
+    align = ALIGNMENT if not (left | right | target) % ALIGNMENT else LEAST_ALIGNMENT
+    products.add(tokens, align, target, left, right, a.scale.data_ptr(), b.scale.data_ptr())
+
+
+def accumulate_groups(out: Tensor, a: Quantized, b: Quantized, sizes: Sequence[int], group: int, write: bool) -> None:
+    """Implement :func:`megalight.ops.scaled_accumulate.groups.accumulate_groups` for one scale per matrix.
+
+    Groups begin at multiples of ``group`` columns. Places are computed, not looked up in views.
+    """
+    products = _Products(out[0], a.data, b.data, write)
+    left, right, target = a.data.data_ptr(), b.data.data_ptr(), out.data_ptr()
+    scale, other = a.scale.data_ptr(), b.scale.data_ptr()
+    scale_step, other_step, step = a.scale.stride(0) * 4, b.scale.stride(0) * 4, out.stride(0) * 4
+    align = group if not (left | right | target | step) % group else LEAST_ALIGNMENT
+    for number, size in enumerate(sizes):
+        if size and not products.empty:
+            # With the zeros after them: numbers of tokens differ from pass to pass, and each has a plan. The products
+            # take as many tokens at once.
+            tokens = -(-size // group) * group
+            products.add(tokens, align, target, left, right, scale, other)
+            left, right = left + tokens, right + tokens
+        elif write:
+            out[number].zero_()  # the memory holds anything when a step begins
+        target, scale, other = target + step, scale + scale_step, other + other_step
+
+
+class _Products:
+    """Products that are added to float32 matrices of one shape: what they share is looked up once.
+
+    Args:
+        out: ``[rows, columns]``, one of the matrices.
+        a: codes ``[rows, L]``.
+        b: codes ``[columns, L]``.
+        write: overwrite instead.
+    """
+
+    def __init__(self, out: Tensor, a: Tensor, b: Tensor, write: bool) -> None:
+        if out.stride(1) != 1 or a.stride(1) != 1 or b.stride(1) != 1:
+            raise BackendError("cublaslt needs contiguous rows of both factors and of `out`; choose another backend.")
+        device = out.device
+        self.rows, self.columns = out.shape
+        self.empty = not (self.rows and self.columns)
+        self.device = device.index
+        self.dtypes = b.dtype, a.dtype
+        # Column-major, the product is out^T = b a^T: the factors change places.
+        self.strides = b.stride(0), a.stride(0), out.stride(0)
+        self.handle, library = _handle(device.index), _library()
+        self.set_attribute, self.multiply = library.cublasLtMatmulDescSetAttribute, library.cublasLtMatmul
+        # From torch's allocator, so that the memory belongs to the current stream and may be captured in a CUDA graph.
+        self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        self.stream = torch.cuda.current_stream(device).cuda_stream
+        # beta = 0 makes cuBLASLt ignore the old content, so NaN in uninitialised memory does no harm.
+        self.factors = byref(c_float(1.0)), byref(c_float(0.0 if write else 1.0))
+
+    def add(self, tokens: int, align: int, out: int, left: int, right: int, left_scale: int, right_scale: int) -> None:
+        """Add the product over ``tokens`` columns of the matrices at these addresses, which are so aligned."""
+        plan = _plan(self.device, self.rows, self.columns, tokens, *self.dtypes, self.strides, align)
+        product, (one, addend) = plan.product, self.factors
+        # Scales stay on the device: cuBLASLt reads them through these pointers when the kernel runs. The plan is shared
+        # by all products of a shape, so the pointers are set anew for every call.
+        status = self.set_attribute(product, SCALE_OF_A, byref(c_void_p(right_scale)), POINTER_BYTES)
+        status = status or self.set_attribute(product, SCALE_OF_B, byref(c_void_p(left_scale)), POINTER_BYTES)
+        status = status or self.multiply(
+            self.handle, product, one, right, plan.left, left, plan.right, addend, out, plan.out, out, plan.out,
+            plan.algorithm, self.workspace.data_ptr(), WORKSPACE, self.stream,
+        )  # fmt: skip
+        if status:
+            raise BackendError(f"cuBLASLt's product returned {status}; choose another backend of scaled_accumulate.")
 
 
 @lru_cache

@@ -63,8 +63,7 @@ def multiply_into(out: Tensor, a: Quantized, b: Quantized, *, fast: bool = False
     ``fast`` and ``backend`` are those of :func:`scaled_mm`.
     """
     spec = Spec(a.data.device.type, a.scheme, b.scheme, out.dtype)
-    # Other backends round to bf16 first, so they need a temporary anyway.
-    if choose(spec, backend) is not _tensorwise or not out.is_contiguous():
+    if not writes_products(choose(spec, backend)) or not out.is_contiguous():
         return False
     torch._scaled_mm(
         a.data,
@@ -76,6 +75,11 @@ def multiply_into(out: Tensor, a: Quantized, b: Quantized, *, fast: bool = False
         out=out,
     )
     return True
+
+
+def writes_products(product: ScaledMM) -> bool:
+    """Return whether a product is written straight into its place: others are rounded to bf16 first."""
+    return product is _tensorwise
 
 
 @remembered
