@@ -503,6 +503,20 @@ def test_optimizer_state_of_another_form_is_left_out_with_a_word(
     assert all(name.startswith("model.") for name in source.tensors)
 
 
+@pytest.mark.parametrize("chained", [False, True])
+def test_optimizer_state_of_a_retired_format_is_named(
+    chained: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"param_state_sharding_type": "fully_sharded_model_space", "optimizer": {"param_groups": [{"step": 3}]}}
+    tensors = theirs(LLAMA, weights(LLAMA))
+    tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(1, 1, 16)
+    with caplog.at_level(logging.WARNING):
+        source = MegatronFolder(save(tmp_path, tensors, arguments(LLAMA), {0: state} if chained else state), "model.")
+    assert "(it is in the format fully_sharded_model_space, which keeps parameters as flat pieces" in caplog.text
+    assert "save once with --dist-ckpt-optim-fully-reshardable" in caplog.text
+    assert not source.training
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

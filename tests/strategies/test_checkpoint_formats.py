@@ -275,6 +275,12 @@ def test_masters_and_averages_are_found_in_flat_state(saved: Save) -> None:
 def test_unknown_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigurationError, match=r"format is 'dp_reshardible'.* Did you mean 'dp_reshardable'"):
         Checkpoints(format="dp_reshardible")
+    with pytest.raises(ConfigurationError, match=r"'fully_sharded_model_space'.*; use 'fully_reshardable'"):
+        Checkpoints(format="fully_sharded_model_space")
+    (tmp_path / "fsdp").mkdir()
+    (tmp_path / "fsdp" / ".metadata").touch()
+    with pytest.raises(CheckpointError, match="save one of fsdp_dtensor again in that format"):
+        checkpoint.open(tmp_path / "fsdp")
     (tmp_path / "optimizer.state").mkdir()
     (tmp_path / "optimizer.state" / ".zarray").write_text("{}")
     with pytest.raises(CheckpointError, match=r"zarr folder of an old Megatron-LM.*--ckpt-format torch_dist"):

@@ -143,8 +143,9 @@ def _guess(root: Place) -> str:
         )
     if ".metadata" in found:
         return (
-            "it looks like a folder of torch Distributed Checkpoint. Load it with torch.distributed.checkpoint; if "
-            "Megatron-core wrote it, megalight convert turns it into a checkpoint."
+            "it looks like a folder of torch Distributed Checkpoint. Load it with torch.distributed.checkpoint. Of "
+            "Megatron-core's, megalight convert reads those of --ckpt-format torch_dist, which have a common.pt; save "
+            "one of fsdp_dtensor again in that format."
         )
     if "config.json" in found:
         return "it looks like a folder of transformers. Start from it with weights=FOLDER, or use megalight convert."

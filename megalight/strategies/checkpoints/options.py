@@ -7,8 +7,17 @@ from typing import Literal
 
 from megalight.checkpoint import SCHEMES
 from megalight.checkpoint.background.saves import KINDS, Kind
-from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
+from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megalight.errors import ConfigurationError, nearest
+
+RETIRED = {
+    "fully_sharded_model_space": FULLY_RESHARDABLE,
+    "fully_sharded_bucket_space": DP_RESHARDABLE,
+    "dp_zero_gather_scatter": FULLY_RESHARDABLE,
+    "torch_dist": FULLY_RESHARDABLE,
+    "zarr": FULLY_RESHARDABLE,
+}
+"""Names of formats of Megatron-core -> ours that serves in their place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +43,10 @@ class Checkpoints:
     when_busy: Literal["wait", "skip"] = "wait"
 
     def __post_init__(self) -> None:
+        if self.format in RETIRED:
+            raise ConfigurationError(
+                f"checkpoints.format is {self.format!r}, a format of Megatron-core; use {RETIRED[self.format]!r}."
+            )
         if self.format not in SCHEMES:
             raise ConfigurationError(
                 f"checkpoints.format is {self.format!r}; it must be one of {', '.join(SCHEMES)}."

@@ -17,6 +17,12 @@ from megalight.models.gpt.megatron.places import OPTIMIZER, Place, places_in, pl
 KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
 """Their key of a state of one parameter, in the shape of the parameter."""
 
+RETIRED = ("fully_sharded_model_space", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
+"""Their formats whose tensors do not have the shapes of parameters, and that newer releases no longer write."""
+
+SHARDING = "param_state_sharding_type"
+"""Their entry with the name of the format, beside the state of each optimizer."""
+
 FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:distributed\.)?dp_group_idx_")
 """Their keys of state as it lies in flat shards, which only the layout that saved it can cut into parameters."""
 
@@ -25,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def places_of_states(
-    config: GPTConfig, tensors: Mapping[str, TorchTensor], prefix: str
+    config: GPTConfig, tensors: Mapping[str, TorchTensor], common: Any, prefix: str
 ) -> tuple[dict[str, Place], list[str]]:
     """Return the place of each state by our name, and why there is none, as lines for a message.
 
@@ -34,8 +40,15 @@ def places_of_states(
     Args:
         config: the model's configuration.
         tensors: their tensors by key.
+        common: the content of ``common.pt``.
         prefix: added before canonical names of weights.
     """
+    retired = [name for name in _entries(common.get("optimizer"), SHARDING) if name in RETIRED]
+    if retired:
+        return {}, [
+            f"it is in the format {retired[0]}, which keeps parameters as flat pieces and is no longer written; resume "
+            "with the Megatron-LM that wrote it, and save once with --dist-ckpt-optim-fully-reshardable"
+        ]
     keys: dict[str, dict[str, str]] = {}
     for key in tensors:
         match = KEY.fullmatch(key)
@@ -67,7 +80,9 @@ def entries_of(common: Any, places: Mapping[str, Place]) -> dict[str, Any]:
     iteration = common.get("iteration")
     iteration = iteration if isinstance(iteration, int) else 0
     # Skipped iterations make no step of the optimizer.
-    step = max(_steps(common.get("optimizer")), default=iteration)
+    groups = (group for found in _entries(common.get("optimizer"), "param_groups") for group in found)
+    steps = (group.get("step") for group in groups if isinstance(group, dict))
+    step = max((step for step in steps if type(step) is int), default=iteration)
     kinds = {state: next(p.dtype for name, p in places.items() if f".{state}." in name) for state in MOMENTS}
     group = {
         "options": {},
@@ -77,13 +92,11 @@ def entries_of(common: Any, places: Mapping[str, Place]) -> dict[str, Any]:
     return {"global_step": iteration, "optimizer": {"class": "Adam", "groups": group, "magnitudes": False}}
 
 
-def _steps(state: Any, levels: int = 4) -> Iterator[int]:
-    """Yield the step counters of all parameter groups, in one optimizer or in several."""
+def _entries(state: Any, name: str, levels: int = 4) -> Iterator[Any]:
+    """Yield the entries of this name, in one optimizer or in several."""
     state = state.state if isinstance(state, Record) else state
     if isinstance(state, dict) and levels:
-        groups = state.get("param_groups")
-        for group in groups if isinstance(groups, list) else ():
-            step = group.get("step") if isinstance(group, dict) else None
-            yield from [step] if type(step) is int else []
+        if isinstance(found := state.get(name), list | str):
+            yield found
         for inner in state.values():
-            yield from _steps(inner, levels - 1)
+            yield from _entries(inner, name, levels - 1)

@@ -75,7 +75,7 @@ class MegatronFolder:
                 f"{'; '.join(problems[:10])}{more}."
             )
         self.tensors = {prefix + name: replace(place, key=keys[place.key]) for name, place in places.items()}
-        states, problems = optimizer.places_of_states(self.config, self._folder.tensors, prefix)
+        states, problems = optimizer.places_of_states(self.config, self._folder.tensors, common, prefix)
         self.tensors |= states
         self.training = optimizer.entries_of(common, states) if states else {}
         if problems:
