@@ -23,7 +23,7 @@ from megalight.inference.pictures import ImageFile, with_pictures
 from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.gpt import GPT
-from megalight.models.saved import companions_of, description, saved_model, transformers_model
+from megalight.models.saved import Keys, companions_of, description, refuse_keys, saved_model, transformers_model
 from megalight.models.single_file import single_file_model
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.mesh import ParallelMesh
@@ -38,6 +38,7 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     base: str | os.PathLike[str] | None = None,
+    keys: Keys = "strict",
 ) -> GPT:
     """Load the whole model of a checkpoint, saved in any layout, in evaluation mode.
 
@@ -46,16 +47,19 @@ def load_model(
         device: device of the weights.
         dtype: dtype of the weights. None keeps the saved dtype.
         base: the initial weights of the training, for a checkpoint that holds only adapters.
+        keys: what tensors mean that only the model or only a ``transformers`` folder has; see
+            :func:`megalight.models.saved.whole_source`.
 
     Raises:
         CheckpointError: the checkpoint is missing or incomplete, or does not describe its model.
         ConfigurationError: the ``transformers`` model is not supported here.
     """
     if publish.place(path).is_file():
+        refuse_keys(keys, path)
         known, model = single_file_model(path, device, dtype)
         _check_generates(known, path)
         return cast(GPT, model.eval())
-    return cast(GPT, _found(path, device, dtype, base, None).root.eval())
+    return cast(GPT, _found(path, device, dtype, base, None, keys).root.eval())
 
 
 def load_divided(
@@ -64,13 +68,14 @@ def load_divided(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     base: str | os.PathLike[str] | None = None,
+    keys: Keys = "strict",
 ) -> ParallelGPT:
     """Load the model of a checkpoint, divided over ranks, in evaluation mode. All of them call this together.
 
     Args:
         path: the checkpoint, or a ``transformers`` folder.
         mesh: the ranks.
-        device, dtype, base: see :func:`load_model`.
+        device, dtype, base, keys: see :func:`load_model`.
 
     Raises:
         LayoutError: the model cannot be divided so, or is in a single file.
@@ -78,7 +83,7 @@ def load_divided(
     """
     if publish.place(path).is_file():
         raise LayoutError(f"{path} is a single file, which one process reads; leave out the layout.")
-    return ParallelGPT(_found(path, device, dtype, base, mesh).eval())
+    return ParallelGPT(_found(path, device, dtype, base, mesh, keys).eval())
 
 
 def _found(
@@ -87,12 +92,14 @@ def _found(
     dtype: torch.dtype | None,
     base: str | os.PathLike[str] | None,
     mesh: ParallelMesh | None,
+    keys: Keys,
 ) -> ParallelModel:
     opened = None if is_folder(path) else checkpoint.open(path)
     known = family_of_transformers(read_config(path)) if opened is None else family(description(opened)["family"])
     _check_generates(known, path)
     if opened is None:
-        return transformers_model(path, device, dtype, mesh)
+        return transformers_model(path, device, dtype, mesh, keys)
+    refuse_keys(keys, path)
     return saved_model(opened, device, dtype, base, mesh)
 
 
@@ -123,6 +130,7 @@ class TextGenerator:
         dtype: torch.dtype | None = None,
         base: str | os.PathLike[str] | None = None,
         mesh: ParallelMesh | None = None,
+        keys: Keys = "strict",
     ) -> TextGenerator:
         """Load model and tokenizer from one folder.
 
@@ -134,6 +142,7 @@ class TextGenerator:
             base: see :func:`load_model`.
             mesh: the ranks over which the model is divided, which all make the same calls; see :func:`load_divided`.
                 None: this process holds it whole.
+            keys: see :func:`load_model`.
 
         Raises:
             CheckpointError: the checkpoint is missing or incomplete, or has no model or tokenizer.
@@ -141,7 +150,7 @@ class TextGenerator:
         """
         # Before the weights: a missing tokenizer is then found at once.
         found = Tokenizer.load(tokenizer) if tokenizer else _tokenizer(publish.place(path))
-        options = device, dtype, base
+        options = device, dtype, base, keys
         model = load_model(path, *options) if mesh is None else load_divided(path, mesh, *options)
         if found.vocab_size > model.config.vocab_size:
             raise DataError(

@@ -29,7 +29,7 @@ GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
-LENIENT = "weights_keys='log' of a module"
+LENIENT = "weights_keys='log' of a module (--weights-keys log of commands)"
 """What lets a module start from a folder with other tensors; for messages."""
 
 COMPANIONS = (

@@ -13,16 +13,19 @@ from torch.distributed import ProcessGroup
 
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint
+from megalight.checkpoint.compare import compare
 from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
-from megalight.checkpoint.ranks import alone
+from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.sources.lenient import Lenient
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.sources.without import Without
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models.config import compare
+from megalight.models.completed import completed
+from megalight.models.config import compare as compare_configs
 from megalight.models.family import Family, Weights, family, family_of_transformers
-from megalight.models.folder import COMPANIONS, companions
+from megalight.models.folder import COMPANIONS, LENIENT, companions
 from megalight.models.transforms import rebuild
+from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
@@ -31,6 +34,9 @@ from megalight.parallel.source import Source
 from megalight.parallel.transform import ModelTransform
 
 log = logging.getLogger(__name__)
+
+SEED = 1234
+"""Seed of initial values, unless a module has another one."""
 
 Keys: TypeAlias = Literal["strict", "log", "ignore"]
 
@@ -86,6 +92,7 @@ def transformers_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     mesh: ParallelMesh | None = None,
+    keys: Keys = "strict",
 ) -> ParallelModel:
     """Build the model in a ``transformers`` folder, and read its weights.
 
@@ -94,6 +101,7 @@ def transformers_model(
         device: device of the weights.
         dtype: dtype of the weights. None: the widest dtype in the folder.
         mesh: as of :func:`saved_model`.
+        keys: as of :func:`whole_source`.
 
     Raises:
         LayoutError: the model cannot be divided so.
@@ -102,7 +110,7 @@ def transformers_model(
     """
     known = family_of_transformers(read_config(folder))
     config = initial_config(folder, known)
-    source = initial_source(folder, known, config)
+    source = whole_source(folder, known, config, keys)
     model = _room(known, config, (), device, dtype or widest(source), mesh)
     with _readers(mesh) as group:
         model.read(source, process_group=group)
@@ -202,11 +210,51 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, k
     if serving(described):
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
     # The same warning as for foreign folders: shapes that differ are refused when they are read.
-    differences = compare(config.to_dict(), initial_config(folder, known).to_dict(), "the folder")
+    differences = compare_configs(config.to_dict(), initial_config(folder, known).to_dict(), "the folder")
     if differences:
         log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
     source = without_training_parts(FullPrecision(opened), described)
     return source if keys == "strict" else Lenient(source, str(folder), keys == "log")
+
+
+def whole_source(folder: str | os.PathLike[str], known: Family, config: Any, keys: Keys = "strict") -> Source:
+    """Open a ``transformers`` folder as a source of all tensors of its model, and of no others.
+
+    Args:
+        folder: the folder.
+        known: family of the model.
+        config: its configuration.
+        keys: what tensors mean that only the model or only the folder has. ``strict``: an error;
+            ``log`` and ``ignore``: the first get the initial values of the seed that modules have by default, the
+            second are skipped; ``log`` logs both.
+
+    Raises:
+        CheckpointError: as in :func:`initial_source`; names or shapes differ.
+        ConfigurationError: as in :func:`initial_config`.
+    """
+    source = initial_source(folder, known, config, keys)
+    with torch.device("meta"):
+        model = known.model(config)
+    if isinstance(source, Lenient):
+        return completed(source, model, PREFIX, widest(source), SEED)
+    shapes = {PREFIX + name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items()}
+    where, label = str(folder), getattr(source, "label", repr)
+    with alone() as group:
+        compare(Ranks(group), where, source.tensors, shapes, strict=True, prefix=PREFIX, label=label, lenient=LENIENT)
+    return source
+
+
+def refuse_keys(keys: Keys, path: object) -> None:
+    """Refuse to compare names in another way where a checkpoint describes its own model.
+
+    Raises:
+        ConfigurationError: ``keys`` is not ``strict``.
+    """
+    if keys != "strict":
+        raise ConfigurationError(
+            f"weights_keys={keys!r} says how names in a folder of transformers are compared, and {path} is no such "
+            "folder: a checkpoint holds the tensors of the model that it describes. Leave it out."
+        )
 
 
 def serving(described: Mapping[str, Any]) -> list[ModelTransform]:

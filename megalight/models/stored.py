@@ -25,12 +25,14 @@ from megalight.models.gpt import megatron
 from megalight.models.saved import (
     BASE,
     PREFIX,
+    Keys,
     companions_of,
     description,
     holds_base,
     initial_config,
-    initial_source,
+    refuse_keys,
     serving,
+    whole_source,
     without_training_parts,
 )
 from megalight.nn.canonical import canonical_tensors
@@ -59,23 +61,26 @@ class StoredModel:
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
-def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredModel:
+def open_model(path: str | os.PathLike[str], *, ema: bool = False, keys: Keys = "strict") -> StoredModel:
     """Open the model in a checkpoint, a ``transformers`` folder, or one of Megatron-core. No weights are read.
 
     Args:
         path: the folder.
         ema: take the moving averages of the weights, which the callback ``EMA`` keeps in a checkpoint.
+        keys: see :func:`~megalight.models.saved.whole_source`.
 
     Raises:
         CheckpointError: a file is missing or damaged, the model has adapters, or there are no averages of any step.
-        ConfigurationError: the model is of no known family, or has options that are not supported here.
+        ConfigurationError: the model is of no known family, or has options that are not supported here; ``keys`` for
+            what is no folder of ``transformers``.
     """
     if is_folder(path):
         if ema:
             raise CheckpointError(f"{path} is a folder of transformers, which has no moving averages of weights.")
         known = family_of_transformers(read_config(path))
         config = initial_config(path, known)
-        return StoredModel(known, config, initial_source(path, known, config), companions_of(path))
+        return StoredModel(known, config, whole_source(path, known, config, keys), companions_of(path))
+    refuse_keys(keys, path)
     if megatron.is_folder(path):
         if ema:
             raise CheckpointError(f"{path} is of Megatron-core, which keeps no moving averages of weights.")

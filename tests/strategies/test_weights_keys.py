@@ -7,20 +7,29 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megalight import checkpoint
 from megalight.callbacks import Adapters
+from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
+from megalight.inference.text import load_divided, load_model
 from megalight.models.eagle import EagleModule
 from megalight.models.gpt import GPTConfig, GPTModule
 from megalight.models.gpt.hugging_face import from_transformers
+from megalight.models.stored import open_model
 from megalight.models.vlm import VLMModule
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.source import Target
 from megalight.strategies import MegatronStrategy
+from megalight.types import PackedSequences
 from tests.environment import trainer
 from tests.strategies.test_weights import LLAMA, OPTIONS, SIZES, Masters
 from tests.strategies.training import ADAM, Losses, WithData
@@ -142,7 +151,7 @@ def test_strict_refuses_names_and_every_mode_refuses_shapes(layout: str, folders
     config, ranks = GPTModule(weights=folders / "whole").config, LAYOUTS[layout][0]
     for message in run(_refused, ranks, layout, config, folders / "other", "strict"):
         assert "score.weight has no counterpart" in message
-        assert "weights_keys='log' of a module skips such tensors" in message
+        assert "weights_keys='log' of a module (--weights-keys log of commands) skips such tensors" in message
     for keys in ("log", "ignore"):
         for message in run(_refused, ranks, layout, config, folders / "wrong", keys):
             assert "'model.head.norm.weight' (model.norm.weight): [33] and [32]" in message
@@ -188,3 +197,96 @@ def test_values_that_cannot_be(folders: Path) -> None:
         EagleModule(folders / "whole", weights_keys="log")
     with pytest.raises(ConfigurationError, match=r"weights_keys='log' says how names"):
         VLMModule("llava_1_5_7b", weights_keys="log")
+
+
+def test_validation_begins_from_a_folder_with_other_names(folders: Path) -> None:
+    """It runs the same model as training begins with."""
+    config = GPTModule(weights=folders / "whole").config
+    ((fitted, _, _),) = run(_initial, 1, "one", config, folders / "other", "ignore")
+    ((found,),) = run(_validated, 1, folders / "other", "ignore")
+    assert found.keys() == fitted.keys()
+    for name, value in found.items():
+        assert np.array_equal(value, fitted[name]), name
+    ((message,),) = run(_validated, 1, folders / "other", "strict")
+    assert "score.weight has no counterpart" in message
+
+
+def _validated(weights: Path, keys: Any) -> list[Any]:
+    module, held = WithData(optimizer=ADAM, weights=weights, weights_keys=keys), Weights()
+    try:
+        trainer(
+            MegatronStrategy(), callbacks=[held], precision="64-true", **{**OPTIONS, "limit_val_batches": 1}
+        ).validate(module)
+    except CheckpointError as error:
+        return [str(error)]
+    return [held.found]
+
+
+class Weights(pl.Callback):
+    """The weights that validation begins with."""
+
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.found = {f"model.{name}": each.numpy().copy() for name, each in canonical_tensors(module.model).items()}
+
+
+@pytest.mark.parametrize("keys", ["log", "ignore"])
+def test_convert_gives_what_training_begins_with(
+    keys: str, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same values as a run with the default seed, and the same words."""
+    config = GPTModule(weights=folders / "whole").config
+    module = GPTModule(weights=folders / "other", weights_keys="ignore")
+    module.configure_model()
+    assert module.model is not None
+    wanted = {f"model.{name}": tensor for name, tensor in canonical_tensors(module.model).items()}
+    words = ["convert", str(folders / "other"), str(tmp_path / "a.ckpt"), "--quiet"]
+    assert main(words) == 2
+    assert "(--weights-keys log of commands) skips such tensors" in capsys.readouterr().err
+    assert not (tmp_path / "a.ckpt").exists()
+    assert main([*words, "--weights-keys", keys]) == 0
+    opened = checkpoint.open(tmp_path / "a.ckpt")
+    assert opened.tensors.keys() == wanted.keys()
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in wanted.items()}
+    opened.fill([Target(name, tuple(t.shape), (0,) * t.ndim, t) for name, t in found.items()])
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    assert GPTConfig.from_dict(opened.common["model"]["config"]) == config
+    assert ("3 tensors are not in" in caplog.text, "2 tensors of" in caplog.text) == ((keys == "log",) * 2)
+    assert main(["convert", str(folders / "other"), str(tmp_path / "back"), "--to", "transformers", *words[3:]]) == 2
+    back = ["--to", "transformers", "--weights-keys", "ignore", "--quiet"]
+    assert main(["convert", str(folders / "other"), str(tmp_path / "back"), *back]) == 0
+    assert (
+        load_file(tmp_path / "back" / "model.safetensors").keys()
+        == load_file(folders / "whole" / "model.safetensors").keys()
+    )
+    with pytest.raises(CheckpointError, match=r"\(model.norm.weight\): \[33\] and \[32\]"):
+        open_model(folders / "wrong", keys="ignore")
+    shutil.copytree(folders / "whole", tmp_path / "less")
+    tensors = load_file(folders / "whole" / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k != "lm_head.weight"}, tmp_path / "less" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'model.head.output_layer.weight' \(lm_head.weight\) not in .*less"):
+        open_model(tmp_path / "less")
+    with pytest.raises(ConfigurationError, match=r"weights_keys='log' says .*a\.ckpt is no such folder"):
+        open_model(tmp_path / "a.ckpt", keys="log")
+
+
+def _logits(weights: Path, keys: Any) -> torch.Tensor:
+    if dist.is_initialized():
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        model = load_divided(weights, ParallelMesh(world_size=ranks, global_rank=rank, tp=ranks), keys=keys)
+    else:
+        model = load_model(weights, keys=keys)
+    tokens = torch.arange(8)
+    return model(tokens, PackedSequences.of_lengths([8])).logits.detach()
+
+
+def test_generation_from_a_folder_with_other_names(folders: Path) -> None:
+    module = GPTModule(weights=folders / "other", weights_keys="ignore")
+    module.configure_model()
+    assert module.model is not None
+    wanted = module.model(torch.arange(8), PackedSequences.of_lengths([8])).logits
+    torch.testing.assert_close(_logits(folders / "other", "ignore"), wanted)
+    for found in run(_logits, 2, folders / "other", "log"):  # half of a matrix is drawn as half of the whole
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(CheckpointError, match="has no counterpart"):
+        load_model(folders / "other")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megalight.checkpoint.ranks import Ranks
@@ -44,15 +44,17 @@ class Lenient(Wrapped):
         if ranks.rank:
             return
         missing = sorted({name for names in everyone for name in names})
-        extra = [*map(self.label, filled.unexpected), *map(repr, self.skipped)]
-        if missing:
-            log.warning(
-                "%d tensors are not in %s and keep their initial values: %s",
-                len(missing),
-                self.where,
-                ", ".join(map(self.label, missing)),
-            )
-        if extra:
-            log.warning(
-                "%d tensors of %s are not in this model and are skipped: %s", len(extra), self.where, ", ".join(extra)
-            )
+        report(self.where, self.label, missing, [*map(self.label, filled.unexpected), *map(repr, self.skipped)])
+
+
+def report(where: str, label: Callable[[str], str], missing: Sequence[str], extra: Sequence[str]) -> None:
+    """Log the names that a model and the weights in ``where`` do not share; ``extra``: as they are to be logged."""
+    if missing:
+        log.warning(
+            "%d tensors are not in %s and keep their initial values: %s",
+            len(missing),
+            where,
+            ", ".join(map(label, missing)),
+        )
+    if extra:
+        log.warning("%d tensors of %s are not in this model and are skipped: %s", len(extra), where, ", ".join(extra))

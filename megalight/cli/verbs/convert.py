@@ -44,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--average", nargs="+", default=(), metavar="MORE", help="write the mean of the source and of these"
     )
+    parser.add_argument(
+        "--weights-keys",
+        choices=("strict", "log", "ignore"),
+        default="strict",
+        help="in a folder of transformers with other tensors than the model's: strict refuses it; log and ignore skip "
+        "what is too much, and give what is missing its initial values (default: strict)",
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
@@ -59,11 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.models.eagle.export import holds_draft
     from megalight.models.eagle.importing import is_draft
     from megalight.models.gpt import megatron
+    from megalight.models.saved import refuse_keys
     from megalight.models.transforms.peft import is_adapter
 
     check_new(absolute(arguments.output))
     # The output's form follows from what the source is, so this comes first.
     arguments.source = newest_in(arguments.source)
+    if not is_folder(arguments.source) or is_draft(arguments.source):
+        refuse_keys(arguments.weights_keys, arguments.source)
     if is_adapter(arguments.source) or arguments.to == "peft":
         return _convert_adapters(arguments)
     if is_draft(arguments.source):
@@ -166,7 +176,8 @@ def _convert_model(arguments: argparse.Namespace, to: str, report: Callable[[int
     from megalight.models.export import export
     from megalight.models.stored import averaged, open_model, save_model
 
-    models = [open_model(path, ema=arguments.ema) for path in (arguments.source, *arguments.average)]
+    keys = arguments.weights_keys
+    models = [open_model(path, ema=arguments.ema, keys=keys) for path in (arguments.source, *arguments.average)]
     model = averaged(models) if arguments.average else models[0]
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     watched = replace(model, weights=Watched(model.weights, report))

@@ -51,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the one in the checkpoint")
     parser.add_argument("--base", help="the weights that training began with, for a checkpoint of adapters")
+    parser.add_argument(
+        "--weights-keys",
+        choices=("strict", "log", "ignore"),
+        default="strict",
+        help="in a folder of transformers with other tensors than the model's: strict refuses it; log and ignore skip "
+        "what is too much, and give what is missing its initial values (default: strict)",
+    )
     parser.add_argument("--draft", help="a draft model's checkpoint, which guesses tokens: faster, and the same text")
     parser.add_argument("--guesses", type=int, help="tokens that the draft guesses at a time (default: 4)")
     parser.add_argument(
@@ -104,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
             base=arguments.base,
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
             mesh=mesh,
+            keys=arguments.weights_keys,
         )
         completions = _complete(writer, prompts, files, arguments)
     # All ranks have the same.
