@@ -60,7 +60,7 @@ FULL = [
     ("qwen", "one", 3, Side(recompute=Recompute(granularity="full")), {**CP, "context": ContextOptions("all_gather")}),
     ("deep_qwen", "mixed", 4, Side(ranks=2), PP),
     ("deep_qwen", "mixed", 6, Side(ranks=2, **SP), {**SP, **PP}),
-    ("deep", "mixed", 3, Side(), {**PP, "pipeline": Pipeline("zero_bubble")}),
+    ("deep", "mixed", 3, Side(), {**PP, "pipeline": Pipeline(schedule="zero_bubble")}),
     ("deep", "one", 5, Side(), {**SP, **VPP}),
     ("deep", "none", 3, Side(), {**PP, "pipeline_layout": "Et|t|t|tL"}),
     ("rates", "mixed", 3, Side(), SP),
