@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +203,7 @@ def train(
     begin: Callable[[], None] = lambda: None,
     fixed: bool = False,
     checkpoints: Checkpoints | None = None,
+    callbacks: Sequence[pl.Callback] = (),
 ) -> GPTModule:
     """Train ``steps`` steps with the strategy, with ``tick(strategy)`` after each; return the trained module."""
     strategy = MegatronStrategy(
@@ -238,7 +239,7 @@ def train(
         enable_model_summary=False,
         use_distributed_sampler=False,
         limit_val_batches=0,
-        callbacks=[Steps(begin, tick), *graphs],
+        callbacks=[Steps(begin, tick), *graphs, *callbacks],
     )
     adam = AdamConfig(lr=twin_rate(step), weight_decay=0.0) if fixed else AdamConfig(lr=1e-4)
     module = GPTModule(replace(config_of(step), backends=BackendConfig(**with_config)), optimizer=adam)
