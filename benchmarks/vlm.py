@@ -50,10 +50,10 @@ from megalight.data.multimodal.batch import ImageTextBatch, with_cuts
 from megalight.data.multimodal.forms import Cut
 from megalight.data.multimodal.models import form_of
 from megalight.imports import has, version
-from megalight.models.gpt.flops import flops_per_token
-from megalight.models.vision.flops import flops_of_images as flops_of_tower
+from megalight.models.vision.flops import Passes
 from megalight.models.vision.pixels import normalised
 from megalight.models.vlm import ProjectorConfig, VLMConfig
+from megalight.models.vlm.flops import Trained, flops_of_images, flops_per_token
 from megalight.models.vlm.hugging_face import config_to_transformers
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.presets import PRESETS
@@ -111,13 +111,10 @@ class Shape:
         config, rows = self.config, self.mbs * self.micro
         _, cuts = self.batch(0, 1)
         windows = [part for cut in cuts for part in cut.windows]
-        own, wide = config.projector, config.language.hidden_size
-        joined, inner = own.merge**2, own.hidden_size or wide
-        features = sum(cut.features for cut in cuts)
-        # A third of forward and backward. Nobody needs the gradient of the frozen tower's features.
-        tower = flops_of_tower(config.vision, [len(cut.pixels) for cut in cuts], windows) / 3
-        projector = features * (4.0 * joined * config.vision.hidden_size * inner + 6.0 * inner * wide)
-        return rows * (self.seq * flops_per_token(config.language, self.seq) + tower + projector)
+        # Nobody needs the gradient of the frozen tower's features.
+        trained = Trained(tower=Passes(0.0, inputs=False))
+        images = flops_of_images(config, [len(cut.pixels) for cut in cuts], windows, trained)
+        return rows * (self.seq * flops_per_token(config, self.seq, trained) + images)
 
 
 def half(name: str) -> VLMConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor
@@ -205,6 +206,8 @@ def _last_logits(
         tokens = torch.tensor([token for ids in fresh for token in ids], device=device)
         # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
         seen = {} if pictures is None else {"pictures": pictures}
+        if pictures is not None:
+            sequences = replace(sequences, runs=pictures.runs)
         last = sequences.cu_seqlens[1:].long() - 1
         logits = model(tokens, sequences, states=cache.states, rows=last, **seen).logits
     assert isinstance(logits, Tensor)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalight.data.multimodal.batch import Images, document_positions
+from megalight.data.multimodal.batch import Images, document_positions, runs_of
 from megalight.data.multimodal.forms import sources
 from megalight.data.multimodal.images import Resize, decode
 from megalight.data.multimodal.models import form_of
 from megalight.errors import DataError
 from megalight.models.vision.model import Pictures
-from megalight.models.vision.pixels import normalised
 from megalight.models.vlm.config import VLMConfig
-from megalight.types import PackedSequences
+from megalight.models.vlm.task import pictures_of
 
 ImageFile = bytes | str | os.PathLike[str]
 """The bytes of an image file, or its path."""
@@ -57,7 +57,7 @@ def with_pictures(
     prompts: Sequence[Sequence[int]],
     images: Sequence[Sequence[ImageFile]],
     *,
-    resize: Resize = "crop",
+    resize: Resize | None = None,
     device: torch.device | str = "cpu",
 ) -> Prompts:
     """Prepare prompts with images for :func:`~megalight.inference.generate.generate`.
@@ -81,7 +81,7 @@ def with_pictures(
                 f"prompt {number} has {count} image tokens (id {config.image_token}) and {len(own)} images; each image "
                 "needs one token."
             )
-    form, vision = form_of(config, resize), config.vision
+    form = form_of(config, resize)
     cuts = [
         [
             form.cut(decode(read(image, place), place))
@@ -109,13 +109,7 @@ def with_pictures(
     tokens = torch.tensor([token for ids in long for token in ids])
     source = torch.full_like(tokens, -1)
     source[tokens == config.image_token] = torch.from_numpy(sources(every))
-    rows = Images.of_cuts(cuts, form).to(device)
-    windows = [part for each in rows.windows for part in each]
-    pictures = Pictures(
-        normalised(rows.pixels, vision),
-        rows.positions,
-        PackedSequences.of_lengths(rows.lengths, device),
-        source.to(device),
-        PackedSequences.of_lengths(windows, device) if windows else None,
-    )
-    return Prompts(long, pictures, axes)
+    rows = Images.of_cuts(cuts, form)
+    (runs,) = runs_of(source[None].numpy(), rows)
+    pictures = pictures_of(config, rows.to(device), source.to(device), 1)
+    return Prompts(long, replace(pictures, runs=runs), axes)

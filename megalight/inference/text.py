@@ -206,7 +206,7 @@ class TextGenerator:
         seed: int | None = None,
         ends: Collection[int] = (),
         images: Sequence[Sequence[ImageFile]] | None = None,
-        resize: Resize = "crop",
+        resize: Resize | None = None,
         draft: DraftModel | None = None,
         guesses: int = 4,
     ) -> list[str]:

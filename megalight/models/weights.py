@@ -68,6 +68,7 @@ class Theirs:
         stack: how many canonical tensors they stack along the first dim. The last index of our name, which theirs
             lacks, counts them. 0: they do not stack.
         index: after a look-up, the place in the stack.
+        leading: how many dims of size 1 theirs has before those of ours.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Theirs:
     depthwise: bool = False
     stack: int = 0
     index: int = 0
+    leading: int = 0
 
     def part(self, tensor: Tensor) -> Tensor:
         """Return the canonical tensor in their tensor: a view of it, unless it lies in several blocks."""
@@ -84,6 +86,7 @@ class Theirs:
 
     def views(self, tensor: Tensor) -> list[Tensor]:
         """Return views of their tensor that are the canonical tensor, one after another along the first dim."""
+        tensor = tensor[(0,) * self.leading]
         ours = tensor[self.index] if self.stack else tensor
         # First the stack, then the transposition, then the rows: they count in `[out, in]`.
         ours = ours.T if self.transposed and ours.ndim == 2 else ours
@@ -99,6 +102,7 @@ class Theirs:
 
     def fused(self, theirs: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape with the rows of all tensors that they fuse, as ``[out, in]``."""
+        theirs = theirs[self.leading :]
         one = theirs[1:] if self.stack else theirs
         if self.depthwise and len(one) == 3:
             return one[::2]
@@ -108,7 +112,7 @@ class Theirs:
         """Return the shape of their tensor: the inverse of :meth:`fused`."""
         one = fused[::-1] if self.transposed and len(fused) == 2 else fused
         one = (one[0], 1, one[1]) if self.depthwise and len(one) == 2 else one
-        return (self.stack, *one) if self.stack else one
+        return (1,) * self.leading + ((self.stack, *one) if self.stack else one)
 
     def read(self, fill: Callable[[Sequence[int], Tensor], None], offset: Sequence[int], data: Tensor) -> None:
         """Fill ``data`` with the box of the canonical tensor that begins at ``offset``.
@@ -118,6 +122,10 @@ class Theirs:
             offset: where ours begins.
             data: the memory, with the box's shape.
         """
+        if self.leading:
+            first, dims = [0] * self.leading, (None,) * self.leading
+            replace(self, leading=0).read(lambda place, box: fill([*first, *place], box[dims]), offset, data)
+            return
         if isinstance(self.rows, Blocks):
             # Block by block, so that rows of other tensors between them are not read.
             for here, rows in self.rows.slices(offset[0], offset[0] + len(data)):

@@ -13,7 +13,7 @@ from megalight.nn.init import Initializer, Normal
 from megalight.nn.linear import Linear
 from megalight.nn.rotary import RotaryTable
 from megalight.nn.state import KeysAndValues, Slots
-from megalight.ops.attention import attention
+from megalight.ops.attention import attention, mutual_attention
 from megalight.ops.common import wide
 from megalight.types import PackedSequences
 
@@ -31,7 +31,13 @@ class InnerAttention(nn.Module):
         softmax: ``vanilla``; ``off-by-one``: the denominator has one more term, 1; ``learnable``: it has a term for
             each head, the exponential of the ``sink`` in the call.
         backend: backend of the attention op.
+
+    Attributes:
+        mutual: whether the tokens of a run in ``sequences.runs`` see each other, also where attention is causal. Such
+            attention is built from blocks: it has no chunk, soft cap, dropout or sink.
     """
+
+    mutual: bool = False
 
     def __init__(
         self,
@@ -68,9 +74,12 @@ class InnerAttention(nn.Module):
 
         With a state, ``k`` and ``v`` belong to the new tokens. They are stored, and queries also see earlier tokens.
         """
+        new_k, new_v = k, v
         if state is not None:
             # Keys are stored after their rotation, so that earlier tokens need no table.
             k, v = state.append(k, v)
+        if self.mutual and (later := sequences.later) is not None:
+            return mutual_attention(q, k, v, new_k, new_v, sequences, later, scale=self.scale, window=self.window)
         return attention(
             q,
             k,

@@ -56,6 +56,8 @@ class PackedSequences:
         present: ``[n]`` int64, on the device: the number of tokens of each sequence, where only the device knows it.
             ``lengths`` are then bounds: a sequence has as many rows, and the first ``present`` of them hold a token.
             For keys alone (:meth:`of_bound`). None: every row holds a token.
+        runs: runs of tokens that see each other in causal attention that is ``mutual``, such as those of an image: the
+            first token and the number of each. No run spans two sequences. A share has none.
     """
 
     lengths: tuple[int, ...]
@@ -67,6 +69,7 @@ class PackedSequences:
     context: ContextShare | None = None
     present: Tensor | None = None
     axis_positions: Tensor | None = None
+    runs: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_bound(cls, present: Tensor, bound: int) -> PackedSequences:
@@ -121,6 +124,16 @@ class PackedSequences:
                 f"{self.num_tokens}]."
             )
         return replace(self, axis_positions=positions)
+
+    @cached_property
+    def later(self) -> Later | None:
+        """The pairs of tokens in ``runs`` that a causal mask lacks; None: there are none."""
+        long = [(first, count) for first, count in self.runs if count > 1]
+        if not long:
+            return None
+        sequences = PackedSequences.of_lengths([count - 1 for _, count in long], self.device)
+        ends = to_device([first + count - 2 for first, count in long], torch.int64, self.device)
+        return Later(sequences.expand(ends) - sequences.positions, sequences)
 
     @property
     def rotary_positions(self) -> Tensor:
@@ -248,6 +261,7 @@ class PackedSequences:
             num_padding=self.num_padding + length,
             keys=self.keys._with_dummy(length) if self.keys is not None else None,
             axis_positions=None if axes is None else torch.cat([axes, places.expand(len(axes), -1)], dim=1),
+            runs=self.runs,
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequences:
@@ -274,6 +288,26 @@ class PackedSequences:
             present=self.present.pin_memory() if self.present is not None else None,
             axis_positions=self.axis_positions.pin_memory() if self.axis_positions is not None else None,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Later:
+    """Each token of a run with the later ones of its run.
+
+    In reverse order these pairs are causal: a query sees the key at its own place, and those before.
+
+    Attributes:
+        rows: ``[n]``: the tokens with later ones, run by run and from the last to the first. They are the queries.
+        sequences: how these rows divide into runs.
+    """
+
+    rows: Tensor
+    sequences: PackedSequences
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """``[n]``: the tokens that are the keys. That at the place of a query is the token after it."""
+        return self.rows + 1
 
 
 def _chunks(sequences: PackedSequences, size: int, multiple: int) -> tuple[list[int], int]:

@@ -53,7 +53,19 @@ QWEN = replace(
     vision=replace(samples.QWEN.vision, init=InitConfig(std=0.4)),
     projector=replace(samples.QWEN.projector, init=InitConfig(std=0.4)),
 )
-CONFIGS = {"llava": CONFIG, "qwen": QWEN}
+GEMMA = replace(
+    samples.GEMMA,
+    language=replace(samples.GEMMA.language, num_layers=4, init=InitConfig(std=0.4)),
+    vision=replace(samples.GEMMA.vision, init=InitConfig(std=0.4)),
+    projector=replace(samples.GEMMA.projector, init=InitConfig(std=0.4)),
+)
+INTERN = replace(
+    samples.INTERN,
+    language=replace(samples.INTERN.language, num_layers=4, init=InitConfig(std=0.4)),
+    vision=replace(samples.INTERN.vision, init=InitConfig(std=0.4)),
+    projector=replace(samples.INTERN.projector, init=InitConfig(std=0.4)),
+)
+CONFIGS = {"llava": CONFIG, "qwen": QWEN, "gemma": GEMMA, "intern": INTERN}
 
 
 @functools.cache
@@ -82,6 +94,7 @@ def test_tokens_are_those_of_computing_all_again(name: str) -> None:
             if pictures is not None:  # new tokens are no parts of images
                 source = torch.nn.functional.pad(pictures.source, (0, len(ids) - len(pictures.source)), value=-1)
                 pictures = replace(pictures, source=source)
+                sequences = replace(sequences, runs=pictures.runs)
             with torch.no_grad():
                 logits = model(torch.tensor(ids), sequences, pictures=pictures).logits
             assert int(logits[-1].argmax()) == token

@@ -124,6 +124,36 @@ def test_flops_count_both_models() -> None:
     assert images == 6 * 5 * (6 * (2 * layer + 48 * 16 + projector) + 12 * 2 * 16 * 5)
 
 
+FROZEN = [
+    # what is frozen, operations of weights: tower, up, down, language; attention of the tower
+    ((), (6, 6, 6, 6), 12),
+    (("*.tower.*",), (2, 4, 6, 6), 4),
+    (("*.tower.*", "*.projector.*"), (2, 2, 2, 6), 4),
+    (("*.projector.*",), (6, 4, 4, 6), 12),
+    (("model.embed.word.*",), (6, 6, 6, 6), 12),
+    (("*.tower.*", "model.layers.*", "model.head.*", "model.embed.word.*"), (2, 4, 6, 4), 4),
+]
+
+
+@pytest.mark.parametrize(("frozen", "times", "attention"), FROZEN, ids=[str(each[1]) for each in FROZEN])
+def test_flops_count_what_is_done_of_frozen_parts(
+    frozen: tuple[str, ...], times: tuple[int, ...], attention: int
+) -> None:
+    made = VLMModule(CONFIG, freeze=frozen)
+    made.model = made.build_model().double()
+    initialise(made.model, 3, "model.")
+    made.check_model(made.model)
+    alone, found = made.flops_per_token(24), batch()
+    full = VLMModule(CONFIG).flops_per_token(24)
+    weights = full - 6 * 2 * 4 * 16 * 24 / 2
+    assert alone == pytest.approx(full - (6 - times[3]) * weights / 6)
+    losses(made, found)
+    layer = 4 * 16 * 16 + 2 * 16 * 24
+    rows = times[0] * (2 * layer + 48 * 16) + times[1] * 16 * 32 + times[2] * 32 * 32
+    images = 6 * 5 * rows + 6 * attention * 2 * 16 * 25
+    assert made.flops_per_token(24) - alone == pytest.approx(images / found.tokens.numel())
+
+
 def test_flops_of_windows_and_joined_patches() -> None:
     layer = 4 * 16 * 16 + 3 * 16 * 24
     tower = 24 * 6 * (2 * layer + 2 * 48 * 16) + 12 * 16 * (24**2 + 16**2 + 8**2)  # both frames of each patch

@@ -253,7 +253,7 @@ def test_the_published_configuration_of_onevision() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "blip"}, "model_type is 'blip'; weights of qwen2_5_vl, llava_onevision, llava can be read"),
+        ({"model_type": "blip"}, "model_type is 'blip'; weights of gemma3, internvl, "),
         ({"vision_feature_layer": [-2, -1]}, "features of a single layer are read"),
         ({"vision_feature_layer": 9}, "vision_feature_layer is 9; the tower has 3 layers"),
         ({"vision_feature_select_strategy": "full"}, "'full'; from clip_vision_model only 'default' is read"),

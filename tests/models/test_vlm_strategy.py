@@ -13,22 +13,24 @@ from torch.utils.data import DataLoader
 
 from megalight.callbacks import Adapters
 from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.errors import LayoutError
 from megalight.models.gpt import AttentionConfig
 from megalight.models.transforms import LoRA
-from megalight.models.vision import Pictures
-from megalight.models.vision.pixels import normalised
 from megalight.models.vlm import VLM
 from megalight.models.vlm.module import VLMModule
+from megalight.models.vlm.task import pictures_of
 from megalight.nn.init import initialise
 from megalight.optim import GroupRule
+from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.spec import ContextGroups
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.transform import apply_transforms
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
-from megalight.types import PackedSequences
 from tests.environment import trainer
-from tests.models.vlm_samples import CONFIG, LANGUAGE, QWEN, batch, small
+from tests.models.vlm_samples import CONFIG, GEMMA, INTERN, LANGUAGE, QWEN, batch, small
 from tests.strategies.training import (
     ADAM,
     CLIP,
@@ -62,6 +64,8 @@ CONFIGS = {
         language=replace(QWEN.language, hidden_size=64, ffn_hidden_size=64),
         vision=replace(QWEN.vision, hidden_size=32, ffn_hidden_size=32),
     ),
+    "gemma": GEMMA,
+    "intern": INTERN,
     "plain": small(class_token=False, patch_bias=True, input_norm=False, output_norm=True, activation="gelu_tanh"),
 }
 FREEZE = {"aligned": ("*.tower.*", "model.layers.*", "model.head.*", "model.embed.word.*")}
@@ -160,11 +164,7 @@ def by_hand(name: str, counts: str) -> dict[str, Any]:
         images, source = found.parts()
         pictures = None
         if images.lengths:
-            sequences = PackedSequences.of_lengths(images.lengths)
-            parts = [rows for each in images.windows for rows in each]
-            windows = PackedSequences.of_lengths(parts) if parts else None
-            pixels = normalised(images.pixels, config.vision)
-            pictures = Pictures(pixels, images.positions, sequences, source.flatten(), windows)
+            pictures = pictures_of(config, images, source.flatten(), 1)
         output = model(found.tokens.flatten(), found.sequences, labels=found.labels.flatten(), pictures=pictures)
         loss = (output.losses * found.loss_mask.flatten()).sum() / found.loss_mask.sum()
         optimizer.zero_grad(set_to_none=False)
@@ -202,8 +202,24 @@ CHOSEN = [
     ("qwen", "mixed", 2, {**SP, "recompute": Recompute(vision=Recompute(granularity="full")), "micro_batch_size": 2}),
     ("qwen", "mixed", 4, {**SP, "context_parallel": 2, "micro_batch_size": 2}),
     ("deep_qwen", "one", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("gemma", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("gemma", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("intern", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("intern", "one", 2, {"context_parallel": 2, "micro_batch_size": 2}),
 ]
 FULL = [
+    ("gemma", "one", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
+    ("gemma", "none", 2, {**SP, "micro_batch_size": 1}),
+    ("gemma", "mixed", 2, {"micro_batch_size": 1}),
+    ("gemma", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("gemma", "mixed", 2, {"recompute": Recompute(granularity="full"), "micro_batch_size": 1}),
+    ("gemma", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
+    ("intern", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
+    ("intern", "none", 2, {**SP, "micro_batch_size": 1}),
+    ("intern", "one", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("intern", "mixed", 2, {"micro_batch_size": 1}),
+    ("intern", "mixed", 4, {**SP, "context_parallel": 2, "micro_batch_size": 2}),
+    ("intern", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
     ("qwen", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
     ("qwen", "none", 2, {**SP, "micro_batch_size": 1}),
     ("qwen", "one", 2, {**SP, "micro_batch_size": 1}),
@@ -292,3 +308,10 @@ def test_layout_trains_the_same_model(layout: tuple[str, str, int, dict[str, Any
         assert {next(part for part in ("tower", "projector", "layers") if part in key) for key in adapted} == PARTS[
             name
         ]
+
+
+def test_images_whose_tokens_see_each_other_are_not_divided() -> None:
+    with torch.device("meta"):
+        name, inner = "layers.0.attention.inner", VLM(GEMMA).layers["0"].attention.inner
+    with pytest.raises(LayoutError, match=rf"{name}: tokens of an image see each other .* set context_parallel=1"):
+        ContextAttention(inner, name, "auto", ContextGroups(ParallelMesh(2, 0, cp=2)))

@@ -11,7 +11,7 @@ import torch
 from megalight.data.multimodal.batch import Images, ImageTextBatch, with_cuts, with_images
 from megalight.data.multimodal.dynamic import DynamicForm
 from megalight.data.multimodal.models import form_of
-from megalight.models.gpt import AttentionConfig, GPTConfig, PositionConfig
+from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.vision import VisionConfig
 from megalight.models.vision.dynamic_config import DynamicConfig
 from megalight.models.vlm import ProjectorConfig, VLMConfig
@@ -47,17 +47,43 @@ QWEN = VLMConfig(
     image_token=IMAGE,
 )
 """As Qwen2.5-VL: images of any size, windows, squares of patches that are one token, and positions on three axes."""
+SQUARES = replace(VISION, image_size=16, class_token=False, input_norm=False)
+GEMMA = VLMConfig(
+    language=replace(
+        LANGUAGE,
+        norm=NormConfig(around_zero=True, after=True),
+        attention=AttentionConfig(qk_norm=True, window=5, window_pattern=(True, False)),
+        position=PositionConfig(local_base=100.0),
+    ),
+    vision=replace(SQUARES, patch_bias=True, output_norm=True),
+    projector=ProjectorConfig(
+        merge=2, pool=True, norm="rms", norm_joined=True, norm_around_zero=True, layers=1, bias=False
+    ),
+    image_token=IMAGE,
+    mutual=True,
+)
+"""As Gemma-3: a token is the mean of a square of patches, and the tokens of an image see each other."""
+INTERN = VLMConfig(
+    language=replace(LANGUAGE, attention=AttentionConfig(qkv_bias=True)),
+    vision=replace(SQUARES, class_token=True, qkv_bias=False, qk_norm=True, layer_scale=0.5),
+    projector=ProjectorConfig(merge=2, norm="layer", norm_joined=True),
+    image_token=IMAGE,
+)
+"""As InternVL: class tokens that no square of patches has, learned factors of sublayers, norms over all heads."""
 SIZES = [(8, 16), (16, 24), (8, 8), (24, 8)]
 """Height and width of images of it, which have 2, 6, 1 and 3 tokens. The second has two windows."""
 
 
-def images(counts: tuple[int, ...], generator: torch.Generator, vision: VisionConfig = VISION) -> Images:
+def images(
+    counts: tuple[int, ...], generator: torch.Generator, vision: VisionConfig = VISION, merge: int = 1
+) -> Images:
     """Random pictures of these numbers per sample."""
-    number, rows = sum(counts), vision.num_rows
+    number, rows = sum(counts), vision.num_patches if merge > 1 else vision.num_rows
     pixels = torch.randn(number, rows, vision.patch_values, generator=generator, dtype=torch.float64)
-    if vision.class_token:
+    if vision.class_token and merge == 1:
         pixels[:, 0] = 0
-    return Images(pixels.flatten(0, 1), torch.arange(rows).repeat(number), (rows,) * number, counts)
+    positions = torch.arange(rows).repeat(number)
+    return Images(pixels.flatten(0, 1), positions, (rows,) * number, counts, joined=merge**2)
 
 
 def batch(
@@ -75,9 +101,10 @@ def batch(
             tokens[row, start : start + size] = config.image_token
     labels = torch.randint(0, config.image_token, shape, generator=generator)
     mask = (torch.rand(shape, generator=generator) < 0.7).float() * (tokens != config.image_token)
-    text = TokenBatch(tokens, labels, mask, ((length // 2, length - length // 2),) * len(counts))
-    found = images(counts, generator, config.vision)
-    options = {"class_token": config.vision.class_token, "newline": config.newline}
+    first, merge = length // 3 if config.mutual else length // 2, config.projector.merge
+    text = TokenBatch(tokens, labels, mask, ((first, length - first),) * len(counts))
+    found = images(counts, generator, config.vision, merge)
+    options = {"class_token": config.vision.class_token and merge == 1, "newline": config.newline}
     return with_images(text, found, config.image_token, **options)
 
 

@@ -38,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resize",
         choices=("crop", "pad", "stretch"),
-        default="crop",
-        help="how an image becomes a square: as in training (default: crop)",
+        help="how an image becomes a square: as in training (default: as the model's configuration says)",
     )
     parser.add_argument(
         "--chat", action="store_true", help="each prompt is a user's message; print the assistant's answer"

@@ -10,7 +10,7 @@ from megalight.errors import ConfigurationError
 
 TEXT_ONLY = ("train_tokenizer", "text_key", "no_eod", "eod_token", "split_sentences", "special_tokens")
 CHAT_ONLY = ("chat_template", "train_on")
-IMAGES_ONLY = ("images", "image_token")
+IMAGES_ONLY = ("images", "image_token", "image_text")
 
 
 def describe() -> str:
@@ -49,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--images", metavar="FOLDER", help="the folder that paths of images begin in (default: the input's)"
     )
     parser.add_argument("--image-token", help="the special token that stands for an image (default: <image>)")
+    parser.add_argument(
+        "--image-text",
+        help="what replaces <image> in the texts, with the image token once, such as "
+        "'<img><IMG_CONTEXT></img>' (default: <image> stays)",
+    )
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's template)")
     parser.add_argument(
         "--train-on", choices=("all", "last"), help="messages of the assistant that count in the loss (default: all)"
@@ -75,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
                 tokenizer=arguments.tokenizer,
                 images=arguments.images,
                 image_token=arguments.image_token or IMAGE_TOKEN,
+                image_text=arguments.image_text,
                 chat_template=arguments.chat_template,
                 train_on=arguments.train_on or "all",
                 format=arguments.format,

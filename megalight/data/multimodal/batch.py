@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 
 import numpy as np
@@ -15,7 +15,10 @@ from torch import Tensor
 from megalight.data.multimodal.forms import Cut, Form, axis_positions, sources
 from megalight.data.multimodal.images import NEWLINE
 from megalight.errors import DataError
-from megalight.types import TokenBatch
+from megalight.types import PackedSequences, TokenBatch
+
+Runs = tuple[tuple[tuple[int, int], ...], ...]
+"""For each row, where the tokens of each image are: the first one, and their number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +30,8 @@ class Images:
             Rows of class tokens are zeros.
         positions: ``[P]`` int64: the row of each patch in the tower's table of positions; for images of any size
             ``[2, P]``: its row and its column in the image.
-        lengths: rows of each image.
-        counts: images of each sample.
+        lengths: rows of each image; of an image in tiles, of each tile.
+        counts: images of each sample, where each tile is one.
         windows: for each image, the rows of its windows; empty: there are none.
         joined: how many rows after each other are one row of features.
     """
@@ -77,8 +80,8 @@ class Images:
         return cls(
             torch.from_numpy(np.concatenate(pixels)),
             torch.from_numpy(np.concatenate(positions, axis=-1)),
-            tuple(len(cut.pixels) for cut in every),
-            tuple(map(len, cuts)),
+            tuple(length for cut in every for length in cut.lengths),
+            tuple(sum(cut.tiles for cut in own) for own in cuts),
             tuple(cut.windows for cut in every) if any(cut.windows for cut in every) else (),
             form.merge**2,
         )
@@ -113,10 +116,19 @@ class ImageTextBatch(TokenBatch):
         images: the images.
         source: ``[B, S]`` int64: for each token, the row of features of ``images`` that replaces it, -1 for text, or
             ``NEWLINE``: a learned row replaces it.
+        runs: where the tokens of each image are. A context-parallel share has none.
     """
 
     images: Images | None = None
     source: Tensor | None = None
+    runs: Runs = field(default=(), kw_only=True)
+
+    @property
+    def sequences(self) -> PackedSequences:
+        """How the tokens divide into sequences, with those of each image as a run; see :class:`TokenBatch`."""
+        width, found = self.tokens.shape[1], super().sequences
+        runs = tuple((row * width + first, count) for row, own in enumerate(self.runs) for first, count in own)
+        return replace(found, runs=runs) if runs else found
 
     def parts(self) -> tuple[Images, Tensor]:
         """Return images and sources, which every such batch has; samples may be without images."""
@@ -135,7 +147,8 @@ class ImageTextBatch(TokenBatch):
             start, stop = number * size, number * size + len(text)
             held, before = images.of_samples(start, stop)
             own = source[start:stop]
-            parts.append(_with(text, held, torch.where(own >= 0, own - before, own)))
+            moved = torch.where(own >= 0, own - before, own)
+            parts.append(_with(text, held, moved, self.runs[start:stop]))
         return parts
 
     def context_share(self, rank: int, size: int, multiple: int = 1, ahead: int = 0) -> TokenBatch:
@@ -153,19 +166,38 @@ class ImageTextBatch(TokenBatch):
         images, source = self.parts()
         non_blocking = non_blocking or self.tokens.is_pinned()
         moved = source.to(device, non_blocking=non_blocking)
-        return _with(super().to(device, non_blocking), images.to(device, non_blocking), moved)
+        return _with(super().to(device, non_blocking), images.to(device, non_blocking), moved, self.runs)
 
     def pin_memory(self) -> TokenBatch:
         """Copy to page-locked host memory."""
         images, source = self.parts()
         pinned = replace(images, pixels=images.pixels.pin_memory(), positions=images.positions.pin_memory())
-        return _with(super().pin_memory(), pinned, source.pin_memory())
+        return _with(super().pin_memory(), pinned, source.pin_memory(), self.runs)
 
 
-def _with(text: TokenBatch, images: Images, source: Tensor) -> ImageTextBatch:
+def _with(text: TokenBatch, images: Images, source: Tensor, runs: Runs = ()) -> ImageTextBatch:
     # All fields of a text batch, so that one that is added there is not lost here.
-    of_text = {field.name: getattr(text, field.name) for field in fields(TokenBatch)}
-    return ImageTextBatch(**of_text, images=images, source=source)
+    of_text = {each.name: getattr(text, each.name) for each in fields(TokenBatch)}
+    return ImageTextBatch(**of_text, images=images, source=source, runs=runs)
+
+
+def runs_of(source: NDArray[np.int64], images: Images) -> Runs:
+    """Return where the tokens of each image are: for each row the first one, and their number.
+
+    Args:
+        source: ``[B, S]``, as in :class:`ImageTextBatch`.
+        images: the images.
+    """
+    ends = np.cumsum(images.lengths, dtype=np.int64) // images.joined
+    found = []
+    for row in source:
+        # An image's number for each of its tokens. A newline, which ends an image, is no part of its run.
+        owner = np.where(row >= 0, np.searchsorted(ends, row, side="right"), -1)
+        starts = np.flatnonzero(np.diff(owner, prepend=-1))
+        counts = np.diff(starts, append=len(row))
+        pairs = zip(starts.tolist(), counts.tolist(), strict=True)
+        found.append(tuple((start, count) for start, count in pairs if owner[start] >= 0))
+    return tuple(found)
 
 
 def with_images(
@@ -174,7 +206,7 @@ def with_images(
     """Join rows of tokens and their images: each image takes the next image tokens of its row, one for each patch.
 
     Args:
-        text: the rows. Each image is as many image tokens as it has patches.
+        text: the rows. Each image is as many image tokens as it has patches, or squares of patches that are joined.
         images: the images of these rows.
         image_token: the id of image tokens.
         class_token: whether the first row of an image is its class token, which no token stands for.
@@ -185,7 +217,8 @@ def with_images(
     """
     places = text.tokens == image_token
     found = places.sum(1).tolist()
-    rows, source = [0, *accumulate(images.lengths)], torch.full_like(text.tokens, -1)
+    rows = [end // images.joined for end in accumulate(images.lengths, initial=0)]
+    source = torch.full_like(text.tokens, -1)
     if len(images.counts) != len(text):
         raise DataError(f"there are {len(text)} rows of tokens, and images of {len(images.counts)} rows.")
     bounds = [0, *accumulate(images.counts)]
@@ -201,7 +234,7 @@ def with_images(
             own = [F.pad(each, (0, 1), value=NEWLINE) for each in own]
         if own:
             source[number, places[number]] = torch.cat(own)
-    return _with(text, images, source)
+    return _with(text, images, source, runs_of(source.numpy(), images))
 
 
 def with_cuts(text: TokenBatch, cuts: Sequence[Sequence[Cut]], image_token: int, form: Form) -> ImageTextBatch:
@@ -234,7 +267,7 @@ def with_cuts(text: TokenBatch, cuts: Sequence[Sequence[Cut]], image_token: int,
             begins = accumulate((len(cut.source) for cut in own[:-1]), initial=0)
             grids = [(int(places[at]), cut.grid) for at, cut in zip(begins, own, strict=True)] if own else []
             axes.append(torch.from_numpy(document_positions(lengths, grids)))
-    joined = _with(text, images, source)
+    joined = _with(text, images, source, runs_of(source.numpy(), images))
     return replace(joined, axis_positions=torch.stack(axes)) if axes else joined
 
 

@@ -16,7 +16,7 @@ from megalight.data.chat.dataset import PackedDataset, PackOptions
 from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import Sample
 from megalight.data.gpt.dataset import collate as collate_text
-from megalight.data.multimodal.batch import Images, ImageTextBatch, document_positions
+from megalight.data.multimodal.batch import Images, ImageTextBatch, document_positions, runs_of
 from megalight.data.multimodal.forms import Cut, Form, sources
 from megalight.data.multimodal.images import decode, measure
 from megalight.errors import ConfigurationError, DataError
@@ -215,6 +215,7 @@ def collate(samples: Sequence[ImageSample]) -> ImageTextBatch:
         text.document_lengths,
         images=images,
         source=torch.from_numpy(source),
+        runs=runs_of(source, images),
         axis_positions=torch.from_numpy(np.stack(axes)) if axes else None,
     )
 

@@ -25,6 +25,7 @@ class Cut:
         grid: rows and columns of tokens.
         windows: rows of each window, in order; empty: there are none.
         features: rows of features, fewer than ``rows`` where the projector joins some.
+        tiles: of so many parts of equal size, one after the other, each is an image of its own for the tower.
     """
 
     pixels: NDArray[np.uint8]
@@ -33,9 +34,15 @@ class Cut:
     grid: tuple[int, int]
     windows: tuple[int, ...] = ()
     features: int = 0
+    tiles: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", self.features or len(self.pixels))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each part."""
+        return (len(self.pixels) // self.tiles,) * self.tiles
 
 
 class Form(Protocol):

@@ -29,11 +29,17 @@ class ImageForm:
         size: height and width, in pixels.
         patch: height and width of a patch.
         channels: 3 (red, green, blue) or 1 (grey).
-        class_token: whether a row of zeros comes first, for the tower's class token.
+        class_token: whether a row of zeros comes first, for the tower's class token. With ``merge``, rows are patches
+            alone, and the tower's input gets those of class tokens later.
+        merge: side of the squares of patches that are one token. Their rows are neighbours.
+        tiles: an image is stretched to up to so many squares, in the arrangement nearest to its shape, each of which is
+            an image of its own; where there are several, the whole image follows (InternVL,
+            https://arxiv.org/abs/2404.16821). 1: it is one square, by ``resize``.
         newline: whether the tokens of an image end with one that stands for no patch, but for a learned row.
         axes: whether tokens have positions on several axes.
         resize: ``crop``: the shorter side becomes ``size``, and the middle is kept (CLIP, LLaVA-1.5 in
             ``transformers``). ``pad``: grey borders make a square first. ``stretch``: height and width alone.
+        resample: ``bicubic`` or ``bilinear``.
 
     Raises:
         ConfigurationError: ``resize`` is none of these.
@@ -46,8 +52,10 @@ class ImageForm:
     newline: bool = False
     resize: Resize = "crop"
     axes: bool = False
+    merge: int = 1
+    tiles: int = 1
+    resample: str = "bicubic"
 
-    merge = 1
     cut_axes = ()
 
     def __post_init__(self) -> None:
@@ -65,32 +73,78 @@ class ImageForm:
         return self.num_patches + self.class_token
 
     @property
-    def fixed_tokens(self) -> int:
-        """Tokens of an image: one for each patch, and a newline."""
-        return self.num_patches + self.newline
+    def square_tokens(self) -> int:
+        """Tokens of a square: one for each square of patches, and a newline."""
+        return self.num_patches // self.merge**2 + self.newline
+
+    @property
+    def fixed_tokens(self) -> int | None:
+        """Tokens of an image, if all have as many."""
+        return self.square_tokens if self.tiles == 1 else None
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Return :attr:`fixed_tokens`, whatever the image's size."""
-        return self.fixed_tokens
+        """Return the tokens of an image with so many pixels."""
+        columns, rows = self.arrangement(width, height)
+        return self.square_tokens * _with_whole(columns * rows)
+
+    def arrangement(self, width: int, height: int) -> tuple[int, int]:
+        """Return how many squares lie beside and below each other: nearest to the shape of an image of this size.
+
+        Of equally near ones it is the largest with less than twice the pixels of the image.
+        """
+        found, nearest = (1, 1), float("inf")
+        sides = range(1, self.tiles + 1)
+        every = [(columns, rows) for columns in sides for rows in sides if columns * rows <= self.tiles]
+        for columns, rows in sorted(every, key=lambda each: each[0] * each[1]):
+            distance = abs(width / height - columns / rows)
+            enough = width * height > 0.5 * self.size**2 * columns * rows
+            if distance < nearest or (distance == nearest and enough):
+                found, nearest = (columns, rows), distance
+        return found
 
     def cut(self, image: Any) -> Cut:
         """Return the rows and tokens of a Pillow image."""
-        return self.divided(self._pixels(image))
+        coloured = rgb(image, self.channels)
+        if self.tiles == 1:
+            return self.divided(self._array(self._square(coloured)))
+        columns, rows = self.arrangement(*image.size)
+        size, kernel = self.size, self._filter
+        large = self._array(coloured.resize((columns * size, rows * size), kernel))
+        squares = large.reshape(rows, size, columns, size, self.channels).swapaxes(1, 2)
+        squares = squares.reshape(-1, size, size, self.channels)
+        if len(squares) > 1:
+            squares = np.concatenate([squares, self._array(coloured.resize((size, size), kernel))[None]])
+        return self.divided(squares.reshape(-1, size, self.channels))
 
     def divided(self, pixels: NDArray[np.uint8]) -> Cut:
-        """Return the rows and tokens of pixels ``[size, size, channels]``."""
-        rows = np.arange(self.class_token, self.num_rows)
-        side = self.size // self.patch
-        source = np.pad(rows, (0, int(self.newline)), constant_values=NEWLINE)
-        return Cut(self._rows(pixels), np.arange(self.num_rows), source, (side, side))
+        """Return the rows and tokens of pixels ``[tiles * size, size, channels]``: one or several squares."""
+        side, tiles = self.size // self.patch, len(pixels) // self.size
+        own, positions = np.arange(self.class_token, self.num_rows), np.arange(self.num_rows)
+        if self.merge > 1:
+            own, positions = np.arange(self.num_patches // self.merge**2), self._order()
+        features = len(own) + (self.class_token if self.merge == 1 else 0)
+        ends = np.full(int(self.newline), NEWLINE)
+        source = np.concatenate([part for tile in range(tiles) for part in (own + tile * features, ends)])
+        rows = np.concatenate([self._rows(each) for each in pixels.reshape(tiles, self.size, self.size, -1)])
+        grid = (side // self.merge, side // self.merge)
+        return Cut(rows, np.tile(positions, tiles), source, grid, features=tiles * features, tiles=tiles)
 
     def patches(self, image: Any) -> NDArray[np.uint8]:
-        """``[rows, channels * patch * patch]`` of a Pillow image."""
-        return self._rows(self._pixels(image))
+        """``[rows, channels * patch * patch]`` of a Pillow image in one square."""
+        return self._rows(self._array(self._square(rgb(image, self.channels))))
 
-    def _pixels(self, image: Any) -> NDArray[np.uint8]:
-        squared = self._square(rgb(image, self.channels))
-        return np.asarray(squared).reshape(self.size, self.size, self.channels)
+    @property
+    def _filter(self) -> Any:
+        return getattr(_pillow().Resampling, self.resample.upper())
+
+    def _array(self, image: Any) -> NDArray[np.uint8]:
+        return np.asarray(image).reshape(image.height, image.width, self.channels)
+
+    def _order(self) -> NDArray[np.int64]:
+        """Return the number of each patch in rows and columns, square by square, and row by row inside of a square."""
+        m, side = self.merge, self.size // self.patch
+        numbers = np.arange(side * side).reshape(side // m, m, side // m, m)
+        return numbers.swapaxes(1, 2).reshape(-1)
 
     def _rows(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         side, patch = self.size // self.patch, self.patch
@@ -98,8 +152,11 @@ class ImageForm:
         pixels = pixels[: side * patch, : side * patch]
         # Rows and columns of patches first; inside a patch colours first, as a convolution's weight has them.
         cut = pixels.reshape(side, patch, side, patch, self.channels).transpose(0, 2, 4, 1, 3)
-        rows = np.zeros((self.num_rows, self.channels * patch * patch), np.uint8)
-        rows[self.num_rows - self.num_patches :] = cut.reshape(self.num_patches, -1)
+        cut = cut.reshape(self.num_patches, -1)
+        if self.merge > 1:
+            return np.ascontiguousarray(cut[self._order()])
+        rows = np.zeros((self.num_rows, cut.shape[1]), np.uint8)
+        rows[self.num_rows - self.num_patches :] = cut
         return rows
 
     def _square(self, image: Any) -> Any:
@@ -108,7 +165,7 @@ class ImageForm:
         if self.resize == "crop":
             short = min(width, height)
             scaled = tuple(max(self.size, int(side * self.size / short)) for side in (width, height))
-            image = image.resize(scaled, pillow.Resampling.BICUBIC)
+            image = image.resize(scaled, self._filter)
             left, top = ((side - self.size) // 2 for side in scaled)
             return image.crop((left, top, left + self.size, top + self.size))
         if self.resize == "pad" and width != height:
@@ -116,7 +173,12 @@ class ImageForm:
             square = pillow.new(image.mode, (long, long), (127,) * self.channels if self.channels == 3 else 127)
             square.paste(image, ((long - width) // 2, (long - height) // 2))
             image = square
-        return image.resize(size, pillow.Resampling.BICUBIC)
+        return image.resize(size, self._filter)
+
+
+def _with_whole(squares: int) -> int:
+    """Return the number of squares with the one of the whole image, which follows several."""
+    return squares if squares == 1 else squares + 1
 
 
 def rgb(image: Any, channels: int) -> Any:

@@ -9,12 +9,12 @@ from megalight.data.multimodal.forms import Form
 from megalight.data.multimodal.images import ImageForm, Resize
 
 
-def form_of(config: Any, resize: Resize = "crop") -> Form:
+def form_of(config: Any, resize: Resize | None = None) -> Form:
     """Return how images become rows and tokens of a model, whose ``VLMConfig`` is given.
 
     Args:
         config: the model.
-        resize: how an image becomes a square, for a model that reads squares.
+        resize: how an image becomes a square, for a model that reads squares. None: as the model says.
     """
     vision, axes = config.vision, config.position.axes is not None
     if (dynamic := vision.dynamic) is None:
@@ -23,8 +23,11 @@ def form_of(config: Any, resize: Resize = "crop") -> Form:
             patch=vision.patch_size,
             channels=vision.channels,
             class_token=vision.class_token,
+            merge=config.projector.merge,
+            tiles=vision.tiles,
             newline=config.newline,
-            resize=resize,
+            resize=resize or vision.resize,
+            resample=vision.resample,
             axes=axes,
         )
     return DynamicForm(

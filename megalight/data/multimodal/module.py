@@ -38,7 +38,8 @@ class MultimodalDataModule(TokenDataModule):
         packing: whether a row holds several conversations. If not, each has a row of its own.
         too_long: what happens with a conversation of more than ``sequence_length + 1`` tokens: ``drop`` leaves it out,
             ``raise`` stops. None is cut: a part of an image's tokens would remain.
-        resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. Models that
+        resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. None: as
+            the model's ``vision.resize`` says. Models that
             read images of any size need none.
         tokenizer: a ``tokenizer.json`` file or its folder. Default: the tokenizer that was saved with the data.
         vocab_size: size of the vocabulary, against which ids are checked. Default: the tokenizer's.
@@ -70,7 +71,7 @@ class MultimodalDataModule(TokenDataModule):
         test_data: Data | None = None,
         packing: bool = True,
         too_long: Literal["drop", "raise"] = "drop",
-        resize: Resize = "crop",
+        resize: Resize | None = None,
         tokenizer: str | None = None,
         vocab_size: int | None = None,
         seed: int = 1234,
@@ -95,7 +96,7 @@ class MultimodalDataModule(TokenDataModule):
         )
         self.packing = packing
         self.too_long = too_long
-        self.resize: Resize = resize
+        self.resize = resize
         self.options: ImagePackOptions | None = None
 
     def setup(self, stage: str) -> None:

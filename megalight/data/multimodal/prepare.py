@@ -38,6 +38,7 @@ class _ImageEncoder(ChatEncoder):
     """Turns a block of rows into tokens and the bytes of image files, each of which was decoded once as a check."""
 
     image_token: str = IMAGE_TOKEN
+    image_text: str | None = None
     folder: str = ""
 
     def __call__(self, block: Block) -> Encoded:
@@ -50,6 +51,8 @@ class _ImageEncoder(ChatEncoder):
             raise record
         given = record.get("images", record.get("image")) if isinstance(record, Mapping) else None
         given = [] if given is None else given if isinstance(given, list) else [given]
+        if self.image_text is not None and isinstance(record, Mapping):
+            record = {k: v if k in ("image", "images") else _spelt(v, self.image_text) for k, v in record.items()}
         encoded = super().encode(record, place, aside)
         marker = self.tokenizer.vocabulary[self.image_token]
         count = sum(ids.count(marker) for ids, _ in encoded)
@@ -81,6 +84,15 @@ class _ImageEncoder(ChatEncoder):
         return data
 
 
+def _spelt(value: Any, text: str) -> Any:
+    """Return a part of a row with ``text`` for each ``<image>``."""
+    if isinstance(value, str):
+        return value.replace(IMAGE_TOKEN, text)
+    if isinstance(value, list):
+        return [_spelt(each, text) for each in value]
+    return {k: _spelt(v, text) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
 class _ImageSink(ChatSink):
     """Writes the images of conversations beside their tokens."""
 
@@ -107,6 +119,7 @@ def prepare_multimodal(
     tokenizer: str | os.PathLike[str],
     images: str | os.PathLike[str] | None = None,
     image_token: str = IMAGE_TOKEN,
+    image_text: str | None = None,
     chat_template: str | os.PathLike[str] | None = None,
     train_on: TrainOn = "all",
     format: Format = "auto",
@@ -130,6 +143,8 @@ def prepare_multimodal(
         tokenizer: the folder of a tokenizer, or a ``tokenizer.json`` file.
         images: the folder that paths of images are relative to. None: the folder of the first input file.
         image_token: the special token that stands for an image in the text.
+        image_text: what replaces ``<image>`` in the texts, with ``image_token`` once: models put tokens of their
+            own around images (``<img><IMG_CONTEXT></img>`` of InternVL). None: ``<image>`` stays.
         chat_template: a Jinja file. None: the tokenizer's own template.
         train_on: ``all``: every message of the assistant counts. ``last``: only the last of each conversation.
         format: format of the inputs; ``auto`` goes by the suffix.
@@ -154,11 +169,16 @@ def prepare_multimodal(
             f"the tokenizer has no token {image_token!r} of its own; name another one with image_token "
             "(--image-token), or add it to the tokenizer as a special token."
         )
+    if image_text is not None and image_text.count(image_token) != 1:
+        raise DataError(
+            f"image_text is {image_text!r}; it must hold the image token {image_token!r} once (--image-text, "
+            "--image-token)."
+        )
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar(progress))
         dtype = token_dtype(chosen.vocab_size)
         folder = os.fspath(files[0].path.parent if images is None else images)
-        encoder = _ImageEncoder(chosen, template, "chat", train_on, on_bad, dtype, image_token, folder)
+        encoder = _ImageEncoder(chosen, template, "chat", train_on, on_bad, dtype, image_token, image_text, folder)
         # Writers close in reverse order: the tokens' index, which readers need, is published last.
         writer = stack.enter_context(IndexedWriter(prefix, dtype))
         loss = stack.enter_context(IndexedWriter(loss_prefix(prefix), np.uint8))

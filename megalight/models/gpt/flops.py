@@ -116,7 +116,7 @@ def num_parameters(config: GPTConfig, *, active: bool = False) -> int:
     return tables + layers + _norm_parameters(config, config.hidden_size)
 
 
-def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
+def flops_per_token(config: GPTConfig, sequence_length: int, trained: float | None = 1.0) -> float:
     """Return floating-point operations of forward and backward per token, in sequences of ``sequence_length`` tokens.
 
     Each weight of projections, convolutions and the head counts six operations; of the experts, only those that a
@@ -125,6 +125,12 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
     DeltaNet count as their chunked products; see :func:`_scan_products` and :func:`_delta_products`. Each depth of
     multi-token prediction counts its projection, its layers and the head once more. Not counted: the embedding (a
     look-up) and recomputation.
+
+    Args:
+        config: the model.
+        sequence_length: tokens of a sequence.
+        trained: the share of the weights whose gradients are computed, two operations of the six; those of inputs are
+            computed of all. None: there is no backward pass.
     """
     heads = 1 + config.num_depths
     matmul = _matmul_parameters(config, True) + heads * config.vocab_size * config.hidden_size
@@ -136,7 +142,10 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
     scans += len(_layers_with(config, "gated_delta_net")) * _delta_products(config)
     # Six for each: two operations for each multiply-add, once forward and twice backward. Scores use the width
     # of keys, and outputs that of values.
-    return 6.0 * (matmul + scans) + 6.0 * config.num_heads * (config.head_dim + value_dim) * keys
+    products = scans + config.num_heads * (config.head_dim + value_dim) * keys
+    if trained is None:
+        return 2.0 * (matmul + products)
+    return (4.0 + 2.0 * trained) * matmul + 6.0 * products
 
 
 SCAN_CHUNK = 128

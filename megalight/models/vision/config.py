@@ -24,11 +24,19 @@ class VisionConfig:
         margin: pixels at the right and at the bottom that no patch covers, where patches do not divide an image (6 of
             SigLIP's 384, with patches of 14).
         channels: colours of a pixel.
+        tiles: an image is divided into up to so many squares of ``image_size`` pixels, and the whole image follows;
+            see :class:`~megalight.data.multimodal.images.ImageForm`. 1: it is one square.
+        resize: how an image becomes this square: ``crop``, ``pad`` or ``stretch``.
+        resample: what new pixels are made of: ``bicubic`` or ``bilinear`` (Gemma-3).
         activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS`.
         class_token: whether a learned row comes before the patches of an image.
         patch_bias: whether the projection of patches has a bias.
         input_norm: whether to normalise the rows before the first layer (CLIP).
         output_norm: whether to normalise the rows after the last layer (SigLIP).
+        qkv_bias: whether queries, keys and values have biases.
+        qk_norm: whether queries and keys have an RMS norm over all heads together (InternViT).
+        layer_scale: initial factors of the features that a sublayer adds to the residual stream, which are learned
+            (https://arxiv.org/abs/2103.17239). None: there are none.
         norm: ``layer`` (with bias) or ``rms``.
         norm_eps: added to the variance in norms, or to the mean square.
         dynamic: how images of any size are read. None: all images have ``image_size``.
@@ -46,11 +54,17 @@ class VisionConfig:
     patch_size: int = 14
     margin: int = 0
     channels: int = 3
+    tiles: int = 1
+    resize: Literal["crop", "pad", "stretch"] = "crop"
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
     activation: str = "quick_gelu"
     class_token: bool = True
     patch_bias: bool = False
     input_norm: bool = True
     output_norm: bool = False
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    layer_scale: float | None = None
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-5
     dynamic: DynamicConfig | None = None
@@ -79,6 +93,9 @@ class VisionConfig:
             self._check_fixed()
         else:
             self._check_dynamic(self.dynamic)
+        require_choice("vision.resize", self.resize, ("crop", "pad", "stretch"))
+        require_choice("vision.resample", self.resample, ("bicubic", "bilinear"))
+        require(self.tiles >= 1, f"vision.tiles is {self.tiles}; it must be at least 1, the whole image.")
         require_choice("vision.norm", self.norm, ("layer", "rms"))
         for name in ("mean", "std"):
             values = getattr(self, name)
@@ -112,6 +129,7 @@ class VisionConfig:
             self.image_size == 0,
             f"vision.image_size is {self.image_size} with vision.dynamic; images have sizes of their own: set it to 0.",
         )
+        require(self.tiles == 1, f"vision.tiles is {self.tiles} with vision.dynamic; images stay whole: set it to 1.")
         require(self.margin == 0, f"vision.margin is {self.margin} with vision.dynamic; patches cover images: set 0.")
         require(
             not self.class_token,

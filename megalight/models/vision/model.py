@@ -43,6 +43,10 @@ class Pictures:
         source: ``[T]`` int64: for each token, the row whose features replace it, -1 for text, or ``NEWLINE``. Rows are
             counted after those have been joined that the projector joins.
         windows: how the rows divide into windows; None for towers without windows.
+        patches: ``[P']`` int64: the rows that the projector reads, where it joins patches and class tokens are between
+            them. None: all rows.
+        runs: where the tokens of each image are in prompts: the first one, and their number. Batches have them in their
+            sequences.
     """
 
     pixels: Tensor
@@ -50,6 +54,8 @@ class Pictures:
     sequences: PackedSequences
     source: Tensor
     windows: PackedSequences | None = None
+    patches: Tensor | None = None
+    runs: tuple[tuple[int, int], ...] = ()
 
 
 class PatchEmbedding(nn.Module):
@@ -102,6 +108,23 @@ class ClassToken(nn.Module):
         return torch.where((positions == 0)[:, None], self.weight, hidden)
 
 
+class LayerScale(nn.Module):
+    """``x * weight``, after a sublayer and before the sum with the residual stream.
+
+    Attributes:
+        weight: ``[h]``.
+    """
+
+    def __init__(self, hidden_size: int, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.initializers: dict[str, Initializer] = {"weight": Constant(value)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[P, h] -> [P, h]``."""
+        return x * self.weight
+
+
 def build_norm(config: VisionConfig) -> nn.Module:
     """Build a norm over hidden states."""
     kind = LayerNorm if config.norm == "layer" else RMSNorm
@@ -119,15 +142,21 @@ def build_rotary(config: VisionConfig) -> Rotary | None:
 
 def build_layer(config: VisionConfig, index: int) -> TransformerLayer:
     """Build the layer with this index."""
-    dynamic = config.dynamic
+    dynamic, size, scale = config.dynamic, config.hidden_size, config.layer_scale
+    # Their epsilon is no setting.
+    norms = [RMSNorm(size, 1e-6, config.backends.norm) if config.qk_norm else None for _ in "qk"]
+    after = [None if scale is None else LayerScale(size, scale) for _ in range(2)]
     attention = Attention(
         config.hidden_size,
         config.num_heads,
         config.num_heads,
         config.head_dim,
         InnerAttention(causal=False, dropout=config.dropout.attention, backend=config.backends.attention),
-        qkv_bias=True,
+        qkv_bias=config.qkv_bias,
         proj_bias=True,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        norm_whole=True,
         rotary=None if dynamic is None else ROTARY,
         division=WINDOWS if dynamic is not None and dynamic.has_window(index) else None,
         std=config.init.std,
@@ -142,7 +171,15 @@ def build_layer(config: VisionConfig, index: int) -> TransformerLayer:
         down_std=config.residual_std,
         backend=config.backends.activation,
     )
-    return TransformerLayer(build_norm(config), attention, build_norm(config), mlp, dropout=config.dropout.hidden)
+    return TransformerLayer(
+        build_norm(config),
+        attention,
+        build_norm(config),
+        mlp,
+        dropout=config.dropout.hidden,
+        mixer_post_norm=after[0],
+        mlp_post_norm=after[1],
+    )
 
 
 class VisionTower(nn.Module):

@@ -14,21 +14,29 @@ from megalight.nn.mlp import is_gated
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectorConfig:
-    """The layers between the tower's features and the hidden states of the language model: two, as in LLaVA-1.5.
+    """What is between the tower's features and the hidden states of the language model: two layers, as in LLaVA-1.5.
 
     Attributes:
-        merge: side of the squares of patches whose features are joined to one: 2 makes a fourth of the tokens
+        merge: side of the squares of patches whose features become one token: 2 makes a fourth of the tokens
             (Qwen2.5-VL).
-        norm: norm of features before they are joined, ``layer`` or ``rms``, or ``none``.
+        pool: whether a token is the mean of the features of its square (Gemma-3). If not, they are joined.
+        norm: ``layer`` or ``rms`` norm of features, or ``none``.
+        norm_joined: whether the norm is of what a square has become. If not, of the features of each patch.
+        norm_around_zero: whether the factor of an ``rms`` norm is ``1 + weight``.
         norm_eps: added to the variance in this norm, or to the mean square.
-        hidden_size: inner width. 0: that of the language model.
+        layers: 2, or 1 without an activation.
+        hidden_size: inner width of two layers. 0: that of the language model.
         activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS` that is not gated.
         bias: whether the layers have biases.
     """
 
     merge: int = 1
+    pool: bool = False
     norm: Literal["none", "layer", "rms"] = "none"
+    norm_joined: bool = False
+    norm_around_zero: bool = False
     norm_eps: float = 1e-6
+    layers: Literal[1, 2] = 2
     hidden_size: int = 0
     activation: str = "gelu"
     bias: bool = True
@@ -38,6 +46,16 @@ class ProjectorConfig:
         require(self.merge >= 1, f"projector.merge is {self.merge}; it must be at least 1.")
         require_choice("projector.norm", self.norm, ("none", "layer", "rms"))
         require(self.norm_eps > 0, f"projector.norm_eps is {self.norm_eps}; it must be above 0.")
+        require(
+            self.norm == "rms" or not self.norm_around_zero,
+            f"projector.norm_around_zero is true with projector.norm {self.norm!r}; only an 'rms' norm has it.",
+        )
+        require(self.layers in (1, 2), f"projector.layers is {self.layers}; it must be 1 or 2.")
+        require(
+            self.layers == 2 or self.hidden_size == 0,
+            f"projector.hidden_size is {self.hidden_size} with projector.layers 1, which has no inner width; set "
+            "it to 0.",
+        )
         require(self.hidden_size >= 0, f"projector.hidden_size is {self.hidden_size}; it must be at least 1, or 0.")
         require(
             not is_gated(self.activation),
@@ -55,6 +73,8 @@ class VLMConfig:
         projector: what connects them.
         image_token: the id in whose places features of images come. The tokens of an image are one after the other.
         newline: whether a learned row follows the features of each image, as LLaVA-OneVision has it.
+        mutual: whether the tokens of an image see each other in the language model, as in Gemma-3. Attention is causal
+            otherwise.
 
     Raises:
         ConfigurationError: the parts do not fit together, or a value is out of range.
@@ -65,6 +85,7 @@ class VLMConfig:
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     image_token: int
     newline: bool = False
+    mutual: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -81,6 +102,8 @@ class VLMConfig:
             "language.position.kind is 'learned', and features of images have no such embedding; choose rope.",
         )
         self._check_sizes()
+        if self.mutual:
+            self._check_mutual()
         axes = self.position.axes
         require(
             axes is None or len(axes.sections) == 3,
@@ -99,9 +122,14 @@ class VLMConfig:
         if vision.dynamic is None:
             side = vision.image_size // vision.patch_size
             require(
-                merge == 1,
-                f"projector.merge is {merge}, and images of vision.image_size have {side} x {side} patches in rows; "
-                "only patches of towers with vision.dynamic are in squares. Set projector.merge to 1.",
+                side % merge == 0,
+                f"projector.merge is {merge}, and images of vision.image_size have {side} x {side} patches; it must "
+                "divide the side.",
+            )
+            require(
+                vision.tiles == 1 or self.position.axes is None,
+                f"vision.tiles is {vision.tiles} with language.position.axes; the tokens of tiles have no rows and "
+                "columns in the whole image. Set tiles to 1.",
             )
             return
         require(
@@ -119,13 +147,36 @@ class VLMConfig:
             "newline is true with vision.dynamic; a newline follows images of one size. Set it to false.",
         )
 
+    def _check_mutual(self) -> None:
+        attention, longest = self.language.attention, self.language.attention.window
+        plain = attention.softcap is None and attention.softmax == "vanilla" and attention.chunk is None
+        require(
+            plain and self.language.dropout.attention == 0,
+            "mutual is true, and language.attention has a soft cap, a chunk, sinks or dropout; attention among the "
+            "tokens of an image has none of these. Leave them out.",
+        )
+        mixers = {self.language.mixer_of(layer) for layer in range(self.language.num_layers)}
+        require(
+            mixers == {"attention"},
+            f"mutual is true with mixers {', '.join(map(str, sorted(map(str, mixers))))}; all layers need attention.",
+        )
+        require(
+            self.vision.dynamic is None and not self.newline,
+            "mutual is true with vision.dynamic or newline; it is for images of one size, without a newline.",
+        )
+        require(
+            longest is None or longest + 1 >= self.image_tokens,
+            f"mutual is true, an image has {self.image_tokens} tokens, and language.attention.window is {longest}; the "
+            "window must reach over an image.",
+        )
+
     @property
     def image_tokens(self) -> int:
-        """Tokens of an image: its patches, and a newline. Of images of any size, the fewest of one."""
+        """Tokens of an image, with a newline: the fewest that it can have, if images have sizes of their own."""
         if self.vision.dynamic is not None:
             unit = self.projector.merge * self.vision.patch_size
             return -(-self.vision.dynamic.min_pixels // unit**2)
-        return self.vision.num_patches + self.newline
+        return self.vision.num_patches // self.projector.merge**2 + self.newline
 
     @property
     def vocab_size(self) -> int:

@@ -21,28 +21,61 @@ from megalight.types import PackedSequences
 class Projector(nn.Module):
     """``down(act(up(join(norm(x)))))``: from the width of the tower to that of the language model.
 
-    ``join`` lays ``merge^2`` rows after each other side by side; the norm is optional.
+    ``join`` lays ``merge^2`` rows after each other side by side, or averages them. The norm is optional, and may come
+    after it. With one layer: ``proj(norm(join(x)))``.
     """
 
     def __init__(self, config: VLMConfig) -> None:
         super().__init__()
         own, wide = config.projector, config.language.hidden_size
         inner, std = own.hidden_size or wide, own.init.std
-        self.joined = own.merge**2
-        size, backend = config.vision.hidden_size, config.vision.backends.norm
-        kinds: dict[str, type[LayerNorm | RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}
-        self.norm = kinds[own.norm](size, own.norm_eps, backend=backend) if own.norm in kinds else None
-        self.up = Linear(size * self.joined, inner, bias=own.bias, std=std)
+        self.joined, self.pool, self.norm_joined = own.merge**2, own.pool, own.norm_joined
+        # A class token is no part of a square.
+        self.patches = PatchRows() if config.vision.class_token and own.merge > 1 else None
+        size = config.vision.hidden_size
+        joined = size if own.pool else size * self.joined
+        self.norm = build_norm(config, joined if own.norm_joined else size)
+        self.proj = Linear(joined, wide, bias=own.bias, std=std) if own.layers == 1 else None
+        self.up = Linear(joined, inner, bias=own.bias, std=std) if own.layers == 2 else None
         self.act = Activation(own.activation, config.vision.backends.activation)
-        self.down = Linear(inner, wide, bias=own.bias, std=std)
+        self.down = Linear(inner, wide, bias=own.bias, std=std) if own.layers == 2 else None
 
-    def forward(self, features: Tensor) -> Tensor:
-        """``[P, hv] -> [P / merge^2, h]``."""
-        if self.norm is not None:
+    def forward(self, features: Tensor, patches: Tensor | None = None) -> Tensor:
+        """``[P, hv] -> [P' / merge^2, h]``, where ``patches [P']`` are the rows to read. None: all."""
+        if self.patches is not None:
+            features = self.patches(features, patches)
+        if self.norm is not None and not self.norm_joined:
             features = self.norm(features)
-        features = features.view(-1, self.joined * features.shape[1])
-        projected: Tensor = self.down(self.act(self.up(features)))
+        if self.pool:
+            features = features.view(-1, self.joined, features.shape[1]).mean(1)
+        else:
+            features = features.view(-1, self.joined * features.shape[1])
+        if self.norm is not None and self.norm_joined:
+            features = self.norm(features)
+        if self.proj is None:
+            assert self.up is not None and self.down is not None
+            projected: Tensor = self.down(self.act(self.up(features)))
+        else:
+            projected = self.proj(features)
         return projected
+
+
+class PatchRows(nn.Module):
+    """Takes the rows of patches out of those of a tower with class tokens. It has no parameters."""
+
+    def forward(self, features: Tensor, patches: Tensor) -> Tensor:
+        """``features [P, h], patches [P'] -> [P', h]``."""
+        return features.index_select(0, patches)
+
+
+def build_norm(config: VLMConfig, size: int) -> nn.Module | None:
+    """Build the projector's norm over ``size`` features, if it has one."""
+    own, backend = config.projector, config.vision.backends.norm
+    if own.norm == "none":
+        return None
+    if own.norm == "layer":
+        return LayerNorm(size, own.norm_eps, backend=backend)
+    return RMSNorm(size, own.norm_eps, backend, around_zero=own.norm_around_zero)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +164,7 @@ class ImageTextEmbedding(TokenEmbedding):
             features: Tensor = self.arrived(pictures.features)
             return features
         assert self.tower is not None and self.projector is not None, "features of this model arrive"
-        projected: Tensor = self.projector(self.tower(pictures))
+        projected: Tensor = self.projector(self.tower(pictures), pictures.patches)
         return projected
 
 
@@ -148,7 +181,7 @@ class TowerPart(nn.Module):
 
     def forward(self, pictures: Pictures) -> Tensor:
         """Return what the projector makes of all rows."""
-        features: Tensor = self.embed["projector"](self.embed["tower"](pictures))
+        features: Tensor = self.embed["projector"](self.embed["tower"](pictures), pictures.patches)
         return features
 
 
@@ -163,6 +196,8 @@ class VLM(GPT):
         assert self.embed is not None
         newline = Newline(config.language.hidden_size, config.language.init.std) if config.newline else None
         self.embed = ImageTextEmbedding(self.embed, VisionTower(config.vision), Projector(config), newline)
+        for layer in self.layers.values() if config.mutual else ():
+            layer.get_submodule("attention.inner").mutual = True  # type: ignore[assignment]
         self.config = config  # type: ignore[assignment]  # it has what the language model asks of its own
 
     def forward(

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.models.family.module import FamilyModule
-from megalight.models.gpt.flops import flops_per_token
 from megalight.models.module import CANONICAL_PREFIX, Carry
 from megalight.models.saved import Keys
 from megalight.models.vision.model import Pictures
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
-from megalight.models.vlm.flops import flops_of_images
+from megalight.models.vlm.flops import Trained, flops_of_images, flops_per_token
 from megalight.models.vlm.frozen import freeze
 from megalight.models.vlm.model import Arrived
 from megalight.optim import AdamConfig
@@ -61,12 +60,18 @@ class VLMModule(FamilyModule[VLMConfig]):
         self.arrivals: Callable[[ImageTextBatch], Tensor] | None = None
         # Of all micro-batches so far, on the host: how much work images are, for each token of text.
         self._image_flops, self._tokens = 0.0, 0
+        self._trained = Trained()
 
     def build_model(self) -> nn.Module:
         """Build the whole model for one device, with frozen parameters."""
         model = super().build_model()
         freeze(model, self.frozen_patterns, CANONICAL_PREFIX)
         return model
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse optimizer rules for parameters that the model does not have, and see what is trained."""
+        super().check_model(model)
+        self._trained = Trained.of(model, self.config)
 
     def forward_step(self, model: nn.Module, batch: ImageTextBatch, carry: Carry | None = None) -> Carry:
         """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last chunk: to ``losses [T]``."""
@@ -86,7 +91,7 @@ class VLMModule(FamilyModule[VLMConfig]):
         """Add a micro-batch to those whose images :meth:`flops_per_token` counts."""
         images, _ = batch.parts()
         parts = tuple(rows for each in images.windows for rows in each)
-        self._image_flops += flops_of_images(self.config, images.lengths, parts)
+        self._image_flops += flops_of_images(self.config, images.lengths, parts, self._trained)
         self._tokens += batch.tokens.numel()
 
     def loss_step(self, carry: Carry, batch: ImageTextBatch) -> Loss:
@@ -104,7 +109,9 @@ class VLMModule(FamilyModule[VLMConfig]):
     def flops_per_token(self, sequence_length: int) -> float:
         """Return operations of forward and backward per token of text, with those of the tower.
 
-        How many rows of images come with a token is known from the batches so far on this rank.
+        Of frozen parts, only those that are done count: no gradients of weights, and no backward pass at all where
+        nothing before is trained. How many rows of images come with a token is known from the batches so far on this
+        rank.
         """
-        language = float(flops_per_token(self.config.language, sequence_length))
+        language = flops_per_token(self.config, sequence_length, self._trained)
         return language + self._image_flops / max(1, self._tokens)

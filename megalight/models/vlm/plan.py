@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from megalight.models.gpt.plan import RULES as GPT_RULES
+from megalight.models.vision.model import LayerScale
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Boundary, Column, Dropout, Row, SequenceRegion
 
@@ -14,8 +15,12 @@ TOWER = Plan(
         "*tower.patch": SequenceRegion(split_input=True),
         "*tower.class_token": SequenceRegion(split_input=True),
         "*tower.position": SequenceRegion(split_input=True),
+        LayerScale: SequenceRegion(),
         # Images are not cut for context parallelism: each rank reads the rows that its share of the text has.
         "*tower.layers.*.attention.inner": Dropout(split=True),
+        # Squares of patches begin anew where class tokens are left out.
+        "*projector.patches": Boundary(enter="join", leave="split"),
+        "*projector.proj": SequenceRegion(),
         "*projector.up": Column(),
         "*projector.down": Row(),
         # A rank's share of the text may have images from all shares of the rows.

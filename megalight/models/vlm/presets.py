@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.presets import preset
@@ -21,16 +22,22 @@ def clip_large(image_size: int = 336) -> VisionConfig:
     return VisionConfig(num_layers=23, hidden_size=1024, num_heads=16, image_size=image_size, patch_size=14)
 
 
-def siglip_so400m() -> VisionConfig:
-    """Configure SigLIP-so400m/14 at 384 pixels without its last layer, as LLaVA-OneVision reads it."""
+def siglip_so400m(num_layers: int = 26, image_size: int = 384, **options: Any) -> VisionConfig:
+    """Configure SigLIP-so400m/14 (https://arxiv.org/abs/2303.15343); LLaVA-OneVision reads it before its last layer.
+
+    Args:
+        num_layers: layers that are read, of 27.
+        image_size: in pixels.
+        options: further ones of ``VisionConfig``.
+    """
     return VisionConfig(
-        num_layers=26,
+        num_layers=num_layers,
         hidden_size=1152,
         num_heads=16,
         ffn_hidden_size=4304,
-        image_size=384,
+        image_size=image_size,
         patch_size=14,
-        margin=6,
+        margin=image_size % 14,
         activation="gelu_tanh",
         class_token=False,
         patch_bias=True,
@@ -38,6 +45,7 @@ def siglip_so400m() -> VisionConfig:
         norm_eps=1e-6,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
+        **options,
     )
 
 
@@ -59,6 +67,36 @@ def qwen_tower() -> VisionConfig:
     )
 
 
+def internvit_300m() -> VisionConfig:
+    """Configure InternViT-300M (https://arxiv.org/abs/2412.05271): tiles of 448 pixels, factors of sublayers."""
+    return VisionConfig(
+        num_layers=24,
+        hidden_size=1024,
+        num_heads=16,
+        image_size=448,
+        patch_size=14,
+        tiles=12,
+        resize="stretch",
+        activation="gelu",
+        patch_bias=True,
+        input_norm=False,
+        layer_scale=0.1,
+        norm_eps=1e-6,
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+    )
+
+
+def internvl3(name: str) -> VLMConfig:
+    """Configure InternVL3 (https://arxiv.org/abs/2504.10479) with a Qwen2.5: 256 tokens for each tile of an image."""
+    return VLMConfig(
+        language=language(name, 151674),
+        vision=internvit_300m(),
+        projector=ProjectorConfig(merge=2, norm="layer", norm_joined=True, norm_eps=1e-5),
+        image_token=151667,
+    )
+
+
 def language(name: str, vocab_size: int = 0, max_sequence_length: int = 0) -> GPTConfig:
     """Return a GPT preset, with another vocabulary or another longest sequence where they are given."""
     base = preset(name)
@@ -66,6 +104,19 @@ def language(name: str, vocab_size: int = 0, max_sequence_length: int = 0) -> GP
         base,
         vocab_size=vocab_size or base.vocab_size,
         max_sequence_length=max_sequence_length or base.max_sequence_length,
+    )
+
+
+def gemma3(name: str) -> VLMConfig:
+    """Configure Gemma-3 (https://arxiv.org/abs/2503.19786): an image has 256 tokens, which see each other."""
+    return VLMConfig(
+        language=preset(name),
+        vision=siglip_so400m(27, 896, output_norm=True, resize="stretch", resample="bilinear"),
+        projector=ProjectorConfig(
+            merge=4, pool=True, norm="rms", norm_joined=True, norm_around_zero=True, layers=1, bias=False
+        ),
+        image_token=262144,
+        mutual=True,
     )
 
 
@@ -93,3 +144,10 @@ for _name, _text in {
 
 for _name, _language in {"qwen2_5_vl_3b": "qwen2_5_3b", "qwen2_5_vl_7b": "qwen2_5_7b"}.items():
     PRESETS.register(_name)(qwen2_5_vl(_language))
+
+for _size in ("4b", "12b", "27b"):
+    # With the tower: the GPT presets of these names are the language models.
+    PRESETS.register(f"gemma3_{_size}")(gemma3(f"gemma3_{_size}"))
+
+for _size, _base in {"1b": "qwen2_5_0_5b", "2b": "qwen2_5_1_5b", "8b": "qwen2_5_7b"}.items():
+    PRESETS.register(f"internvl3_{_size}")(internvl3(_base))

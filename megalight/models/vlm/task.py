@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,6 +28,8 @@ def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int
         multiple: the number of rows of features is a multiple of this.
     """
     device, joined = images.pixels.device, config.projector.merge**2
+    if config.vision.class_token and joined > 1:
+        return _with_class_tokens(config, images, source, multiple)
     rows = PackedSequences.of_lengths(images.lengths or (joined,), device).pad_to(multiple * joined)
     windows = None
     if config.vision.dynamic is not None and config.vision.dynamic.window:
@@ -35,6 +38,24 @@ def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int
     missing = rows.num_tokens - len(images.pixels)
     pixels = F.pad(normalised(images.pixels, config.vision), (0, 0, 0, missing))
     return Pictures(pixels, F.pad(images.positions, (0, missing)), rows, source, windows)
+
+
+def _with_class_tokens(config: VLMConfig, images: Images, source: Tensor, multiple: int) -> Pictures:
+    """Return images of patches alone, with the row of a class token before each, which no square of patches has."""
+    device, joined, number = images.pixels.device, config.projector.merge**2, len(images.lengths)
+    each = config.vision.num_patches
+    lengths = (each + 1,) * number or (joined,)
+    rows = PackedSequences.of_lengths(lengths, device).pad_to(multiple * joined)
+    pixels = F.pad(
+        normalised(images.pixels, config.vision).view(number, each, config.vision.patch_values), (0, 0, 1, 0)
+    ).flatten(0, 1)
+    positions = F.pad(images.positions.view(number, each) + 1, (1, 0)).flatten()
+    missing = rows.num_tokens - len(pixels)
+    patches = torch.arange(number * (each + 1), device=device).view(number, each + 1)[:, 1:].flatten()
+    features = max(len(patches), joined)
+    # Any rows, where there is no image, and as padding.
+    patches = F.pad(patches, (0, features + -features % (multiple * joined) - len(patches)))
+    return Pictures(F.pad(pixels, (0, 0, 0, missing)), F.pad(positions, (0, missing)), rows, source, patches=patches)
 
 
 def forward(

@@ -12,6 +12,7 @@ from torch import Tensor
 from megalight.errors import LayoutError
 from megalight.ops.attention import bounded, cudnn, flex, reference, sdpa, sink, varlen
 from megalight.ops.attention.chunks import chunked
+from megalight.ops.attention.mutual import mutual_attention as mutual_attention
 from megalight.ops.common import HALF, cuda_why_not, heads_why_not, lazy, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences

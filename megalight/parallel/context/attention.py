@@ -42,6 +42,11 @@ class ContextAttention(nn.Module):
         self.groups = groups
         # Keyed by numbers of heads, which may be unknown before the first forward.
         self._chosen: dict[tuple[int, int] | None, Attend] = {}
+        if inner.mutual:
+            raise LayoutError(
+                f"{name}: tokens of an image see each other (mutual), which no kind of context-parallel attention "
+                "has; set context_parallel=1."
+            )
         self._choose(heads)  # check now, before training
 
     @property

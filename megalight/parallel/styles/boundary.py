@@ -23,11 +23,12 @@ class Boundary(Style):
             the split layers inside (:class:`Column` with ``tokens="gathered"``). ``join``: gather all tokens for a
             module that computes the same on every rank.
         leave: change of its first output. ``join``: gather all tokens for modules after it that compute the same on
-            every rank. ``gather``: gather them for modules that use other tokens on each rank.
+            every rank. ``gather``: gather them for modules that use other tokens on each rank. ``split``: take this
+            rank's share.
     """
 
     enter: Literal["split", "gather", "join"] | None = None
-    leave: Literal["join", "gather"] | None = None
+    leave: Literal["join", "gather", "split"] | None = None
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and add hooks."""
@@ -50,7 +51,7 @@ class Boundary(Style):
             first = next(iter(kwargs))
             return args, {**kwargs, first: self._enter(kwargs[first], shared)}
 
-        whole = all_gather if self.leave == "gather" else join
+        change = {"gather": all_gather, "join": join, "split": split}[self.leave or "join"]
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not shared.sequence_parallel:
@@ -58,8 +59,8 @@ class Boundary(Style):
             # By the same convention they come first in a tuple; the rest (attention weights,
             # caches) is left alone.
             if isinstance(output, tuple):
-                return (whole(output[0], shared.group, shared.sequence_dim), *output[1:])
-            return whole(output, shared.group, shared.sequence_dim)
+                return (change(output[0], shared.group, shared.sequence_dim), *output[1:])
+            return change(output, shared.group, shared.sequence_dim)
 
         # No hook where it could never act: each one costs the host a call in every forward.
         if self.enter and shared.sequence_parallel:

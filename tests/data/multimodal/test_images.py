@@ -69,3 +69,37 @@ def test_crops_are_those_of_clip() -> None:
 def test_an_unknown_way_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=re.escape("resize is 'squash'; it must be one of")):
         ImageForm(size=8, patch=4, resize="squash")
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (50, 20), (20, 50), (200, 30), (13, 11), (33, 31)], ids=str)
+def test_tiles_are_those_of_internvl(shape: tuple[int, int]) -> None:
+    """The image processor of ``transformers`` with the same sizes."""
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.GotOcr2ImageProcessorPil(
+        size={"height": 12, "width": 12}, crop_to_patches=True, max_patches=6, do_rescale=False, do_normalize=False
+    )
+    expected = processor(Image.fromarray(gradient(*shape)), return_tensors="np")["pixel_values"]
+    form = ImageForm(size=12, patch=3, merge=2, tiles=6, class_token=True)
+    cut = form.cut(Image.fromarray(gradient(*shape)))
+    assert cut.tiles == len(expected)
+    assert cut.lengths == (16,) * cut.tiles
+    assert form.num_tokens(*shape) == len(cut.source) == cut.features == 4 * cut.tiles
+    assert cut.source.tolist() == list(range(cut.features))
+    # Squares of patches are neighbours, and positions say where each patch is.
+    rows = torch.nn.functional.unfold(torch.from_numpy(expected).float(), 3, stride=3).mT.flatten(0, 1)
+    places = torch.from_numpy(cut.positions) + 16 * torch.arange(cut.tiles).repeat_interleave(16)
+    assert torch.equal(torch.from_numpy(cut.pixels).float(), rows[places])
+    assert cut.positions[:8].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_squares_are_those_of_gemma3() -> None:
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.Gemma3ImageProcessorPil(
+        size={"height": 12, "width": 12}, do_rescale=False, do_normalize=False
+    )
+    expected = processor(Image.fromarray(gradient(31, 17)), return_tensors="np")["pixel_values"][0]
+    form = ImageForm(size=12, patch=3, merge=2, class_token=False, resize="stretch", resample="bilinear")
+    cut = form.cut(Image.fromarray(gradient(31, 17)))
+    assert (len(cut.source), form.fixed_tokens, form.num_tokens(31, 17)) == (4, 4, 4)
+    rows = torch.nn.functional.unfold(torch.from_numpy(np.array(expected)).float()[None], 3, stride=3)[0].T
+    assert torch.equal(torch.from_numpy(cut.pixels).float(), rows[torch.from_numpy(cut.positions)])

@@ -50,6 +50,17 @@ def test_tokens_loss_and_images_of_conversations(prepared: Callable[..., Any], t
     assert "3 images" in str(report)
 
 
+def test_images_may_be_spelt_as_the_model_has_them(prepared: Callable[..., Any]) -> None:
+    corpus = Corpus.open(prepared(GOOD, image_text="(<image>)").prefix)
+    tokenizer = Tokenizer.load(prepared(GOOD, name="plain").tokenizer)
+    assert corpus.meta is not None
+    assert "(<image>)what is this" in tokenizer.decode(corpus.data.get(0).tolist())
+    with pytest.raises(
+        DataError, match=re.escape("image_text is '<img>'; it must hold the image token '<image>' once")
+    ):
+        prepared(GOOD, image_text="<img>")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_json_lines_and_workers_give_the_same(
     workers: int, prepared: Callable[..., Any], tmp_path: Path, image_tokenizer: Path

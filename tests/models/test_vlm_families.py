@@ -1,0 +1,250 @@
+"""Gemma-3 and InternVL against ``transformers``: logits, losses, gradients, weights both ways, configurations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megalight.checkpoint.foreign.transformers_folder import read_config
+from megalight.data.multimodal.batch import ImageTextBatch, with_cuts
+from megalight.data.multimodal.models import form_of
+from megalight.errors import ConfigurationError
+from megalight.models.export import export
+from megalight.models.folder import Folder
+from megalight.models.stored import held_model
+from megalight.models.vlm import VLM, VLMConfig
+from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
+from megalight.models.vlm.module import VLMModule
+from megalight.models.vlm.presets import PRESETS
+from megalight.parallel.source import model_targets
+from megalight.types import TokenBatch
+from tests.models.test_vlm_hugging_face import TEXT
+from tests.reference_gpt import canonical_gradients, relative_error
+
+transformers = pytest.importorskip("transformers")
+
+IMAGE = 52
+VISION = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3, "patch_size": 4}
+
+
+def gemma3() -> Any:
+    text = TEXT | {"head_dim": 8, "sliding_window": 6, "num_hidden_layers": 3, "query_pre_attn_scalar": 20}
+    text["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    vision = VISION | {"image_size": 16, "vision_use_head": False}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=IMAGE
+    )
+    return transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager")
+
+
+def internvl(**vision: Any) -> Any:
+    text = transformers.Qwen2Config(**TEXT | {"hidden_size": 40})
+    tower = VISION | {"image_size": 16, "num_attention_heads": 4, "layer_scale_init_value": 0.5} | vision
+    config = transformers.InternVLConfig(text_config=text, vision_config=tower, image_token_id=IMAGE)
+    return transformers.InternVLForConditionalGeneration._from_config(config, attn_implementation="eager")
+
+
+def images_of(config: VLMConfig, pictures: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+    """``[tiles, 3, size, size]``, normalised."""
+    size, vision = config.vision.image_size, config.vision
+    colours = torch.from_numpy(np.concatenate(pictures)).view(-1, size, size, 3).permute(0, 3, 1, 2).double() / 255
+    mean, std = (torch.tensor(values).double()[:, None, None] for values in (vision.mean, vision.std))
+    return ((colours - mean) / std).to(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family: its model in ``transformers``, sizes of pictures, and what it wants besides tokens and pixels."""
+
+    model: Callable[[], Any]
+    sizes: list[list[tuple[int, int]]]
+    asked: Callable[[VLMConfig, torch.Tensor, list[np.ndarray], torch.dtype], dict[str, Any]]
+
+
+def only_pixels(
+    config: VLMConfig, tokens: torch.Tensor, pictures: list[np.ndarray], dtype: torch.dtype
+) -> dict[str, Any]:
+    return {"pixel_values": images_of(config, pictures, dtype)}
+
+
+TILES = [[(16, 16), (48, 16)], [], [(32, 16)]]
+"""Of one, three and two squares, one below the other."""
+CASES = {
+    "internvl": Case(internvl, TILES, only_pixels),
+    "internvl_6b": Case(
+        lambda: internvl(use_qk_norm=True, norm_type="rms_norm", attention_bias=True), TILES, only_pixels
+    ),
+    "internvl_norm": Case(lambda: internvl(use_mean_pooling=False), TILES, only_pixels),
+    "gemma3": Case(
+        gemma3,
+        [[(16, 16), (16, 16)], [], [(16, 16)]],
+        lambda config, tokens, pictures, dtype: {
+            "pixel_values": images_of(config, pictures, dtype),
+            "token_type_ids": (tokens == IMAGE).int(),
+        },
+    ),
+}
+
+
+def theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with random weights, also of norms and biases."""
+    torch.manual_seed(1)
+    model = CASES[name].model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32) -> VLM:
+    config = config_from_transformers(read_config(folder))
+    model = VLM(config).to(dtype)
+    Folder(folder, weight_map(config), "").fill(model_targets(model))
+    return model
+
+
+def inputs(name: str, config: VLMConfig, dtype: torch.dtype) -> tuple[dict[str, Any], ImageTextBatch]:
+    """Rows with two images, none and one, as theirs and as a batch of ours."""
+    form, random = form_of(config), np.random.default_rng(3)
+    sizes = CASES[name].sizes
+    pictures = [[random.integers(0, 256, (*size, 3), np.uint8) for size in row] for row in sizes]
+    cuts = [[form.divided(each) for each in row] for row in pictures]
+    tokens = torch.randint(1, IMAGE - 3, (3, 50), generator=torch.Generator().manual_seed(2))
+    for row, own in enumerate(cuts):
+        at = 2
+        for cut in own:
+            tokens[row, at : at + len(cut.source)] = IMAGE
+            at += len(cut.source) + 3
+    labels = tokens.roll(-1, 1)
+    mask = (labels != IMAGE).float()
+    mask[:, -1] = 0
+    batch = with_cuts(TokenBatch(tokens, labels, mask), cuts, IMAGE, form)
+    every = [each for row in pictures for each in row]
+    return {"input_ids": tokens, **CASES[name].asked(config, tokens, every, dtype)}, batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_equal_outputs_and_gradients(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    reference = theirs(name, dtype)
+    reference.save_pretrained(tmp_path)
+    model, exact = read(tmp_path, dtype), 2e-6 if dtype == torch.float64 else 2e-5
+    asked, batch = inputs(name, model.config, dtype)
+    tokens = asked["input_ids"]
+    expected = reference(**asked, labels=tokens.masked_fill(tokens == IMAGE, -100))
+    module = VLMModule(model.config)
+    pictures = module._pictures(batch, batch.sequences)
+    logits = model(tokens.flatten(), batch.sequences, pictures=pictures).logits
+    assert relative_error(logits.view_as(expected.logits), expected.logits) < exact
+    module.token_multiple = 4  # as under sequence parallelism
+    loss = module.loss_step(module.forward_step(model, batch), batch).sum / module.loss_tokens(batch)
+    assert relative_error(loss, expected.loss) < exact
+    loss.backward()
+    expected.loss.backward()
+    found = canonical_gradients(model)
+    used = {key: p.grad for key, p in reference.named_parameters() if p.grad is not None}
+    wanted = weight_map(model.config).read(used)
+    assert wanted.keys() == found.keys()
+    for key, gradient in found.items():
+        if not key.endswith("k.bias"):  # which softmax does not feel: rounding noise around 0
+            assert relative_error(gradient, wanted[key]) < 10 * exact, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_return_bit_by_bit(name: str, tmp_path: Path) -> None:
+    reference = theirs(name)
+    reference.save_pretrained(tmp_path / "theirs")
+    model = read(tmp_path / "theirs")
+    export(held_model("vlm", model.config, model), tmp_path / "ours")
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    back, info = type(reference).from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    asked, _ = inputs(name, model.config, torch.float32)
+    with torch.no_grad():
+        answers = [each(**asked).logits for each in (reference, back.eval())]
+    assert torch.equal(*answers)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    # OpenGVLab/InternVL3-8B-hf
+    "internvl3_8b": {
+        "model_type": "internvl",
+        "downsample_ratio": 0.5,
+        "image_seq_length": 256,
+        "image_token_id": 151667,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "text_config": {"model_type": "qwen2", "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944}
+        | {"max_position_embeddings": 32768, "num_attention_heads": 28, "num_hidden_layers": 28}
+        | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 151674}
+        | {"tie_word_embeddings": False},
+        "vision_config": {"model_type": "internvl_vision", "hidden_size": 1024, "image_size": [448, 448]}
+        | {"intermediate_size": 4096, "layer_norm_eps": 1e-6, "layer_scale_init_value": 0.1, "norm_type": "layer_norm"}
+        | {"num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": [14, 14], "use_mean_pooling": True}
+        | {"attention_bias": True, "use_qk_norm": False},
+    },
+    # google/gemma-3-4b-it
+    "gemma3_4b": {
+        "model_type": "gemma3",
+        "image_token_index": 262144,
+        "mm_tokens_per_image": 256,
+        "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}
+        | {"num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304}
+        | {"model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14}
+        | {"vision_use_head": False},
+    },
+}
+"""Preset -> what its ``config.json`` says."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations(name: str) -> None:
+    config = config_from_transformers(PUBLISHED[name])
+    assert config_from_transformers(config_to_transformers(PRESETS[name])) == config
+    assert config_from_transformers(config_to_transformers(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "message"),
+    [
+        ("gemma3", "vision_config", {"model_type": "clip_vision_model"}, "towers of gemma3 are 'siglip_vision_model'"),
+        ("gemma3", None, {"mm_tokens_per_image": 3}, "mm_tokens_per_image is 3, and an image has 4 x 4 patches"),
+        ("internvl", None, {"vision_feature_layer": -2}, "vision_feature_layer is -2; only -1 has a counterpart"),
+        ("internvl", None, {"downsample_ratio": 0.4}, "downsample_ratio is 0.4; squares of patches have whole sides"),
+        ("internvl", "vision_config", {"image_size": [16, 8]}, "image_size is [16, 8]; only squares are read"),
+        (
+            "internvl",
+            "vision_config",
+            {"patch_size": 16},
+            "projector.merge is 2, and images of",
+        ),
+        ("gemma3", "text_config", {"sliding_window": 3}, "an image has 4 tokens, and language.attention.window is 2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_refused(name: str, part: str | None, change: dict[str, Any], message: str) -> None:
+    values = theirs(name).config.to_dict()
+    (values if part is None else values[part]).update(change)
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        config_from_transformers(values)
+
+
+def test_what_gemma3_cannot_say_is_refused() -> None:
+    config = PRESETS["gemma3_4b"]
+    with pytest.raises(ConfigurationError, match=r"projector\.bias is True here and False"):
+        config_to_transformers(replace(config, projector=replace(config.projector, bias=True)))
