@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +38,8 @@ from tests.workers import run
 
 pytest.importorskip("modelopt")
 KV = "FP8_KV_CFG"
+SP = {"tensor_parallel": 2, "sequence_parallel": True}
+MODELS = {**CONFIGS, "moe": replace(BASE, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True)))}
 CALIBRATION = 2
 """Batches of the sanity check."""
 
@@ -82,7 +85,7 @@ FOUND: dict[ByModelOpt, dict[str, Any]] = {}
 @functools.cache
 def expected(name: str, preset: str, head: bool, kv: str | None) -> dict[str, Any]:
     transform = ByModelOpt(preset, head, kv)
-    found = by_hand(CONFIGS[name], transforms=[transform])
+    found = by_hand(MODELS[name], transforms=[transform])
     return {**found, "amax": FOUND[transform]}
 
 
@@ -99,14 +102,16 @@ class Amax(pl.Callback):
 def amax_of(model: ParallelModel) -> dict[str, Any]:
     named = {name: tensor for name, tensor in model.tensors().items() if name.endswith("_amax")}
     specs = {name: model.specs[name] for name in named}
-    return {name: value.numpy() for name, value in gather_canonical(named, specs, model.mesh).items()}
+    return {
+        name: value.numpy() for name, value in gather_canonical(named, specs, model.mesh, sum_partial=False).items()
+    }
 
 
 def train(name: str, preset: str, head: bool, kv: str | None, layout: dict[str, Any]) -> dict[str, Any]:
     amax = Amax()
     callback = ModelOptQuantization(preset, head, kv)
     found = fit(
-        CONFIGS[name],
+        MODELS[name],
         trainer_options={"num_sanity_val_steps": CALIBRATION, "limit_val_batches": CALIBRATION},
         extra_callbacks=[callback, amax],
         **layout,
@@ -132,6 +137,8 @@ def train(name: str, preset: str, head: bool, kv: str | None, layout: dict[str, 
         pytest.param(2, "gqa", "INT8_DEFAULT_CFG", False, None, {"tensor_parallel": 2}, marks=pytest.mark.full),
         (2, "gpt2", "INT8_DEFAULT_CFG", False, None, {}),
         pytest.param(4, "gpt2", "INT8_DEFAULT_CFG", False, None, {"tensor_parallel": 2}, marks=pytest.mark.full),
+        (2, "moe", "FP8_DEFAULT_CFG", False, None, {"expert_parallel": 2}),
+        (2, "moe", "INT8_DEFAULT_CFG", False, None, SP | {"expert_tensor_parallel": 2}),
         (2, "gqa", "FP8_PER_CHANNEL_PER_TOKEN_CFG", False, KV, {"context_parallel": 2}),
     ],
 )
@@ -155,6 +162,17 @@ def assert_same_amax(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         if fused in found:
             np.testing.assert_allclose(found[fused], value, rtol=1e-12, err_msg=name)
             seen += 1
+            continue
+        if "_weight_quantizers." in fused:
+            # An expert's gate and up are one matrix of a stack.
+            around, stack, index, _ = re.fullmatch(r"(.*)\.(\w+)_weight_quantizers\.(\d+)(\.amax)", fused).groups()
+            names = [f"{around}.{index}.{stack}_weight_quantizer.amax"]
+            if value.ndim:
+                own = ("gate", "up") if stack == "up" else ("down",)
+                names = [f"{around}.{index}.{name}.weight_quantizer.amax" for name in own]
+            parts = [np.atleast_1d(found[name]) for name in names]
+            np.testing.assert_allclose(np.concatenate(parts), np.atleast_1d(value), rtol=1e-12, err_msg=name)
+            seen += len(parts)
             continue
         around, _, rest = fused.partition("qkv." if "qkv" in fused else "gate_up.")
         parts = [found[f"{around}{part}.{rest}"] for part in ("qkv" if "qkv" in fused else ("gate", "up"))]
@@ -263,7 +281,7 @@ def change(transform: Quantizers, **config: Any) -> None:
         (Quantizers(kv="NVFP4_KV_ROTATE_CFG"), {}, "kv='NVFP4_KV_ROTATE_CFG' is not supported.*FP8_KV_CFG"),
         (Quantizers("FP8_KV_CFG"), LATENT, "LatentAttention over InnerAttention, which does not keep"),
         (Quantizers("W4A8_AWQ_BETA_CFG"), {}, r"quantizes \*weight_quantizer twice"),
-        (Quantizers(), {"moe": MoEConfig(num_experts=4)}, r"experts.*Only linear layers"),
+        (Quantizers("INT4_AWQ_CFG"), {"moe": MoEConfig(num_experts=4)}, "does not know stacks of experts.*INT4_BLOCK"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(transform: Quantizers, config: dict[str, Any], message: str) -> None:

@@ -37,6 +37,16 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 32,
     "architectures": ["LlamaForCausalLM"],
 }
+NAMES = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig"),
+}
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+}
 CALIBRATION = 2
 KV = "FP8_KV_CFG"
 
@@ -46,10 +56,12 @@ def rows() -> list[torch.Tensor]:
 
 
 def theirs(kind: str) -> Any:
-    names = {"llama": ("LlamaForCausalLM", "LlamaConfig"), "qwen3": ("Qwen3ForCausalLM", "Qwen3Config")}[kind]
+    names = NAMES[kind]
     model, config = (getattr(transformers, name) for name in names)
     torch.manual_seed(0)
-    more = {"head_dim": 32} if kind == "qwen3" else {}
+    more: dict[str, Any] = {} if kind == "llama" else {"head_dim": 32}
+    if kind in EXPERTS:
+        more |= EXPERTS[kind] | {"num_experts_per_tok": 2, "output_router_logits": False}
     return model(config(**{**SIZES, **more, "architectures": [names[0]]})).float()
 
 
@@ -70,6 +82,8 @@ def calibrate(folder: str, preset: str, output: str, kv: str | None = None) -> N
     [
         ("llama", "FP8_DEFAULT_CFG"),
         ("qwen3", "INT4_AWQ_CFG"),
+        ("qwen3_moe", "FP8_DEFAULT_CFG"),
+        pytest.param("mixtral", "INT8_DEFAULT_CFG", marks=pytest.mark.full),
         pytest.param("qwen3", "FP8_PER_CHANNEL_PER_TOKEN_CFG", marks=pytest.mark.full),
         pytest.param("llama", "INT8_SMOOTHQUANT_CFG", marks=pytest.mark.full),
     ],

@@ -41,6 +41,8 @@ class Experts(nn.Module):
         adapters: projection -> its :class:`~megalight.nn.moe.adapters.StackAdapter`; empty: none are adapted.
     """
 
+    weigh_output: ClassVar[bool] = False
+    """Multiply outputs by the router's weights, instead of activations: the same product, with other roundings."""
     inner_dims: ClassVar[dict[str, int | None]] = {"up": 0, "down": 1, "up_bias": 0, "down_bias": None}
     up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
@@ -114,15 +116,23 @@ class Experts(nn.Module):
             # Biases differ by expert, so they are added by the rows of each one.
             wide = grouped_bias(wide, self.up_bias, copies.offsets, None, copies.sizes)
         # One pass over memory: the activation multiplies by the weight while it writes.
-        narrow = self.act(wide) if self.weigh_input else self.act(wide, weights=weights)
+        unweighted = self.weigh_input or self.weigh_output
+        narrow = self.act(wide) if unweighted else self.act(wide, weights=weights)
         out = self._product(narrow, "down", copies)
-        if self.down_bias is None:
-            return out
-        # a weight on the activation is one on the output, so it multiplies the bias too
-        return grouped_bias(out, self.down_bias, copies.offsets, None if self.weigh_input else weights, copies.sizes)
+        if self.down_bias is not None:
+            # a weight on the activation is one on the output, so it multiplies the bias too
+            out = grouped_bias(out, self.down_bias, copies.offsets, None if unweighted else weights, copies.sizes)
+        if self.weigh_output and not self.weigh_input:
+            out = (out * weights.unsqueeze(1)).to(out.dtype)
+        return out
+
+    def stack(self, name: str) -> Tensor:
+        """Return the weights that the products of a stack use."""
+        weight: Tensor = getattr(self, name)
+        return weight
 
     def _product(self, x: Tensor, stack: str, copies: Grouped) -> Tensor:
-        y = grouped_linear(x, getattr(self, stack), copies.offsets, copies.sizes, self.backend)
+        y = grouped_linear(x, self.stack(stack), copies.offsets, copies.sizes, self.backend)
         if not self.adapters:
             return y
         parts, names = list(y.chunk(len(self.projections[stack]), -1)), self.projections[stack]

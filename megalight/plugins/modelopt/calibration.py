@@ -61,7 +61,7 @@ class Calibration:
         Returns:
             the quantizers of this rank that saw no data, or values that are not finite.
         """
-        activations, whole_weights = [], []
+        activations, whole_weights, whole_experts = [], [], []
         for place, amax in amaxes(self.model.root):
             quantizer = place.quantizer
             seen = quantizer._calibrator.compute_amax()
@@ -74,14 +74,16 @@ class Calibration:
                 activations.append(amax)
             # Blocks of a row lie on one rank each.
             elif not width and not (height and rows_are_split(matrix_spec(self.model, place.matrix))):
-                whole_weights.append(amax)
+                (whole_weights if place.matrix.index is None else whole_experts).append(amax)
         for place in places(self.model.root):
             place.quantizer.enable_quant()
         mesh = self.model.mesh
         # Tensor-parallel ranks see other features (row), heads or tokens (column), the others see other tokens.
+        # These are all ranks of a stage, also those with other experts: a stack has one quantizer of inputs.
         _largest(activations, mesh, ("tp", "cp", "dp"))
         # Replicas hold the same weights.
         _largest(whole_weights, mesh, ("tp",))
+        _largest(whole_experts, mesh, ("etp",))
         return [
             place.name for place, amax in amaxes(self.model.root) if not bool((amax.isfinite() & (amax >= 0)).all())
         ]

@@ -29,13 +29,14 @@ from megalight.models.weights import WeightMap
 from megalight.nn import Linear
 from megalight.nn.canonical import Section, canonical_tensors
 from megalight.nn.embedding import Embedding
+from megalight.nn.moe import Router
 from megalight.plugins.modelopt.package import modelopt
-from megalight.plugins.modelopt.places import places, quantized
+from megalight.plugins.modelopt.places import Matrix, matrices, places
 from megalight.plugins.modelopt.quantizers import Quantizers
 
 QUANT_CONFIG = "hf_quant_config.json"
-MATRICES = (Linear, torch.nn.Linear, Embedding, torch.nn.Embedding)
-"""Layers that ModelOpt could quantize."""
+MATRICES = (Linear, torch.nn.Linear, Embedding, torch.nn.Embedding, Router)
+"""Layers with a matrix that readers could take for a quantized one."""
 SCALES = {"k_bmm_quantizer": "k_proj.k_scale", "v_bmm_quantizer": "v_proj.v_scale"}
 """Quantizers of keys and values -> names of their scales in the module of attention."""
 E4M3_MAX = 448.0
@@ -79,12 +80,12 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
     tensors = table.write(plain)
     layers: dict[str, Any] = {}
     count = 0
-    for layer_path, layer in quantized(model.root):
-        if layer.weight_quantizer.is_enabled:
-            count += _put(tensors, layers, table, layer_path, layer)
+    for matrix in matrices(model.root):
+        if matrix.weight_quantizer.is_enabled:
+            count += _put(tensors, layers, table, matrix, model.root)
     # Layers that keep their dtype are named too: readers must not take them for quantized ones.
     for layer_path, module in model.root.named_modules():
-        if isinstance(module, MATRICES) and not _is_quantized(module):
+        if isinstance(module, MATRICES):
             for name in _names(layer_path, module):
                 layers.setdefault(f"{_module(table, name)}.quantization", None)
     cache = _put_scales(tensors, table, model.root)
@@ -117,9 +118,15 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
     return count
 
 
-def _put(tensors: dict[str, Tensor], layers: dict[str, Any], table: WeightMap, path: str, layer: Any) -> int:
-    """Replace the matrices of a layer by codes and scales; return their number."""
+def _put(
+    tensors: dict[str, Tensor], layers: dict[str, Any], table: WeightMap, matrix: Matrix, root: torch.nn.Module
+) -> int:
+    """Replace a matrix, which may be several fused ones, by codes and scales; return their number."""
     utils = modelopt("torch.export.quant_utils")
+    holder: Any = root.get_submodule(matrix.path)
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(matrix.weight.detach(), requires_grad=False)
+    layer.weight_quantizer, layer.input_quantizer = matrix.weight_quantizer, matrix.input_quantizer
     form, block = utils.get_quantization_format(layer), utils.get_weight_block_size(layer)
     scale, second = utils.get_weight_scaling_factor(layer), utils.get_weight_scaling_factor_2(layer)
     if block:
@@ -130,8 +137,13 @@ def _put(tensors: dict[str, Tensor], layers: dict[str, Any], table: WeightMap, p
         "input_scale": utils.get_activation_scaling_factor(layer),
         "pre_quant_scale": utils.get_prequant_scaling_factor(layer),
     }
-    start, names = 0, _names(path, layer)
-    for name, size in zip(names, getattr(layer, "section_sizes", [len(layer.weight)]), strict=True):
+    if matrix.index is None:
+        names, sizes = _names(matrix.path, holder), getattr(holder, "section_sizes", [len(layer.weight)])
+    else:
+        names = [f"{matrix.path}.{matrix.index}.{name}.weight" for name in holder.projections[matrix.parameter]]
+        sizes = [len(layer.weight) // len(names)] * len(names)
+    start = 0
+    for name, size in zip(names, sizes, strict=True):
         rows = slice(start, start + size)
         start += size
         # One scale for the whole layer, or some for each row.
@@ -164,11 +176,6 @@ def _put_scales(tensors: dict[str, Tensor], table: WeightMap, root: torch.nn.Mod
         if place.has_amax:
             tensors[f"{around}.{SCALES[place.kind]}"] = place.quantizer.export_amax().float().squeeze() / E4M3_MAX
     return found.pop() if found else None
-
-
-def _is_quantized(module: Any) -> bool:
-    quantizer = getattr(module, "weight_quantizer", None)
-    return quantizer is not None and quantizer.is_enabled
 
 
 def _names(path: str, layer: Any) -> list[str]:

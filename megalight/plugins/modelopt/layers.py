@@ -1,19 +1,23 @@
-"""Our linear layers, heads and attentions as modules that ModelOpt can quantize."""
+"""Our linear layers, heads, attentions and experts as modules that ModelOpt can quantize."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megalight.nn import InnerAttention, Linear
 from megalight.nn.head import Lesson, LMHead
+from megalight.nn.moe import Experts, Grouped
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.head import VocabHead, VocabLinear
 from megalight.parallel.tensor.row import RowLinear
 from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.places import STACKS
 
 LINEARS: tuple[type[nn.Module], ...] = (nn.Linear, Linear, ColumnLinear, RowLinear, VocabLinear)
 HEADS: tuple[type[nn.Module], ...] = (LMHead, VocabHead)
@@ -75,11 +79,47 @@ def register_layers() -> None:
             mixed: Tensor = super().forward(q, self.k_bmm_quantizer(k), self.v_bmm_quantizer(v), *rest)
             return mixed
 
+    class QuantizedExperts(modules.QuantModule):  # type: ignore[misc, name-defined]
+        """Rounds each expert's matrices by quantizers of their own, and the inputs of a stack by one for all experts.
+
+        That is ModelOpt's rule for the fused experts of ``transformers``: engines have one scale of inputs for all.
+        """
+
+        # Scales of inputs are of activations that no router has weighted, as in engines.
+        weigh_output = True
+
+        def _setup(self) -> None:
+            self.parallel_state = distributed.ParallelState(-1, -1, -1)
+            for stack in STACKS:
+                many = nn.ModuleList(modules.TensorQuantizer() for _ in range(len(self)))
+                setattr(self, f"{stack}_input_quantizer", modules.TensorQuantizer())
+                setattr(self, f"{stack}_weight_quantizers", many)
+
+        def iter_weights_for_calibration(self) -> Iterator[tuple[Tensor, nn.Module]]:
+            # ModelOpt asks by this name
+            for stack in STACKS:
+                yield from zip(getattr(self, stack), getattr(self, f"{stack}_weight_quantizers"), strict=True)
+
+        def stack(self, name: str) -> Tensor:
+            many = getattr(self, f"{name}_weight_quantizers")
+            return torch.stack([quantizer(weight) for quantizer, weight in zip(many, super().stack(name), strict=True)])
+
+        def _product(self, x: Tensor, stack: str, copies: Grouped) -> Tensor:
+            quantizer: Any = getattr(self, f"{stack}_input_quantizer")
+            if quantizer._if_calib:
+                # rows after the last copy hold anything
+                quantizer(x[: int(copies.offsets[-1])])
+            else:
+                x = quantizer(x)
+            product: Tensor = super()._product(x, stack, copies)
+            return product
+
     registry = modules.QuantModuleRegistry
     for kind in LINEARS:
         if kind not in registry:  # ModelOpt has nn.Linear itself
             registry.register({kind: kind.__name__})(QuantizedLinear)
     for kind in HEADS:
         registry.register({kind: kind.__name__})(QuantizedHead)
+    registry.register({Experts: Experts.__name__})(QuantizedExperts)
     for kind in ATTENTIONS:
         registry.register({kind: kind.__name__})(QuantizedAttention)

@@ -12,6 +12,7 @@ from torch import nn
 from megalight.errors import ConfigurationError
 from megalight.nn import Attention, InnerAttention, LatentAttention, Linear
 from megalight.nn.embedding import Embedding, TokenEmbedding
+from megalight.nn.moe import Experts
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.transform import ModelTransform
@@ -59,7 +60,7 @@ class Quantizers(ModelTransform):
             MissingPackageError: ModelOpt is not installed.
         """
         preset = self.read()
-        named, others = set(), []
+        named, others, stacks = set(), [], False
         for path, module in model.named_modules():
             inner = f"{path}.inner"
             if isinstance(module, Attention | LatentAttention) and preset.names(f"{inner}.k_bmm_quantizer"):
@@ -72,8 +73,9 @@ class Quantizers(ModelTransform):
                 named.add(inner)
             if not preset.names(f"{path}.weight_quantizer"):
                 continue
-            if isinstance(module, nn.Linear | Linear):
+            if isinstance(module, nn.Linear | Linear | Experts):
                 named.add(path)
+                stacks |= isinstance(module, Experts)
             elif not isinstance(module, nn.Embedding | Embedding | TokenEmbedding):
                 held = [name for name, tensor in module.named_parameters(recurse=False) if tensor.dim() > 1]
                 others += [f"{path} ({type(module).__name__})"] * bool(held)
@@ -81,7 +83,13 @@ class Quantizers(ModelTransform):
             # A layer left out in silence would be a model that is quantized in part.
             raise ConfigurationError(
                 f"preset {self.preset!r} names layers that cannot be quantized here: {', '.join(others[:4])}"
-                f"{f' and {len(others) - 4} more' if len(others) > 4 else ''}. Only linear layers can."
+                f"{f' and {len(others) - 4} more' if len(others) > 4 else ''}. Linear layers "
+                "and stacks of experts can."
+            )
+        if stacks and preset.searches:
+            raise ConfigurationError(
+                f"preset {self.preset!r} searches scales for each linear layer, and ModelOpt's search does not know "
+                "stacks of experts. Use a preset that does not search, such as INT4_BLOCKWISE_WEIGHT_ONLY_CFG."
             )
         if not named:
             raise ConfigurationError(
@@ -109,7 +117,7 @@ class Quantizers(ModelTransform):
         here = {path for path in named if path in modules}
         for path in here:
             # Only modules that are named: ModelOpt would convert norms and embeddings too.
-            if type(modules[path]) not in (*LINEARS, *ATTENTIONS):
+            if type(modules[path]) not in (*LINEARS, *ATTENTIONS, Experts):
                 raise ConfigurationError(
                     f"preset {self.preset!r} names {path}, which was split into a {type(modules[path]).__name__}: that "
                     "kind cannot be quantized. Use another layout, or a preset without it."
