@@ -1,4 +1,5 @@
-"""Two towers of one model on ranks of their own: images are read on some ranks, and text on others."""
+"""Two towers of one model, each in a layout of its own: on ranks of their own, or on the same ranks."""
 
 from megalight.towers.apart import TowersApart as TowersApart
+from megalight.towers.beside import TowersBeside as TowersBeside
 from megalight.towers.side import Side as Side

@@ -15,7 +15,6 @@ The tower's ranks come first. They read the images of micro-batches, and send wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,9 @@ from torch.optim import Optimizer
 
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.errors import DataError
-from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.frozen import freeze as freeze_parameters
-from megalight.models.vlm.model import VLM, Arrived
+from megalight.models.vlm.model import VLM
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.model import ParallelModel
@@ -37,10 +35,10 @@ from megalight.parallel.step import Outcome
 from megalight.towers.arriving import Arrivals
 from megalight.towers.division import Division
 from megalight.towers.encoder import Encoder
+from megalight.towers.language import LanguageTask
 from megalight.towers.part import part_of
 from megalight.towers.side import Side
 from megalight.training import Training
-from megalight.types import Loss
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Read = Callable[[int], Sequence[ImageTextBatch]]
@@ -113,7 +111,7 @@ class TowersApart:
         RandomStreams(self.mesh).seed(seed)
         self.bridge = BridgeCommunicator(division.tower, division.language, device=device)
         self._first = division.language.members.start
-        reader = _Language(Arrivals(self.bridge, self.model.token_multiple), self.model.token_multiple)
+        reader = LanguageTask(Arrivals(self.bridge, self.model.token_multiple), self.model.token_multiple)
         self.training = Training(self.model, optimizer(self.model.parameters()), reader, data_parallel=data_parallel)
         # Gradients are those of both models.
         self.training.engine.main_gradients.everyone = dist.group.WORLD
@@ -166,27 +164,3 @@ class TowersApart:
             self._fresh = False
             engine.zero_grad()
         self._encoder.train(micro_batches, engine)
-
-
-class _Language:
-    """What the language model computes, with features that come over the bridge."""
-
-    def __init__(self, arrivals: Arrivals, multiple: int) -> None:
-        self.arrivals = arrivals
-        self.multiple = multiple
-
-    def forward_step(self, model: nn.Module, batch: ImageTextBatch, carry: dict[str, Any] | None = None) -> Any:
-        """Run a chunk. The first one waits for the features of the micro-batch."""
-        sequences = batch.sequences.pad_to(self.multiple)
-        arrived = None
-        if task.has_embedding(model):
-            arrived = Arrived(self.arrivals(batch), task.source_of(batch, sequences))
-        return task.forward(model, batch, sequences, carry, arrived)
-
-    def loss_step(self, carry: dict[str, Tensor], batch: ImageTextBatch) -> Loss:
-        """Return the sum of the losses."""
-        return task.loss(carry, batch)
-
-    def loss_tokens(self, batch: ImageTextBatch) -> Tensor:
-        """Return the number of tokens in it."""
-        return batch.loss_mask.sum()

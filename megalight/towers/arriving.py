@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.errors import DataError
 from megalight.parallel.bridge import BridgeCommunicator
+from megalight.towers.language import padded
 from megalight.towers.shares import features_of
 
 
@@ -39,9 +39,7 @@ class Arrivals:
         if features.requires_grad:
             # Backward passes of the first stage come in the order of its forward passes, as messages must.
             features.register_hook(self._answer)  # type: ignore[no-untyped-call]
-        # At least one row, and whole shares for sequence parallelism.
-        rows = max(1, len(features))
-        return F.pad(features, (0, 0, 0, rows + -rows % self.multiple - len(features)))
+        return padded(features, self.multiple)
 
     def _answer(self, gradient: Tensor) -> None:
         self.bridge.send_backward({"features": gradient})

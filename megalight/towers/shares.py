@@ -29,17 +29,17 @@ def consecutive(lengths: Sequence[int], count: int) -> list[range]:
     return [range(first, last) for first, last in zip(ends, [*ends[1:], len(lengths)], strict=True)]
 
 
-def take(images: Images, chosen: range) -> Images:
-    """Return some consecutive images, as those of one sample."""
+def take(images: Images, chosen: Sequence[int]) -> Images:
+    """Return some images, as those of one sample."""
     bounds = [0, *accumulate(images.lengths)]
-    rows = slice(bounds[chosen.start], bounds[chosen.stop])
+    rows = [slice(bounds[index], bounds[index + 1]) for index in chosen] or [slice(0)]
     return replace(
         images,
-        pixels=images.pixels[rows],
-        positions=images.positions[..., rows],
-        lengths=images.lengths[chosen.start : chosen.stop],
+        pixels=torch.cat([images.pixels[own] for own in rows]),
+        positions=torch.cat([images.positions[..., own] for own in rows], dim=-1),
+        lengths=tuple(images.lengths[index] for index in chosen),
         counts=(len(chosen),),
-        windows=images.windows[chosen.start : chosen.stop],
+        windows=tuple(images.windows[index] for index in chosen) if images.windows else (),
     )
 
 

@@ -1,0 +1,240 @@
+"""A tower in a layout of its own, on the ranks of the language model: it runs before and after a whole schedule.
+
+Images of each micro-batch, of all replicas of the language model, are divided among the replicas of the tower. Their
+features come back in the order of the images. After the schedule, gradients of features go the same way to the tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalight.data.multimodal.batch import Images, ImageTextBatch
+from megalight.errors import DataError
+from megalight.models.vlm import task
+from megalight.models.vlm.config import VLMConfig
+from megalight.parallel.exchange import Route, exchange
+from megalight.parallel.groups import new_group, speaks
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.pipeline.agenda import Agenda
+from megalight.parallel.pipeline.carry import Carry, Entry
+from megalight.parallel.pipeline.executor import Executor
+from megalight.towers.balance import balanced
+from megalight.towers.language import padded
+from megalight.towers.shares import end_to_end, take
+from megalight.types import Loss
+
+Sizes = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""Rows of each image of a micro-batch, and of their windows."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """A micro-batch of each replica of the language model.
+
+    Attributes:
+        homes: the images of each replica.
+        shares: replica of the tower -> replica of the language model -> indices of its images.
+        features: what this rank's tower made of its images, ``[P, h]``.
+        arrived: the features of this replica's images, in order; None on later stages of the pipeline.
+    """
+
+    homes: list[Sizes]
+    shares: list[list[list[int]]]
+    features: Tensor
+    arrived: Tensor | None = None
+
+
+class Around:
+    """Runs a tower around the schedule of a language model; it takes the place of the schedule's executor.
+
+    Args:
+        config: the whole model.
+        tower: the tower and the projector.
+        language: everything else, on a mesh of the same ranks.
+        executor: runs its schedule.
+    """
+
+    def __init__(self, config: VLMConfig, tower: ParallelModel, language: ParallelModel, executor: Executor) -> None:
+        self.config = config
+        self.tower = tower
+        self.language = language
+        self.executor = executor
+        self.trained = any(parameter.requires_grad for parameter in tower.parameters())
+        self._rank, self._device = language.mesh.global_rank, tower.device
+        self._readers, self._towers = _replicas(language.mesh, 0), _replicas(tower.mesh)
+        self._homes = _replicas(language.mesh)
+        self._own, self._home = tower.mesh.rank("dp"), language.mesh.rank("dp")
+        self._arrived: dict[int, Tensor] = {}
+        self._host: dist.ProcessGroup | None = None
+        if language.mesh.world_size > 1:
+            # NCCL creates a group's communicator in its first collective; messages between some ranks cannot do so.
+            dist.all_reduce(torch.zeros(1, device=self._device))
+            self._host = None if speaks("gloo") else new_group(language.mesh.members, "images", backend="gloo")
+
+    def train(self, agenda: Agenda, micro_batches: Sequence[ImageTextBatch], *rest: Any) -> list[Loss]:
+        """Run the tower forward, the schedule, and the tower backward; arguments as of the executor."""
+        passes = self._forward(micro_batches)
+        losses = self.executor.train(agenda, micro_batches, *rest)
+        self._arrived.clear()
+        for each in passes if self.trained else ():
+            gradient = self._to_tower(each)
+            torch.autograd.backward([each.features], [gradient])
+        return losses
+
+    def forward(self, agenda: Agenda, micro_batches: Sequence[ImageTextBatch], *rest: Any) -> list[Carry]:
+        """Run forward passes without gradients."""
+        with torch.no_grad():
+            self._forward(micro_batches)
+        carries = self.executor.forward(agenda, micro_batches, *rest)
+        self._arrived.clear()
+        return carries
+
+    def __call__(self, batch: ImageTextBatch) -> Tensor:
+        """Return the features ``[P, h]`` of a micro-batch, with padding."""
+        return padded(self._arrived[id(batch)], self.language.token_multiple)
+
+    def _forward(self, micro_batches: Sequence[ImageTextBatch]) -> list[Pass]:
+        passes = []
+        for batch, homes in zip(micro_batches, self._sizes(micro_batches), strict=True):
+            shares = balanced([lengths for lengths, _ in homes], len(self._towers))
+            images = self._to_replica(batch.parts()[0], homes, shares)
+            nothing = torch.zeros(0, dtype=torch.int64, device=self._device)
+            pictures = task.pictures_of(self.config, images, nothing, self.tower.token_multiple)
+            features: Tensor = self.tower.root(pictures)
+            each = Pass(homes, shares, features[: sum(images.lengths) // images.joined])
+            each.arrived = self._to_language(each)
+            if each.arrived is not None:
+                self._arrived[id(batch)] = each.arrived
+            passes.append(each)
+        return passes
+
+    def _sizes(self, micro_batches: Sequence[ImageTextBatch]) -> list[list[Sizes]]:
+        """Return for each micro-batch the images of all replicas of the language model.
+
+        Raises:
+            DataError: on all ranks, if replicas have different numbers of micro-batches.
+        """
+        own = [(images.lengths, images.windows) for images in (batch.parts()[0] for batch in micro_batches)]
+        if self.language.mesh.world_size == 1:
+            return [[each] for each in own]
+        told: list[Any] = [None] * self.language.mesh.world_size
+        # By the host, which must know the sizes of messages.
+        dist.all_gather_object(told, own, group=self._host)
+        found = [told[ranks[0]] for ranks in self._homes]
+        if len(counts := {len(each) for each in found}) > 1:
+            raise DataError(
+                f"replicas of the language model have {sorted(counts)} micro-batches, and the tower reads those of all "
+                "replicas together; give each replica as many."
+            )
+        return [list(row) for row in zip(*found, strict=True)]
+
+    def _to_replica(self, images: Images, homes: list[Sizes], shares: list[list[list[int]]]) -> Images:
+        """Exchange images: return those that this rank's tower reads, home after home."""
+        routes, held = [], []
+        axes, width = tuple(images.positions.shape[:-1]), images.pixels.shape[1]
+        for replica, each in enumerate(shares):
+            for home, chosen in enumerate(each):
+                rows = sum(homes[home][0][index] for index in chosen)
+                form = (
+                    Entry("pixels", (rows, width), images.pixels.dtype, False),
+                    Entry("positions", (*axes, rows), images.positions.dtype, False),
+                )
+                routes.append(Route(self._homes[home], self._towers[replica], form))
+                part = take(images, chosen) if home == self._home else None
+                held.append(None if part is None else [part.pixels, part.positions])
+        found = exchange(routes, held, self._rank, self._device)
+        parts = []
+        for home, chosen in enumerate(shares[self._own]):
+            tensors = found[self._own * len(homes) + home]
+            assert tensors is not None
+            lengths, windows = homes[home]
+            parts.append(
+                Images(
+                    *tensors,
+                    lengths=tuple(lengths[index] for index in chosen),
+                    counts=(len(chosen),),
+                    windows=tuple(windows[index] for index in chosen) if windows else (),
+                    joined=images.joined,
+                )
+            )
+        return end_to_end(parts)
+
+    def _to_language(self, each: Pass) -> Tensor | None:
+        """Send features back: return those of this replica's images, in order, as a leaf."""
+        routes = self._routes(each, each.features, back=False)
+        counts = self._rows(each, self._own)
+        held: list[list[Tensor] | None] = [None] * len(routes)
+        for home, part in enumerate(each.features.detach().split(counts)):
+            held[self._own * len(each.homes) + home] = [part]
+        found = exchange(routes, held, self._rank, self._device)
+        if self._rank not in self._readers[self._home]:
+            return None
+        arrived = [found[replica * len(each.homes) + self._home] for replica in range(len(self._towers))]
+        rows = torch.cat([tensors[0] for tensors in arrived if tensors is not None])
+        whole = torch.empty_like(rows)
+        whole[self._order(each)] = rows
+        return whole.requires_grad_(self.trained and torch.is_grad_enabled())
+
+    def _to_tower(self, each: Pass) -> Tensor:
+        """Send the gradients of features: return those of this rank's tower, whose graph goes on from there."""
+        routes = self._routes(each, each.features, back=True)
+        held: list[list[Tensor] | None] = [None] * len(routes)
+        if each.arrived is not None:
+            gradient = torch.zeros_like(each.arrived) if each.arrived.grad is None else each.arrived.grad
+            # Each has seen its share of the tokens; along `tp` gradients are whole.
+            if (group := self.language.mesh.group("cp")) is not None:
+                dist.all_reduce(gradient, group=group)
+            counts = [self._rows(each, replica)[self._home] for replica in range(len(self._towers))]
+            for replica, part in enumerate(gradient[self._order(each)].split(counts)):
+                held[replica * len(each.homes) + self._home] = [part]
+        found = exchange(routes, held, self._rank, self._device)
+        first = self._own * len(each.homes)
+        mine = found[first : first + len(each.homes)]
+        return torch.cat([tensors[0] for tensors in mine if tensors is not None])
+
+    def _routes(self, each: Pass, features: Tensor, back: bool) -> list[Route]:
+        routes = []
+        for replica, tower in enumerate(self._towers):
+            for home, rows in enumerate(self._rows(each, replica)):
+                form = (Entry("features", (rows, features.shape[1]), features.dtype, False),)
+                ends = (self._readers[home], tower) if back else (tower, self._readers[home])
+                routes.append(Route(*ends, form))
+        return routes
+
+    def _rows(self, each: Pass, replica: int) -> list[int]:
+        """Return the rows of features that a replica of the tower makes for each replica of the language model."""
+        joined = self.config.projector.merge**2
+        return [
+            sum(lengths[index] for index in chosen) // joined
+            for (lengths, _), chosen in zip(each.homes, each.shares[replica], strict=True)
+        ]
+
+    def _order(self, each: Pass) -> Tensor:
+        """Return for the rows of this replica's features, tower after tower, their places in the order of images."""
+        joined = self.config.projector.merge**2
+        sizes = [length // joined for length in each.homes[self._home][0]]
+        starts = [0, *accumulate(sizes)]
+        places = [
+            torch.arange(starts[index], starts[index + 1]) for share in each.shares for index in share[self._home]
+        ]
+        return torch.cat(places or [torch.zeros(0, dtype=torch.int64)]).to(self._device)
+
+
+def _replicas(mesh: ParallelMesh, stage: int | None = None) -> list[tuple[int, ...]]:
+    """Return the global ranks of each data-parallel replica, or those of a stage of its pipeline."""
+    return [
+        tuple(
+            rank
+            for rank in mesh.members
+            if mesh.rank("dp", of=rank) == place and stage in (None, mesh.rank("pp", of=rank))
+        )
+        for place in range(mesh.dp)
+    ]

@@ -1,0 +1,151 @@
+"""Towers with layouts of their own on the same ranks train the same model as one device by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalight.errors import ConfigurationError, DataError, LayoutError
+from megalight.models.vlm import VLM
+from megalight.parallel.data_parallel import DataParallel
+from megalight.towers import Side, TowersBeside
+from megalight.towers.balance import balanced
+from tests.models.test_vlm_strategy import CONFIGS, COUNTS, FREEZE, by_hand
+from tests.models.vlm_samples import batch
+from tests.parallel.gathering import gather_canonical
+from tests.strategies.training import CLIP, SEED, assert_same_gradients
+from tests.towers.test_apart import adam
+from tests.workers import run
+
+TP = {"tensor_parallel": 2}
+SP = {**TP, "sequence_parallel": True}
+PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
+VPP = {**PP, "virtual_pipeline": 2}
+
+
+def make(name: str, tower: dict[str, Any], language: dict[str, Any], **options: Any) -> TowersBeside:
+    world = dist.get_world_size()
+    sharing = DataParallel(level="no_shard", overlap_param_gather=False)
+    return TowersBeside(
+        CONFIGS[name],
+        tower=Side(**{"ranks": world, **tower}),
+        language=Side(**{"ranks": world, **language}),
+        optimizer=adam,
+        seed=SEED,
+        dtype=torch.float64,
+        freeze=FREEZE.get(name, ()),
+        **{"data_parallel": sharing, **options},
+    )
+
+
+def whole(made: TowersBeside, gradients: bool = False) -> dict[str, Any]:
+    """Whole tensors of both models by canonical name."""
+    found = {}
+    for model in (made.tower, made.language):
+        named = {n: p.grad if gradients else p.detach() for n, p in model.root.named_parameters()}
+        held = {n: t.clone() for n, t in named.items() if t is not None}
+        found |= gather_canonical(held, model.specs, model.mesh, sum_partial=False)
+    return {key: value.numpy() for key, value in found.items()}
+
+
+def train(name: str, counts: str, tower: dict[str, Any], language: dict[str, Any]) -> dict[str, Any]:
+    made = make(name, tower, language)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step, each in enumerate(COUNTS[counts]):
+        every = batch(each, seed=step, config=CONFIGS[name])
+        share = every.split(len(every) // made.language.mesh.dp)[made.replica]
+        found["losses"].append(float(made.forward_backward(share.split(1))))  # type: ignore[arg-type]
+        if not step:
+            found["gradients"] = whole(made, gradients=True)
+        found["norms"].append(float(made.clip_grad_norm(CLIP)))
+        made.step()
+    return {**found, "final": whole(made)}
+
+
+CHOSEN = [
+    # Model, images of rows, ranks, layout of the tower, layout of the language model.
+    ("qwen", "mixed", 2, {}, SP),
+    ("llava", "mixed", 2, SP, {}),
+    ("qwen", "mixed", 4, {}, SP),
+    ("deep_qwen", "mixed", 2, {}, VPP),
+    ("qwen", "mixed", 2, {}, CP),
+]
+FULL = [
+    ("llava", "none", 2, {}, TP),
+    ("llava", "one", 4, {}, TP),
+    ("onevision", "mixed", 4, SP, PP),
+    ("qwen", "none", 2, {}, CP),
+    ("qwen", "one", 4, SP, {}),
+    ("qwen", "mixed", 4, TP, {**CP, **SP}),
+    ("qwen", "mixed", 4, {**SP, "tensor_parallel": 4}, SP),
+    ("deep_qwen", "mixed", 4, {}, {**SP, **PP}),
+    ("deep_qwen", "none", 2, SP, PP),
+    ("deep", "mixed", 4, TP, {"pipeline_parallel": 4}),
+    ("deep", "one", 4, SP, {**PP, **CP}),
+    ("aligned", "mixed", 4, {}, SP),
+]
+
+
+@pytest.mark.parametrize("layout", [*CHOSEN, *(pytest.param(each, marks=pytest.mark.full) for each in FULL)], ids=str)
+def test_both_layouts_train_the_model_of_one_device(
+    layout: tuple[str, str, int, dict[str, Any], dict[str, Any]],
+) -> None:
+    name, counts, ranks, tower, language = layout
+    expected = by_hand(name, counts)
+    found = run(train, ranks, name, counts, tower, language, timeout=240)
+    gradients, final = ({k: v for rank in found for k, v in rank[what].items()} for what in ("gradients", "final"))
+    for what in ("losses", "norms"):
+        assert all(rank[what] == pytest.approx(expected[what], rel=1e-9) for rank in found)
+    assert gradients.keys() == expected["gradients"].keys()
+    assert_same_gradients(gradients, expected["gradients"])
+    assert_same_gradients(final, expected["final"])
+
+
+def test_images_are_balanced_by_rows() -> None:
+    assert balanced([[4, 4], [4, 4]], 2) == [[[0], [0]], [[1], [1]]]
+    assert balanced([[24, 4], [8, 8]], 2) == [[[0], []], [[1], [0, 1]]]
+    assert balanced([[], []], 2) == [[[], []], [[], []]]
+    sizes = [[5, 9, 1, 7], [3, 3, 8]]
+    loads = [sum(sizes[home][i] for home, own in enumerate(each) for i in own) for each in balanced(sizes, 3)]
+    assert loads == [12, 12, 12]
+
+
+@pytest.mark.parametrize(
+    ("tower", "language", "options", "message"),
+    [
+        ({"ranks": 2}, {}, {}, "the tower has 2 ranks, and there are 1 processes"),
+        ({}, {"ranks": 3}, {}, "the language model has 3 ranks, and there are 1 processes"),
+        ({"pipeline_parallel": 2}, {}, {}, "the tower has pipeline_parallel=2"),
+        ({}, {}, {"data_parallel": DataParallel(level="optim_grads")}, "level='optim_grads' with two layouts"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(
+    tower: dict[str, Any], language: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    sides = {"tower": Side(**tower), "language": Side(**language)}
+    with pytest.raises((LayoutError, ConfigurationError), match=message):
+        TowersBeside(CONFIGS["llava"], optimizer=adam, **sides, **options)
+
+
+def test_a_replica_without_micro_batches_is_told() -> None:
+    made = TowersBeside(CONFIGS["llava"], tower=Side(), language=Side(), optimizer=adam)
+    assert isinstance(VLM(CONFIGS["llava"]).without_tower(), type(made.tower.root))
+    with pytest.raises(DataError, match="there are no micro-batches"):
+        made.forward_backward([])
+
+
+def _uneven() -> str:
+    made = make("llava", {}, {})
+    try:
+        made.forward_backward(batch((1, 0)).split(1 + made.replica))  # type: ignore[arg-type]
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_have_as_many_micro_batches() -> None:
+    assert all("replicas of the language model have [1, 2] micro-batches" in found for found in run(_uneven, 2))
