@@ -358,6 +358,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--part", help="only this part")
     parser.add_argument("--row", help="only this row, in this process")
+    parser.add_argument("--rows", nargs="+", help="only these rows of a part")
     parser.add_argument("--seconds", type=float, default=470, help="no row begins after as many")
     parser.add_argument("--limit", type=float, default=90, help="seconds that a row may take")
     a = parser.parse_args(words)
@@ -376,7 +377,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if a.part not in (None, part):
             continue
         parts[part] = []
-        for name in names:
+        for name in names if a.rows is None else [name for name in names if name in a.rows]:
             left = a.seconds - (time.monotonic() - start)
             begun = time.monotonic()
             found = apart(part, name, a.tiny, min(a.limit, left)) if left > 10 else {"failed": "no time was left"}
