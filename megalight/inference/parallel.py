@@ -20,6 +20,7 @@ from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
+from megalight.parallel.transform import APPLIED
 from megalight.types import PackedSequences
 
 REPLICA_AXES = ("pp", "cp", "tp")
@@ -46,6 +47,8 @@ class ParallelGPT(nn.Module):
         self.chunks = nn.ModuleList(model.chunks)
         self.mesh = model.mesh
         self.device = model.device
+        # Which adapters the whole model has, also where this rank's layers have none.
+        self.__dict__[APPLIED] = model.root.__dict__.get(APPLIED, [])
         layout = model.layout
         self._coupling = model.coupling
         self._executor = Executor(model.chunks, layout, model.mesh, model.device)

@@ -25,6 +25,7 @@ from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.gpt import GPT
 from megalight.models.saved import Keys, companions_of, description, refuse_keys, saved_model, transformers_model
 from megalight.models.single_file import single_file_model
+from megalight.models.transforms import activate
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -39,6 +40,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     base: str | os.PathLike[str] | None = None,
     keys: Keys = "strict",
+    adapter: str | None = None,
 ) -> GPT:
     """Load the whole model of a checkpoint, saved in any layout, in evaluation mode.
 
@@ -49,17 +51,21 @@ def load_model(
         base: the initial weights of the training, for a checkpoint that holds only adapters.
         keys: what tensors mean that only the model or only a ``transformers`` folder has; see
             :func:`megalight.models.saved.whole_source`.
+        adapter: name of the adapter that computes; :func:`~megalight.models.transforms.activate` changes it later.
+            None: the one that was trained last.
 
     Raises:
         CheckpointError: the checkpoint is missing or incomplete, or does not describe its model.
-        ConfigurationError: the ``transformers`` model is not supported here.
+        ConfigurationError: the ``transformers`` model is not supported here, or the model has no such adapter.
     """
     if publish.place(path).is_file():
         refuse_keys(keys, path)
         known, model = single_file_model(path, device, dtype)
         _check_generates(known, path)
+        if adapter is not None:
+            activate(model, adapter)
         return cast(GPT, model.eval())
-    return cast(GPT, _found(path, device, dtype, base, None, keys).root.eval())
+    return cast(GPT, _found(path, device, dtype, base, None, keys, adapter).root.eval())
 
 
 def load_divided(
@@ -69,13 +75,14 @@ def load_divided(
     dtype: torch.dtype | None = None,
     base: str | os.PathLike[str] | None = None,
     keys: Keys = "strict",
+    adapter: str | None = None,
 ) -> ParallelGPT:
     """Load the model of a checkpoint, divided over ranks, in evaluation mode. All of them call this together.
 
     Args:
         path: the checkpoint, or a ``transformers`` folder.
         mesh: the ranks.
-        device, dtype, base, keys: see :func:`load_model`.
+        device, dtype, base, keys, adapter: see :func:`load_model`.
 
     Raises:
         LayoutError: the model cannot be divided so, or is in a single file.
@@ -83,7 +90,7 @@ def load_divided(
     """
     if publish.place(path).is_file():
         raise LayoutError(f"{path} is a single file, which one process reads; leave out the layout.")
-    return ParallelGPT(_found(path, device, dtype, base, mesh, keys).eval())
+    return ParallelGPT(_found(path, device, dtype, base, mesh, keys, adapter).eval())
 
 
 def _found(
@@ -93,14 +100,17 @@ def _found(
     base: str | os.PathLike[str] | None,
     mesh: ParallelMesh | None,
     keys: Keys,
+    adapter: str | None,
 ) -> ParallelModel:
     opened = None if is_folder(path) else checkpoint.open(path)
     known = family_of_transformers(read_config(path)) if opened is None else family(description(opened)["family"])
     _check_generates(known, path)
-    if opened is None:
-        return transformers_model(path, device, dtype, mesh, keys)
-    refuse_keys(keys, path)
-    return saved_model(opened, device, dtype, base, mesh)
+    if opened is not None:
+        refuse_keys(keys, path)
+        return saved_model(opened, device, dtype, base, mesh, adapter)
+    if adapter is not None:
+        raise ConfigurationError(f"{path} is a folder of transformers, which has no adapter {adapter!r}; leave it out.")
+    return transformers_model(path, device, dtype, mesh, keys)
 
 
 def _check_generates(known: Family, path: str | os.PathLike[str]) -> None:
@@ -131,6 +141,7 @@ class TextGenerator:
         base: str | os.PathLike[str] | None = None,
         mesh: ParallelMesh | None = None,
         keys: Keys = "strict",
+        adapter: str | None = None,
     ) -> TextGenerator:
         """Load model and tokenizer from one folder.
 
@@ -142,7 +153,7 @@ class TextGenerator:
             base: see :func:`load_model`.
             mesh: the ranks over which the model is divided, which all make the same calls; see :func:`load_divided`.
                 None: this process holds it whole.
-            keys: see :func:`load_model`.
+            keys, adapter: see :func:`load_model`.
 
         Raises:
             CheckpointError: the checkpoint is missing or incomplete, or has no model or tokenizer.
@@ -150,7 +161,7 @@ class TextGenerator:
         """
         # Before the weights: a missing tokenizer is then found at once.
         found = Tokenizer.load(tokenizer) if tokenizer else _tokenizer(publish.place(path))
-        options = device, dtype, base, keys
+        options = device, dtype, base, keys, adapter
         model = load_model(path, *options) if mesh is None else load_divided(path, mesh, *options)
         if found.vocab_size > model.config.vocab_size:
             raise DataError(

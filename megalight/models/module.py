@@ -23,7 +23,7 @@ from megalight.parallel.frozen import FrozenModel
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Source, model_targets
-from megalight.parallel.transform import ModelTransform, apply_transforms
+from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to
 from megalight.types import Loss, Totals, inverse, mean
 
 Carry: TypeAlias = dict[str, Tensor]
@@ -157,14 +157,16 @@ class MegalightModule(pl.LightningModule):
             return
         # Under a strategy that splits, this runs on meta, and nothing below draws.
         self.model = self.build_model()
-        added = {CANONICAL_PREFIX + name for name in apply_transforms(self.model, self.transforms)}
+        made = apply_transforms(self.model, self.transforms)
         if not any(parameter.is_meta for parameter in self.model.parameters()):
             initialise(self.model, self.seed, CANONICAL_PREFIX)
-            # Initial values first: tensors of transforms are in no source.
+            # Initial values first: a source may be older than some transforms.
             source = self.initial_weights()
             if source is not None:
+                named = [frozenset(CANONICAL_PREFIX + name for name in names) for names in made]
+                lacking = unknown_to(source.tensors, named)
                 targets = model_targets(self.model, CANONICAL_PREFIX)
-                source.fill((t for t in targets if t.name not in added), prefix=CANONICAL_PREFIX)
+                source.fill((t for t in targets if t.name not in lacking), prefix=CANONICAL_PREFIX)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch, for strategies without micro-batches."""

@@ -24,7 +24,7 @@ from megalight.models.completed import completed
 from megalight.models.config import compare as compare_configs
 from megalight.models.family import Family, Weights, family, family_of_transformers
 from megalight.models.folder import COMPANIONS, LENIENT, companions
-from megalight.models.transforms import rebuild
+from megalight.models.transforms import activate, rebuild
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -55,6 +55,7 @@ def saved_model(
     dtype: torch.dtype | None = None,
     base: str | os.PathLike[str] | None = None,
     mesh: ParallelMesh | None = None,
+    adapter: str | None = None,
 ) -> ParallelModel:
     """Build the model that a checkpoint describes, with its transforms, and read its weights.
 
@@ -64,9 +65,11 @@ def saved_model(
         dtype: dtype of the weights. None: the widest saved dtype.
         base: the folder with the initial weights of the training, for a checkpoint that holds only adapters.
         mesh: the ranks over which the model is divided; all call this together. None: this process holds it whole.
+        adapter: name of the adapter that computes. None: the one that was trained last.
 
     Raises:
         LayoutError: the model cannot be divided so.
+        ConfigurationError: the checkpoint has no such adapter.
         CheckpointError: the checkpoint is incomplete or does not describe its model, or ``base`` is missing.
         MegalightError: its family or a transform is not known here.
     """
@@ -75,6 +78,9 @@ def saved_model(
     config = known.config.from_dict(described["config"])
     # In the widest dtype that was saved, as a narrower one would round weights.
     model = _room(known, config, serving(described), device, dtype or widest(opened), mesh)
+    if adapter is not None:
+        # Before weights are read: a wrong name is told at once.
+        activate(model.root, adapter)
     source = without_training_parts(opened, described)
     with _readers(mesh) as group:
         whole = holds_base(opened.common)

@@ -3,22 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from megalight.nn.canonical import Section
+from megalight.nn.canonical import Section, joined
 from megalight.nn.init import Constant, Initializer, Normal
 from megalight.ops.linear import linear
 from megalight.ops.low_rank import add_low_rank
 
+DEFAULT = "default"
+"""Name of an adapter that was given none. Names of its tensors leave it out."""
+
+
+class AdapterSet(nn.ModuleDict):
+    """The adapters of one linear layer, or of one projection of a stack of experts, by name.
+
+    Attributes:
+        active: name of the adapter that computes. None, or one that this layer does not have: the layer computes as
+            without adapters.
+    """
+
+    active: str | None = None
+
+    @property
+    def current(self) -> nn.Module | None:
+        """The active adapter, if this layer has it."""
+        return None if self.active is None else self.find(self.active)
+
+    def find(self, name: str) -> nn.Module | None:
+        """Return the adapter with that name; None: this layer has none."""
+        found: nn.Module | None = self._modules.get(name)
+        return found
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``y`` with what the active adapter adds; see :meth:`Adapter.forward`."""
+        found = self.current
+        return y if found is None else cast(Tensor, found(x, y, weight, bias))
+
+    def extra_repr(self) -> str:
+        """Return the active one, for printing."""
+        return f"active={self.active!r}"
+
+
+def tensor_name(weight: str, matrix: str, adapter: str) -> str:
+    """Return the canonical name of an adapter's tensor: ``(q, A, code) -> q.lora_A.code.weight``.
+
+    Args:
+        weight: canonical name of the adapted weight, without ``.weight``.
+        matrix: ``A``, ``B`` or ``magnitude_vector``.
+        adapter: the adapter's name; :data:`DEFAULT` is left out.
+    """
+    return joined(weight, f"lora_{matrix}", "" if adapter == DEFAULT else adapter, "weight")
+
+
+def parse_tensor_name(name: str) -> tuple[str, str, str] | None:
+    """Return the three arguments of :func:`tensor_name`; None for the name of another tensor."""
+    weight, found, rest = name.rpartition(".lora_")
+    matrix, *adapter, leaf = rest.split(".") if found else ("", "")
+    if not found or leaf != "weight" or len(adapter) > 1:
+        return None
+    return weight, matrix, adapter[0] if adapter else DEFAULT
+
 
 class Adapter(nn.Module):
-    """Adds ``scale * (dropout(x) A^T) B^T`` to the output of a linear layer. It is a child of that layer.
+    """Adds ``scale * (dropout(x) A^T) B^T`` to the output of a linear layer. It is in the layer's :class:`AdapterSet`.
 
     A fused layer has a pair ``A, B`` for each adapted section. The canonical names are the name of the section's weight
-    with ``lora_A.weight`` or ``lora_B.weight`` in place of ``weight``, as in ``peft``. One parameter holds all ``A``,
-    stacked along dim 0, and another holds all ``B``, so that one product with ``x`` is enough.
+    with ``lora_A.weight`` or ``lora_B.weight`` in place of ``weight``, as in ``peft``; an adapter with a name of its
+    own has ``lora_A.NAME.weight``. One parameter holds all ``A``, stacked along dim 0, and another holds all ``B``, so
+    that one product with ``x`` is enough.
 
     Args:
         down: all ``A``, ``[n r, in]`` for ``n`` adapted sections.
@@ -153,31 +208,35 @@ class Adapter(nn.Module):
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield one tensor per adapted section, named after its weight; see :mod:`megalight.nn.canonical`."""
-        # drop the last two names, the adapter's and the layer's: the section's name takes their place
-        around = path.split(".")[:-2]
+        # `layer.adapter.NAME`: the section's name takes the layer's place
+        *around, _, _, adapter = path.split(".")
         for section, size in zip(self.units, self.sizes, strict=True):
             shapes = {"A": (self.width, self.A.shape[1]), "B": (size, self.width), "magnitude": (size,)}
             own = "magnitude_vector" if local == "magnitude" else local
-            yield ".".join([*around, section, f"lora_{own}", "weight"]), shapes[local]
+            yield tensor_name(joined(*around, section), own, adapter), shapes[local]
 
     def extra_repr(self) -> str:
         """Shape and sections, for printing."""
         return f"{self.A.shape[1]} -> {self.width} -> {self.B.shape[0]} ({'|'.join(self.units)}), scale={self.scale:g}"
 
 
-def add_adapter(layer: nn.Module, adapter: Adapter) -> None:
-    """Make ``adapter`` a child of a linear layer, which then adds its output.
+def add_adapter(layer: nn.Module, adapter: Adapter, name: str = DEFAULT) -> None:
+    """Give a linear layer one more adapter, whose output it adds while that is the active one.
 
     A layer without an attribute ``adapter``, for example of another package, keeps its type and gets a forward hook.
     """
     # A class of another package does not read the attribute.
     if not hasattr(layer, "adapter"):
         layer.register_forward_hook(_add)
-    setattr(layer, "adapter", adapter)  # noqa: B010
+    adapters = getattr(layer, "adapter", None)
+    if not isinstance(adapters, AdapterSet):
+        adapters = AdapterSet()
+        setattr(layer, "adapter", adapters)  # noqa: B010
+    adapters[name] = adapter
 
 
-def remove_adapter(layer: nn.Module) -> None:
-    """Undo :func:`add_adapter`."""
+def remove_adapters(layer: nn.Module) -> None:
+    """Undo all :func:`add_adapter` of a layer."""
     hooks = [key for key, hook in layer._forward_hooks.items() if hook is _add]
     for key in hooks:
         del layer._forward_hooks[key]

@@ -25,7 +25,7 @@ class Linear(nn.Module):
         weight: ``[out, in]``. A fused weight holds its sections one after the other along dim 0.
         sections: the named sections, or None.
         section_sizes: output features of each section, for ``torch.split``. One entry if there are no sections.
-        adapter: an :class:`~megalight.nn.adapter.Adapter`, or None.
+        adapter: an :class:`~megalight.nn.adapter.AdapterSet`, or None.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ from megalight.parallel.recompute import Recompute, apply_recompute, check_recom
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Filled, Source, Target, clear_outside, parameter_targets, shard_targets
 from megalight.parallel.storage import has_memory, unknown
-from megalight.parallel.transform import ModelTransform, apply_transforms
+from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ class ParallelModel:
         coupling: lets data-parallel ranks agree on numbers of micro-batches, if they communicate in a forward pass;
             None: they do not.
         chunks: the stages on this rank, each a callable model, in model order; ``[root]`` without a pipeline.
-        added: canonical names of the tensors that transforms made, in the whole model and on this rank.
+        made: for each change of a transform, canonical names of the tensors that it made: in the whole model, and
+            then on this rank.
         made_after_split: local names of those that transforms made on this rank, and give their values themselves.
         origin: the origin of the values, before rounding; None after they may have changed.
         pending: the values are still to be drawn or read.
@@ -111,7 +112,9 @@ class ParallelModel:
         self._refusals: list[RemovableHandle] = []
         self.device = torch.device("meta")
         self.shards: Units | None = None
-        self.added = frozenset(f"{name}.{made}" for made in apply_transforms(root, self.options.transforms))
+        self.made = [
+            frozenset(f"{name}.{each}" for each in made) for made in apply_transforms(root, self.options.transforms)
+        ]
         self.plan, self.specs, self.layout = _split(root, mesh, self.options, f"{name}.")
         # Before the cut, because all stages run the same number of micro-batches, also those without experts.
         self.coupling = Coupling(mesh) if couples(self.specs.values(), mesh, root.modules()) else None
@@ -128,7 +131,7 @@ class ParallelModel:
             made = transform.change_split(self)
             self.specs |= made
             self.made_after_split |= made.keys()
-            self.added |= {piece.name for spec in made.values() for piece in spec.pieces}
+            self.made.append(frozenset(piece.name for spec in made.values() for piece in spec.pieces))
 
     @classmethod
     def build(
@@ -279,7 +282,7 @@ class ParallelModel:
         Args:
             source: also kept, to fill masters that are wider than the parameters later.
             strict: every tensor of the model must be in the source, and the source has no others with this model's
-                prefix. If the source has none of the tensors that transforms made, these keep their values.
+                prefix. If the source has none of the tensors that a transform made, these keep their values.
             only_added: read only the tensors that transforms made.
             process_group: the ranks that call; None means the default group, or this process alone.
 
@@ -304,15 +307,19 @@ class ParallelModel:
         targets: Iterator[Target] = chain(parameter_targets(whole, self.specs), shards)
         if only_added:
             targets = (target for target in targets if target.name in self.added)
-        # A checkpoint from before the transforms knows nothing of their tensors. If it has some of
-        # them, it must have all.
-        elif self.added.isdisjoint(source.tensors):
-            targets = (target for target in targets if target.name not in self.added)
+        # A checkpoint from before a transform knows nothing of its tensors.
+        elif lacking := unknown_to(source.tensors, self.made):
+            targets = (target for target in targets if target.name not in lacking)
         filled = source.fill(targets, strict=strict, prefix=self.prefix, process_group=process_group)
         # Whole copies that were gathered before hold old values.
         if self.shards is not None:
             self.shards.expire()
         return filled
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Canonical names of the tensors that transforms made."""
+        return frozenset().union(*self.made)
 
     @property
     def _sharded(self) -> set[int]:

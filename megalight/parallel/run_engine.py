@@ -20,6 +20,7 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.executor import passes_of
 from megalight.parallel.pipeline.schedules import build
 from megalight.parallel.source import Source, clear_outside, parameter_targets, shard_targets
+from megalight.parallel.transform import unknown_to
 from megalight.parallel.units import Unit, check_units, is_a, owned_alone, units_of
 
 log = logging.getLogger(__name__)
@@ -227,9 +228,9 @@ def _read(
         held = {id(info.parameter) for bucket in (*engine.buckets, *engine.frozen) for info in bucket.infos}
         others = [(name, tensor) for name, tensor in model.tensors().items() if id(tensor) not in held]
         targets += parameter_targets(others, model.specs)
-    # The source may be older than the adapters. They keep their initial values then.
-    if model.added.isdisjoint(source.tensors):
-        targets = [target for target in targets if target.name not in model.added]
+    # The source may be older than an adapter, which keeps its initial values then.
+    lacking = unknown_to(source.tensors, model.made)
+    targets = [target for target in targets if target.name not in lacking]
     source.fill(targets, strict=pending, prefix=model.prefix)
     # Masters were read. Parameters follow from them now, because evaluation may come before the next step.
     engine.publish()

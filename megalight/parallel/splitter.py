@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from megalight.errors import LayoutError
-from megalight.nn.adapter import Adapter
-from megalight.nn.canonical import Part, parts
+from megalight.nn.adapter import Adapter, AdapterSet
+from megalight.nn.canonical import Part, joined, parts
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor import split
@@ -102,7 +102,7 @@ class Splitter:
         return self._local[first]
 
     def keep(self, name: str, module: nn.Module, *, partial: bool = False) -> None:
-        """Hold the module and its adapter whole on every rank.
+        """Hold the module and its adapters whole on every rank.
 
         Args:
             partial: their gradients must be summed over ``tp``.
@@ -113,9 +113,11 @@ class Splitter:
 
         for local in module._parameters:
             self.split(name, module, local, rule)
-        if isinstance(adapter := getattr(module, "adapter", None), Adapter):
-            self.done.add(id(adapter))
-            self.keep(f"{name}.adapter" if name else "adapter", adapter, partial=partial)
+        if isinstance(adapters := getattr(module, "adapter", None), AdapterSet):
+            self.done.add(id(adapters))
+            for key, adapter in adapters.items():
+                self.done.add(id(adapter))
+                self.keep(joined(name, "adapter", key), adapter, partial=partial)
         for local, buffer in module._buffers.items():
             if buffer is not None and local not in module._non_persistent_buffers_set:
                 full, shape = f"{name}.{local}" if name else local, tuple(buffer.shape)

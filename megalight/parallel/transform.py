@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from torch import nn
@@ -73,22 +73,30 @@ def register(transform: type[TransformT]) -> type[TransformT]:
 
 
 APPLIED = "megalight_transforms"
-"""Attribute of a model: the transforms that changed it, and the canonical names of the tensors they made."""
+"""Attribute of a model: each transform that changed it, with the canonical names of the tensors that it made."""
 
 
-def apply_transforms(model: nn.Module, transforms: Sequence[ModelTransform]) -> frozenset[str]:
+def apply_transforms(model: nn.Module, transforms: Sequence[ModelTransform]) -> list[frozenset[str]]:
     """Apply those transforms to a one-device model that have not changed it yet.
 
     Returns:
-        canonical names of the tensors that all its transforms made.
+        for each transform of the model, canonical names of the tensors that it made.
     """
-    done, made = model.__dict__.get(APPLIED, ((), frozenset()))
-    before = {part.name for part in parts(model)}
-    # A second fit asks for the same transforms again.
-    wanted = [transform for transform in transforms if transform not in done]
-    for transform in wanted:
-        transform.change(model)
-    if wanted:
-        made |= {part.name for part in parts(model)} - before
-        model.__dict__[APPLIED] = ((*done, *wanted), made)
-    return frozenset(made)
+    done: list[tuple[ModelTransform, frozenset[str]]] = model.__dict__.setdefault(APPLIED, [])
+    for transform in transforms:
+        # A second fit asks for the same transforms again.
+        if all(transform != other for other, _ in done):
+            before = {part.name for part in parts(model)}
+            transform.change(model)
+            done.append((transform, frozenset({part.name for part in parts(model)} - before)))
+    return [made for _, made in done]
+
+
+def unknown_to(known: Container[str], made: Iterable[frozenset[str]]) -> frozenset[str]:
+    """Return the tensors of transforms that a source does not know: it may have been written before them.
+
+    Args:
+        known: names of the source's tensors. If it has one of a transform's tensors, it must have all.
+        made: names of the tensors of each transform.
+    """
+    return frozenset().union(*(names for names in made if not any(name in known for name in names)))

@@ -158,7 +158,7 @@ def test_a_checkpoint_goes_on_under_another_layout(
 
 def test_what_a_checkpoint_holds(saved: str) -> None:
     opened = checkpoint.open(saved)
-    values = {**LORA, "dropout": 0.0, "rank_stabilized": False, "exclude": []}
+    values = {**LORA, "dropout": 0.0, "rank_stabilized": False, "exclude": [], "adapter": "default"}
     assert opened.common["model"]["transforms"] == [{"name": "lora", "values": values}]
     states = {name for name in opened.tensors if name.startswith("optimizer.")}
     assert states

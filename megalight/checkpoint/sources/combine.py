@@ -71,6 +71,29 @@ class Overlaid(Wrapped):
 
 
 @dataclass(frozen=True)
+class Joined(Wrapped):
+    """A source with the tensors of another one beside its own. Names that both have are read from ``beside``."""
+
+    beside: Source
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """The available tensors."""
+        return {**self.source.tensors, **self.beside.tensors}
+
+    def before(self, request: Request) -> Request:
+        """See :meth:`~megalight.parallel.source.Wrapped.before`."""
+        held = self.beside.tensors
+        return replace(request, targets=[box for box in request.targets if box.name not in held])
+
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+        held = self.beside.tensors
+        other = replace(request, targets=[box for box in request.targets if box.name in held]).to(self.beside)
+        return Filled(filled.missing, (*filled.unexpected, *other.unexpected))
+
+
+@dataclass(frozen=True)
 class Watched(Wrapped):
     """A source that reports how many elements each fill has read."""
 

@@ -21,6 +21,7 @@ VERBS = (
         "launch",
         "generate",
         "acceptance",
+        "adapters",
         "merge",
         "quantize",
         "teach",

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "state too (default: transformers from a checkpoint, checkpoint from a folder)",
     )
     parser.add_argument("--base", help="the model that a folder of peft adapts, or that a draft serves")
+    parser.add_argument("--adapter", help="which adapter is written for peft, or the name that one of peft gets")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
     parser.add_argument(
@@ -76,6 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_keys(arguments.weights_keys, arguments.source)
     if is_adapter(arguments.source) or arguments.to == "peft":
         return _convert_adapters(arguments)
+    if arguments.adapter is not None:
+        raise ConfigurationError(
+            f"--adapter is for adapters from and to peft, and {arguments.source} goes to another form; leave it out."
+        )
     if is_draft(arguments.source):
         return _import_draft(arguments)
     if arguments.to == "modelopt":
@@ -117,9 +122,10 @@ def _convert_adapters(arguments: argparse.Namespace) -> int:
                 f"{arguments.source} holds adapters of peft, which become a checkpoint; name the model that they adapt "
                 "with --base, and leave --to out."
             )
-        count = import_adapter(arguments.source, arguments.base, arguments.output)
+        named = {} if arguments.adapter is None else {"adapter": arguments.adapter}
+        count = import_adapter(arguments.source, arguments.base, arguments.output, **named)
     else:
-        count = export_adapter(arguments.source, arguments.output)
+        count = export_adapter(arguments.source, arguments.output, arguments.adapter)
     print(f"{arguments.output}: the adapters of {count} weights")
     return 0
 

@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in a folder of transformers with other tensors than the model's: strict refuses it; log and ignore skip "
         "what is too much, and give what is missing its initial values (default: strict)",
     )
+    parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
     parser.add_argument("--draft", help="a draft model's checkpoint, which guesses tokens: faster, and the same text")
     parser.add_argument("--guesses", type=int, help="tokens that the draft guesses at a time (default: 4)")
     parser.add_argument(
@@ -111,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
             mesh=mesh,
             keys=arguments.weights_keys,
+            adapter=arguments.adapter,
         )
         completions = _complete(writer, prompts, files, arguments)
     # All ranks have the same.

@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="the checkpoint's folder; also s3://...")
     parser.add_argument("-o", "--output", required=True, help="the folder to write; also s3://...")
     parser.add_argument("--base", help="the weights that training began with, for a checkpoint of adapters")
+    parser.add_argument("--adapter", help="which adapter, for a checkpoint of several")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -23,6 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.models.transforms.merge import merge_checkpoint
 
     check_new(absolute(arguments.output))
-    count = merge_checkpoint(arguments.checkpoint, arguments.output, arguments.base)
+    count = merge_checkpoint(arguments.checkpoint, arguments.output, arguments.base, arguments.adapter)
     print(f"{arguments.output}: merged the adapters of {count} linear layers")
     return 0

@@ -18,6 +18,7 @@ from megalight.models.family import family
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import BASE, KEYS, Keys, companions_of, initial_config, initial_source
 from megalight.models.transforms import LoRA, describe, rebuild
+from megalight.models.transforms.saved import with_adapters
 from megalight.optim import AdamConfig
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Source
@@ -65,6 +66,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
 
     Attributes:
         family: the family's name in checkpoints.
+        adapter_weights: a checkpoint whose adapters a new run begins with. The callback ``Adapters`` sets it.
 
     Raises:
         ConfigurationError: neither ``config`` nor ``weights`` is given, the folder holds a model of another family, or
@@ -92,6 +94,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             )
         self.weights = weights
         self.weights_keys = weights_keys
+        self.adapter_weights: str | os.PathLike[str] | None = None
         # After `weights`, which it may read.
         self.config: ConfigT = self._config(config)
         self.optimizer = optimizer or AdamConfig()
@@ -121,10 +124,12 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         return found
 
     def initial_weights(self) -> Source | None:
-        """Return the folder ``weights`` as a source."""
-        if self.weights is None:
-            return None
-        return initial_source(self.weights, family(self.family), self.config, self.weights_keys)
+        """Return the folder ``weights`` as a source, with the adapters of ``adapter_weights``."""
+        known = family(self.family)
+        base = None
+        if self.weights is not None:
+            base = initial_source(self.weights, known, self.config, self.weights_keys)
+        return base if self.adapter_weights is None else with_adapters(base, self.adapter_weights)
 
     def build_model(self) -> nn.Module:
         """Build the whole model for one device."""

@@ -10,6 +10,7 @@ from megalight.models.transforms.comparison import Comparison as Comparison
 from megalight.models.transforms.dora import DoRA as DoRA
 from megalight.models.transforms.fused import Fused as Fused
 from megalight.models.transforms.lora import LoRA as LoRA
+from megalight.models.transforms.lora import activate as activate
 from megalight.models.transforms.stored_base import StoredBase as StoredBase
 from megalight.parallel.transform import TRANSFORMS, ModelTransform
 

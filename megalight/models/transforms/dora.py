@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.transforms.lora import LoRA
-from megalight.nn.adapter import Adapter
+from megalight.nn.adapter import Adapter, AdapterSet
 from megalight.nn.init import Constant
 from megalight.parallel.transform import register
 
@@ -31,7 +31,7 @@ class DoRA(LoRA):
 
     def _adapt(self, path: str, layer: nn.Module, wanted: list[str]) -> None:
         super()._adapt(path, layer, wanted)
-        adapter = layer.adapter
+        adapter = layer.adapter[self.adapter]  # type: ignore[index]
         assert isinstance(adapter, Adapter)
         adapter.magnitude = nn.Parameter(adapter.B.new_empty(sum(adapter.sizes)))
         # 0 says that the lengths are not known yet: the values of the frozen weights come later.
@@ -47,7 +47,8 @@ class DoRA(LoRA):
     def with_values(self, model: ParallelModel) -> None:
         """Set magnitudes that no checkpoint has given."""
         for layer in model.root.modules():
-            adapter = getattr(layer, "adapter", None)
+            adapters = getattr(layer, "adapter", None)
+            adapter = adapters.find(self.adapter) if isinstance(adapters, AdapterSet) else None
             if isinstance(adapter, Adapter) and adapter.magnitude is not None and not adapter.magnitude.any():
                 assert isinstance(layer.weight, Tensor)
                 adapter.magnitude.copy_(torch.cat([lengths for _, lengths in adapter.lengths(layer.weight)]))

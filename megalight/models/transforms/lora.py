@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, nearest
 from megalight.nn import Linear
-from megalight.nn.adapter import Adapter, add_adapter, remove_adapter
+from megalight.nn.adapter import DEFAULT, Adapter, AdapterSet, add_adapter, remove_adapters
 from megalight.nn.moe import Experts
 from megalight.nn.moe.adapters import StackAdapter
 from megalight.ops.stored import stored_of
-from megalight.parallel.transform import ModelTransform, register
+from megalight.parallel.transform import APPLIED, ModelTransform, register
 
 
 @register
@@ -29,6 +30,9 @@ class LoRA(ModelTransform):
     section (q, k, v; gate, up). All adapted sections of a layer share one dropout mask. Each expert of a stack has a
     pair for each projection, and one name stands for all experts (``layers.*.mlp.experts.gate``).
 
+    A model may have several, each under a name of its own. The last one is trained and active; the others are frozen
+    and compute only when :func:`activate` names them.
+
     Args:
         rank: rank of the updates.
         targets: globs that match full names of linear layers or sections (``layers.*.attention.q``) or the ends of
@@ -38,6 +42,7 @@ class LoRA(ModelTransform):
         rank_stabilized: scale by ``alpha / sqrt(rank)`` instead, so that a higher rank does not learn more slowly
             (rsLoRA, https://arxiv.org/abs/2312.03732).
         exclude: globs in the form of ``targets``; what they match gets no adapter.
+        adapter: its name: letters, digits, ``_`` and ``-``.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -52,6 +57,7 @@ class LoRA(ModelTransform):
     dropout: float = 0.0
     rank_stabilized: bool = False
     exclude: Sequence[str] = ()
+    adapter: str = DEFAULT
 
     def __post_init__(self) -> None:
         # A string is a sequence of letters, and each would be a target.
@@ -67,6 +73,12 @@ class LoRA(ModelTransform):
             raise ConfigurationError(f"alpha={self.alpha}; it must be above 0.")
         if not 0 <= self.dropout < 1:
             raise ConfigurationError(f"dropout={self.dropout}; it must be at least 0 and below 1.")
+        # The name is one of a module, which has attributes of its own, and a part of names of tensors.
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", self.adapter) or hasattr(AdapterSet(), self.adapter):
+            raise ConfigurationError(
+                f"{self.adapter!r} cannot be the name of an adapter: take letters, digits, '_' and '-', and no name of "
+                "an attribute of torch.nn.Module."
+            )
 
     @property
     def scale(self) -> float:
@@ -96,6 +108,11 @@ class LoRA(ModelTransform):
                 f"exclude={list(self.exclude)} of LoRA leaves none of the layers of targets={list(self.targets)}; give "
                 "narrower globs."
             )
+        if self.adapter in names_of_adapters(model):
+            raise ConfigurationError(
+                f"{type(model).__name__} has an adapter {self.adapter!r} already; use one LoRA with the targets of "
+                "both, or another name."
+            )
         # Before adapters are added: those are trained.
         model.requires_grad_(False)
         for path, sections in layers.items():
@@ -104,6 +121,7 @@ class LoRA(ModelTransform):
                 layer = model.get_submodule(path)
                 adapt = self._adapt_experts if isinstance(layer, Experts) else self._adapt
                 adapt(path, layer, wanted)
+        _set_active(model, self.adapter)
 
     def _adapts(self, name: str) -> bool:
         return any(matches(name, each) for each in self.targets) and not any(
@@ -111,19 +129,15 @@ class LoRA(ModelTransform):
         )
 
     def _adapt(self, path: str, layer: nn.Module, wanted: list[str]) -> None:
-        if isinstance(getattr(layer, "adapter", None), Adapter):
-            raise ConfigurationError(f"{path} has an adapter already; use one LoRA, with the targets of both.")
         own = [name.rpartition(".")[2] for name in wanted]
         adapter = Adapter.of(
             layer, path.rpartition(".")[2], own, width=self.rank, scale=self.scale, dropout=self.dropout
         )
         self._check_rank(path, adapter.A.shape[1], adapter.sizes)
-        add_adapter(layer, adapter)
+        add_adapter(layer, adapter, self.adapter)
 
     def _adapt_experts(self, path: str, layer: nn.Module, wanted: list[str]) -> None:
         assert isinstance(layer, Experts)
-        if layer.adapters:
-            raise ConfigurationError(f"{path} has adapters already; use one LoRA, with the targets of both.")
         if self.dropout:
             raise ConfigurationError(
                 f"dropout={self.dropout}: adapters of experts have none, and {path} is among the targets. Set dropout "
@@ -134,7 +148,9 @@ class LoRA(ModelTransform):
             weight = layer.weight_of(projection)
             count, out_features, in_features = weight.shape
             self._check_rank(name, in_features, [out_features])
-            layer.adapters[projection] = StackAdapter(
+            if projection not in layer.adapters:
+                layer.adapters[projection] = AdapterSet()
+            layer.adapters[projection][self.adapter] = StackAdapter(  # type: ignore[operator]
                 nn.Parameter(weight.new_empty(count, self.rank, in_features)),
                 nn.Parameter(weight.new_empty(count, out_features, self.rank)),
                 self.scale,
@@ -153,16 +169,20 @@ class LoRA(ModelTransform):
 
 @torch.no_grad()
 def merge(model: nn.Module) -> int:
-    """Add the adapters of a one-device model to their layers' weights and remove them. It sums in float32 or wider.
+    """Add the active adapter of a one-device model to its layers' weights, and remove all. It sums in float32 or wider.
 
     Returns:
-        the number of layers that had an adapter; a stack of experts is one layer.
+        the number of layers that had that adapter; a stack of experts is one layer.
     """
     count = 0
     # A list, because adapters are removed from the tree on the way.
     for module in list(model.modules()):
-        adapter = getattr(module, "adapter", None)
-        if isinstance(adapter, Adapter):
+        adapters = getattr(module, "adapter", None)
+        if isinstance(adapters, AdapterSet):
+            adapter = adapters.current
+            remove_adapters(module)
+            if not isinstance(adapter, Adapter):
+                continue
             assert isinstance(module.weight, Tensor)
             if stored_of(module.weight) is not None:
                 raise ConfigurationError(
@@ -171,16 +191,49 @@ def merge(model: nn.Module) -> int:
                 )
             # In place, as other modules may hold the same parameter.
             module.weight.copy_(merged(module.weight, adapter))
-            remove_adapter(module)
             count += 1
         elif isinstance(module, Experts) and module.adapters:
-            for projection, stack in module.adapters.items():
-                assert isinstance(stack, StackAdapter)
-                weight = module.weight_of(projection)
-                weight.copy_(stack.merged(weight))
+            found = {projection: cast(AdapterSet, each).current for projection, each in module.adapters.items()}
             module.adapters.clear()
-            count += 1
+            for projection, stack in found.items():
+                if isinstance(stack, StackAdapter):
+                    weight = module.weight_of(projection)
+                    weight.copy_(stack.merged(weight))
+            count += any(stack is not None for stack in found.values())
     return count
+
+
+def activate(model: nn.Module, adapter: str | None) -> None:
+    """Let another adapter of a model compute, from the next forward pass on. What is trained does not change.
+
+    Args:
+        model: the model, or this process's part of one; all processes call it.
+        adapter: the adapter's name. None: the model computes as without adapters.
+
+    Raises:
+        ConfigurationError: the model has no such adapter. The message lists those that it has.
+    """
+    names = names_of_adapters(model)
+    if adapter is not None and adapter not in names:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no adapter {adapter!r}.{nearest(adapter, names)} It has "
+            f"{', '.join(names) or 'none'}."
+        )
+    _set_active(model, adapter)
+
+
+def _set_active(model: nn.Module, adapter: str | None) -> None:
+    for module in model.modules():
+        if isinstance(module, AdapterSet):
+            module.active = adapter
+
+
+def names_of_adapters(model: nn.Module) -> list[str]:
+    """Return the names of a model's adapters, in the order in which they were added."""
+    # Not from its layers: a stage of a pipeline may hold none that an adapter changes.
+    done = (transform for transform, _ in model.__dict__.get(APPLIED, ()))
+    inside = (name for module in model.modules() if isinstance(module, AdapterSet) for name in module)
+    return list(dict.fromkeys([*(each.adapter for each in done if isinstance(each, LoRA)), *inside]))
 
 
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:

@@ -10,15 +10,19 @@ from megalight.errors import CheckpointError
 from megalight.models.saved import BASE, description, saved_model, serving
 from megalight.models.transforms import describe
 from megalight.models.transforms.lora import LoRA, merge
+from megalight.models.transforms.saved import chosen_adapter
 
 RUN = ("optimizer", "callbacks", "lr_schedulers")
 """Entries of a checkpoint about the run that trained the adapters. The result does not have them."""
 
 
 def merge_checkpoint(
-    path: str | os.PathLike[str], output: str | os.PathLike[str], base: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    base: str | os.PathLike[str] | None = None,
+    adapter: str | None = None,
 ) -> int:
-    """Write a checkpoint's model with its adapters added to the weights of their layers.
+    """Write a checkpoint's model with one of its adapters added to the weights of its layers.
 
     The result holds only weights. Use it to generate, to evaluate, or to fine-tune again.
 
@@ -26,12 +30,14 @@ def merge_checkpoint(
         path: the checkpoint.
         output: the folder to write.
         base: the initial weights of the training, for a checkpoint that holds only adapters.
+        adapter: the adapter's name; the result has no other. None: the only one.
 
     Returns:
-        the number of linear layers that had an adapter.
+        the number of linear layers that had the adapter.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or has no adapters, or ``base`` is missing.
+        CheckpointError: the checkpoint is incomplete or has no adapters, not this one, or several and none is named;
+            or ``base`` is missing.
     """
     opened = checkpoint.open(path)
     described = description(opened)
@@ -40,7 +46,7 @@ def merge_checkpoint(
     others = [transform for transform in transforms if not isinstance(transform, LoRA)]
     if len(others) == len(transforms):
         raise CheckpointError(f"checkpoint {opened.path} has no adapters: there is nothing to merge.")
-    model = saved_model(opened, base=base)
+    model = saved_model(opened, base=base, adapter=chosen_adapter(opened, adapter).adapter)
     count = merge(model.root)
     # The optimizer's state is that of the adapters, which are gone.
     common = {name: value for name, value in opened.common.items() if name not in RUN}

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import load as tensors_of
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from megalight import checkpoint
@@ -29,6 +28,8 @@ from megalight.models.saved import BASE, PREFIX, companions_of, description, ini
 from megalight.models.transforms import describe
 from megalight.models.transforms.dora import DoRA
 from megalight.models.transforms.lora import LoRA
+from megalight.models.transforms.saved import chosen_adapter, tensors_of
+from megalight.nn.adapter import DEFAULT, parse_tensor_name, tensor_name
 from megalight.nn.canonical import canonical_tensors, parts
 from megalight.parallel.source import Target
 from megalight.parallel.transform import apply_transforms
@@ -77,37 +78,38 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
     return (place(path) / CONFIG).is_file()
 
 
-def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
-    """Write the adapters of a checkpoint as a folder that ``PeftModel.from_pretrained`` reads.
+def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str], adapter: str | None = None) -> int:
+    """Write an adapter of a checkpoint as a folder that ``PeftModel.from_pretrained`` reads.
 
     Args:
         path: the checkpoint. Its base is not read.
         output: the folder to write, which appears when it is complete.
+        adapter: the adapter's name, which the folder does not hold. None: the only one.
 
     Returns:
         the number of adapted weights.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or has no adapters, or ``output`` is there already.
+        CheckpointError: the checkpoint is incomplete or has no adapters, not this one, or several and none is named;
+            or ``output`` is there already.
         ConfigurationError: ``transformers`` has no such model, or stores an adapted weight fused with others.
     """
     opened = checkpoint.open(path)
     described = description(opened)
     transforms = serving(described)
-    if len(transforms) != 1 or not isinstance(transforms[0], LoRA):
+    if not transforms or not all(isinstance(each, LoRA) for each in transforms):
         kinds = ", ".join(type(each).__name__ for each in transforms) or "no adapters"
         raise CheckpointError(f"checkpoint {opened.path} has {kinds}; a folder of peft holds one LoRA.")
-    lora, known = transforms[0], family(described["family"])
+    lora, known = chosen_adapter(opened, adapter), family(described["family"])
     config = known.config.from_dict(described["config"])
     modules, transposed = _modules(known, config)
     source = FullPrecision(opened)
     tensors: dict[str, Tensor] = {}
     targets: list[str] = []
     with alone() as group:
-        for name, stored in source.tensors.items():
-            around, found, leaf = name.removeprefix(PREFIX).rpartition(".lora_")
-            if not found or not name.startswith(PREFIX):
-                continue
+        for name in tensors_of(opened, lora.adapter):
+            stored = source.tensors[name]
+            around, matrix, _ = parse_tensor_name(name.removeprefix(PREFIX)) or ("", "", "")
             if around not in modules:
                 raise ConfigurationError(
                     f"{around} is part of a fused or stacked weight in transformers, where peft adapts only the whole. "
@@ -116,9 +118,9 @@ def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str])
             data = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
             source.fill([Target(name, stored.shape, (0,) * data.ndim, data)], strict=False, process_group=group)
             # peft leaves the last name of magnitudes out.
-            leaf = MAGNITUDE if leaf == f"{MAGNITUDE}.weight" else leaf
+            leaf = MAGNITUDE if matrix == MAGNITUDE else f"{matrix}.weight"
             tensors[f"{ROOT}{modules[around]}.lora_{leaf}"] = data
-            targets += [modules[around]] if leaf == "A.weight" else []
+            targets += [modules[around]] if matrix == "A" else []
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if known.generates else None,
@@ -147,13 +149,19 @@ def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str])
     return len(targets)
 
 
-def import_adapter(folder: str | os.PathLike[str], base: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
-    """Write a folder of ``peft`` as a checkpoint that holds only adapters.
+def import_adapter(
+    folder: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    adapter: str = DEFAULT,
+) -> int:
+    """Write a folder of ``peft`` as a checkpoint that holds one adapter alone.
 
     Args:
         folder: what ``save_pretrained`` of a ``PeftModel`` wrote.
         base: the model that it adapts: a folder of ``transformers`` or a checkpoint. Only its configuration is read.
         output: the checkpoint to write.
+        adapter: the name that the adapter gets.
 
     Returns:
         the number of adapted weights.
@@ -174,14 +182,13 @@ def import_adapter(folder: str | os.PathLike[str], base: str | os.PathLike[str],
                 f"{folder} adapts {module!r}, which the base {base} does not have.{nearest(module, names)} Name the "
                 "base that the adapters were trained on."
             )
-        leaf = f"{MAGNITUDE}.weight" if leaf == MAGNITUDE else leaf
-        tensors[f"{names[module]}.lora_{leaf}"] = tensor
+        tensors[tensor_name(names[module], leaf.removesuffix(".weight"), adapter)] = tensor
     if not tensors:
         raise CheckpointError(f"{folder} holds no adapters; copy it again.")
     targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
     lora = (DoRA if values.get("use_dora") else LoRA)(
         values["r"], targets, float(values["lora_alpha"]), float(values["lora_dropout"]),
-        bool(values.get("use_rslora")),
+        bool(values.get("use_rslora")), adapter=adapter,
     )  # fmt: skip
     _check_shapes(known, config, lora, tensors, f"{folder}", f"{base}")
     held = Held({PREFIX + name: tensor for name, tensor in tensors.items()})
@@ -250,7 +257,7 @@ def _read_weights(folder: Place) -> Mapping[str, Tensor]:
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist; weights are only read from safetensors files.")
     try:
-        return tensors_of(file.read_bytes())
+        return load(file.read_bytes())
     except Exception as error:  # the package raises its own kinds
         raise CheckpointError(f"{file} cannot be read as safetensors ({error}); copy it again.") from error
 
@@ -259,7 +266,7 @@ def _check_shapes(known: Family, config: Any, lora: LoRA, tensors: Mapping[str, 
     """Check that the adapters are those that ``lora`` makes in the base model."""
     with torch.device("meta"):
         model = known.model(config)
-    made = apply_transforms(model, [lora])
+    (made,) = apply_transforms(model, [lora])
     shapes = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items() if name in made}
     wrong: Iterable[str] = (
         f"{name} is {tuple(tensor.shape)} there and {shapes.get(name, 'absent')} in the base"

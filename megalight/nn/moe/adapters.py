@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from megalight.nn.adapter import tensor_name
 from megalight.nn.canonical import joined
 from megalight.nn.init import Constant, Initializer, Normal
 from megalight.nn.moe.dispatch import Grouped
@@ -14,7 +15,8 @@ from megalight.ops.grouped_linear import grouped_linear
 
 
 class StackAdapter(nn.Module):
-    """Adds ``scale * (x A_e^T) B_e^T`` to one projection of each expert ``e``. It is a child of the experts' adapters.
+    """Adds ``scale * (x A_e^T) B_e^T`` to one projection of each expert ``e``. It is in the projection's
+    :class:`~megalight.nn.adapter.AdapterSet`.
 
     The canonical names are those of the expert's weight with ``lora_A.weight`` or ``lora_B.weight`` in place of
     ``weight``: ``experts.3.gate.lora_A.weight``.
@@ -51,11 +53,11 @@ class StackAdapter(nn.Module):
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield one tensor per expert; see :mod:`megalight.nn.canonical`."""
-        # Drop "adapters", and put the expert's index before the projection.
-        *around, _, projection = path.split(".")
+        # `experts.adapters.gate.NAME`: the expert's index takes the place of "adapters".
+        *around, _, projection, adapter = path.split(".")
         stacked: Tensor = getattr(self, local)
         for expert in range(len(stacked)):
-            yield joined(*around, str(expert), projection, f"lora_{local}", "weight"), tuple(stacked.shape[1:])
+            yield tensor_name(joined(*around, str(expert), projection), local, adapter), tuple(stacked.shape[1:])
 
     def merged(self, stacked: Tensor) -> Tensor:
         """Return ``W + scale B A`` for a stack ``[E, out, in]``, summed in float32 or wider and rounded once."""

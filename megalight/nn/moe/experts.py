@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from megalight.nn.adapter import AdapterSet
 from megalight.nn.canonical import joined
 from megalight.nn.init import Constant, Initializer, Normal
 from megalight.nn.mlp import Activation
@@ -38,7 +39,8 @@ class Experts(nn.Module):
         down_bias: ``[E, h]``. None without biases.
         inner_dims: the dim of each parameter's canonical tensors that counts the inner width; None: no dim does.
         dispatcher: brings tokens to their experts and back.
-        adapters: projection -> its :class:`~megalight.nn.moe.adapters.StackAdapter`; empty: none are adapted.
+        adapters: projection -> :class:`~megalight.nn.adapter.AdapterSet` of its
+            :class:`~megalight.nn.moe.adapters.StackAdapter`; empty: none are adapted.
     """
 
     weigh_output: ClassVar[bool] = False
@@ -137,8 +139,9 @@ class Experts(nn.Module):
             return y
         parts, names = list(y.chunk(len(self.projections[stack]), -1)), self.projections[stack]
         for number, name in enumerate(names):
-            if name in self.adapters:
-                parts[number] = parts[number] + self.adapters[name](x, copies, self.backend)
+            adapter = cast(AdapterSet, self.adapters[name]).current if name in self.adapters else None
+            if adapter is not None:
+                parts[number] = parts[number] + adapter(x, copies, self.backend)
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def __len__(self) -> int:

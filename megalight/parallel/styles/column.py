@@ -13,7 +13,7 @@ from megalight.nn.canonical import Part
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
-from megalight.parallel.styles.adapters import column_adapter
+from megalight.parallel.styles.adapters import column_adapters
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
 from megalight.parallel.tensor.column import ColumnLinear
@@ -65,7 +65,7 @@ class Column(Style):
             gather_output=self.gather_output,
             name=name,
         )
-        layer.adapter = column_adapter(splitter, name, linear, self.units, sizes, self.tokens)
+        layer.adapter = column_adapters(splitter, name, linear, self.units, sizes, self.tokens)
         return layer
 
     def _units(self, name: str, linear: nn.Linear | Linear, mesh: ParallelMesh) -> list[int]:

@@ -11,6 +11,7 @@ from typing import ClassVar
 from torch import nn
 
 from megalight.errors import LayoutError
+from megalight.nn.adapter import AdapterSet
 from megalight.nn.canonical import Part
 from megalight.nn.moe import Experts
 from megalight.nn.moe.adapters import StackAdapter
@@ -63,13 +64,22 @@ class Expert(Style):
             local: splitter.split(name, experts, local, partial(rule, dim)) for local, dim in experts.inner_dims.items()
         }
         here._modules["adapters"] = nn.ModuleDict(
-            {each: _adapter(splitter, f"{name}.adapters.{each}", adapter) for each, adapter in experts.adapters.items()}
+            {each: _adapters(splitter, f"{name}.adapters.{each}", found) for each, found in experts.adapters.items()}
         )
         splitter.done.add(id(experts.adapters))
         # If one rank has all experts, the module's own dispatcher moves rows without messages.
         if self.splits(shared.mesh):
             here.dispatcher = DISPATCHERS[shared.expert.dispatcher](shared)
         return here
+
+
+def _adapters(splitter: Splitter, name: str, adapters: nn.Module) -> AdapterSet:
+    """Split all adapters of a projection."""
+    assert isinstance(adapters, AdapterSet)
+    splitter.done.add(id(adapters))
+    found = AdapterSet({key: _adapter(splitter, f"{name}.{key}", adapter) for key, adapter in adapters.items()})
+    found.active = adapters.active
+    return found
 
 
 def _adapter(splitter: Splitter, name: str, adapter: nn.Module) -> StackAdapter:

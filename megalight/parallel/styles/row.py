@@ -9,7 +9,7 @@ from torch import nn
 from megalight.errors import LayoutError
 from megalight.nn import Linear
 from megalight.parallel.splitter import Splitter
-from megalight.parallel.styles.adapters import row_adapter
+from megalight.parallel.styles.adapters import row_adapters
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
 from megalight.parallel.tensor.row import RowLinear
@@ -43,5 +43,5 @@ class Row(Style):
         )
         assert weight is not None
         layer = RowLinear(weight, bias, splitter.shared, name)
-        layer.adapter = row_adapter(splitter, name, linear)
+        layer.adapter = row_adapters(splitter, name, linear)
         return layer

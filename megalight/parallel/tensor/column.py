@@ -31,7 +31,7 @@ class ColumnLinear(nn.Module):
         name: name of the module, for options and messages.
 
     Attributes:
-        adapter: a :class:`~.adapter.ColumnAdapter`, or None.
+        adapter: an :class:`~megalight.nn.adapter.AdapterSet` of :class:`~.adapter.ColumnAdapter`, or None.
     """
 
     def __init__(

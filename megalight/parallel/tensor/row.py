@@ -27,7 +27,7 @@ class RowLinear(nn.Module):
         name: name of the module, for options and messages.
 
     Attributes:
-        adapter: an :class:`~megalight.nn.adapter.Adapter` with this rank's ``A [r, in/tp]``, or None.
+        adapter: an :class:`~megalight.nn.adapter.AdapterSet` with this rank's ``A [r, in/tp]``, or None.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, shared: Shared, name: str = "") -> None:

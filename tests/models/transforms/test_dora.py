@@ -29,20 +29,20 @@ def test_the_formula_of_the_paper(bias: bool) -> None:
     plain = torch.nn.functional.linear(x, layer.weight, layer.bias)
     dora.with_values(SimpleNamespace(root=model))  # type: ignore[arg-type]
     torch.testing.assert_close(layer(x), plain)  # it begins as the model was
-    begun = layer.adapter.magnitude.detach().clone()
+    begun = layer.adapter["default"].magnitude.detach().clone()
     dora.with_values(SimpleNamespace(root=model))  # type: ignore[arg-type]
-    assert torch.equal(layer.adapter.magnitude, begun)  # once
-    for parameter in layer.adapter.parameters():
+    assert torch.equal(layer.adapter["default"].magnitude, begun)  # once
+    for parameter in layer.adapter["default"].parameters():
         nn.init.normal_(parameter)
 
-    magnitude = layer.adapter.magnitude.detach().clone().requires_grad_()
-    up = layer.adapter.B.detach().clone().requires_grad_()
+    magnitude = layer.adapter["default"].magnitude.detach().clone().requires_grad_()
+    up = layer.adapter["default"].B.detach().clone().requires_grad_()
     rows = []
     for index, name in enumerate("qkv"):
         weight = layer.weight[4 * index : 4 * index + 4]
         if name != "k":
             pair = 0 if name == "q" else 1
-            new = weight + 3.0 * up[4 * pair : 4 * pair + 4] @ layer.adapter.A[2 * pair : 2 * pair + 2]
+            new = weight + 3.0 * up[4 * pair : 4 * pair + 4] @ layer.adapter["default"].A[2 * pair : 2 * pair + 2]
             length = new.detach().norm(dim=1, keepdim=True)
             weight = magnitude[4 * pair : 4 * pair + 4, None] * new / length
         rows.append(weight)
@@ -51,8 +51,8 @@ def test_the_formula_of_the_paper(bias: bool) -> None:
     torch.testing.assert_close(found, expected)
     expected.square().sum().backward()
     found.square().sum().backward()
-    torch.testing.assert_close(layer.adapter.magnitude.grad, magnitude.grad)
-    torch.testing.assert_close(layer.adapter.B.grad, up.grad)
+    torch.testing.assert_close(layer.adapter["default"].magnitude.grad, magnitude.grad)
+    torch.testing.assert_close(layer.adapter["default"].B.grad, up.grad)
     merge(model)
     torch.testing.assert_close(layer(x), expected)
     assert {name for name, _ in model.named_parameters()} <= {"block.qkv.weight", "block.qkv.bias"}

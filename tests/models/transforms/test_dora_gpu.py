@@ -22,7 +22,7 @@ def test_a_device_computes_what_float64_computes(dtype: torch.dtype, tolerance: 
     dora = DoRA(rank=4, targets=["q", "v"], alpha=8.0)
     dora.change(whole)
     initialise(whole, 1)
-    nn.init.normal_(whole["qkv"].adapter.B, std=0.1)
+    nn.init.normal_(whole["qkv"].adapter["default"].B, std=0.1)
     whole.to(dtype).double()  # both begin with the same rounded values
     dora.with_values(SimpleNamespace(root=whole))  # type: ignore[arg-type]
     model = copy.deepcopy(whole).to("cuda", dtype)
@@ -31,8 +31,8 @@ def test_a_device_computes_what_float64_computes(dtype: torch.dtype, tolerance: 
     assert relative_error(found.double().cpu(), expected) < tolerance
     expected.square().sum().backward()
     found.square().sum().backward()
-    for name, parameter in whole["qkv"].adapter.named_parameters():
-        gradient = model["qkv"].adapter.get_parameter(name).grad
+    for name, parameter in whole["qkv"].adapter["default"].named_parameters():
+        gradient = model["qkv"].adapter["default"].get_parameter(name).grad
         assert gradient is not None
         assert parameter.grad is not None
         assert relative_error(gradient.double().cpu(), parameter.grad) < 2 * tolerance, name

@@ -46,13 +46,15 @@ def test_the_formula_of_the_paper(kind: type[nn.Module]) -> None:
     x = torch.randn(5, 6, dtype=torch.float64)
     LoRA(rank=3, targets=["up"], alpha=12.0).change(model)
     initialise_whole(model, 1)
-    adapter = model["up"].adapter
+    adapter = model["up"].adapter["default"]
     plain = x @ model["up"].weight.T + model["up"].bias
     torch.testing.assert_close(model["up"](x), plain)  # B is 0
     nn.init.normal_(adapter.B)
     expected = plain + (12.0 / 3) * x @ adapter.A.T @ adapter.B.T
     torch.testing.assert_close(model["up"](x), expected)
-    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["up.adapter.A", "up.adapter.B"]
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        f"up.adapter.default.{x}" for x in "AB"
+    ]
     assert abs(float(adapter.A.detach().std()) - (3 * 6) ** -0.5) < 0.1
     twin = copy.deepcopy(model)
     merge(twin)
@@ -207,6 +209,7 @@ def test_a_record_in_plain_values() -> None:
     lora = LoRA(rank=4, targets=["q", "v"], alpha=8.0, dropout=0.1)
     described = describe([lora])
     values = {"rank": 4, "targets": ["q", "v"], "alpha": 8.0, "dropout": 0.1, "rank_stabilized": False, "exclude": []}
+    values["adapter"] = "default"
     assert described == [{"name": "lora", "values": values}]
     assert rebuild(described) == [lora]
     # Records of older releases know no ``exclude``.
@@ -267,7 +270,7 @@ def test_models_that_do_not_fit() -> None:
     )
     model = GPT(config)
     LoRA(rank=2).change(model)
-    with pytest.raises(ConfigurationError, match=r"layers\.0\.attention\.qkv has an adapter already"):
+    with pytest.raises(ConfigurationError, match=r"GPT has an adapter 'default' already"):
         LoRA(rank=2, targets=["q"]).change(model)
 
 

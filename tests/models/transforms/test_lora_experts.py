@@ -68,7 +68,7 @@ def test_each_expert_has_a_pair_of_its_own() -> None:
     model = model_of(LoRA(rank=2, targets=["experts.gate", "experts.down"], alpha=3.0))
     experts = model.layers["0"].mlp.experts
     names = {name for name, p in model.named_parameters() if p.requires_grad and "layers.0." in name}
-    assert names == {f"layers.0.mlp.experts.adapters.{p}.{ab}" for p in ("gate", "down") for ab in "AB"}
+    assert names == {f"layers.0.mlp.experts.adapters.{p}.default.{ab}" for p in ("gate", "down") for ab in "AB"}
     values = canonical_tensors(model)
     assert values["layers.1.mlp.experts.3.gate.lora_B.weight"].shape == (12, 2)
     merged = GPT(CONFIG).double()

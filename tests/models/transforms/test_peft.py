@@ -17,7 +17,9 @@ from megalight.checkpoint.disk.publish import delete, place
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import load_model
+from megalight.models.transforms import activate
 from megalight.models.transforms.peft import CONFIG, WEIGHTS, export_adapter, import_adapter
+from megalight.models.transforms.saved import join_adapters
 from megalight.types import PackedSequences
 from tests.reference_gpt import relative_error
 
@@ -68,6 +70,40 @@ def test_there_and_back(tmp_path: Path, kind: dict[str, bool]) -> None:
     again = peft.PeftModel.from_pretrained(llama(), tmp_path / "back", autocast_adapter_dtype=False).eval()
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, expected)
+
+
+def test_several_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each adapter of one checkpoint computes what ``peft`` computes with it; each goes back bit for bit."""
+    llama().save_pretrained(tmp_path / "base")
+    base = ["--base", str(tmp_path / "base")]
+    kinds = {"code": {}, "chat": {"r": 2, "use_dora": True, "target_modules": ["q_proj", "up_proj"]}}
+    for name, kind in kinds.items():
+        adapted(llama(), **kind).save_pretrained(tmp_path / name)
+        words = ["convert", str(tmp_path / name), str(tmp_path / f"{name}.ckpt"), *base, "--adapter", name]
+        assert main(words) == 0
+    join_adapters([tmp_path / "code.ckpt", tmp_path / "chat.ckpt"], tmp_path / "both.ckpt")
+    theirs = peft.PeftModel.from_pretrained(llama(), tmp_path / "code", "code", autocast_adapter_dtype=False)
+    theirs.load_adapter(tmp_path / "chat", "chat", autocast_adapter_dtype=False)
+    ours = load_model(tmp_path / "both.ckpt", base=tmp_path / "base")
+    tokens, results = torch.randint(0, 53, (2, 11)), {}
+    for name in kinds:
+        theirs.eval().set_adapter(name)
+        activate(ours, name)
+        with torch.no_grad():
+            expected = theirs(tokens).logits
+            found = ours(tokens.flatten(), PackedSequences.of_uniform(2, 11)).logits.view_as(expected)
+        assert relative_error(found, expected) < 2e-6
+        results[name] = found
+    assert relative_error(results["code"], results["chat"]) > 1e-3
+    assert main(["convert", str(tmp_path / "both.ckpt"), str(tmp_path / "back"), "--to", "peft"]) == 2
+    assert "has the adapters code, chat; name one by --adapter" in " ".join(capsys.readouterr().err.split())
+    for name in kinds:
+        out = tmp_path / f"{name}-back"
+        assert main(["convert", str(tmp_path / "both.ckpt"), str(out), "--to", "peft", "--adapter", name]) == 0
+        first, second = (load_file(tmp_path / folder / WEIGHTS) for folder in (name, out))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(tensor, second[key]) for key, tensor in first.items())
+    assert main(["convert", str(tmp_path / "base"), str(tmp_path / "no"), "--adapter", "code"]) == 2
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

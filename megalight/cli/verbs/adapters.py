@@ -1,0 +1,31 @@
+"""``megalight adapters A.ckpt B.ckpt --output FOLDER``: the adapters of several checkpoints in one."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def describe() -> str:
+    """Return the line for the overview."""
+    return "put the adapters of several checkpoints into one"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("checkpoints", nargs="+", help="checkpoints with adapters of one base; also s3://...")
+    parser.add_argument(
+        "--names", nargs="+", metavar="NAME", help="a new name for the adapter of each checkpoint (default: its own)"
+    )
+    parser.add_argument("-o", "--output", required=True, help="the folder to write; also s3://...")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the checkpoint of adapters."""
+    from megalight.checkpoint.disk.publish import absolute, check_new
+    from megalight.cli.newest import newest_in
+    from megalight.models.transforms.saved import join_adapters
+
+    check_new(absolute(arguments.output))
+    names = join_adapters([newest_in(path) for path in arguments.checkpoints], arguments.output, arguments.names)
+    print(f"{arguments.output}: the adapters {', '.join(names)}")
+    return 0
