@@ -74,7 +74,8 @@ def forward_of(step: Step, folder: Path) -> dict[str, float]:
         before = mark(step)
         for part in range(step.micro):
             ids = random_rows(step, step.mbs, number * step.micro + part).to(step.device)
-            batch = TokenBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.ones(step.mbs, step.seq))
+            counted = torch.ones(step.mbs, step.seq, device=step.device)
+            batch = TokenBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), counted)
             with torch.no_grad():
                 module.forward_step(model, batch)
         after = mark(step)
