@@ -95,9 +95,18 @@ _remembered: list[Callable[[], None]] = []
 
 
 def remembered(choose: ChooseT) -> ChooseT:
-    """Decorator that caches which backend an op chose for a request, until :meth:`BackendRegistry.prefer` is called."""
-    # Requests are frozen dataclasses, so equal layers share one answer.
-    cached = functools.lru_cache(maxsize=256)(choose)
+    """Decorator that caches which backend an op chose for a request, until :meth:`BackendRegistry.prefer` is called.
+
+    A function that is imported at its first use (``imported``) is imported now, so that calls go straight to it.
+    """
+
+    # Requests are named tuples, so equal layers share one answer.
+    @functools.lru_cache(maxsize=256)
+    @functools.wraps(choose)
+    def cached(*args: object, **kwargs: object) -> object:
+        found = choose(*args, **kwargs)
+        return found.imported() if hasattr(found, "imported") else found
+
     _remembered.append(cached.cache_clear)
     return cached  # type: ignore[return-value]
 

@@ -52,7 +52,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
     torch checks all arguments for leftovers of ``torch.func`` transforms, even if no transform is active.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]
     # This skips the Python `Function.apply`, and calls the C++ one behind it.
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
@@ -111,6 +111,7 @@ def lazy(module: str, name: str, *, measures: bool = False) -> Callable[..., Any
         return find()(*args, **kwargs)
 
     call.measures = measures  # type: ignore[attr-defined]
+    call.imported = find  # type: ignore[attr-defined]
     return call
 
 
@@ -126,4 +127,6 @@ def measuring(backend: str, wanted: bool = True) -> str:
 def select(registry: BackendRegistry[SpecT, Callable[..., Any]], spec: SpecT, backend: str) -> Callable[..., Any]:
     """Return the function of a backend; it also finds magnitudes if the name requests this and the backend can."""
     fn = registry.select(spec, backend.removesuffix(AMAX)).fn
-    return partial(fn, measure=True) if backend.endswith(AMAX) and getattr(fn, "measures", False) else fn
+    if not (backend.endswith(AMAX) and getattr(fn, "measures", False)):
+        return fn
+    return partial(fn.imported() if hasattr(fn, "imported") else fn, measure=True)

@@ -37,4 +37,4 @@ def cdiv(n: int, size: int) -> int:
 
 def next_power(n: int) -> int:
     """Return the smallest power of two that is at least ``n``: Triton's block shapes must be powers of two."""
-    return 1 << max(0, n - 1).bit_length()
+    return 1 << (n - 1).bit_length() if n > 1 else 1

@@ -22,6 +22,13 @@ def losses(router: Router, logits: Tensor, context: LayerContext) -> dict[str, T
     if config.aux_loss or config.global_aux_loss or config.z_loss:
         # One pass over the logits gives the sums of all three losses.
         sums = statistics(logits, top_k, score, mask=mask)
+    if mask is None and pool.whole and not config.global_aux_loss and logits.shape[0]:
+        # The usual case, with few kernels: the host knows all numbers of tokens.
+        if config.aux_loss:
+            found["aux_loss"] = whole_balance_loss(sums, logits.shape[0], top_k)
+        if config.z_loss:
+            found["z_loss"] = sums.squares.sum() / logits.shape[0]
+    elif config.aux_loss or config.global_aux_loss or config.z_loss:
         counts = torch.cat([sums.counts, _numbers(logits, None, mask)[:, None]], 1)
         # Over the devices that share the micro-batch. Counts have no gradient, so this needs no backward.
         means = pool.mean(counts)
@@ -56,6 +63,11 @@ def balance_loss(sums: Statistics, means: Tensor, loads: Tensor, top_k: int) -> 
     # a mean over the devices: the mean of this device's quotient with it, over the devices, is that of the sums
     shares, scores = loads[:, :-1] * _inverse(top_k * loads[:, -1:]), sums.scores * _inverse(tokens)
     return scores.shape[1] * (scores * shares).sum() / (tokens > 0).sum().clamp(min=1)
+
+
+def whole_balance_loss(sums: Statistics, tokens: int, top_k: int) -> Tensor:
+    """Return :func:`balance_loss` of one pool whose ``tokens`` are all on this device."""
+    return (sums.scores * sums.counts).sum() * (sums.scores.shape[1] / (top_k * tokens**2))
 
 
 def _numbers(logits: Tensor, bounds: Tensor | None, mask: Tensor | None) -> Tensor:

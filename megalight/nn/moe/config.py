@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from math import ceil, isfinite
 from typing import Literal
 
@@ -112,7 +113,7 @@ class RouterConfig:
             "moe.router.pre_softmax=true, and leave num_groups out.",
         )
 
-    @property
+    @cached_property
     def rule(self) -> Rule:
         """The rule for :func:`megalight.ops.router.route`."""
         groups = self.num_groups, self.group_top_k
@@ -143,7 +144,7 @@ class BalanceConfig:
                 f"moe.balance.{name} is {value}; it must be finite and at least 0. 0 means no such loss.",
             )
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Names of the losses with a coefficient, in order."""
         return [name for name, value in asdict(self).items() if value]

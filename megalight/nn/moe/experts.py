@@ -145,7 +145,7 @@ class Experts(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def __len__(self) -> int:
-        return len(self.up)
+        return self.up.shape[0]
 
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""

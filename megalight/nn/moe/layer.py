@@ -44,7 +44,7 @@ class MoE(nn.Module):
         start = beside if self.shared_expert_overlap else partial
         shared = None if self.shared is None else start(self._for_all, hidden)
         dispatcher = self.experts.dispatcher
-        copies, memo = dispatcher.dispatch(hidden, routes, len(self.experts), self.router.rows(len(hidden)))
+        copies, memo = dispatcher.dispatch(hidden, routes, len(self.experts), self.router.rows(hidden.shape[0]))
         out = dispatcher.combine(self.experts(copies), memo)
         # Read last: the wait for the shared expert comes after all that can run beside it.
         return out if shared is None else out + shared()

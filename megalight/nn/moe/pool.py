@@ -17,6 +17,11 @@ class Pool:
     place = 0
     """The number of this device among those with different tokens."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens of a micro-batch are on this device."""
+        return True
+
     def bounds(self, sequences: PackedSequences) -> Tensor:
         """``[n + 1]``: the start of each sequence among this device's tokens, and the end of the last."""
         return sequences.cu_seqlens

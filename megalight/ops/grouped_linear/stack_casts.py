@@ -93,7 +93,7 @@ class StackCasts(LowPrecision):
     ) -> tuple[Quantized | None, Quantized | None]:
         """Cast ``x [R, f]`` for a product that contracts features, and its transposed groups for one of tokens."""
         by_row = by_column = None
-        if self.recipe.one_scale:
+        if self.one_scale:
             rows_of = experts_of_rows(offsets, x.shape[0])
             # Rows after the last group count for an expert more, whose magnitude is dropped.
             found = x.new_zeros(self.count + 1, dtype=torch.float32)

@@ -198,7 +198,7 @@ def launch_product(
         scales: scales of each row of ``x`` and ``weight``, if they are codes of 8 bits.
         fast: whether sums of 8 bits may be shorter than float32 over the whole depth, and not only over one step.
     """
-    (rows, columns), depth, num_experts = y.shape, x.shape[1], len(offsets)
+    (rows, columns), depth, num_experts = y.shape, x.shape[1], offsets.shape[0]
     wide = (tile["COLUMNS"], tile["DEPTH"]) if transposed else (tile["DEPTH"], tile["COLUMNS"])
     # An upper bound of the tiles: each group may end in one partial tile. The host does not know the true number.
     most = (cdiv(rows, tile["ROWS"]) + num_experts) * cdiv(columns, tile["COLUMNS"])
@@ -224,11 +224,11 @@ def accumulate(
 ) -> None:
     """Add each group's ``grad_y^T x`` to ``main_grad [E, out, in]``, or write it; sums are in float32."""
     num_experts, size_out, size_in = main_grad.shape
-    if not len(x):
+    if not x.shape[0]:
         if write:
             main_grad.zero_()
         return
-    tile = PAIR if write and len(x) < FEW_TOKENS * num_experts else WGRAD
+    tile = PAIR if write and x.shape[0] < FEW_TOKENS * num_experts else WGRAD
     tiles = num_experts * cdiv(size_out, tile["ROWS"]) * cdiv(size_in, tile["COLUMNS"])
     _weight_gradient[(programs(tiles, x.device, 2 if tile is PAIR else 1),)](
         described(grad_y.contiguous(), tile["DEPTH"], tile["ROWS"]),

@@ -143,7 +143,8 @@ def columns(x: Tensor, scheme: Scheme, offsets: Tensor | None, amax: Tensor | No
         num_experts, length = x.shape[:2]
         shape, scales = (num_experts * features, length), (num_experts * features, 1)
     else:
-        num_experts, length = len(offsets), most_columns(len(x), len(offsets))
+        num_experts = offsets.shape[0]
+        length = most_columns(x.shape[0], num_experts)
         shape, scales = (features, length), (num_experts, features)
     codes = torch.empty(shape, dtype=DTYPES[scheme.format], device=x.device)
     scale = torch.empty(scales, device=x.device)

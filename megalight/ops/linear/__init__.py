@@ -12,9 +12,9 @@ from megalight.ops.common import apply, once_differentiable
 from megalight.ops.linear import wgrad
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
-from megalight.ops.parameter import add_gradient, main_grad_of, precision_of
+from megalight.ops.parameter import ParameterState, add_gradient, main_grad_of, precision_of
 from megalight.ops.quantize import Quantized
-from megalight.ops.stored import readable, stored_of
+from megalight.ops.stored import readable
 from megalight.registry import BackendRegistry
 
 REGISTRIES: tuple[BackendRegistry[wgrad.Spec, Any], ...] = (wgrad.WGRAD,)
@@ -31,14 +31,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     again. If a weight has a precision (:mod:`megalight.ops.linear.low_precision`), its products use that. If it is
     stored as codes (:mod:`megalight.ops.stored`), products decode it, and only the codes are kept for the backward.
     """
-    precision = precision_of(weight)
-    # No backward will come: cast only what the forward product needs.
-    if precision is not None and not torch.is_grad_enabled():
-        return precision.product(x, weight, bias)
-    stored = stored_of(weight) is not None
+    # The state is read here once, and not by a function for each of its parts: every layer comes here several times.
+    state: ParameterState | None = getattr(weight, "megalight", None)
+    if state is not None and state.precision is not None and not torch.is_grad_enabled():
+        # No backward will come: cast only what the forward product needs.
+        return state.precision.product(x, weight, bias)
+    own = state is not None and (state.main_grad is not None or state.precision is not None or state.stored is not None)
     # The plain case goes to torch, whose autograd is written in C++ and keeps fewer things on the host.
-    own = precision is not None or recipe_of(x) is not None or stored
-    if not own and main_grad_of(weight) is None and main_grad_of(bias) is None:
+    if not own and recipe_of(x) is None and main_grad_of(bias) is None:
         return F.linear(x, weight, bias)
     out: Tensor = apply(_Linear, x, weight, bias)
     return out
@@ -55,10 +55,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
 
 def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """For the forward of an autograd function of ``(x, weight, ...)``: return the product, and save ``x`` as needed."""
-    precision, needed = precision_of(weight), ctx.needs_input_grad[1]
+    state: ParameterState | None = getattr(weight, "megalight", None)
+    precision, needed = None if state is None else state.precision, ctx.needs_input_grad[1]
     if precision is None:
         save_input(ctx, x, needed)
-        return F.linear(x, readable(weight), bias)
+        plain = state is None or state.stored is None
+        return F.linear(x, weight if plain else readable(weight), bias)
     # With a recipe, the input is computed again and cast again in the backward: the cast for the weight gradient would
     # only take memory.
     if not needed or recipe_of(x) is not None:
@@ -75,8 +77,13 @@ def input_gradient(grad_y: Tensor, weight: Tensor, out: Tensor | None = None) ->
     """``grad_y [..., out] x weight [out, in] -> [..., in]``, in ``grad_y``'s dtype; ``out`` as in :func:`product`."""
     if out is not None:
         return torch.mm(grad_y, readable(weight), out=out)
-    precision = precision_of(weight)
-    return grad_y @ readable(weight).to(grad_y.dtype) if precision is None else precision.input_gradient(grad_y, weight)
+    state: ParameterState | None = getattr(weight, "megalight", None)
+    if state is not None:
+        if state.precision is not None:
+            return state.precision.input_gradient(grad_y, weight)
+        if state.stored is not None:
+            weight = state.stored.values()
+    return grad_y @ (weight if weight.dtype == grad_y.dtype else weight.to(grad_y.dtype))
 
 
 def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Tensor) -> Tensor | None:
@@ -92,12 +99,12 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
     Returns:
         None if the gradient goes into the main gradient, else the gradient in the weight's dtype.
     """
-    if (queue := queue_for(weight)) is not None:
-        held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor would keep its autograd graph alive
-        queue.put(weight, grad_y, lambda: lambda: held)
-        return None
     if main_grad_of(weight) is not None:
-        wgrad.add(weight, grad_y, x)
+        if (queue := queue_for(weight)) is not None:
+            held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor would keep its autograd graph alive
+            queue.put(weight, grad_y, lambda: lambda: held)
+        else:
+            wgrad.add(weight, grad_y, x)
         return None
     if (precision := precision_of(weight)) is not None:
         return precision.weight_gradient(grad_y, x, weight.dtype)
@@ -134,7 +141,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         need_x, need_weight, need_bias = ctx.needs_input_grad
         # The input gradient comes first: with deferred weight gradients it is all that the previous stage waits for.
-        grad_x = input_gradient(grad_y, ctx.weight).to(ctx.x_dtype) if need_x else None
+        grad_x = input_gradient(grad_y, ctx.weight) if need_x else None
+        if grad_x is not None and grad_x.dtype != ctx.x_dtype:
+            grad_x = grad_x.to(ctx.x_dtype)
         grad_weight = accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight) if need_weight else None
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if need_bias else None
         return grad_x, grad_weight, grad_bias

@@ -47,7 +47,8 @@ def recipe_of(x: object) -> Recipe | None:
 
 def save_input(ctx: Any, x: Tensor, needed: bool) -> None:
     """In the forward of an autograd function: keep ``x``, or its recipe's ingredients, if ``needed``."""
-    recipe = recipe_of(x)
+    note: Note | None = getattr(x, "megalight_note", None)
+    recipe = None if note is None else note.recipe
     # `save_for_backward` rather than attributes of ctx: autograd then frees the tensors after the backward, and saved-
     # tensor hooks (offload) see them.
     ctx.make_input = None if recipe is None else recipe.read()

@@ -141,6 +141,7 @@ class LowPrecision:
         primary: bool = False,
     ) -> None:
         self.recipe = recipe
+        self.one_scale = recipe.one_scale
         self.session = session
         self.backend = "reference" if emulate else "auto"
         self.margin = margin
@@ -193,19 +194,19 @@ class LowPrecision:
         """``x [..., in] -> x W^T + b [..., out]``, in the dtype of ``x``."""
         rows = self._cast_input(x, None)[0]
         assert rows is not None
-        return self.multiply(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1)
+        return _shaped(self.multiply(rows, weight, bias, x.dtype), x)
 
     def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saveable]:
         """Return the product, and a cast of half the size for :meth:`weight_gradient` to use instead of ``x``."""
         rows, x_t = self._cast_input(x, self.recipe.x_t)
         assert rows is not None and x_t is not None
-        return self.multiply(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1), x_t
+        return _shaped(self.multiply(rows, weight, bias, x.dtype), x), x_t
 
     def multiply(self, rows: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """``x W^T + b [T, out]`` for an input that is already cast."""
-        codes = self._held(weight)
+        codes = self._held(weight) or self._cast_weight(weight)[0]
         # Sums with fewer bits do a forward pass no harm. Gradients get sums in full float32.
-        y = scaled_mm(rows, codes or self._cast_weight(weight)[0], dtype, fast=True, backend=self.backend)
+        y = scaled_mm(rows, codes, dtype, fast=True, backend=self.backend)
         return y if bias is None else y + bias.to(dtype)
 
     @property
@@ -240,7 +241,7 @@ class LowPrecision:
         """``grad_y [..., out] -> grad_y W [..., in]``, in the dtype of ``grad_y``."""
         rows, _ = self._cast_gradient(grad_y)
         grad_x = scaled_mm(rows, self._cast_weight(weight)[1], grad_y.dtype, backend=self.backend)
-        return grad_x.view(*grad_y.shape[:-1], -1)
+        return _shaped(grad_x, grad_y)
 
     def weight_gradient(self, grad_y: Tensor, x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
         """``grad_y [..., out], x [..., in] -> grad_y^T x [out, in]``; ``x`` may be cast already, transposed."""
@@ -275,8 +276,8 @@ class LowPrecision:
         flat = rows_of(x)
         if (found := self._cast_by_history(flat, INPUT, scheme if rows else None, columns)) is not None:
             return found
-        amax = self._amax(flat, scheme, INPUT, self.reduce_in) if rows or self.recipe.one_scale else None
-        return cast(flat, scheme if rows else None, columns, amax=amax, amax_t=amax if self.recipe.one_scale else None)
+        amax = self._amax(flat, scheme, INPUT, self.reduce_in) if rows or self.one_scale else None
+        return cast(flat, scheme if rows else None, columns, amax=amax, amax_t=amax if self.one_scale else None)
 
     def _held(self, weight: Tensor) -> Quantized | None:
         """Return the weight if it is stored as codes, else None."""
@@ -331,7 +332,7 @@ class LowPrecision:
                     scheme,
                     scheme_t,
                     amax=amax,
-                    amax_t=amax if self.recipe.one_scale else None,
+                    amax_t=amax if self.one_scale else None,
                     generator=self.session.generator(flat.device) if scheme.stochastic else None,
                 )
             # The note makes both products use the same codes, and rounds stochastically only once.
@@ -355,7 +356,7 @@ class LowPrecision:
 
     def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None) -> Tensor | None:
         """Return the magnitudes that set the scales, or None if the cast finds them in ``x`` alone."""
-        if not self.recipe.one_scale:
+        if not self.one_scale:
             # Only scales that span the split features must agree between ranks. Smaller tiles are each rank's own.
             if reduce is None or scheme.tile != (1, 0):
                 return None
@@ -369,6 +370,11 @@ class LowPrecision:
         if self.history is not None:
             amax = self.history.allow(role, amax, record=self.session.inside)
         return amax * 2.0**self.margin if self.margin else amax
+
+
+def _shaped(y: Tensor, like: Tensor) -> Tensor:
+    """View rows ``[T, n]`` with the leading dims of a tensor."""
+    return y if like.dim() == 2 else y.view(*like.shape[:-1], -1)
 
 
 LOW_PRECISION: Registry[type[LowPrecision]] = Registry("implementation of low precision")

@@ -127,7 +127,7 @@ def permute(
         probs: ``[T, k]``; if given, the probability of each row is returned too, ``[R]``, and None otherwise.
     """
     probs_dtype = torch.float32 if probs is None else probs.dtype
-    spec = Spec(x.device.type, x.dtype, probs_dtype, len(where.sizes))
+    spec = Spec(x.device.type, x.dtype, probs_dtype, where.sizes.shape[0])
     found: tuple[Tensor, Tensor | None] = _choose(PERMUTE, spec, backend)(x, where, probs)
     return found
 
@@ -143,6 +143,6 @@ def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None, bac
         probs: ``[T, k]``, weights of the sum. None: all ones.
     """
     probs_dtype = torch.float32 if probs is None else probs.dtype
-    spec = Spec(rows.device.type, rows.dtype, probs_dtype, len(where.sizes))
+    spec = Spec(rows.device.type, rows.dtype, probs_dtype, where.sizes.shape[0])
     out: Tensor = _choose(UNPERMUTE, spec, backend)(rows, where, probs)
     return out

@@ -273,7 +273,7 @@ def _tile(size: int) -> dict[str, int]:
 
 def scatter(x: Tensor, where: Permutation, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return each token's copies in its rows, zeros in all others, and the probabilities of the rows."""
-    (tokens, k), size, num_experts = where.positions.shape, x.shape[1], len(where.sizes)
+    (tokens, k), size, num_experts = where.positions.shape, x.shape[1], where.sizes.shape[0]
     rows = x.new_empty(where.rows, size)
     weights = None if probs is None else probs.new_empty(where.rows)
     tile = _tile(size)
@@ -356,7 +356,7 @@ class _Unpermute(torch.autograd.Function):
         if not ctx.saved_tensors:
             return scatter(grad, where, None)[0], None, None
         rows, probs = ctx.saved_tensors
-        (tokens, k), size, num_experts = where.positions.shape, rows.shape[1], len(where.sizes)
+        (tokens, k), size, num_experts = where.positions.shape, rows.shape[1], where.sizes.shape[0]
         grad_rows, grad_probs = torch.empty_like(rows), torch.empty_like(probs)
         _scatter_scaled[(tokens + num_experts,)](
             grad.contiguous(),

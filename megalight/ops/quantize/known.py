@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megalight.ops.note import Magnitudes, annotate, note_of
+from megalight.ops.note import Magnitudes, Note, annotate
 from megalight.ops.quantize.reference import amax_of
 
 
@@ -26,12 +26,12 @@ def known_amax(x: Tensor) -> Tensor:
     """
     parts = told_amax(x)
     # No parts: the kernel had no rows to work on, and max() of nothing raises.
-    return amax_of(x) if parts is None or not len(parts) else parts.amax()
+    return amax_of(x) if parts is None or not parts.shape[0] else parts.amax()
 
 
 def told_amax(x: Tensor) -> Tensor | None:
     """Return the ``parts`` noted for ``x``, or None if there are none or ``x`` was written since."""
-    note = note_of(x)
+    note: Note | None = getattr(x, "megalight_note", None)  # `note_of`, inlined
     if note is None or note.magnitudes is None or note.magnitudes.version != x._version:
         return None
     return note.magnitudes.parts
@@ -39,6 +39,8 @@ def told_amax(x: Tensor) -> Tensor | None:
 
 def rows_of(x: Tensor) -> Tensor:
     """Flatten ``x [..., f]`` to ``[T, f]`` and keep its noted magnitudes."""
+    if x.dim() == 2:
+        return x
     flat = x.reshape(-1, x.shape[-1])
     if (parts := told_amax(x)) is not None:
         tell_amax(flat, parts)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -141,16 +144,20 @@ def cast(
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, features = x.shape
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
-    whole = _empty(x, rows, tokens, features)
-    transposed = _empty(x, columns, features, padded)
+    whole = None if rows is None else _empty(x, rows, tokens, features)
+    transposed = None if columns is None else _empty(x, columns, features, padded)
     # Both orientations of one matrix share a magnitude: find it once.
     same = rows == columns and rows is not None and rows.tile == (0, 0) and amax_t is amax
-    amax = _amax(x, rows, amax, 1)
-    amax_t = amax if same else _amax(x, columns, amax_t, 0)
-    grid = cdiv(padded, BLOCK), cdiv(features, BLOCK)
-    parts = torch.empty(grid[0] * grid[1], device=x.device) if tell else x
-    if x.numel():
-        _cast[grid](
+    if rows is not None and amax is None:
+        amax = _amax(x, rows, 1)
+    if same:
+        amax_t = amax
+    elif columns is not None and amax_t is None:
+        amax_t = _amax(x, columns, 0)
+    down, across = -(-padded // BLOCK), -(-features // BLOCK)
+    parts = torch.empty(down * across, device=x.device) if tell else x
+    if tokens and features:
+        _cast[down, across](
             x,
             *_arguments(x, whole, amax),
             *_arguments(x, transposed, amax_t),
@@ -159,20 +166,28 @@ def cast(
             padded,
             features,
             x.stride(0),
-            ROWS=_mode(rows),
-            COLUMNS=_mode(columns),
-            ROW_LARGEST=1.0 if rows is None else LARGEST[rows.format],
-            COLUMN_LARGEST=1.0 if columns is None else LARGEST[columns.format],
-            SMALLEST=TINY,
-            ROW_POWER=rows is not None and rows.scale == "power",
-            COLUMN_POWER=columns is not None and columns.scale == "power",
             TELL=tell,
-            BLOCK=BLOCK,
-            num_warps=8,
+            **_constants(rows, columns),
         )
         if tell:
             tell_amax(source, parts)
     return whole, transposed
+
+
+@lru_cache
+def _constants(rows: Scheme | None, columns: Scheme | None) -> dict[str, Any]:
+    """Return what the kernel is compiled for."""
+    return {
+        "ROWS": "none" if rows is None else MODES[rows.tile],
+        "COLUMNS": "none" if columns is None else MODES[columns.tile],
+        "ROW_LARGEST": 1.0 if rows is None else LARGEST[rows.format],
+        "COLUMN_LARGEST": 1.0 if columns is None else LARGEST[columns.format],
+        "SMALLEST": TINY,
+        "ROW_POWER": rows is not None and rows.scale == "power",
+        "COLUMN_POWER": columns is not None and columns.scale == "power",
+        "BLOCK": BLOCK,
+        "num_warps": 8,
+    }
 
 
 @jit
@@ -196,29 +211,25 @@ def transpose(codes: Tensor) -> Tensor:
     return out
 
 
-def _mode(scheme: Scheme | None) -> str:
-    return "none" if scheme is None else MODES[scheme.tile]
-
-
-def _empty(x: Tensor, scheme: Scheme | None, rows: int, columns: int) -> Quantized | None:
-    if scheme is None:
-        return None
-    data = torch.empty(rows, columns, dtype=DTYPES[scheme.format], device=x.device)
-    mode = _mode(scheme)
-    strips = cdiv(columns, BLOCK)
-    if mode == "strip":  # in the order in memory that products read
-        scale = torch.empty(strips, rows, device=x.device).t()
-    else:
-        shape = {"whole": (1, 1), "line": (rows, 1), "square": (cdiv(rows, BLOCK), strips)}[mode]
-        scale = torch.empty(shape, device=x.device)
+def _empty(x: Tensor, scheme: Scheme, rows: int, columns: int) -> Quantized:
+    device, mode = x.device, MODES[scheme.tile]
+    data = torch.empty(rows, columns, dtype=DTYPES[scheme.format], device=device)
+    if mode == "whole":
+        scale = torch.empty(1, 1, device=device)
+    elif mode == "line":
+        scale = torch.empty(rows, 1, device=device)
+    elif mode == "square":
+        scale = torch.empty(cdiv(rows, BLOCK), cdiv(columns, BLOCK), device=device)
+    else:  # strips, in the order in memory that products read
+        scale = torch.empty(cdiv(columns, BLOCK), rows, device=device).t()
     return Quantized(data, scale, scheme)
 
 
-def _amax(x: Tensor, scheme: Scheme | None, given: Tensor | None, dim: int) -> Tensor | None:
+def _amax(x: Tensor, scheme: Scheme, dim: int) -> Tensor | None:
     """Return magnitudes that one tile cannot know: of the whole matrix or of whole rows."""
-    mode = _mode(scheme)
-    if given is not None or mode not in ("whole", "line") or not x.numel():
-        return given
+    mode = MODES[scheme.tile]
+    if mode not in ("whole", "line") or not x.numel():
+        return None
     dims = None if mode == "whole" else dim
     found: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=dims, dtype=torch.float32)
     return found

@@ -68,8 +68,8 @@ def multiply_into(out: Tensor, a: Quantized, b: Quantized, *, fast: bool = False
     torch._scaled_mm(
         a.data,
         b.data.t(),
-        scale_a=a.scale.reshape(()),
-        scale_b=b.scale.reshape(()),
+        scale_a=a.scale,
+        scale_b=b.scale,
         out_dtype=out.dtype,
         use_fast_accum=fast,
         out=out,
@@ -96,8 +96,8 @@ def _tensorwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> T
     return torch._scaled_mm(
         a.data,
         b.data.t(),
-        scale_a=a.scale.reshape(()),
-        scale_b=b.scale.reshape(()),
+        scale_a=a.scale,
+        scale_b=b.scale,
         out_dtype=dtype,
         use_fast_accum=fast,
     )

@@ -27,6 +27,12 @@ class MeshPool(Pool):
         # Seeds the random logits of `force_balance`, which must differ between ranks.
         self.place = shared.mesh.global_rank
 
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens of a micro-batch are on this rank."""
+        mesh = self.shared.mesh
+        return mesh.cp == 1 and not (self.shared.sequence_parallel and mesh.tp > 1)
+
     def bounds(self, sequences: PackedSequences) -> Tensor:
         """Return the bounds within this rank's share along ``tp``; ``sequences`` are its share along ``cp`` alone."""
         if not self.shared.sequence_parallel:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megalight.nn import LayerContext
 from megalight.nn.moe import BalanceConfig, Pool, Router, RouterConfig
-from megalight.nn.moe.balance import losses
+from megalight.nn.moe.balance import balance_loss, losses, whole_balance_loss
 from megalight.nn.side_losses import KeptSideLosses, SideLosses
+from megalight.ops.router import Statistics
 from megalight.types import PackedSequences
 from tests.nn.moe.loops import WIDTH, context, layer
 
@@ -90,8 +91,16 @@ def test_balanced_experts_cost_the_coefficient(name: str) -> None:
     assert float(term(name, logits, [5, 5], top_k=1)) == pytest.approx(1)
 
 
+def test_the_loss_of_a_whole_pool_is_the_general_one() -> None:
+    sums = Statistics(*(torch.rand(shape, dtype=torch.float64) for shape in ((1, 6), (1, 6), (1,))))
+    means = torch.cat([sums.counts, torch.full((1, 1), 11.0, dtype=torch.float64)], 1)
+    torch.testing.assert_close(whole_balance_loss(sums, 11, 2), balance_loss(sums, means, means, 2), rtol=1e-12, atol=0)
+
+
 class Divided(Pool):
     """Half of the tokens; ``others``: what the other device contributed to each mean."""
+
+    whole = False
 
     def __init__(self, others: list[Tensor] | None = None) -> None:
         self.others = others
