@@ -13,7 +13,7 @@ from megalight.inference.cache import Cache
 from megalight.inference.modes import evaluating
 from megalight.inference.parallel import ParallelGPT
 from megalight.inference.sampling import Sampling, sample
-from megalight.inference.speculative import rounds
+from megalight.inference.speculative import check_draft, rounds
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
 from megalight.models.vision import Pictures
@@ -112,6 +112,7 @@ def stream(
             "a draft serves a whole model of text in one process; leave the draft out, or load the model whole "
             "(megalight.inference.load_model)."
         )
+    check_draft(model, draft, guesses)
     return _drafted(model, draft, prompts, max_new_tokens, guesses, sampling, ends, generator)
 
 

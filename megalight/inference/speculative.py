@@ -39,12 +39,14 @@ class Round(NamedTuple):
     complete: bool
 
 
-def check_draft(base: GPT, draft: DraftModel) -> None:
-    """Refuse a draft that was made for another base.
+def check_draft(base: GPT, draft: DraftModel, guesses: int = 1) -> None:
+    """Refuse a draft that was made for another base, and rounds without a guess.
 
     Raises:
-        ConfigurationError: sizes differ, or the base lacks a layer that the draft reads.
+        ConfigurationError: sizes differ, the base lacks a layer that the draft reads, or ``guesses`` is below 1.
     """
+    if guesses < 1:
+        raise ConfigurationError(f"guesses={guesses} must be at least 1; 4 are usual.")
     if draft.config.beside(base.config) != draft.config:
         raise ConfigurationError("the draft has no sizes yet; build it of EagleConfig.beside(base).")
 
@@ -77,9 +79,7 @@ def rounds(
         ConfigurationError: ``guesses`` is out of range, the draft does not fit the base, or layers of the base cannot
             forget tokens.
     """
-    if guesses < 1:
-        raise ConfigurationError(f"guesses={guesses} must be at least 1; 4 are usual.")
-    check_draft(base, draft)
+    check_draft(base, draft, guesses)
     capacity = max(map(len, prompts)) + max_new_tokens
     pair = _Pair(base, draft, len(prompts), capacity)
     left = dict.fromkeys(range(len(prompts)), max_new_tokens)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalight.cli.main import main
 from megalight.data.tokenizer import FILE, Tokenizer
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference import generate, speculative
+from megalight.inference import generate, speculative, stream
 from megalight.inference.acceptance import acceptance_length, measure
 from megalight.inference.interview import Interview
 from megalight.inference.questions import Question, read_questions
@@ -169,6 +169,8 @@ def test_what_a_draft_cannot_serve_is_refused() -> None:
     base, draft = models()
     with pytest.raises(ConfigurationError, match="guesses=0 must be at least 1"):
         generate(base, PROMPTS, max_new_tokens=4, draft=draft, guesses=0)
+    with pytest.raises(ConfigurationError, match="guesses=0 must be at least 1"):
+        stream(base, PROMPTS, max_new_tokens=4, draft=draft, guesses=0)  # at the call, not at its first item
     other = GPT(replace(SMALL, vocab_size=32))
     with pytest.raises(ConfigurationError, match="vocab_size of the draft is 31 and that of the base 32"):
         generate(other, PROMPTS, max_new_tokens=4, draft=draft)

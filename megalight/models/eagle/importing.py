@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalight.checkpoint.foreign.transformers_folder import CONFIG, WEIGHTS, is_folder, read_config
+from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.sources.combine import Held
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.eagle.architecture import config_of, ids_of
+from megalight.models.eagle.base import BaseModel
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.eagle.engine_format import LAYERS, architecture_of, names_of
 from megalight.models.eagle.model import DraftModel
@@ -22,7 +24,9 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.saved import PREFIX
 from megalight.models.stored import StoredModel, open_model, save_model
 from megalight.nn.canonical import canonical_tensors
+from megalight.parallel.source import Target
 
+HEAD = "head.output_layer.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -40,7 +44,8 @@ def import_draft(
         source: a folder with ``config.json`` and ``model.safetensors``.
         path: the checkpoint, which is not there yet.
         base: the model that the draft serves. It is needed for a draft that does not say which hidden states it reads:
-            these are then the usual ones of this base.
+            these are then the usual ones of this base; and for one without an output layer: it predicts with that of
+            the base.
 
     Raises:
         CheckpointError: a file is missing, or its tensors are not those of the configuration.
@@ -62,6 +67,9 @@ def import_draft(
     with torch.device("meta"):
         wanted = canonical_tensors(DraftModel(config))
     values = _renamed(tensors, config)
+    if HEAD not in values and not config.draft_ids:
+        # Engines let such a draft predict with the output layer of its base.
+        config, values[HEAD] = replace(config, head="base"), _head_of(source, base)
     if values.keys() != wanted.keys():
         lost, extra = sorted(wanted.keys() - values.keys()), sorted(values.keys() - wanted.keys())
         raise CheckpointError(
@@ -106,6 +114,20 @@ def _usual(config: EagleConfig, source: object, base: str | os.PathLike[str] | N
     if not isinstance(served, GPTConfig):
         raise ConfigurationError(f"the base in {base} is no model of the family gpt, and drafts serve these.")
     return replace(config, auxiliary_layers=config.beside(served).auxiliary_layers)
+
+
+def _head_of(source: object, base: str | os.PathLike[str] | None) -> Tensor:
+    """Return the weight of the output layer of the base."""
+    if base is None:
+        raise ConfigurationError(
+            f"{source}/{WEIGHTS} has no lm_head, so the draft predicts with that of its base; name the base (--base)."
+        )
+    head = BaseModel(base).head_source()
+    ((name, stored),) = head.tensors.items()
+    weight = torch.empty(tuple(stored.shape), dtype=getattr(torch, stored.dtype))
+    with alone() as group:
+        head.fill([Target(name, tuple(stored.shape), (0, 0), weight)], process_group=group)
+    return weight
 
 
 def _renamed(tensors: Mapping[str, Tensor], config: EagleConfig) -> dict[str, Tensor]:

@@ -75,6 +75,36 @@ def test_drafts_of_others_are_imported(tmp_path: Path) -> None:
     assert saved_model(checkpoint.open(tmp_path / "again")).root.config == draft.config
 
 
+def test_a_draft_without_a_head_has_that_of_its_base(tmp_path: Path) -> None:
+    draft = saved(tmp_path / "draft", replace(LLAMA, draft_ids=()))
+    export_draft(tmp_path / "draft", tmp_path / "out", None)
+    tensors = load_file(weights(tmp_path))
+    del tensors["lm_head.weight"]
+    save_file(tensors, weights(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"has no lm_head, so the draft predicts with .*--base"):
+        import_draft(tmp_path / "out", tmp_path / "again")
+    base = gpt()
+    save_model(held_model("gpt", BASE, base), tmp_path / "base")
+    import_draft(tmp_path / "out", tmp_path / "again", tmp_path / "base")
+    again = saved_model(checkpoint.open(tmp_path / "again")).root
+    assert again.config == replace(draft.config, head="base")
+    head = "head.output_layer.weight"
+    wanted = {**canonical_tensors(draft), head: canonical_tensors(base)[head]}
+    found = canonical_tensors(again)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_a_draft_of_some_ids_without_a_head_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "draft", LLAMA)
+    export_draft(tmp_path / "draft", tmp_path / "out")
+    tensors = load_file(weights(tmp_path))
+    del tensors["lm_head.weight"]
+    save_file(tensors, weights(tmp_path))
+    with pytest.raises(CheckpointError, match=r"it lacks \['head.output_layer.weight'\]"):
+        import_draft(tmp_path / "out", tmp_path / "again")
+
+
 def gpt() -> torch.nn.Module:
     from megalight.models.gpt import GPT
 
