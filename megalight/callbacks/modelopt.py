@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from megalight.checkpoint.disk.publish import absolute, check_new
 from megalight.checkpoint.ranks import Ranks
@@ -26,6 +28,8 @@ class ModelOptQuantization(pl.Callback):
         preset: name of a preset in ``modelopt.torch.quantization``.
         head: also quantize the output layer, which presets leave out.
         kv: also round keys and values, by this preset: ``FP8_KV_CFG``, or ``NVFP4_KV_CFG`` on CUDA.
+        measure: after calibration, run its batches once more, and print loss and perplexity, ``exp(loss)``, before and
+            with quantization.
         save_to: folder for a checkpoint of the calibrated model, also in remote storage; None: none is written here.
 
     Raises:
@@ -41,9 +45,11 @@ class ModelOptQuantization(pl.Callback):
         preset: str = "FP8_DEFAULT_CFG",
         head: bool = False,
         kv: str | None = None,
+        measure: bool = False,
         save_to: str | os.PathLike[str] | None = None,
     ) -> None:
         self.transform = Quantizers(preset, head, kv)
+        self.measure = measure
         self.save_to = save_to
         self._calibration: Calibration | Search | None = None
         self._batches: list[Any] = []
@@ -96,8 +102,8 @@ class ModelOptQuantization(pl.Callback):
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Keep the batch, if calibration needs it again."""
-        if isinstance(self._calibration, Search):
+        """Keep the batch, if it is needed again."""
+        if self._calibration is not None and (self.measure or isinstance(self._calibration, Search)):
             self._batches.append(batch)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -105,16 +111,12 @@ class ModelOptQuantization(pl.Callback):
         if self._calibration is None:
             return
         calibration, self._calibration = self._calibration, None
-        if isinstance(calibration, Search):
-            batches, self._batches = self._batches, []
+        batches, self._batches = self._batches, []
 
-            def passes() -> None:
-                for batch in batches:
-                    trainer.strategy.replay(batch)  # type: ignore[attr-defined]
+        def passes() -> list[tuple[Tensor, Tensor]]:
+            return [trainer.strategy.replay(batch) for batch in batches]  # type: ignore[attr-defined]
 
-            unseen = calibration.finish(passes)
-        else:
-            unseen = calibration.finish()
+        unseen = calibration.finish(passes) if isinstance(calibration, Search) else calibration.finish()
         # A stage of a pipeline may be alone in this, and the others would wait for it while they save.
         if trainer.strategy.any_rank(bool(unseen)):  # type: ignore[attr-defined]
             named = f" ({', '.join(unseen[:3])})" if unseen else ", all on other ranks"
@@ -122,6 +124,10 @@ class ModelOptQuantization(pl.Callback):
                 f"calibration gave no data, or values that are not finite, to {len(unseen) or 'some'} "
                 f"quantizers{named}. Give at least one batch; a layer that its model does not call cannot be quantized."
             )
+        if self.measure:
+            sums, counts = (float(sum(values)) for values in zip(*passes(), strict=True))
+            if trainer.is_global_zero:
+                print(told(float(trainer.callback_metrics["val_loss"]), sums / counts), flush=True)
         if self.save_to is not None:
             # A string: Path would make a local folder of the address of remote storage.
             trainer.save_checkpoint(os.fspath(self.save_to))
@@ -161,6 +167,14 @@ class ModelOptQuantization(pl.Callback):
                 "there is no validation batch, so nothing was calibrated and nothing was saved. Give data.split a "
                 "second part that holds documents."
             )
+
+
+def told(before: float, after: float) -> str:
+    """Return losses and perplexities of a model before and with quantization, as a line."""
+    return (
+        f"perplexity {math.exp(before):.3f} before, {math.exp(after):.3f} quantized "
+        f"(loss {before:.4f}, {after:.4f}: {after - before:+.4f})"
+    )
 
 
 def _parallel_model(trainer: pl.Trainer) -> Any:

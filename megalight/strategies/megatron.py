@@ -459,10 +459,14 @@ class MegatronStrategy(FolderCheckpoints):
         """Run forward only, and log ``val_loss``, which is the same on every rank."""
         return self._evaluation_step("val", "validation_step", args)
 
-    def replay(self, batch: Any) -> None:
-        """Run a validation batch forward only once more, and log nothing, for callbacks that measure activations."""
+    def replay(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Run a validation batch forward only once more, and log nothing, for callbacks that measure activations.
+
+        Returns:
+            sum and count of its losses over all ranks.
+        """
         assert self._stepper is not None
-        self._stepper.replay(batch)
+        return self._stepper.replay(batch)
 
     def test_step(self, *args: Any) -> Any:
         """Run forward only, and log ``test_loss``, which is the same on every rank."""

@@ -177,9 +177,9 @@ class Stepper:
         """Run an evaluation batch forward only; return ``name -> (sum, count)`` over all ranks."""
         return self.step.evaluate(stage, self._split(batch)[1])
 
-    def replay(self, batch: Any) -> None:
-        """Run an evaluation batch forward only, and log nothing."""
-        self.totals("val", batch)
+    def replay(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Run an evaluation batch forward only, and log nothing; return sum and count of its losses over all ranks."""
+        return self.totals("val", batch)["loss"]
 
     def predict(self, batch: Any) -> Any:
         """Return the module's ``output_step`` for a whole batch, on every rank of the replica."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from megalight.callbacks import ModelOptQuantization
+from megalight.callbacks.modelopt import told
 from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
@@ -184,9 +187,13 @@ def assert_same_amax(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def calibrate(folder: str, layout: dict[str, Any]) -> tuple[dict[str, Any], float]:
     """PTQ: a validation run that calibrates and saves, and one that measures."""
     module = WithData(CONFIGS["gqa"], seed=SEED)
-    runner = validator(MegatronStrategy(**layout), ModelOptQuantization(save_to=folder))
-    runner.validate(module, verbose=False)
+    runner = validator(MegatronStrategy(**layout), ModelOptQuantization(save_to=folder, measure=True))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        (plain,) = runner.validate(module, verbose=False)
     (metrics,) = runner.validate(module, verbose=False)
+    if runner.is_global_zero:
+        assert told(plain["val_loss"], metrics["val_loss"]) in printed.getvalue()
     return amax_of(runner.strategy.parallel_model), metrics["val_loss"]
 
 

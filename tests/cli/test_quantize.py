@@ -10,9 +10,10 @@ import pytest
 from megalight.cli import main
 
 PRESET = "INT8_DEFAULT_CFG"
+PRESETS = ["--preset", PRESET, "--kv", "FP8_KV_CFG"]
 
 
-@pytest.mark.parametrize("words", [["OUT", "--preset", PRESET], ["--preset", PRESET, "OUT"]])
+@pytest.mark.parametrize("words", [["OUT", *PRESETS], [*PRESETS, "OUT"]])
 def test_what_follows_two_dashes_is_passed_on(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -30,7 +31,7 @@ def test_what_follows_two_dashes_is_passed_on(
     ((*first, callback),) = passed
     assert first == ["validate", "-c", "recipe.yaml", "--trainer.devices=1"]
     values = json.loads(callback.removeprefix("--trainer.callbacks+="))["init_args"]
-    assert values == {"preset": PRESET, "head": False, "save_to": output}
+    assert values == {"preset": PRESET, "head": False, "kv": "FP8_KV_CFG", "measure": True, "save_to": output}
 
 
 def test_an_address_of_remote_storage_is_passed_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Before data is read: calibration takes minutes, and checkpoints are not overwritten.
     check_new(absolute(arguments.output))
-    values = {"preset": arguments.preset, "head": arguments.head, "kv": arguments.kv, "save_to": arguments.output}
+    values = {
+        "preset": arguments.preset,
+        "head": arguments.head,
+        "kv": arguments.kv,
+        "measure": True,
+        "save_to": arguments.output,
+    }
     callback = {"class_path": "megalight.callbacks.ModelOptQuantization", "init_args": values}
     # Launched ranks run this same command, so each adds the callback.
     return main([PASSED_ON, *arguments.passed_on, f"--trainer.callbacks+={json.dumps(callback)}"])

@@ -59,7 +59,7 @@ class Search:
             del layer.input_quantizer._pre_quant_scale
 
     @torch.no_grad()
-    def finish(self, passes: Callable[[], None]) -> list[str]:
+    def finish(self, passes: Callable[[], object]) -> list[str]:
         """Search, and round from now on. The values of weights change.
 
         Args:
