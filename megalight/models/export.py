@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.disk.files import Entry, Place, sync_directory, write_file
-from megalight.checkpoint.disk.part import write_tensors
+from megalight.checkpoint.disk.part import naming, write_tensors
 from megalight.checkpoint.disk.publish import Unfinished, absolute, begin_folder, check_new, delete
 from megalight.checkpoint.foreign.transformers_folder import CONFIG, INDEX, WEIGHTS, is_folder, json_object
 from megalight.checkpoint.memory import dtype_name
@@ -86,7 +86,7 @@ def export(
                 wanted = [whole[key] for key in keys]
                 entries = [Entry(key, dtype_name(whole[key].dtype), whole[key].shape) for key in keys]
                 # Tensors go to disk one by one, so memory for one of them is enough.
-                write_tensors(folder / name, entries, host_blocks(stream(model.weights, wanted, group)))
+                write_tensors(folder / name, entries, host_blocks(stream(model.weights, wanted, group)), name)
 
     def finish() -> None:
         if len(files) > 1:
@@ -94,10 +94,11 @@ def export(
                 "metadata": {"total_size": sum(each.nbytes for each in whole.values())},
                 "weight_map": {key: name for name, keys in files.items() for key in sorted(keys)},
             }
-            write_file(folder / INDEX, _json(index))
+            beside[INDEX] = _json(index)
         # The configuration is the last of them: without it, a folder in remote storage is no model.
-        for name, content in beside.items():
-            write_file(folder / name, content)
+        for name in sorted(beside, key=CONFIG.__eq__):
+            with naming(name):
+                write_file(folder / name, beside[name])
         # The folder is on disk before its new name is: after a crash it is there as a whole, or not at all.
         sync_directory(folder)
         started[0].publish()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,7 +158,7 @@ def test_all_ranks_write_files_of_their_own(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-FIRST_WORDS = {"llama3": "llama", "kimi": "deepseek", "nemotron3": "nemotron_h"}
+FIRST_WORDS = {"llama2": "llama", "llama3": "llama", "kimi": "deepseek", "nemotron3": "nemotron_h"}
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
@@ -217,6 +219,36 @@ def test_damage_is_found_and_leaves_nothing(folders: Callable[[str], Path], tmp_
     with pytest.raises(CheckpointError, match=r"data/0-0\.safetensors .* is torn.*to 'model\.head\.norm\.weight'"):
         export(open_model(tmp_path / "ours.ckpt"), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["ours.ckpt"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("to", ["transformers", "checkpoint"])
+def test_what_cannot_be_written_is_named(
+    to: str, number: int, folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A full disk, a read-only one and a broken one: file and tensor are named, and nothing is left."""
+    size, really = min(each.nbytes for each in tensors(model_of("llama3")).values()), os.write
+
+    def write(descriptor: int, data: Any) -> int:
+        # The norms are the smallest tensors; all of them have this size.
+        if len(data) == size and descriptor > 2:
+            raise OSError(number, os.strerror(number))
+        return really(descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        assert main(["convert", str(folders("llama3")), str(tmp_path / "out"), "--to", to, "--quiet"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert os.strerror(number) in told
+    assert ".safetensors cannot be written: [Errno" in told
+    assert "norm" in told.partition("(tensor ")[2], told
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").write_text("in use")
+    assert main(["convert", str(folders("llama3")), str(tmp_path / "out"), "--to", to, "--quiet"]) == 2
+    assert f"{tmp_path}/out is there already; remove it, or name another folder" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_tokenizer_and_settings_go_along(

@@ -113,7 +113,8 @@ class Seal:
         # Names contain the rank, so parts of ranks do not meet.
         records = {name: record for part in parts for name, record in part.records.items()}
         tensors = _joined(tensor for part in parts for tensor in part.tensors)
-        records[index.NAME] = write_file(folder / index.NAME, dump_json(index.to_json(tensors)))
+        with naming(index.NAME):
+            records[index.NAME] = write_file(folder / index.NAME, dump_json(index.to_json(tensors)))
         if self.scheme == manifests.FSDP_DTENSOR:
             records |= _torch_files().write_metadata(
                 folder, tensors, [each for part in parts for each in part.archives]
@@ -128,7 +129,8 @@ class Seal:
             manifests.check_files(folder, manifest)
         except CheckpointError as error:
             raise CheckpointError(f"{error} Is {self.path.parent} on storage that all ranks share?") from error
-        manifest.write(folder)
+        with naming(manifests.NAME):
+            manifest.write(folder)
 
 
 def write_part(folder: Place, part: Part, blocks: Iterable[Iterable[memoryview]]) -> Written:
@@ -147,7 +149,7 @@ def write_part(folder: Place, part: Part, blocks: Iterable[Iterable[memoryview]]
     remaining = iter(blocks)
     for number, pieces in enumerate(_batches(part.pieces)):
         name = f"data/{part.rank}-{number}{_suffix(part.scheme)}"
-        with _naming(name):
+        with naming(name):
             data = islice(remaining, len(pieces))
             if part.scheme == manifests.FSDP_DTENSOR:
                 records[name], found, around = _torch_files().write_data(folder, name, pieces, data)
@@ -156,7 +158,7 @@ def write_part(folder: Place, part: Part, blocks: Iterable[Iterable[memoryview]]
                 records[name], found = _write_data(folder, name, pieces, data)
         tensors += found
     for name, source in part.small.items():
-        with _naming(name):
+        with naming(name):
             records[name] = write_file(folder / name, source.read_bytes() if isinstance(source, Path) else source)
     # The entries of the files, which are not on disk with their contents.
     for inside in {name.rpartition("/")[0] for name in records}:
@@ -178,7 +180,7 @@ def _write_data(
     folder: Place, name: str, pieces: Sequence[Piece], blocks: Iterable[Iterable[memoryview]]
 ) -> tuple[FileRecord, list[TensorInfo]]:
     """Write a data file, and say where its tensors lie."""
-    record, placed, sums = write_tensors(folder / name, [piece.entry for piece in pieces], blocks)
+    record, placed, sums = write_tensors(folder / name, [piece.entry for piece in pieces], blocks, name)
     tensors = []
     for piece, entry, digests in zip(pieces, placed, sums, strict=True):
         chunk = Chunk(piece.offset, piece.size, name, entry.key, entry.start, digests)
@@ -187,26 +189,40 @@ def _write_data(
 
 
 def write_tensors(
-    path: Place, entries: Sequence[Entry], blocks: Iterable[Iterable[memoryview]]
+    path: Place, entries: Sequence[Entry], blocks: Iterable[Iterable[memoryview]], name: str
 ) -> tuple[FileRecord, list[Entry], list[tuple[str, ...]]]:
     """Write one safetensors file and bring it to the disk.
 
     While a block is being written, the next is fetched and summed.
 
+    Args:
+        path: the file.
+        entries: its tensors, in order.
+        blocks: the bytes of each tensor.
+        name: the file's name in messages.
+
     Returns:
         size and header checksum of the file; the entries with their places; for each tensor its blocks' checksums.
+
+    Raises:
+        CheckpointError: the system cannot write the file; it names the tensor.
     """
     header, placed = pack_header(entries, {"format": "pt"})
     sums: list[tuple[str, ...]] = []
-    with created(path) as write, ThreadPoolExecutor(1) as thread:
+    with naming(name), created(path) as write, ThreadPoolExecutor(1) as thread:
+
+        def put(block: memoryview, tensor: str) -> None:
+            with naming(name, f" (tensor {tensor})"):
+                write(block)
+
         pending: Future[None] = thread.submit(write, header)
-        for tensor in blocks:
+        for entry, tensor in zip(placed, blocks, strict=True):
             digests = []
             for block in tensor:
                 digests.append(checksum(block))
                 # The block before must be on its way before its memory is used again.
                 pending.result()
-                pending = thread.submit(write, block)
+                pending = thread.submit(put, block, entry.key)
             sums.append(tuple(digests))
         pending.result()
     size = placed[-1].start + placed[-1].nbytes if placed else len(header)
@@ -215,12 +231,12 @@ def write_tensors(
 
 
 @contextmanager
-def _naming(file: str) -> Iterator[None]:
-    """Errors of the system say which file they are about."""
+def naming(file: str, part: str = "") -> Iterator[None]:
+    """Errors of the system say which file they are about, and which ``part`` of it."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be written: {error}.") from error
+        raise CheckpointError(f"{file} cannot be written: {error}{part}.") from error
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
