@@ -75,8 +75,9 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path: Path, how: str, pp: int, r
         assert f"rank {rank} was killed by SIGKILL" in text or lightnings in text
 
 
+@pytest.mark.full
 def test_ranks_end_after_rank_0_was_killed(tmp_path: Path) -> None:
-    """On GPUs no connection breaks: a collective without rank 0 never ends."""
+    """On GPUs no connection breaks: a collective without rank 0 never ends. (Cheaper: test_orphans.)"""
     text, seconds = end_of("popen", "orphans", 2, 0, tmp_path)
     assert seconds < LIMIT
     assert "which it started, ends too" in text
