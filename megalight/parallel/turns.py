@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 
 import torch
 
@@ -41,7 +42,11 @@ class Turns:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._thread = ThreadPoolExecutor(1, "megalight-second-pass")
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        # Made by the first pair: most runs have none, and what holds a thread cannot be pickled.
+        return ThreadPoolExecutor(1, "megalight-second-pass")
 
     def play(self, first: Callable[[], None], second: Callable[[], None], fill: Callable[[], None]) -> None:
         """Run both passes to their ends. The second one begins.

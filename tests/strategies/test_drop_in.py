@@ -122,6 +122,17 @@ def test_a_module_is_copied_and_pickled_after_fit() -> None:
     assert first != weights(Plain("SGD").double())
 
 
+def _pickled() -> list[list[list[float]]]:
+    runner = fit(Plain("SGD"), batches(8, 4))
+    return [weights(each.lightning_module) for each in (pickle.loads(pickle.dumps(runner)), runner)]
+
+
+def test_a_trainer_is_pickled_after_fit() -> None:
+    """Callbacks that know their trainer, such as Lightning's bars, are then pickled too."""
+    first, other = run(_pickled, 1)[0]
+    assert first == other
+
+
 class Unfrozen(Plain):
     """Its first layer is trained from the second epoch on."""
 
