@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,20 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import host
 from megalight import registry
 from megalight.nn.moe.counts import HostCounts
-from megalight.ops.grouped_linear import together
 from megalight.ops.linear import wgrad
 from megalight.ops.scaled_accumulate import cublaslt
 from megalight.registry import BackendRegistry
-
-SHAPE = replace(host.TINY, layers=1, hidden=64, ffn=128, seq=256, micro=2, steps=2, warmup=1, device="cpu")
-EXPERTS = 8
-KINDS = {
-    "dense bf16": SHAPE,
-    "dense FP8": replace(SHAPE, precision="fp8"),
-    "MoE bf16": replace(SHAPE, experts=EXPERTS),
-    "MoE FP8": replace(SHAPE, experts=EXPERTS, precision="fp8"),
-}
-"""Layers whose calls are counted. Experts in FP8 are taken for so large that they run one by one."""
 
 NAMES = {"weight_gradient": "shaped_fp32", "scaled_mm": "torch_tensorwise", "scaled_accumulate": "cublaslt"}
 """What a GPU chooses where it is not ``triton``."""
@@ -122,7 +110,7 @@ class Library:
 
 def equal_counts(self: HostCounts, *lengths: int) -> list[list[int]]:
     """Return equal numbers of rows: kernels that do nothing count nothing."""
-    each = SHAPE.seq * 2 // EXPERTS
+    each = host.LAYER.seq * 2 // host.EXPERTS
     return [[each * (number + 1) for number in range(length)] for length in lengths]
 
 
@@ -235,15 +223,15 @@ def counted(kind: str) -> Calls:
             found.append(count(forward))
         return {}
 
-    with patch.object(host, "time_layer", look), patch.object(together, "LARGE_ONE_SCALE", 1):
-        host.ours(KINDS[kind], calls=3)
+    with patch.object(host, "time_layer", look):
+        host.of_kind(kind, "cpu", calls=3)
     return found[0]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     chosen = sys.argv[1:]
-    for kind in chosen or KINDS:
+    for kind in chosen or host.KINDS:
         calls = counted(kind)
         print(f"{kind}: {calls.totals}", flush=True)
         for name, counter in calls._asdict().items() if chosen else ():

@@ -2,6 +2,7 @@
 
     python benchmarks/host.py                  # on this machine's CPU
     python benchmarks/host.py --device cuda    # on a GPU: its kernels are too short to be waited for
+    python benchmarks/host.py --device cuda --kinds   # four kinds of layers: dense and with experts, bf16 and FP8
 
 Tensors are tiny, so that nearly all of the time is host time. The step is the one of `dense_step.py`: a GPT with
 MegatronStrategy, four micro-batches, clipping, Adam. The script prints median microseconds of the parts of a step;
@@ -22,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +37,21 @@ from benchmarks.peers.megalight import train
 from benchmarks.step import Step
 from megalight.imports import has
 from megalight.nn.side_losses import AttachedSideLosses, collecting
+from megalight.ops.grouped_linear import together
 from megalight.parallel import trace
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
 
 TINY = Step(layers=12, hidden=32, ffn=64, heads=2, kv=2, vocab=64, seq=8, mbs=1, micro=4, steps=30, warmup=8)
+LAYER = replace(TINY, layers=1, hidden=64, ffn=128, seq=256, micro=2, steps=2, warmup=1)
+EXPERTS = 8
+KINDS = {
+    "dense bf16": LAYER,
+    "dense FP8": replace(LAYER, precision="fp8"),
+    "MoE bf16": replace(LAYER, experts=EXPERTS),
+    "MoE FP8": replace(LAYER, experts=EXPERTS, precision="fp8"),
+}
+"""Kinds of layers. Experts in FP8 are taken for so large that they run one by one."""
 CALLS = 500
 """Number of timed calls of a layer's forward and backward. The fastest one counts."""
 
@@ -74,6 +86,12 @@ class Spans:
         rows = self.steps[warmup:]
         found = {name: 1e6 * statistics.median(row.get(name, 0.0) for row in rows) for name in rows[-1]}
         return {**found, "outside": found["step"] - found["forward"] - found["backward"]}
+
+
+def of_kind(kind: str, device: str, calls: int = CALLS) -> dict[str, float]:
+    """Time a layer of a kind, with the strategy's gradient buffers."""
+    with patch.object(together, "LARGE_ONE_SCALE", 1):
+        return ours(replace(KINDS[kind], device=device), calls)[1]
 
 
 def clock_of(device: str) -> Callable[[], float]:
@@ -205,8 +223,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    step = replace(TINY, **vars(parser.parse_args()))
+    parser.add_argument("--kinds", action="store_true", help="time layers of four kinds in place of a step")
+    arguments = vars(parser.parse_args())
     torch.set_num_threads(1)
+    if arguments.pop("kinds"):
+        if arguments["precision"] != "bf16":
+            parser.error("--kinds has precisions of its own: leave out --precision.")
+        print(f"torch {torch.__version__}; microseconds of the host for a layer")
+        for kind in KINDS:
+            found = of_kind(kind, arguments["device"])
+            print(f"{kind}:", ", ".join(f"{part} {value:.0f}" for part, value in found.items()), flush=True)
+        return
+    step = replace(TINY, **arguments)
     parts, layer = ours(step)
     print(f"{device_name(step)}, torch {torch.__version__}; microseconds of the host")
     print("a step:", ", ".join(f"{name} {value:.0f}" for name, value in parts.items()))
