@@ -91,9 +91,13 @@ class ParallelGPT(nn.Module):
         def step(chunk: nn.Module, tokens: Tensor, carry: Carry | None) -> Carry:
             hidden = None if carry is None else carry["hidden"]
             # Only the stage with the embedding reads images.
-            seen = {} if pictures is None or chunk.embed is None else {"pictures": pictures}
+            seen: dict[str, Any] = {} if pictures is None or chunk.embed is None else {"pictures": pictures}
+            if carry is not None and "memory" in carry:
+                seen["memory"] = carry["memory"]
             output = chunk(tokens, sequences, hidden=hidden, states=states, rows=rows, **seen)
-            return {"logits": output.logits} if output.hidden is None else {"hidden": output.hidden}
+            if output.hidden is None:
+                return {"logits": output.logits}
+            return {"hidden": output.hidden} | ({} if output.memory is None else {"memory": output.memory})
 
         # New tokens are few, and any number of them: they do not divide by tp.
         with whole_tokens(self):

@@ -28,7 +28,12 @@ class TransformerLayer(nn.Module):
         name: name of the mixer.
         dropout: dropout probability of the outputs of mixer and MLP.
         mixer_post_norm, mlp_post_norm: norms of these outputs, or None.
+
+    Attributes:
+        adds: which of several memories ``[N, T, h]`` is added to the output, such as features of images; None: none.
     """
+
+    adds: int | None = None
 
     def __init__(
         self,
@@ -74,4 +79,5 @@ class TransformerLayer(nn.Module):
         if self.mlp_post_norm is not None:
             added = self.mlp_post_norm(added)
         added = self.mlp_dropout(added)
-        return hidden + added
+        hidden = hidden + added
+        return hidden if self.adds is None or memory is None else hidden + memory[self.adds]

@@ -11,7 +11,7 @@ from megalight.nn.context import LayerContext
 
 
 def run_layers(
-    layers: nn.ModuleDict,
+    layers: Mapping[str, nn.Module] | nn.ModuleDict,
     hidden: Tensor,
     context: LayerContext,
     states: Mapping[str, Any] | None = None,

@@ -53,6 +53,12 @@ QWEN = replace(
     vision=replace(samples.QWEN.vision, init=InitConfig(std=0.4)),
     projector=replace(samples.QWEN.projector, init=InitConfig(std=0.4)),
 )
+QWEN3 = replace(
+    samples.QWEN3,
+    language=replace(samples.QWEN3.language, num_layers=4, init=InitConfig(std=0.4)),
+    vision=replace(samples.QWEN3.vision, init=InitConfig(std=0.4)),
+    projector=replace(samples.QWEN3.projector, init=InitConfig(std=0.4)),
+)
 GEMMA = replace(
     samples.GEMMA,
     language=replace(samples.GEMMA.language, num_layers=4, init=InitConfig(std=0.4)),
@@ -65,7 +71,7 @@ INTERN = replace(
     vision=replace(samples.INTERN.vision, init=InitConfig(std=0.4)),
     projector=replace(samples.INTERN.projector, init=InitConfig(std=0.4)),
 )
-CONFIGS = {"llava": CONFIG, "qwen": QWEN, "gemma": GEMMA, "intern": INTERN}
+CONFIGS = {"llava": CONFIG, "qwen": QWEN, "qwen3": QWEN3, "gemma": GEMMA, "intern": INTERN}
 
 
 @functools.cache
@@ -167,11 +173,21 @@ def test_every_rank_gets_the_tokens_of_one_device(ranks: int, options: dict[str,
     assert all(found == expected for found in run(_generate, ranks, options))
 
 
-def test_every_rank_gets_the_tokens_of_one_device_with_images_of_any_size() -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"),
+    [
+        ("qwen", 4, {**SP, "pipeline_parallel": 2}),
+        ("qwen3", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+        ("gemma", 2, {"pipeline_parallel": 2}),
+    ],
+    ids=str,
+)
+def test_every_rank_gets_the_tokens_of_one_device_in_other_families(
+    name: str, ranks: int, options: dict[str, Any]
+) -> None:
     pytest.importorskip("PIL")
-    expected = ask(one_device("qwen"))
-    options = {**SP, "pipeline_parallel": 2}
-    assert all(found == expected for found in run(_generate, 4, options, "qwen"))
+    expected = ask(one_device(name))
+    assert all(found == expected for found in run(_generate, ranks, options, name))
 
 
 def test_tokens_and_images_that_do_not_match_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Gemma-3 and InternVL against ``transformers``: logits, losses, gradients, weights both ways, configurations."""
+"""Gemma-3, InternVL and Qwen3-VL against ``transformers``: logits, losses, gradients, weights, configurations."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.presets import PRESETS
+from megalight.models.vlm.task import pictures_of
 from megalight.parallel.source import model_targets
 from megalight.types import TokenBatch
 from tests.models.test_vlm_hugging_face import TEXT
@@ -52,6 +53,16 @@ def internvl(**vision: Any) -> Any:
     return transformers.InternVLForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
+def qwen3_vl(**options: Any) -> Any:
+    rotation = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = TEXT | {"head_dim": 8, "num_hidden_layers": 3, "max_position_embeddings": 2048, "rope_parameters": rotation}
+    vision = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 3, "patch_size": 4}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
+    tokens = {"image_token_id": IMAGE, "vision_start_token_id": IMAGE - 1}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens, **options)
+    return transformers.Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager")
+
+
 def images_of(config: VLMConfig, pictures: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
     """``[tiles, 3, size, size]``, normalised."""
     size, vision = config.vision.image_size, config.vision
@@ -69,6 +80,22 @@ class Case:
     asked: Callable[[VLMConfig, torch.Tensor, list[np.ndarray], torch.dtype], dict[str, Any]]
 
 
+def squares(config: VLMConfig, tokens: torch.Tensor, pictures: list[np.ndarray], dtype: torch.dtype) -> dict[str, Any]:
+    """Rows of patches in squares of 2 x 2, each pixel of both frames, and the rows and columns of each image."""
+    rows, grids, p = [], [], config.vision.patch_size
+    for each in pictures:
+        height, width = (side // p for side in each.shape[:2])
+        cut = torch.from_numpy(each).view(height // 2, 2, p, width // 2, 2, p, 3).permute(0, 3, 1, 4, 6, 2, 5)
+        rows.append(cut.reshape(height * width, 3, 1, p * p).expand(-1, -1, 2, -1).flatten(1))
+        grids.append([1, height, width])
+    pixels = torch.cat(rows).double() / 255
+    return {
+        "pixel_values": ((pixels - 0.5) / 0.5).to(dtype),
+        "image_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": (tokens == IMAGE).int(),
+    }
+
+
 def only_pixels(
     config: VLMConfig, tokens: torch.Tensor, pictures: list[np.ndarray], dtype: torch.dtype
 ) -> dict[str, Any]:
@@ -77,7 +104,10 @@ def only_pixels(
 
 TILES = [[(16, 16), (48, 16)], [], [(32, 16)]]
 """Of one, three and two squares, one below the other."""
+ANY = [[(24, 40), (8, 16)], [], [(32, 8)]]
 CASES = {
+    "qwen3_vl": Case(qwen3_vl, ANY, squares),
+    "qwen3_vl_tied": Case(lambda: qwen3_vl(tie_word_embeddings=True), ANY, squares),
     "internvl": Case(internvl, TILES, only_pixels),
     "internvl_6b": Case(
         lambda: internvl(use_qk_norm=True, norm_type="rms_norm", attention_bias=True), TILES, only_pixels
@@ -106,6 +136,8 @@ def theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def read(folder: Path, dtype: torch.dtype = torch.float32) -> VLM:
     config = config_from_transformers(read_config(folder))
+    if config.vision.dynamic is not None:  # such small pictures stay as they are
+        config = replace(config, vision=replace(config.vision, dynamic=replace(config.vision.dynamic, min_pixels=64)))
     model = VLM(config).to(dtype)
     Folder(folder, weight_map(config), "").fill(model_targets(model))
     return model
@@ -141,7 +173,7 @@ def test_equal_outputs_and_gradients(name: str, dtype: torch.dtype, tmp_path: Pa
     tokens = asked["input_ids"]
     expected = reference(**asked, labels=tokens.masked_fill(tokens == IMAGE, -100))
     module = VLMModule(model.config)
-    pictures = module._pictures(batch, batch.sequences)
+    pictures = pictures_of(model.config, batch.images, batch.source.flatten(), 1)
     logits = model(tokens.flatten(), batch.sequences, pictures=pictures).logits
     assert relative_error(logits.view_as(expected.logits), expected.logits) < exact
     module.token_multiple = 4  # as under sequence parallelism
@@ -179,6 +211,21 @@ def test_weights_return_bit_by_bit(name: str, tmp_path: Path) -> None:
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    # Qwen/Qwen3-VL-8B-Instruct
+    "qwen3_vl_8b": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 151655,
+        "text_config": {"model_type": "qwen3_vl_text", "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096}
+        | {"intermediate_size": 12288, "max_position_embeddings": 262144, "num_attention_heads": 32}
+        | {"num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 5000000}
+        | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}}
+        | {"attention_bias": False, "vocab_size": 151936},
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": "qwen3_vl", "deepstack_visual_indexes": [8, 16, 24], "depth": 27}
+        | {"hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152, "in_channels": 3, "intermediate_size": 4304}
+        | {"num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 4096, "patch_size": 16}
+        | {"spatial_merge_size": 2, "temporal_patch_size": 2},
+    },
     # OpenGVLab/InternVL3-8B-hf
     "internvl3_8b": {
         "model_type": "internvl",
@@ -233,6 +280,10 @@ def test_published_configurations(name: str) -> None:
             {"patch_size": 16},
             "projector.merge is 2, and images of",
         ),
+        ("qwen3_vl", "vision_config", {"out_hidden_size": 16}, "out_hidden_size is 16 and the language model has"),
+        ("qwen3_vl", "vision_config", {"num_position_embeddings": 24}, "num_position_embeddings is 24; it must be"),
+        ("qwen3_vl", "vision_config", {"deepstack_visual_indexes": [3]}, "deepstack is [3]; it must have layers of"),
+        ("qwen3_vl", "text_config", {"num_hidden_layers": 1}, "deepstack has 2 layers, and the language model 1"),
         ("gemma3", "text_config", {"sliding_window": 3}, "an image has 4 tokens, and language.attention.window is 2"),
     ],
     ids=str,

@@ -21,6 +21,7 @@ from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.presets import PRESETS
+from megalight.models.vlm.task import pictures_of
 from megalight.parallel.source import model_targets
 from megalight.types import TokenBatch
 from tests.models.vlm_samples import CONFIG
@@ -139,7 +140,7 @@ def test_equal_outputs_and_gradients(dtype: torch.dtype, kind: str, options: dic
     labels = tokens.masked_fill(tokens == IMAGE, -100)
     expected = reference(**asked, labels=labels)
     module = VLMModule(model.config)
-    pictures = module._pictures(batch, batch.sequences)
+    pictures = pictures_of(model.config, batch.images, batch.source.flatten(), 1)
     logits = model(tokens.flatten(), batch.sequences, pictures=pictures).logits
     assert relative_error(logits.view_as(expected.logits), expected.logits) < exact
     loss = module.loss_step(module.forward_step(model, batch), batch).sum / module.loss_tokens(batch)
@@ -253,7 +254,7 @@ def test_the_published_configuration_of_onevision() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "blip"}, "model_type is 'blip'; weights of gemma3, internvl, "),
+        ({"model_type": "blip"}, "model_type is 'blip'; weights of gemma3, internvl"),
         ({"vision_feature_layer": [-2, -1]}, "features of a single layer are read"),
         ({"vision_feature_layer": 9}, "vision_feature_layer is 9; the tower has 3 layers"),
         ({"vision_feature_select_strategy": "full"}, "'full'; from clip_vision_model only 'default' is read"),

@@ -26,6 +26,7 @@ from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.presets import PRESETS
+from megalight.models.vlm.task import pictures_of
 from megalight.ops.rotary import RotaryAxes
 from megalight.parallel.source import model_targets
 from megalight.types import TokenBatch
@@ -137,7 +138,7 @@ def test_equal_outputs_and_gradients(dtype: torch.dtype, tmp_path: Path) -> None
     tokens = asked["input_ids"]
     expected = reference(**asked, labels=tokens.masked_fill(tokens == IMAGE, -100))
     module = VLMModule(model.config)
-    pictures = module._pictures(batch, batch.sequences)
+    pictures = pictures_of(model.config, batch.images, batch.source.flatten(), 1)
     logits = model(tokens.flatten(), batch.sequences, pictures=pictures).logits
     assert relative_error(logits.view_as(expected.logits), expected.logits) < exact
     loss = module.loss_step(module.forward_step(model, batch), batch).sum / module.loss_tokens(batch)

@@ -30,7 +30,7 @@ from megalight.parallel.transform import apply_transforms
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 from tests.environment import trainer
-from tests.models.vlm_samples import CONFIG, GEMMA, INTERN, LANGUAGE, QWEN, batch, small
+from tests.models.vlm_samples import CONFIG, GEMMA, INTERN, LANGUAGE, QWEN, QWEN3, batch, small
 from tests.strategies.training import (
     ADAM,
     CLIP,
@@ -64,6 +64,8 @@ CONFIGS = {
         language=replace(QWEN.language, hidden_size=64, ffn_hidden_size=64),
         vision=replace(QWEN.vision, hidden_size=32, ffn_hidden_size=32),
     ),
+    "qwen3": QWEN3,
+    "deep_qwen3": replace(QWEN3, language=replace(QWEN3.language, num_layers=4)),
     "gemma": GEMMA,
     "intern": INTERN,
     "plain": small(class_token=False, patch_bias=True, input_norm=False, output_norm=True, activation="gelu_tanh"),
@@ -202,12 +204,23 @@ CHOSEN = [
     ("qwen", "mixed", 2, {**SP, "recompute": Recompute(vision=Recompute(granularity="full")), "micro_batch_size": 2}),
     ("qwen", "mixed", 4, {**SP, "context_parallel": 2, "micro_batch_size": 2}),
     ("deep_qwen", "one", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("qwen3", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("qwen3", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("qwen3", "one", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("gemma", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("gemma", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("intern", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("intern", "one", 2, {"context_parallel": 2, "micro_batch_size": 2}),
 ]
 FULL = [
+    ("qwen3", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
+    ("qwen3", "none", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("qwen3", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("deep_qwen3", "mixed", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("qwen3", "mixed", 4, {**SP, "context_parallel": 2, "micro_batch_size": 2}),
+    ("qwen3", "mixed", 2, {"recompute": Recompute(granularity="full"), "micro_batch_size": 1}),
+    ("qwen3", "mixed", 2, {"recompute": Recompute(vision=Recompute(granularity="full")), "micro_batch_size": 1}),
+    ("qwen3", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
     ("gemma", "one", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
     ("gemma", "none", 2, {**SP, "micro_batch_size": 1}),
     ("gemma", "mixed", 2, {"micro_batch_size": 1}),

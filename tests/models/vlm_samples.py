@@ -47,6 +47,25 @@ QWEN = VLMConfig(
     image_token=IMAGE,
 )
 """As Qwen2.5-VL: images of any size, windows, squares of patches that are one token, and positions on three axes."""
+QWEN3 = replace(
+    QWEN,
+    language=replace(
+        LANGUAGE,
+        position=PositionConfig(axes=RotaryAxes((2, 1, 1), interleaved=True)),
+        attention=AttentionConfig(qk_norm=True),
+    ),
+    vision=replace(
+        QWEN.vision,
+        num_layers=3,
+        norm="layer",
+        patch_bias=True,
+        activation="gelu_tanh",
+        dynamic=DynamicConfig(min_pixels=64, table=5),
+    ),
+    projector=ProjectorConfig(merge=2, norm="layer", hidden_size=40),
+    deepstack=(0, 2),
+)
+"""As Qwen3-VL: a table of positions, and features of earlier layers that later layers of the language model get."""
 SQUARES = replace(VISION, image_size=16, class_token=False, input_norm=False)
 GEMMA = VLMConfig(
     language=replace(

@@ -32,6 +32,7 @@ class DynamicForm:
         window: side of a window, in pixels. 0: there are none.
         channels: 3 (red, green, blue) or 1 (grey).
         axes: whether tokens have positions on several axes.
+        extent: whether positions of patches say the rows and columns of their image, too, for a table of positions.
     """
 
     patch: int
@@ -41,9 +42,14 @@ class DynamicForm:
     window: int = 0
     channels: int = 3
     axes: bool = True
+    extent: bool = False
 
     fixed_tokens = None
-    cut_axes = (2,)
+
+    @property
+    def cut_axes(self) -> tuple[int, ...]:
+        """The first dims of positions, before the rows."""
+        return (4,) if self.extent else (2,)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return width and height after resizing: multiples of a square of patches, with a fitting number of pixels.
@@ -94,6 +100,9 @@ class DynamicForm:
         positions = np.stack(
             [(outer[:, None] * m + own).reshape(-1) for outer, own in zip((down, right), inner, strict=True)]
         )
+        if self.extent:
+            sides = np.broadcast_to(np.array([[rows * m], [columns * m]]), positions.shape)
+            positions = np.concatenate([positions, sides])
         # Token number `t` is the square `t`, which `order` has moved.
         source = np.empty(rows * columns, np.int64)
         source[order] = np.arange(rows * columns)

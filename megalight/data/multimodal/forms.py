@@ -20,7 +20,7 @@ class Cut:
     Attributes:
         pixels: ``[rows, channels * height * width]`` uint8. A row of a class token is zeros.
         positions: ``[rows]`` int64: the row of each patch in the tower's table of positions; or ``[2, rows]``: its row
-            and its column in the image.
+            and its column in the image; or ``[4, rows]``: and the rows and columns of the image.
         source: ``[tokens]`` int64: for each token of the image, the row of features that it stands for, or ``NEWLINE``.
         grid: rows and columns of tokens.
         windows: rows of each window, in order; empty: there are none.

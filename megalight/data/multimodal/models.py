@@ -38,4 +38,5 @@ def form_of(config: Any, resize: Resize | None = None) -> Form:
         window=dynamic.window,
         channels=vision.channels,
         axes=axes,
+        extent=dynamic.table > 0,
     )

@@ -68,6 +68,7 @@ class Output:
         depths: for each depth of multi-token prediction, losses ``[T]``; hidden states ``[T, h]``, if this part has no
             head. Empty if there are no depths before or in this part, or if they were not asked for.
         divergences: ``[T]``, from the teacher of a lesson.
+        memory: ``[N, T, h]``: what layers of the next part read, beside ``hidden``.
     """
 
     hidden: Tensor | None = None
@@ -75,6 +76,7 @@ class Output:
     logits: Tensor | None = None
     depths: tuple[Tensor, ...] = ()
     divergences: Tensor | None = None
+    memory: Tensor | None = None
 
 
 def build_norm(config: GPTConfig, size: int) -> nn.Module:
@@ -395,6 +397,7 @@ class GPT(nn.Module):
         later: Sequence[Later] = (),
         depths: Sequence[Tensor] = (),
         lesson: Lesson | None = None,
+        memory: Tensor | None = None,
     ) -> Output:
         """Run the parts that this model has.
 
@@ -408,6 +411,7 @@ class GPT(nn.Module):
             later: one entry for each depth of multi-token prediction. Empty: the depths do not run.
             depths: hidden states ``[T, h]`` of each depth, from the part before, if the depths were in that one.
             lesson: what the head learns from a teacher, with labels.
+            memory: ``[N, T, h]``, of which layers add some to their output.
 
         Raises:
             DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
@@ -421,7 +425,7 @@ class GPT(nn.Module):
             raise DataError("hidden is None, but this model has no embedding; pass hidden states [T, h].")
         # The context is made once. Recompute of a layer then passes the same object.
         context = self.context(sequences, hidden.dtype)
-        hidden = run_layers(self.layers, hidden, context, states)
+        hidden = run_layers(self.layers, hidden, context, states, memory)
         if self.mtp is not None and later:
             depths = self.mtp(hidden, [each.tokens for each in later], self._positions(sequences, len(later)), context)
         if self.head is None:

@@ -19,6 +19,8 @@ class DynamicConfig:
         window: side of the windows, in pixels, inside of which attention stays. 0: there are none.
         full_layers: layers without windows, whose attention spans the image.
         base: of the rotary frequencies.
+        table: side of a learned table of positions, which is laid over each image: a patch reads between its entries
+            (Qwen3-VL). 0: there is none.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -30,6 +32,7 @@ class DynamicConfig:
     window: int = 0
     full_layers: tuple[int, ...] = ()
     base: float = 10000.0
+    table: int = 0
 
     def __post_init__(self) -> None:
         # Recipes give lists, and a configuration must be hashable.
@@ -46,6 +49,7 @@ class DynamicConfig:
             f"vision.dynamic.full_layers is {list(self.full_layers)} without a window; set vision.dynamic.window, or "
             "leave them out.",
         )
+        require(self.table >= 0, f"vision.dynamic.table is {self.table}; it must be a side, or 0.")
         require(self.base > 1, f"vision.dynamic.base is {self.base}; it must be above 1.")
 
     def has_window(self, layer: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -23,6 +24,7 @@ from megalight.nn import (
     run_layers,
 )
 from megalight.nn.init import Constant, Initializer, Normal
+from megalight.ops.common import wide
 from megalight.ops.rotary import RotaryAxes
 from megalight.types import PackedSequences
 
@@ -38,7 +40,8 @@ class Pictures:
         pixels: ``[P, patch_values]``, normalised: a patch is ``[channels, height, width]``. A row of a class token has
             any values.
         positions: ``[P]`` int64: the row of each patch in the table of positions. Class tokens have 0. For images of
-            any size ``[2, P]``: the row and the column of each patch in its image.
+            any size ``[2, P]``: the row and the column of each patch in its image; with a table of positions also the
+            rows and columns of that image, ``[4, P]``.
         sequences: how the rows divide into images. A row sees the other rows of its image.
         source: ``[T]`` int64: for each token, the row whose features replace it, -1 for text, or ``NEWLINE``. Rows are
             counted after those have been joined that the projector joins.
@@ -106,6 +109,39 @@ class ClassToken(nn.Module):
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
         """``positions [P], hidden [P, h] -> [P, h]``."""
         return torch.where((positions == 0)[:, None], self.weight, hidden)
+
+
+class PositionTable(nn.Module):
+    """A square table of learned rows that is laid over each image; patches read between its entries (bilinear).
+
+    Args:
+        side: of the table.
+        hidden_size: width.
+        std: standard deviation of the initial values.
+
+    Attributes:
+        weight: ``[side^2, h]``.
+    """
+
+    def __init__(self, side: int, hidden_size: int, std: float) -> None:
+        super().__init__()
+        self.side = side
+        self.weight = nn.Parameter(torch.empty(side * side, hidden_size))
+        self.initializers: dict[str, Initializer] = {"weight": Normal(std)}
+
+    def forward(self, places: Tensor) -> Tensor:
+        """``[P, 4] -> [P, h]``: row and column of each patch, and the rows and columns of its image."""
+        # The first and the last patch are at the edges of the table. In float64, so that those on entries stay there.
+        last = self.side - 1
+        at = places[:, :2] * last / (places[:, 2:] - 1).clamp(min=1).double()
+        low = at.long()
+        high, share = (low + 1).clamp(max=last), at - low
+        out = torch.zeros((), dtype=self.weight.dtype, device=self.weight.device)
+        for row, of_row in ((low[:, 0], 1 - share[:, 0]), (high[:, 0], share[:, 0])):
+            for column, of_column in ((low[:, 1], 1 - share[:, 1]), (high[:, 1], share[:, 1])):
+                weight = (of_row * of_column).to(wide(self.weight.dtype))[:, None]
+                out = out + F.embedding(row * self.side + column, self.weight) * weight
+        return out.to(self.weight.dtype)
 
 
 class LayerScale(nn.Module):
@@ -192,33 +228,48 @@ class VisionTower(nn.Module):
         rotary: rotary embedding of this place, or None. It has no parameters.
         input_norm, output_norm: norms before the first and after the last layer, or None.
         layers: transformer layers in order, by index as a string.
+        taps: layers whose output is returned, too, in ascending order.
     """
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, taps: Sequence[int] = ()) -> None:
         super().__init__()
+        self.taps = tuple(taps)
         size, std = config.hidden_size, config.init.std
         frames = None if config.dynamic is None else config.dynamic.frames
         self.patch = PatchEmbedding(
             config.channels, config.patch_size, size, bias=config.patch_bias, std=std, frames=frames
         )
         self.class_token = ClassToken(size, std) if config.class_token else None
-        self.position = Embedding(config.num_rows, size, std) if config.dynamic is None else None
+        self.position: Embedding | PositionTable | None = None
+        if config.dynamic is None:
+            self.position = Embedding(config.num_rows, size, std)
+        elif config.dynamic.table:
+            self.position = PositionTable(config.dynamic.table, size, std)
         self.rotary = build_rotary(config)
         self.input_norm = build_norm(config) if config.input_norm else None
         self.layers = nn.ModuleDict({str(i): build_layer(config, i) for i in range(config.num_layers)})
         self.output_norm = build_norm(config) if config.output_norm else None
 
-    def forward(self, pictures: Pictures) -> Tensor:
-        """Return the features of all rows, ``[P, h]``, class tokens and padding among them."""
+    def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
+        """Return the features of all rows, ``[P, h]``, class tokens and padding among them; then those at the taps."""
         # Each step is row by row, up to attention, so that any share of the rows may be elsewhere.
         hidden: Tensor = self.patch(pictures.pixels)
         if self.class_token is not None:
             hidden = self.class_token(pictures.positions, hidden)
         if self.position is not None:
-            hidden = hidden + self.position(pictures.positions)
+            # A row for each patch, as of hidden states.
+            hidden = hidden + self.position(pictures.positions.t())
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
-        tables = {} if self.rotary is None else {ROTARY: self.rotary(pictures.positions, hidden.dtype)}
+        tables = {} if self.rotary is None else {ROTARY: self.rotary(pictures.positions[:2], hidden.dtype)}
         divisions = {} if pictures.windows is None else {WINDOWS: pictures.windows}
-        hidden = run_layers(self.layers, hidden, LayerContext(pictures.sequences, tables, divisions=divisions))
-        return hidden if self.output_norm is None else self.output_norm(hidden)
+        context = LayerContext(pictures.sequences, tables, divisions=divisions)
+        tapped = list[Tensor]()
+        if self.taps:
+            for name, layer in self.layers.items():
+                hidden = run_layers({name: layer}, hidden, context)
+                if int(name) in self.taps:
+                    tapped.append(hidden)
+        else:
+            hidden = run_layers(self.layers, hidden, context)
+        return (hidden if self.output_norm is None else self.output_norm(hidden)), *tapped

@@ -73,6 +73,8 @@ class VLMConfig:
         projector: what connects them.
         image_token: the id in whose places features of images come. The tokens of an image are one after the other.
         newline: whether a learned row follows the features of each image, as LLaVA-OneVision has it.
+        deepstack: layers of the tower, in ascending order, whose features have projectors of their own and are added
+            to the output of the first layers of the language model, one each (https://arxiv.org/abs/2406.04334).
         mutual: whether the tokens of an image see each other in the language model, as in Gemma-3. Attention is causal
             otherwise.
 
@@ -86,8 +88,26 @@ class VLMConfig:
     image_token: int
     newline: bool = False
     mutual: bool = False
+    deepstack: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # Recipes give lists, and a configuration must be hashable.
+        object.__setattr__(self, "deepstack", tuple(self.deepstack))
+        layers, least = self.vision.num_layers, self.language.num_layers
+        require(
+            list(self.deepstack) == sorted({layer for layer in self.deepstack if 0 <= layer < layers}),
+            f"deepstack is {list(self.deepstack)}; it must have layers of the tower, 0 to {layers - 1}, in ascending "
+            "order.",
+        )
+        require(
+            len(self.deepstack) <= least,
+            f"deepstack has {len(self.deepstack)} layers, and the language model {least}; each is added to another "
+            "one.",
+        )
+        require(
+            not self.deepstack or not self.language.layer_pattern,
+            "deepstack is set with language.layer_pattern; features are added to transformer layers. Leave one out.",
+        )
         require(
             0 <= self.image_token < self.vocab_size,
             f"image_token is {self.image_token}; it must be an id of the vocabulary, below {self.vocab_size}.",

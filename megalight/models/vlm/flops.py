@@ -12,8 +12,8 @@ from megalight.models.vision import flops as tower
 from megalight.models.vision.flops import Passes
 from megalight.models.vlm.config import VLMConfig
 
-PARTS = ("embed.tower.", "embed.projector.", "")
-"""What names of parameters of the tower, the projector and the language model begin with."""
+PARTS = (".tower.", ".projector.", "")
+"""What names of parameters of the tower, the projectors and the language model contain."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Trained:
         looked_up = () if config.language.tie_embeddings else ("embed.word.weight",)
         counted, own, some = [0] * 3, [0] * 3, [False] * 3
         for name, parameter in model.named_parameters():
-            part = next(index for index, prefix in enumerate(PARTS) if name.startswith(prefix))
+            part = next(index for index, prefix in enumerate(PARTS) if prefix in name)
             some[part] |= parameter.requires_grad
             if parameter.ndim > 1 and ".lora_" not in name and name not in looked_up:
                 counted[part] += parameter.numel()
@@ -76,4 +76,5 @@ def flops_of_images(
         projector += trained.projector.of_weights * inner * wide
     if config.vision.class_token and joined > 1:  # rows of the tower alone
         lengths = [length + 1 for length in lengths]
-    return tower.flops_of_images(config.vision, lengths, windows, trained.tower) + projector * features
+    projectors = 1 + len(config.deepstack)
+    return tower.flops_of_images(config.vision, lengths, windows, trained.tower) + projectors * projector * features

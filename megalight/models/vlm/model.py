@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from megalight.data.multimodal.images import NEWLINE
 from megalight.errors import DataError
+from megalight.models.config import require
 from megalight.models.gpt.model import GPT, Output
 from megalight.models.vision.model import Pictures, VisionTower
-from megalight.models.vlm.config import VLMConfig
+from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 from megalight.nn import Activation, LayerNorm, Linear, RMSNorm, TokenEmbedding
 from megalight.nn.init import Initializer, Normal
 from megalight.types import PackedSequences
@@ -25,16 +27,16 @@ class Projector(nn.Module):
     after it. With one layer: ``proj(norm(join(x)))``.
     """
 
-    def __init__(self, config: VLMConfig) -> None:
+    def __init__(self, config: VLMConfig, own: ProjectorConfig | None = None) -> None:
         super().__init__()
-        own, wide = config.projector, config.language.hidden_size
+        own, wide = own or config.projector, config.language.hidden_size
         inner, std = own.hidden_size or wide, own.init.std
         self.joined, self.pool, self.norm_joined = own.merge**2, own.pool, own.norm_joined
         # A class token is no part of a square.
         self.patches = PatchRows() if config.vision.class_token and own.merge > 1 else None
         size = config.vision.hidden_size
         joined = size if own.pool else size * self.joined
-        self.norm = build_norm(config, joined if own.norm_joined else size)
+        self.norm = build_norm(own, joined if own.norm_joined else size, config.vision.backends.norm)
         self.proj = Linear(joined, wide, bias=own.bias, std=std) if own.layers == 1 else None
         self.up = Linear(joined, inner, bias=own.bias, std=std) if own.layers == 2 else None
         self.act = Activation(own.activation, config.vision.backends.activation)
@@ -68,9 +70,8 @@ class PatchRows(nn.Module):
         return features.index_select(0, patches)
 
 
-def build_norm(config: VLMConfig, size: int) -> nn.Module | None:
-    """Build the projector's norm over ``size`` features, if it has one."""
-    own, backend = config.projector, config.vision.backends.norm
+def build_norm(own: ProjectorConfig, size: int, backend: str) -> nn.Module | None:
+    """Build a projector's norm over ``size`` features, if it has one."""
     if own.norm == "none":
         return None
     if own.norm == "layer":
@@ -129,10 +130,19 @@ class ImageTextEmbedding(TokenEmbedding):
         tower: turns images into features, or None: features arrive.
         projector: gives these the width of hidden states; None without a tower.
         newline: the row after each image, or None.
+        deep: projectors of the tower's taps.
+
+    Attributes:
+        deep: by number, a module with each ``projector``; None: there are none.
     """
 
     def __init__(
-        self, text: TokenEmbedding, tower: VisionTower, projector: Projector, newline: Newline | None = None
+        self,
+        text: TokenEmbedding,
+        tower: VisionTower,
+        projector: Projector,
+        newline: Newline | None = None,
+        deep: Sequence[Projector] = (),
     ) -> None:
         parts = text.word, text.position, text.token_type, text.norm
         super().__init__(*parts, multiplier=text.multiplier, dropout=text.dropout.p)
@@ -141,6 +151,9 @@ class ImageTextEmbedding(TokenEmbedding):
         self.arrived: nn.Module | None = None
         self.images = ImageRows()
         self.newline = newline
+        # Under a name that ends as that of the first projector: rules are for both.
+        named = {str(number): nn.ModuleDict({"projector": each}) for number, each in enumerate(deep)}
+        self.deep = nn.ModuleDict(named) if deep else None
 
     def forward(
         self,
@@ -148,24 +161,32 @@ class ImageTextEmbedding(TokenEmbedding):
         positions: Tensor,
         token_types: Tensor | None = None,
         pictures: Pictures | Arrived | None = None,
-    ) -> Tensor:
-        """``tokens [T], positions [T] -> [T, h]``. Without ``pictures``, no token is part of an image."""
+    ) -> Any:
+        """``tokens [T], positions [T] -> [T, h]``. Without ``pictures``, no token is part of an image.
+
+        With deep projectors and pictures: the same and, for each of them, ``[T, h]`` to add to a later layer.
+        """
         hidden = super().forward(tokens, positions, token_types)
         if pictures is None:
             return hidden
-        merged: Tensor = self.images(pictures.source, self._features(pictures), hidden)
+        features, *deep = self._features(pictures)
+        merged: Tensor = self.images(pictures.source, features, hidden)
         if self.newline is not None:
             merged = self.newline(pictures.source, merged)
-        return merged
+        if not deep:
+            return merged
+        nothing = torch.zeros_like(hidden)
+        return merged, torch.stack([self.images(pictures.source, each, nothing) for each in deep])
 
-    def _features(self, pictures: Pictures | Arrived) -> Tensor:
+    def _features(self, pictures: Pictures | Arrived) -> tuple[Tensor, ...]:
         if isinstance(pictures, Arrived):
             assert self.arrived is not None, "this model computes features itself"
-            features: Tensor = self.arrived(pictures.features)
-            return features
+            return (self.arrived(pictures.features),)
         assert self.tower is not None and self.projector is not None, "features of this model arrive"
-        projected: Tensor = self.projector(self.tower(pictures), pictures.patches)
-        return projected
+        last, *tapped = self.tower(pictures)
+        deep = () if self.deep is None else tuple(self.deep.values())
+        further = [each.get_submodule("projector")(features) for each, features in zip(deep, tapped, strict=True)]
+        return self.projector(last, pictures.patches), *further
 
 
 class TowerPart(nn.Module):
@@ -181,7 +202,7 @@ class TowerPart(nn.Module):
 
     def forward(self, pictures: Pictures) -> Tensor:
         """Return what the projector makes of all rows."""
-        features: Tensor = self.embed["projector"](self.embed["tower"](pictures), pictures.patches)
+        features: Tensor = self.embed["projector"](self.embed["tower"](pictures)[0], pictures.patches)
         return features
 
 
@@ -195,7 +216,14 @@ class VLM(GPT):
         super().__init__(config.language)
         assert self.embed is not None
         newline = Newline(config.language.hidden_size, config.language.init.std) if config.newline else None
-        self.embed = ImageTextEmbedding(self.embed, VisionTower(config.vision), Projector(config), newline)
+        # Their norm is of joined features, that of the first projector of patches.
+        own = replace(config.projector, norm_joined=True)
+        deep = [Projector(config, own) for _ in config.deepstack]
+        tower = VisionTower(config.vision, config.deepstack)
+        self.embed = ImageTextEmbedding(self.embed, tower, Projector(config), newline, deep)
+        self.deepstack = config.deepstack
+        for number in range(len(config.deepstack)):
+            self.layers[str(number)].adds = number  # type: ignore[assignment]
         for layer in self.layers.values() if config.mutual else ():
             layer.get_submodule("attention.inner").mutual = True  # type: ignore[assignment]
         self.config = config  # type: ignore[assignment]  # it has what the language model asks of its own
@@ -208,12 +236,14 @@ class VLM(GPT):
         hidden: Tensor | None = None,
         *rest: Any,
         pictures: Pictures | Arrived | None = None,
+        memory: Tensor | None = None,
         **options: Any,
     ) -> Output:
         """Run the parts that this model has; see :meth:`megalight.models.gpt.model.GPT.forward`.
 
         Args:
             pictures: the images of the sequences, which only the embedding reads.
+            memory: ``[N, T, h]``: features that are added to the output of the first layers, from the part before.
 
         Raises:
             DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
@@ -222,11 +252,29 @@ class VLM(GPT):
             if tokens is None:
                 raise DataError("tokens is None, but this model begins with its embedding; pass token ids [T].")
             hidden = self.embed(tokens, sequences.positions, pictures=pictures)
-        return super().forward(tokens, sequences, labels, hidden, *rest, **options)
+            if isinstance(hidden, tuple):
+                hidden, memory = hidden
+        options["memory"] = memory
+        output = super().forward(tokens, sequences, labels, hidden, *rest, **options)
+        if output.hidden is None or max(map(int, self.layers), default=-1) >= len(self.deepstack) - 1:
+            return output
+        if memory is None:
+            # The next part waits for it, whether there are images or not.
+            memory = output.hidden.new_zeros(len(self.deepstack), *output.hidden.shape)
+        return replace(output, memory=memory)
 
     def without_tower(self) -> TowerPart:
-        """Take tower and projector out of the model, which then reads features that arrive."""
+        """Take tower and projector out of the model, which then reads features that arrive.
+
+        Raises:
+            ConfigurationError: the model also reads features of earlier layers of the tower.
+        """
         embed = self.embed
+        require(
+            not self.deepstack,
+            "deepstack is set, and only the features of the tower's end can come from ranks of its own; let both "
+            "models have the same ranks.",
+        )
         assert isinstance(embed, ImageTextEmbedding) and embed.tower is not None and embed.projector is not None
         part = TowerPart(embed.tower, embed.projector)
         embed.tower = embed.projector = None

@@ -97,6 +97,39 @@ def internvl3(name: str) -> VLMConfig:
     )
 
 
+def qwen3_tower(num_layers: int, hidden_size: int, ffn_hidden_size: int) -> VisionConfig:
+    """Configure a tower of Qwen3-VL (https://arxiv.org/abs/2511.21631), after SigLIP2."""
+    return VisionConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=16,
+        ffn_hidden_size=ffn_hidden_size,
+        image_size=0,
+        patch_size=16,
+        activation="gelu_tanh",
+        class_token=False,
+        patch_bias=True,
+        input_norm=False,
+        norm_eps=1e-6,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+        dynamic=DynamicConfig(min_pixels=256 * 256, max_pixels=4096 * 4096, table=48),
+    )
+
+
+def qwen3_vl(name: str, vision: VisionConfig, deepstack: tuple[int, ...]) -> VLMConfig:
+    """Configure Qwen3-VL with a Qwen3 as its language model, whose pairs of features take turns on three axes."""
+    text = language(name, max_sequence_length=262144)
+    axes = RotaryAxes((24, 20, 20), interleaved=True)
+    return VLMConfig(
+        language=replace(text, position=replace(text.position, base=5000000.0, axes=axes)),
+        vision=vision,
+        projector=ProjectorConfig(merge=2, norm="layer", hidden_size=4 * vision.hidden_size),
+        image_token=151655,
+        deepstack=deepstack,
+    )
+
+
 def language(name: str, vocab_size: int = 0, max_sequence_length: int = 0) -> GPTConfig:
     """Return a GPT preset, with another vocabulary or another longest sequence where they are given."""
     base = preset(name)
@@ -151,3 +184,9 @@ for _size in ("4b", "12b", "27b"):
 
 for _size, _base in {"1b": "qwen2_5_0_5b", "2b": "qwen2_5_1_5b", "8b": "qwen2_5_7b"}.items():
     PRESETS.register(f"internvl3_{_size}")(internvl3(_base))
+
+for _size, _base in {"2b": "qwen3_1_7b", "4b": "qwen3_4b"}.items():
+    PRESETS.register(f"qwen3_vl_{_size}")(qwen3_vl(_base, qwen3_tower(24, 1024, 4096), (5, 11, 17)))
+
+for _size, _base in {"8b": "qwen3_8b", "32b": "qwen3_32b"}.items():
+    PRESETS.register(f"qwen3_vl_{_size}")(qwen3_vl(_base, qwen3_tower(27, 1152, 4304), (8, 16, 24)))

@@ -80,8 +80,11 @@ def forward(
         labels=pack(batch.labels.masked_fill(batch.loss_mask == 0, IGNORED), sequences, IGNORED),
         hidden=None if carry is None else carry["hidden"],
         pictures=pictures,
+        memory=None if carry is None else carry.get("memory"),
     )
-    return {"hidden": output.hidden} if output.losses is None else {"losses": output.losses}
+    if output.losses is not None:
+        return {"losses": output.losses}
+    return {"hidden": output.hidden} | ({} if output.memory is None else {"memory": output.memory})
 
 
 def loss(carry: dict[str, Tensor], batch: ImageTextBatch) -> Loss:

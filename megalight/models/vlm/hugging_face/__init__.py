@@ -7,7 +7,7 @@ from typing import Any
 from megalight.models.gpt.hugging_face import settings as language_settings
 from megalight.models.kinds import Kinds
 from megalight.models.vlm.config import VLMConfig
-from megalight.models.vlm.hugging_face import gemma3, internvl, llava, qwen2_5
+from megalight.models.vlm.hugging_face import gemma3, internvl, llava, qwen2_5, qwen3
 
 
 def settings(config: VLMConfig) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def settings(config: VLMConfig) -> dict[str, Any]:
     return config.to_dict() | {"language": language_settings(config.language)}
 
 
-FAMILY = Kinds((*gemma3.KINDS, *internvl.KINDS, *qwen2_5.KINDS, *llava.KINDS), settings)
+FAMILY = Kinds((*gemma3.KINDS, *internvl.KINDS, *qwen3.KINDS, *qwen2_5.KINDS, *llava.KINDS), settings)
 weight_map = FAMILY.weight_map
 config_from_transformers = FAMILY.read
 config_to_transformers = FAMILY.write
