@@ -19,7 +19,7 @@ from megalight.models.vlm import VLM, VLMConfig, VLMModule
 from megalight.models.vlm.flops import flops_of_images
 from megalight.nn.init import initialise
 from megalight.types import TokenBatch
-from tests.models.vlm_samples import CONFIG, IMAGE, QWEN, VISION, batch, small
+from tests.models.vlm_samples import CONFIG, IMAGE, QWEN, QWEN3, VISION, batch, small
 from tests.reference_gpt import relative_error
 
 
@@ -257,3 +257,8 @@ def test_a_newline_follows_each_image() -> None:
         with_images(found, images, IMAGE, class_token=True)
     with pytest.raises(DataError, match=r"have 4 patches; each patch needs one token, and each image one more\."):
         with_images(batch(), images, IMAGE, class_token=True, newline=True)
+
+
+def test_a_tower_with_features_of_earlier_layers_stays_in_the_model() -> None:
+    with torch.device("meta"), pytest.raises(ConfigurationError, match="deepstack is set, and a tower apart sends"):
+        VLM(QWEN3).without_tower()

@@ -272,8 +272,8 @@ class VLM(GPT):
         embed = self.embed
         require(
             not self.deepstack,
-            "deepstack is set, and only the features of the tower's end can come from ranks of its own; let both "
-            "models have the same ranks.",
+            "deepstack is set, and a tower apart sends the features of its last layer alone; train both models in one "
+            "layout, with MegatronStrategy.",
         )
         assert isinstance(embed, ImageTextEmbedding) and embed.tower is not None and embed.projector is not None
         part = TowerPart(embed.tower, embed.projector)
