@@ -27,7 +27,12 @@ def pages() -> dict[str, str]:
     from megalight.data.gpt.module import GPTDataModule
     from megalight.models.family import families
     from megalight.models.module import MegalightModule
-    from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
+    from megalight.strategies import (
+        MegatronFSDPStrategy,
+        MegatronStrategy,
+        MegatronTowersBesideStrategy,
+        MegatronTowersStrategy,
+    )
 
     ours = [getattr(callbacks, name) for name in callbacks.__all__]
     modules = [family.module() for family in families()]
@@ -36,7 +41,10 @@ def pages() -> dict[str, str]:
         "reference/trainer.md": _page("Keys of the commands", _parser_of_fit()),
         "reference/strategies.md": _page(
             "Options of the strategies",
-            _classes([MegatronStrategy, MegatronFSDPStrategy, MegatronTowersStrategy], "trainer.strategy"),
+            _classes(
+                [MegatronStrategy, MegatronFSDPStrategy, MegatronTowersStrategy, MegatronTowersBesideStrategy],
+                "trainer.strategy",
+            ),
         ),
         "reference/models.md": _page(
             "Keys of models and data",

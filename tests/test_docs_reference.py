@@ -19,7 +19,12 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import MegalightModule
 from megalight.nn.moe import MoEConfig
-from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
+from megalight.strategies import (
+    MegatronFSDPStrategy,
+    MegatronStrategy,
+    MegatronTowersBesideStrategy,
+    MegatronTowersStrategy,
+)
 from megalight.types import TokenBatch
 from tests.source import ROOT
 
@@ -43,7 +48,9 @@ def test_every_callback_is_there(pages: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "cls", [MegatronStrategy, MegatronFSDPStrategy, MegatronTowersStrategy], ids=lambda cls: cls.__name__
+    "cls",
+    [MegatronStrategy, MegatronFSDPStrategy, MegatronTowersStrategy, MegatronTowersBesideStrategy],
+    ids=lambda cls: cls.__name__,
 )
 def test_the_parser_knows_the_same_keys(cls: type, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

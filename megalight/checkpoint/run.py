@@ -94,7 +94,7 @@ class Run:
         states = [State("", weights, [bucket.shard for bucket in flat])] if flat else []
         if optimizer:
             states += self._states()
-        return Contents(tensors, self.model.specs, self.model.mesh, states)
+        return Contents(tensors, self.model.specs, self.model.mesh_of, states)
 
     def rank_state(self) -> dict[str, Any]:
         """Random states, which belong to this rank alone, and the past magnitudes of delayed scaling."""
@@ -164,7 +164,7 @@ class Run:
             )
         # Room first, since the views of the states are filled below.
         self._make_states(groups)
-        held = Contents({}, self.model.specs, self.model.mesh, list(self._states()))
+        held = Contents({}, self.model.specs, self.model.mesh_of, list(self._states()))
         views = {_found(name, saved): view for name, view in SCHEMES[saved.scheme](held).items()}
         missing = sorted(name for name in views.keys() - saved.tensors.keys() if name.startswith(STATE))
         if missing:

@@ -43,13 +43,13 @@ class Contents:
     Attributes:
         tensors: local parameters and buffers by local name.
         specs: local name -> what it holds of which canonical tensors.
-        mesh: the grid of ranks.
+        mesh_of: local name -> the grid of ranks over which the tensor is split.
         states: flat states.
     """
 
     tensors: Mapping[str, Tensor]
     specs: Mapping[str, ShardSpec]
-    mesh: ParallelMesh
+    mesh_of: Callable[[str], ParallelMesh]
     states: Sequence[State] = ()
 
 
@@ -65,7 +65,7 @@ def fully_reshardable(contents: Contents) -> dict[str, View]:
     Raises:
         CheckpointError: two tensors have one name.
     """
-    views = views_of_parameters(contents.tensors.items(), contents.specs, contents.mesh)
+    views = views_of_parameters(contents.tensors.items(), contents.specs, contents.mesh_of)
     for state in contents.states:
         _add(views, views_of_shards(state.tensors, state.shards, prefix=state.prefix), state)
     return views
@@ -79,7 +79,7 @@ def dp_reshardable(contents: Contents) -> dict[str, View]:
     saving and loading. If the split of the weights changes (tensor or expert parallelism), pieces do not fit:
     ``megalight convert --to fully_reshardable`` turns such a checkpoint into one for any layout.
     """
-    views = views_of_parameters(contents.tensors.items(), contents.specs, contents.mesh)
+    views = views_of_parameters(contents.tensors.items(), contents.specs, contents.mesh_of)
     for state in contents.states:
         make = views_of_pieces if state.prefix else views_of_shards  # without a prefix they are weights
         _add(views, make(state.tensors, state.shards, prefix=state.prefix), state)

@@ -6,7 +6,7 @@ flat optimizer shards. DCP asks it what to write, what is held here, and for the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -134,11 +134,14 @@ class _Held:
 def views_of_parameters(
     named_parameters: Iterable[tuple[str, Tensor]],
     specs: Mapping[str, ShardSpec],
-    mesh: ParallelMesh,
+    mesh: ParallelMesh | Callable[[str], ParallelMesh],
     *,
     prefix: str = "",
 ) -> dict[str, View]:
     """Views of local parameters (or buffers), by ``prefix`` + canonical name.
+
+    Args:
+        mesh: the grid of ranks, or a function from a local name to it.
 
     Ranks along a parameter's data axes hold the same; each writes an equal share of what they all hold.
 
@@ -159,8 +162,9 @@ def views_of_parameters(
             raise CheckpointError(
                 f"parameter {name!r} has shape {list(data.shape)}{state}; its spec says {list(spec.shape)}, contiguous."
             )
-        ranks = mesh.ranks(*spec.data)
-        replicas = ranks, ranks.index(mesh.global_rank)
+        grid = mesh if isinstance(mesh, ParallelMesh) else mesh(name)
+        ranks = grid.ranks(*spec.data)
+        replicas = ranks, ranks.index(grid.global_rank)
         held += [
             _Held(prefix + piece.name, piece.shape, Box(piece.offset, piece.view(data), piece.owner), replicas)
             for piece in spec.pieces

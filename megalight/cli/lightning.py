@@ -30,7 +30,12 @@ from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.family import families
 from megalight.registry import load_plugins
-from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
+from megalight.strategies import (
+    MegatronFSDPStrategy,
+    MegatronStrategy,
+    MegatronTowersBesideStrategy,
+    MegatronTowersStrategy,
+)
 
 # Lightning uses deprecated functions of jsonargparse; users cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -54,6 +59,7 @@ NAMED = (
     MegatronStrategy,
     MegatronFSDPStrategy,
     MegatronTowersStrategy,
+    MegatronTowersBesideStrategy,
 )
 """Classes with short names on the command line, like the modules of the families: jsonargparse finds imported ones."""
 

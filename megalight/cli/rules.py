@@ -11,7 +11,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.degrees import check_at_least_one, check_degrees, check_timeout
 
 Values = Mapping[str, Any]
-STRATEGIES = ("MegatronStrategy", "MegatronFSDPStrategy", "MegatronTowersStrategy")
+STRATEGIES = ("MegatronStrategy", "MegatronFSDPStrategy", "MegatronTowersStrategy", "MegatronTowersBesideStrategy")
 DATA = ("GPTDataModule", "BertDataModule", "SFTDataModule")
 
 

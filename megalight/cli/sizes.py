@@ -17,7 +17,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.degrees import check_degrees
 
 MODULES, STRATEGY = "megalight.models.", "trainer.strategy."
-TOWERS = "MegatronTowersStrategy"
+TOWERS = ("MegatronTowersStrategy", "MegatronTowersBesideStrategy")
 
 PLACES = ("pipeline", "pipeline_layout", "context", "expert", "plan", "transforms")
 """Options of a strategy that decide what can be split, besides the degrees."""
@@ -41,8 +41,8 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], megat
     known = _family(source.module.name.rpartition(".")[0])
     config = None if known is None else _config(known, values)
     divides = classes.get(STRATEGY.rstrip("."))
-    # Towers divide the ranks among two models; the strategy checks this itself, before it starts processes.
-    if config is None or not megatron or (divides is not None and divides.name == TOWERS):
+    # Towers have a layout of their own; the strategy checks this itself, before it starts processes.
+    if config is None or not megatron or (divides is not None and divides.name in TOWERS):
         return
     given = {key[len(STRATEGY) :]: value for key, value in values.items() if key.startswith(STRATEGY)}
     degrees = {

@@ -93,6 +93,7 @@ class ParallelModel:
         empty: parameters came without values.
         filled: values were drawn or read, once.
         shards: the modules whose parameters this rank holds a shard of; None: it holds all parameters whole.
+        grafted: a part of the root that has a layout of its own, over the same ranks; None: there is none.
 
     Raises:
         LayoutError: the model is split already, its sizes are not divisible, or a schedule would have no effect.
@@ -112,6 +113,7 @@ class ParallelModel:
         self._refusals: list[RemovableHandle] = []
         self.device = torch.device("meta")
         self.shards: Units | None = None
+        self.grafted: ParallelModel | None = None
         self.made = [
             frozenset(f"{name}.{each}" for each in made) for made in apply_transforms(root, self.options.transforms)
         ]
@@ -173,6 +175,19 @@ class ParallelModel:
         model.check_device()
         return model
 
+    def graft(self, other: ParallelModel) -> None:
+        """Take over the tensors of a model with another layout of the same ranks; its modules are in the root already.
+
+        Storage, values and checkpoints are then those of one model. Passes of the other are the caller's. It comes
+        before :meth:`place`.
+        """
+        self.grafted = other
+        self.specs = {**self.specs, **other.specs}
+
+    def mesh_of(self, name: str) -> ParallelMesh:
+        """Return the mesh of a tensor by its local name."""
+        return self.mesh if self.grafted is None or name not in self.grafted.specs else self.grafted.mesh
+
     def check_same(self, mesh: ParallelMesh, options: ParallelOptions) -> None:
         """Raise if this model is now wanted with another layout, or with another plan.
 
@@ -206,6 +221,8 @@ class ParallelModel:
             self.root.to(dtype=dtype)
         materialise(self.root, device, memory=False)
         self.device = torch.empty(0, device=device).device
+        if self.grafted is not None:
+            self.grafted.device = self.device
 
     def begin_from(self, seed: int, source: Source | None = None) -> None:
         """Set the origin of values; :meth:`fill` or the engine of a run then draws or reads them.
@@ -381,6 +398,8 @@ class ParallelModel:
         """
         for chunk in self.chunks:
             apply_recompute(chunk, options, whole=self.mesh.pp == 1)
+        if self.grafted is not None:  # after the others, which would undo it
+            self.grafted.recompute(self.grafted.options.recompute)
 
     def check_device(self) -> None:
         """Raise if layers or messages cannot work as asked for on these devices. All ranks of the mesh call this.

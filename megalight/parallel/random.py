@@ -41,10 +41,15 @@ class RandomStreams:
 
     def __init__(self, mesh: ParallelMesh, replica: int | None = None) -> None:
         self.mesh = mesh
-        self.replica = mesh.rank("dp") if replica is None else replica
+        self._replica = replica
         self.data_seed = 0
         self.persistent: dict[str, torch.Generator] = {}
         self._apart: list[torch.Generator] = []
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's data: its place along ``dp``, if no other was given."""
+        return self.mesh.rank("dp") if self._replica is None else self._replica
 
     def seed(self, seed: int) -> None:
         """Seed the default stream: equal along ``tp``, different along ``dp``, ``cp`` and ``pp``."""

@@ -71,7 +71,9 @@ def engine_over(
             model, name = named[id(parameter)]
             full, chunk = whole.format(model.name) + name, chunks.get(id(parameter), 0)
             unit = numbers.get(id(parameter))
-            infos[id(parameter)] = ParamInfo(full, parameter, model.specs[name], index, chunk, model.mesh, unit)
+            infos[id(parameter)] = ParamInfo(
+                full, parameter, model.specs[name], index, chunk, model.mesh_of(name), unit
+            )
     missing = [
         name
         for model in models
@@ -97,7 +99,9 @@ def engine_over(
                 if not parameter.requires_grad and id(parameter) in numbers:
                     full, unit = whole.format(model.name) + name, numbers[id(parameter)]
                     chunk = chunks.get(id(parameter), 0)
-                    infos[id(parameter)] = ParamInfo(full, parameter, model.specs[name], 0, chunk, model.mesh, unit)
+                    infos[id(parameter)] = ParamInfo(
+                        full, parameter, model.specs[name], 0, chunk, model.mesh_of(name), unit
+                    )
     # In registration order, which decides the order of buckets; the optimizer may list parameters in another one.
     ordered = [infos[key] for key in named if key in infos]
     engine = options.engine(ordered, models[0].mesh, models[0].device, units, _route(models))

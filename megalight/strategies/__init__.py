@@ -10,9 +10,11 @@ from megalight.strategies.fsdp import MegatronFSDPStrategy as MegatronFSDPStrate
 from megalight.strategies.megatron import MegatronStrategy as MegatronStrategy
 from megalight.strategies.noise import silence
 from megalight.strategies.towers import MegatronTowersStrategy as MegatronTowersStrategy
+from megalight.strategies.towers_beside import MegatronTowersBesideStrategy as MegatronTowersBesideStrategy
 from megalight.towers import Side as Side
 
 MegatronStrategy.register_strategies(StrategyRegistry)
 MegatronFSDPStrategy.register_strategies(StrategyRegistry)
 MegatronTowersStrategy.register_strategies(StrategyRegistry)
+MegatronTowersBesideStrategy.register_strategies(StrategyRegistry)
 silence()

@@ -28,7 +28,7 @@ from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.collectives import Collectives
 from megalight.strategies.micro_batches import MicroBatchSize
-from megalight.strategies.user_module import check_steps
+from megalight.strategies.user_module import check_steps, options_for
 
 
 class Part(NamedTuple):
@@ -123,6 +123,10 @@ class MeshStrategy(Collectives, ParallelStrategy):
     def take(self, whole: nn.Module) -> nn.Module:
         """Return the part of the whole model that is split over the ranks of :attr:`mesh`."""
         return whole
+
+    def split(self, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
+        """Split the part of the model that :meth:`take` returned."""
+        return ParallelModel(root, self.mesh, options_for(module, root, self.options))
 
     def check_module(self, module: pl.LightningModule, mesh: ParallelMesh) -> None:
         """Refuse a module that cannot run on a mesh.

@@ -30,7 +30,7 @@ from megalight.parallel.run_engine import engine_over
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.hooks import defines
 from megalight.strategies.mesh_strategy import MeshStrategy
-from megalight.strategies.user_module import options_for, root_of, seed_of
+from megalight.strategies.user_module import root_of, seed_of
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +95,7 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
     else:
         # Each process may have built its layers from another random state.
         broadcast_values(root, strategy.root_device)
-    options = options_for(module, root, strategy.options)
-    model = root.__dict__[SPLIT] = ParallelModel(root, strategy.mesh, options)
+    model = root.__dict__[SPLIT] = strategy.split(module, root)
     return model
 
 

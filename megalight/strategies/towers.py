@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from megalight.checkpoint.run import Run
@@ -18,22 +17,18 @@ from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import _lightning
-from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies import tower_refusals
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.mesh_strategy import Part
-from megalight.strategies.micro_batches import AUTO
 from megalight.strategies.step import Stepper
 from megalight.strategies.tower_steps import LanguageStepper, Relay, TowerStepper
-from megalight.strategies.user_module import STEPS, own_steps
 from megalight.towers import Side
 from megalight.towers.arriving import Arrivals
 from megalight.towers.division import Division
 from megalight.towers.encoder import Encoder
 from megalight.towers.part import part_of
 
-WAY_OUT = "checkpoints are the same, so MegatronStrategy can go on from one"
+WHAT = "a tower on ranks of its own"
 
 
 class MegatronTowersStrategy(MegatronStrategy):
@@ -62,27 +57,7 @@ class MegatronTowersStrategy(MegatronStrategy):
         self.division: Division | None = None
         self._bridge: BridgeCommunicator | None = None
         super().__init__(**options)
-        if self.expert_parallel * self.expert_tensor_parallel > 1:
-            raise LayoutError(
-                f"expert_parallel={self.expert_parallel}, expert_tensor_parallel={self.expert_tensor_parallel} with a "
-                "tower on ranks of its own: experts exchange tokens between replicas, which read images in other "
-                "groups. Set both to 1, or use MegatronStrategy."
-            )
-        if self.data_parallel.has_units:
-            raise ConfigurationError(
-                f"data_parallel.level={self.data_parallel.level!r} with a tower on ranks of its own: only whole "
-                "parameters and gradients are supported there. Use level='optim', or MegatronFSDPStrategy."
-            )
-        if self.micro_batch_size == AUTO:
-            raise ConfigurationError(
-                "micro_batch_size='auto' with a tower on ranks of its own: both must run the same micro-batches, and "
-                "each measures its own memory. Give a number."
-            )
-        if self.checkpoints.format != Checkpoints().format:
-            raise ConfigurationError(
-                f"checkpoints.format={self.checkpoints.format!r} with a tower on ranks of its own: its names are those "
-                f"of one layout, and there are two. Use {Checkpoints().format!r}."
-            )
+        tower_refusals.check_options(self, WHAT)
 
     # ------------------------------------------------------------------ ranks
 
@@ -163,12 +138,7 @@ class MegatronTowersStrategy(MegatronStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Refuse what needs the whole model in one place."""
-        trainer = _lightning.trainer_of(model)
-        if trainer is not None and trainer.state.fn == TrainerFn.PREDICTING:
-            raise ConfigurationError(
-                f"predict with a tower on ranks of its own: only the language model's ranks would have results; "
-                f"{WAY_OUT}."
-            )
+        tower_refusals.check_verb(model, WHAT)
         super().connect(model)
 
     def check_module(self, module: pl.LightningModule, mesh: ParallelMesh) -> None:
@@ -177,22 +147,8 @@ class MegatronTowersStrategy(MegatronStrategy):
         Raises:
             ConfigurationError: says what to do.
         """
-        what = "a tower on ranks of its own"
-        if not isinstance(module, VLMModule):
-            raise ConfigurationError(
-                f"{what} needs a VLMModule, and {type(module).__name__} is none; use MegatronStrategy."
-            )
+        tower_refusals.check_module(self, module, WHAT)
         super().check_module(module, mesh)
-        if own := [step for step in STEPS if own_steps(module, step)]:
-            raise ConfigurationError(
-                f"{type(module).__name__} defines {own[0]}, which no rank can run whole with {what}. Remove it: return "
-                "further values as metrics from loss_step."
-            )
-        if module.transforms or module.frozen_models():
-            kind = "transforms (adapters)" if module.transforms else "frozen_models"
-            raise ConfigurationError(f"{kind} with {what} are not supported; use MegatronStrategy.")
-        if isinstance(self.precision, MegatronLowPrecision):
-            raise ConfigurationError(f"products in 8 bits with {what} are not supported; use bf16-mixed.")
 
     def take(self, whole: nn.Module) -> nn.Module:
         """Return the tower and the projector, or everything else."""

@@ -6,7 +6,9 @@ features come back in the order of the images. After the schedule, gradients of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,6 +21,7 @@ from megalight.data.multimodal.batch import Images, ImageTextBatch
 from megalight.errors import DataError
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
+from megalight.parallel.coupling import contents
 from megalight.parallel.exchange import Route, exchange
 from megalight.parallel.groups import new_group, speaks
 from megalight.parallel.mesh import ParallelMesh
@@ -60,26 +63,35 @@ class Around:
         tower: the tower and the projector.
         language: everything else, on a mesh of the same ranks.
         executor: runs its schedule.
+        context: entered around the code of the tower in each micro-batch.
     """
 
-    def __init__(self, config: VLMConfig, tower: ParallelModel, language: ParallelModel, executor: Executor) -> None:
+    def __init__(
+        self,
+        config: VLMConfig,
+        tower: ParallelModel,
+        language: ParallelModel,
+        executor: Executor,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.config = config
         self.tower = tower
         self.language = language
         self.executor = executor
+        self.context = context
         self.trained = any(parameter.requires_grad for parameter in tower.parameters())
         self._rank, self._device = language.mesh.global_rank, tower.device
         self._readers, self._towers = _replicas(language.mesh, 0), _replicas(tower.mesh)
         self._homes = _replicas(language.mesh)
         self._own, self._home = tower.mesh.rank("dp"), language.mesh.rank("dp")
-        self._arrived: dict[int, Tensor] = {}
+        self._arrived: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._host: dist.ProcessGroup | None = None
         if language.mesh.world_size > 1:
             # NCCL creates a group's communicator in its first collective; messages between some ranks cannot do so.
             dist.all_reduce(torch.zeros(1, device=self._device))
             self._host = None if speaks("gloo") else new_group(language.mesh.members, "images", backend="gloo")
 
-    def train(self, agenda: Agenda, micro_batches: Sequence[ImageTextBatch], *rest: Any) -> list[Loss]:
+    def train(self, agenda: Agenda, micro_batches: Sequence[Any], *rest: Any) -> list[Loss]:
         """Run the tower forward, the schedule, and the tower backward; arguments as of the executor."""
         passes = self._forward(micro_batches)
         losses = self.executor.train(agenda, micro_batches, *rest)
@@ -89,7 +101,7 @@ class Around:
             torch.autograd.backward([each.features], [gradient])
         return losses
 
-    def forward(self, agenda: Agenda, micro_batches: Sequence[ImageTextBatch], *rest: Any) -> list[Carry]:
+    def forward(self, agenda: Agenda, micro_batches: Sequence[Any], *rest: Any) -> list[Carry]:
         """Run forward passes without gradients."""
         with torch.no_grad():
             self._forward(micro_batches)
@@ -99,20 +111,23 @@ class Around:
 
     def __call__(self, batch: ImageTextBatch) -> Tensor:
         """Return the features ``[P, h]`` of a micro-batch, with padding."""
-        return padded(self._arrived[id(batch)], self.language.token_multiple)
+        return padded(self._arrived[id(batch)].popleft(), self.language.token_multiple)
 
-    def _forward(self, micro_batches: Sequence[ImageTextBatch]) -> list[Pass]:
+    def _forward(self, micro_batches: Sequence[Any]) -> list[Pass]:
         passes = []
-        for batch, homes in zip(micro_batches, self._sizes(micro_batches), strict=True):
+        batches = [contents(each) for each in micro_batches]
+        for batch, homes in zip(batches, self._sizes(batches), strict=True):
             shares = balanced([lengths for lengths, _ in homes], len(self._towers))
             images = self._to_replica(batch.parts()[0], homes, shares)
             nothing = torch.zeros(0, dtype=torch.int64, device=self._device)
             pictures = task.pictures_of(self.config, images, nothing, self.tower.token_multiple)
-            features: Tensor = self.tower.root(pictures)
+            with self.context():
+                features: Tensor = self.tower.root(pictures)
             each = Pass(homes, shares, features[: sum(images.lengths) // images.joined])
             each.arrived = self._to_language(each)
             if each.arrived is not None:
-                self._arrived[id(batch)] = each.arrived
+                # An empty micro-batch, which only takes part in communication, has the contents of another one.
+                self._arrived[id(batch)].append(each.arrived)
             passes.append(each)
         return passes
 

@@ -17,7 +17,7 @@ from tests.checkpoint.layouts import STATES, Layout, Model
 
 def contents(model: Model) -> Contents:
     states = [State(f"optimizer.{name}.", model.states[name], model.shards) for name in STATES]
-    return Contents(model.parameters, model.specs, model.mesh, states)
+    return Contents(model.parameters, model.specs, lambda name: model.mesh, states)
 
 
 def weights_alone(contents: Contents) -> dict[str, View]:

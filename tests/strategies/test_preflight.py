@@ -15,7 +15,6 @@ import megalight.parallel.model
 from megalight.errors import BackendError, ConfigurationError
 from megalight.models.gpt import AttentionConfig, BackendConfig, GPTConfig, MambaConfig, NormConfig
 from megalight.models.gpt.module import GPTModule
-from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import DataParallel, MegatronStrategy, preflight
@@ -38,7 +37,7 @@ def test_overlap_is_chosen_for_weights_of_the_run(
     strategy = MegatronStrategy(
         tensor_parallel=2, precision_plugin=MegatronPrecision(precision), parallel_devices=[torch.device("cpu")] * 2
     )
-    preflight._split_on_meta(strategy, GPTModule(CONFIGS["gqa"]), ParallelMesh(2, 0, tp=2))
+    preflight._split_on_meta(strategy, GPTModule(CONFIGS["gqa"]), *strategy.parts(2))
     assert seen == [{dtype}]
 
 

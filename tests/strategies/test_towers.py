@@ -23,6 +23,7 @@ from megalight.strategies import (
     Checkpoints,
     DataParallel,
     MegatronStrategy,
+    MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
     Pipeline,
     Side,
@@ -106,7 +107,8 @@ class Validated(WithData):
 
 def go_on(options: dict[str, Any], steps: int, save: str, resume: str | None = None) -> dict[str, float]:
     """Train up to a step, validate with averaged weights after each, and save."""
-    kind = MegatronTowersStrategy if "tower" in options else MegatronStrategy
+    options = dict(options)
+    kind = options.pop("kind", MegatronStrategy)
     strategy = kind(micro_batch_size=1, **options)
     module = Validated(CONFIGS["deep_qwen"], optimizer=ADAM, seed=SEED)
     runner = trainer(
@@ -122,7 +124,9 @@ def go_on(options: dict[str, Any], steps: int, save: str, resume: str | None = N
     return {name: float(value) for name, value in runner.callback_metrics.items()}
 
 
-APART = (4, {"tower": Side(ranks=2, **SP), **PP})
+APART = (4, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2, **SP), **PP})
+BESIDE = (4, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **SP, **PP})
+OTHER = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(recompute=Recompute(granularity="full"), **SP)})
 TOGETHER = (2, SP)
 
 
@@ -132,7 +136,11 @@ def alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     return expected, contents(folder / "alone")
 
 
-@pytest.mark.parametrize("order", [(APART, APART), (APART, TOGETHER), (TOGETHER, APART)], ids=["same", "back", "into"])
+@pytest.mark.parametrize(
+    "order",
+    [(APART, APART), (APART, TOGETHER), (TOGETHER, APART), (BESIDE, BESIDE), (OTHER, TOGETHER), (APART, OTHER)],
+    ids=["apart", "apart-together", "together-apart", "beside", "beside-together", "apart-beside"],
+)
 def test_runs_go_on_in_any_layout(
     order: tuple[tuple[int, dict[str, Any]], ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -223,7 +231,8 @@ def test_what_needs_the_whole_model_is_refused(verb: str, module: Any, callbacks
 
 
 def test_steps_are_not_recorded() -> None:
-    assert "its messages change with the images" in next(reasons_against.of_strategy(MegatronTowersStrategy()))
+    for strategy in (MegatronTowersStrategy(), MegatronTowersBesideStrategy()):
+        assert "its messages change with the images" in next(reasons_against.of_strategy(strategy))
     assert not list(reasons_against.of_strategy(MegatronStrategy()))
 
 
@@ -239,3 +248,43 @@ def test_other_samples_on_the_ranks_of_the_tower_are_told() -> None:
     with pytest.raises(DataError, match=r"sent 2 rows of features for .* images have 10: its ranks read other samples"):
         arrivals(batch((1, 0, 1, 0)))
     assert len(arrivals(batch((1,), config=QWEN))) == 3  # whole shares of three
+
+
+class Uneven(VLMModule):
+    """Replicas validate on different numbers of batches."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        share = self.trainer.strategy.distributed_sampler_kwargs
+        every = [batch((1, 0), seed=0), batch((0, 2), seed=1), batch((3, 1), seed=2)]
+        return DataLoader(every[share["rank"] :: share["num_replicas"]], batch_size=None)
+
+
+def _validated(options: dict[str, Any]) -> dict[str, float]:
+    options = dict(options)
+    runner = trainer(
+        options.pop("kind", MegatronStrategy)(micro_batch_size=1, **options), use_distributed_sampler=False
+    )
+    runner.validate(Uneven(CONFIG, seed=SEED), verbose=False)
+    return {name: float(value) for name, value in runner.callback_metrics.items()}
+
+
+def test_replicas_beside_validate_on_different_numbers_of_batches() -> None:
+    (expected,) = run(_validated, 1, {})
+    for found in run(_validated, 2, {"kind": MegatronTowersBesideStrategy, "tower": Side(**TP)}):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tower": Side(ranks=2)}, r"tower\.ranks=2, and there are 4 processes, which both models share"),
+        ({"tower": Side(tensor_parallel=3)}, r"the tower: world size 4 is not a multiple"),
+        ({"tower": Side(**CP)}, r"the tower has context_parallel=2"),
+        ({"tensor_parallel": 3}, r"world size 4 is not a multiple"),
+        ({"expert_parallel": 2}, r"expert_parallel=2, expert_tensor_parallel=1 with a tower in a layout of its own"),
+    ],
+    ids=str,
+)
+def test_bad_layouts_beside_are_refused_before_processes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((LayoutError, ConfigurationError), match=message):
+        MegatronTowersBesideStrategy(**options).grid(4)

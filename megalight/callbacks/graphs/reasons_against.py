@@ -21,6 +21,7 @@ from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.hooks import defines, is_ours
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.towers import MegatronTowersStrategy
+from megalight.strategies.towers_beside import MegatronTowersBesideStrategy
 from megalight.strategies.user_module import own_steps
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -43,8 +44,8 @@ def of_environment(on_gpu: bool) -> Iterator[str]:
 
 def of_strategy(strategy: MegatronStrategy) -> Iterator[str]:
     """Yield reasons in the strategy."""
-    if isinstance(strategy, MegatronTowersStrategy):
-        yield "the tower has ranks of its own, and its messages change with the images; use MegatronStrategy"
+    if isinstance(strategy, MegatronTowersStrategy | MegatronTowersBesideStrategy):
+        yield "the tower has a layout of its own, and its messages change with the images; use MegatronStrategy"
 
 
 def of_module(module: pl.LightningModule) -> Iterator[str]:

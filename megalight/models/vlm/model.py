@@ -280,3 +280,10 @@ class VLM(GPT):
         embed.tower = embed.projector = None
         embed.arrived = nn.Identity()
         return part
+
+    def attach(self, part: TowerPart) -> None:
+        """Give tower and projector their names in the model again. They do not run in it: features arrive."""
+        if isinstance(self.embed, ImageTextEmbedding):
+            self.embed.tower, self.embed.projector = part.embed["tower"], part.embed["projector"]  # type: ignore[assignment]
+        else:  # a part of a model without its embedding
+            self.embed = part.embed  # type: ignore[assignment]
