@@ -48,6 +48,7 @@ def test_the_family_builds_the_model_from_plain_values() -> None:
 
 
 SIZES = {"llava_1_5_7b": 7.1, "llava_1_5_13b": 13.3, "llava_onevision_0_5b": 0.9, "llava_onevision_7b": 8.0}
+SIZES |= {"gemma3_4b": 4.3, "internvl3_1b": 0.9, "internvl3_2b": 2.1, "qwen3_vl_4b": 4.4, "qwen3_vl_8b": 8.8}
 """Name of a preset -> billions of parameters."""
 
 

@@ -88,6 +88,9 @@ CHOSEN = [
     ("deep_qwen", "mixed", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2, "pipeline_layout": "Et|t|t|tL"}),
 ]
 FULL = [
+    ("gemma", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
+    ("intern", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
+    ("intern", "mixed", {"ranks": 2}, {"ranks": 1}),
     ("llava", "none", {"ranks": 2, **SP}, {"ranks": 2}),
     ("llava", "one", {"ranks": 2}, {"ranks": 2}),
     ("llava", "mixed", {"ranks": 2}, {"ranks": 2, **TP}),

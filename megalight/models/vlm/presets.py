@@ -90,7 +90,7 @@ def internvit_300m() -> VisionConfig:
 def internvl3(name: str) -> VLMConfig:
     """Configure InternVL3 (https://arxiv.org/abs/2504.10479) with a Qwen2.5: 256 tokens for each tile of an image."""
     return VLMConfig(
-        language=language(name, 151674),
+        language=replace(language(name, 151674), tie_embeddings=False),
         vision=internvit_300m(),
         projector=ProjectorConfig(merge=2, norm="layer", norm_joined=True, norm_eps=1e-5),
         image_token=151667,
