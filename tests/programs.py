@@ -1,7 +1,7 @@
 """Runs of a module or a script, as ``python -m NAME`` and ``python FILE`` would run it, without the time for imports.
 
 The process is forked from one that has made the imports. Ranks that the program starts by ``devices=N`` are forked from
-it, unless it chooses another ``start_method``.
+it, unless it chooses another ``start_method``. Interpreters that it starts are those of :mod:`tests.interpreters`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.interpreters import environment
 from tests.workers import SERVER
 
 SECONDS = 240
@@ -30,8 +31,7 @@ def run_program(program: str, *words: str, folder: Path) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     printed, errors = folder / ".stdout", folder / ".stderr"
-    environment = {name: value for name, value in os.environ.items() if name not in STARTED}
-    status = forked(_program, program, words, folder, environment, output=errors)
+    status = forked(_program, program, words, folder, environment(), output=errors)
     assert status == 0, printed.read_text() + errors.read_text()
     return printed.read_text()
 
@@ -59,6 +59,7 @@ def _program(program: str, words: tuple[str, ...], folder: Path, environment: di
     for number, name in ((1, ".stdout"), (2, ".stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.argv = [program, *words]
+    sys.executable = environment["PYTHON_EXEC"]
     from megalight.strategies import launchers
 
     launchers.IS_INTERACTIVE = True  # other ranks are forked too, as in a notebook, and need no imports either
