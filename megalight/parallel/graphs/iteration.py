@@ -19,6 +19,7 @@ from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.recorder import Recorder, Recording
 from megalight.parallel.graphs.static import StaticInputs, clone
+from megalight.parallel.peers.watch import check_all
 from megalight.parallel.pipeline.carry import signature
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,12 @@ class IterationGraphs:
         return self._off
 
     def __call__(self, key: Hashable, micro_batches: Sequence[Any], passes: Callable[[Sequence[Any]], Any]) -> Any:
-        """Run the step, and return the result of ``passes`` in memory that no replay overwrites."""
+        """Run the step, and return the result of ``passes`` in memory that no replay overwrites.
+
+        Raises:
+            MegalightError: a wait for a peer in an earlier replay has ended without it.
+        """
+        check_all()  # replays run no Python that would
         if self._off:
             return passes(micro_batches)
         passes = self._noted(passes)

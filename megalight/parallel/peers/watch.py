@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +14,24 @@ from megalight.parallel.peers.memory import Flag, PeerMemory
 
 DEFAULT_LIMIT = 1800.0
 """Seconds, where the group does not tell how long its collectives wait."""
+
+_WATCHES: WeakSet[Watch] = WeakSet()
+"""Those of this process."""
+
+
+def check_all() -> None:
+    """Raise if any peer was missing, for steps that run without the Python that checks: replays of graphs.
+
+    Raises:
+        MegalightError: it names the global ranks.
+    """
+    for watch in list(_WATCHES):
+        try:
+            watch.check()
+        except MegalightError:
+            # A run that begins anew in this process has watches of its own.
+            _WATCHES.discard(watch)
+            raise
 
 
 class Watch:
@@ -36,6 +56,7 @@ class Watch:
         # The kernel writes it where the host reads it, so the host waits for nothing.
         self.missing: Tensor = torch.zeros(memory.size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
         self._notes = self.missing.numpy()  # the same memory; reading it is no operation of torch in the step
+        _WATCHES.add(self)
 
     def check(self) -> None:
         """Raise if a peer was missing.

@@ -11,17 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalight.errors import MegalightError
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.iteration import REMEMBERED, IterationGraphs
 from megalight.parallel.graphs.recorder import no_collection
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.peers.watch import Watch
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.graphs.tape import Tape
+from tests.parallel.peers.test_watch import Flags
 
 
 class Steps:
@@ -81,6 +85,16 @@ def test_replays_run_no_python_of_the_step(steps: Steps) -> None:
     steps(4, 4)
     assert steps.calls == calls + 1, "the eager one alone"
     assert steps.graphs.graphs == 1
+
+
+def test_a_missing_peer_ends_the_steps_after_the_replay(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(Flags(1, 4, 0x7F00), limit=2.5)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
+    assert [steps(4) for _ in range(3)] == [False, False, True]
+    watch.missing[2] = 1  # a kernel in the graph has noted it
+    with pytest.raises(MegalightError, match=r"rank 5 waited 2.5 s for tokens of rank 6, in vain"):
+        steps(4)
+    assert steps(4), "a run that begins anew hears nothing of it"
 
 
 def test_another_form_is_another_graph_and_has_its_own_warm_up(steps: Steps) -> None:
