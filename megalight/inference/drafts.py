@@ -8,6 +8,7 @@ from megalight import checkpoint
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
+from megalight.inference.parallel import ParallelGPT
 from megalight.inference.speculative import check_draft
 from megalight.models.eagle import DraftModel
 from megalight.models.eagle.importing import is_draft
@@ -15,8 +16,8 @@ from megalight.models.gpt import GPT
 from megalight.models.saved import companions_of, description, saved_model
 
 
-def load_draft(path: str | os.PathLike[str], base: GPT, tokenizer: Tokenizer | None = None) -> DraftModel:
-    """Load a draft for a model in memory, on its device and in its dtype.
+def load_draft(path: str | os.PathLike[str], base: GPT | ParallelGPT, tokenizer: Tokenizer | None = None) -> DraftModel:
+    """Load a draft for a model in memory, on its device and in its dtype. Each rank of a divided base loads it whole.
 
     Args:
         path: a checkpoint of a draft.
@@ -46,8 +47,12 @@ def load_draft(path: str | os.PathLike[str], base: GPT, tokenizer: Tokenizer | N
                 f"the draft in {path} was trained with another tokenizer than that of its base, so ids do not mean the "
                 "same to it; name the draft of this base."
             )
-    weight = next(base.parameters())
-    draft = saved_model(opened, weight.device, weight.dtype).root
+    weight = next(base.parameters(), None)
+    dtype, device = (None, None) if weight is None else (weight.dtype, weight.device)
+    if isinstance(base, ParallelGPT):
+        # A stage may have no weights; the first has the embedding.
+        dtype, device = base.agree(dtype), base.device
+    draft = saved_model(opened, device or "cpu", dtype).root
     assert isinstance(draft, DraftModel)
     check_draft(base, draft)
     return draft.eval()

@@ -53,7 +53,7 @@ def generate(
         pictures: the images of a model that reads images. Their ``source`` counts the tokens of all prompts end to end;
             :func:`~megalight.inference.pictures.with_pictures` makes them.
         draft: a draft model that guesses tokens, which makes generation faster and changes nothing else; see
-            :mod:`megalight.inference.speculative`. The model must be whole.
+            :mod:`megalight.inference.speculative`. Each rank has a whole draft.
         guesses: how many tokens the draft guesses at a time.
 
     Returns:
@@ -107,11 +107,8 @@ def stream(
     sampling = sampling or Sampling()
     if draft is None:
         return _steps(model, prompts, max_new_tokens, sampling, ends, generator, axis_positions, pictures)
-    if isinstance(model, ParallelGPT) or pictures is not None or axis_positions is not None:
-        raise ConfigurationError(
-            "a draft serves a whole model of text in one process; leave the draft out, or load the model whole "
-            "(megalight.inference.load_model)."
-        )
+    if axis_positions is not None:
+        raise ConfigurationError("a draft's guesses have no axis_positions; leave the draft out.")
     check_draft(model, draft, guesses)
     return _drafted(model, draft, prompts, max_new_tokens, guesses, sampling, ends, generator)
 
@@ -127,11 +124,7 @@ def _steps(
     pictures: Pictures | None,
 ) -> Iterator[dict[int, int]]:
     device = model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
-    # all ranks of a replica must sample the same tokens, so they use one seed
-    if generator is None:
-        generator = Generator(device)
-        seed = generator.seed()
-        generator.manual_seed(model.agree(seed) if isinstance(model, ParallelGPT) else seed)
+    generator = generator or _new_generator(model)
     # Room for the longest prompt and its completion, in every slot.
     # Slots belong to prompts, not to places in the batch: a prompt that ends leaves the others where they are.
     cache = Cache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
@@ -160,7 +153,7 @@ def _steps(
 
 
 def _drafted(
-    model: GPT,
+    model: GPT | ParallelGPT,
     draft: DraftModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -169,9 +162,7 @@ def _drafted(
     ends: Collection[int],
     generator: Generator | None,
 ) -> Iterator[dict[int, int]]:
-    if generator is None:
-        generator = Generator(next(model.parameters()).device)
-        generator.seed()
+    generator = generator or _new_generator(model)
     for found in rounds(
         model,
         draft,
@@ -184,6 +175,13 @@ def _drafted(
     ):
         for place in range(max(len(each.tokens) for each in found.values())):
             yield {prompt: each.tokens[place] for prompt, each in found.items() if place < len(each.tokens)}
+
+
+def _new_generator(model: GPT | ParallelGPT) -> Generator:
+    generator = Generator(model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device)
+    seed = generator.seed()
+    # All ranks of a replica must sample the same tokens, so they use one seed.
+    return generator.manual_seed(model.agree(seed) if isinstance(model, ParallelGPT) else seed)
 
 
 def _another(model: GPT | ParallelGPT, wanted: bool) -> bool:

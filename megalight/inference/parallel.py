@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import Output
+from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import Pictures
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.apply import whole_tokens
@@ -22,6 +23,8 @@ from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.transform import APPLIED
 from megalight.types import PackedSequences
+
+T = TypeVar("T")
 
 REPLICA_AXES = ("pp", "cp", "tp")
 """Mesh axes over which one replica of the model is divided."""
@@ -54,7 +57,7 @@ class ParallelGPT(nn.Module):
         self._executor = Executor(model.chunks, layout, model.mesh, model.device)
         # One micro-batch, through all stages.
         self._agenda = agenda_of(model.mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp))
-        self._form: tuple[torch.dtype, int] | None = None
+        self._forms: dict[str, tuple[torch.dtype, int]] = {}
 
     @property
     def config(self) -> GPTConfig | VLMConfig:
@@ -87,31 +90,92 @@ class ParallelGPT(nn.Module):
             rows: ``[N]`` indices of the tokens for which to compute logits. None means all tokens.
             pictures: the images of the sequences, for a model that reads images.
         """
+        return Output(logits=self._run(tokens, sequences, (), states, rows, pictures)[0])
 
-        def step(chunk: nn.Module, tokens: Tensor, carry: Carry | None) -> Carry:
+    @torch.no_grad()
+    def with_states(
+        self,
+        tokens: Tensor,
+        sequences: PackedSequences,
+        places: Sequence[str],
+        *,
+        states: Mapping[str, Any] | None = None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute logits, and hidden states inside the model, on every rank; see :meth:`forward`.
+
+        Args:
+            places: names of modules; see :mod:`megalight.models.hidden`.
+
+        Returns:
+            ``[N, V]``, and ``[T, n h]``: the outputs of the ``n`` modules side by side.
+        """
+        logits, carry = self._run(tokens, sequences, places, states, rows, None)
+        found = None if carry is None else torch.cat([carry[KEPT + name] for name in places], -1)
+        return logits, self._from_stage(-1, "states", found, tokens.numel())
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the word embedding of tokens ``[T] -> [T, h]``, on every rank."""
+        found = None
+        if self.mesh.rank("pp") == 0:
+            with whole_tokens(self):
+                found = self.chunks[0].embed.word(tokens)  # type: ignore[union-attr, operator]
+        return self._from_stage(0, "embedded", found, tokens.numel())
+
+    def _run(
+        self,
+        tokens: Tensor,
+        sequences: PackedSequences,
+        places: Sequence[str],
+        states: Mapping[str, Any] | None,
+        rows: Tensor | None,
+        pictures: Pictures | None,
+    ) -> tuple[Tensor, Carry | None]:
+        """Return the logits, and the last chunk's carry on the last stage."""
+
+        def step(chunk: nn.Module, batch: Mapping[str, Any], carry: Carry | None) -> Carry:
             hidden = None if carry is None else carry["hidden"]
             # Only the stage with the embedding reads images.
             seen: dict[str, Any] = {} if pictures is None or chunk.embed is None else {"pictures": pictures}
             if carry is not None and "memory" in carry:
                 seen["memory"] = carry["memory"]
-            output = chunk(tokens, sequences, hidden=hidden, states=states, rows=rows, **seen)
+            with keeping(chunk, places, carry) as kept:
+                output = chunk(batch["tokens"], sequences, hidden=hidden, states=states, rows=rows, **seen)
             if output.hidden is None:
-                return {"logits": output.logits}
-            return {"hidden": output.hidden} | ({} if output.memory is None else {"memory": output.memory})
+                return {**kept, "logits": output.logits}
+            memory = {} if output.memory is None else {"memory": output.memory}
+            return {**kept, "hidden": output.hidden, **memory}
 
-        # New tokens are few, and any number of them: they do not divide by tp.
+        # New tokens are few, and any number of them: they do not divide by tp. The places are part of the batch, as the
+        # form of carries follows from it.
         with whole_tokens(self):
-            last = self._executor.forward(self._agenda, [tokens], step)
+            last = self._executor.forward(self._agenda, [{"tokens": tokens, "places": tuple(places)}], step)
         count = tokens.numel() if rows is None else rows.numel()
-        return Output(logits=self._from_last_stage([carry["logits"] for carry in last], count))
+        carry = last[0] if last else None
+        return self._from_stage(-1, "logits", None if carry is None else carry["logits"], count), carry
 
-    def agree(self, number: int) -> int:
-        """Return the number of the replica's first rank, on all its ranks."""
+    @property
+    def shares_experts(self) -> bool:
+        """Whether several replicas share experts, so that these must run equally often."""
+        return self._coupling is not None
+
+    def every(self, flag: bool) -> bool:
+        """Return whether the flag is set on all ranks of the replica."""
+        group = self.mesh.group(*REPLICA_AXES)
+        if group is None:
+            return flag
+        flags = [False] * group.size()
+        dist.all_gather_object(flags, flag, group)
+        return all(flags)
+
+    def agree(self, value: T) -> T:
+        """Return the value of the replica's first rank, on all its ranks."""
         group = self.mesh.group(*REPLICA_AXES)
         if group is None:
             # Over the whole replica, because its ranks sample the same tokens.
-            return number
-        box = [number]
+            return value
+        box = [value]
         dist.broadcast_object_list(box, self.mesh.ranks(*REPLICA_AXES)[0], group, device=self.device)
         return box[0]
 
@@ -124,19 +188,20 @@ class ParallelGPT(nn.Module):
         # The shortest sequence that takes part in every collective of the layers.
         self(torch.zeros(1, dtype=torch.long, device=self.device), PackedSequences.of_lengths([1], self.device))
 
-    def _from_last_stage(self, logits: Sequence[Tensor], count: int) -> Tensor:
-        """Broadcast the logits ``[count, V]`` from the last stage, which computed them."""
-        group, source = self.mesh.group("pp"), self.mesh.ranks("pp")[-1]
+    def _from_stage(self, stage: int, name: str, found: Tensor | None, count: int) -> Tensor:
+        """Broadcast the rows ``[count, .]`` from the stage that computed them."""
+        group, source = self.mesh.group("pp"), self.mesh.ranks("pp")[stage]
         if group is None:
-            return logits[0]
-        # dtype and width never change, so the other stages learn them only once
-        if self._form is None:
-            box = [(logits[0].dtype, logits[0].shape[-1])] if logits else [None]
+            assert found is not None
+            return found
+        # Dtype and width never change, so the other stages learn them only once.
+        if name not in self._forms:
+            box = [None if found is None else (found.dtype, found.shape[-1])]
             dist.broadcast_object_list(box, source, group, device=self.device)
-            self._form = box[0]
-        assert self._form is not None
-        dtype, width = self._form
-        found = logits[0].contiguous() if logits else torch.empty(count, width, dtype=dtype, device=self.device)
-        # All stages must sample the same token, so they all need the logits.
-        dist.broadcast(found, source, group)
-        return found
+            assert box[0] is not None
+            self._forms[name] = box[0]
+        dtype, width = self._forms[name]
+        rows = torch.empty(count, width, dtype=dtype, device=self.device) if found is None else found.contiguous()
+        # All stages must choose the same tokens, so they all need what these follow from.
+        dist.broadcast(rows, source, group)
+        return rows

@@ -18,9 +18,10 @@ from torch import Generator, Tensor
 from megalight.errors import ConfigurationError
 from megalight.inference.cache import Cache
 from megalight.inference.modes import evaluating
+from megalight.inference.parallel import ParallelGPT
 from megalight.inference.sampling import Sampling, sample
 from megalight.models.eagle import DraftModel
-from megalight.models.gpt import GPT
+from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.hidden import KEPT, keeping
 from megalight.types import PackedSequences
 
@@ -39,21 +40,30 @@ class Round(NamedTuple):
     complete: bool
 
 
-def check_draft(base: GPT, draft: DraftModel, guesses: int = 1) -> None:
-    """Refuse a draft that was made for another base, and rounds without a guess.
+def check_draft(base: GPT | ParallelGPT, draft: DraftModel, guesses: int = 1) -> None:
+    """Refuse a draft that was made for another base, bases that drafts cannot serve, and rounds without a guess.
 
     Raises:
-        ConfigurationError: sizes differ, the base lacks a layer that the draft reads, or ``guesses`` is below 1.
+        ConfigurationError: sizes differ, the base lacks a layer that the draft reads, reads images, or has experts that
+            several replicas share, or ``guesses`` is below 1.
     """
+    config: object = base.config
+    if not isinstance(config, GPTConfig):
+        raise ConfigurationError("the base reads images, and drafts serve models of text; leave the draft out.")
+    if isinstance(base, ParallelGPT) and base.shares_experts:
+        raise ConfigurationError(
+            "experts of the base are on ranks of several replicas, which must run equally often, and rounds of a draft "
+            "differ in number. Leave the draft out, or divide the base otherwise."
+        )
     if guesses < 1:
         raise ConfigurationError(f"guesses={guesses} must be at least 1; 4 are usual.")
-    if draft.config.beside(base.config) != draft.config:
+    if draft.config.beside(config) != draft.config:
         raise ConfigurationError("the draft has no sizes yet; build it of EagleConfig.beside(base).")
 
 
 @torch.no_grad()
 def rounds(
-    base: GPT,
+    base: GPT | ParallelGPT,
     draft: DraftModel,
     prompts: Sequence[Sequence[int]],
     *,
@@ -66,8 +76,8 @@ def rounds(
     """Yield what each round yields for each prompt that goes on. The first one is the prompts' own pass.
 
     Args:
-        base: the whole model.
-        draft: a draft that was trained for it, on the same device and in the same dtype.
+        base: a whole model, or this rank's part of one; all ranks of a replica call this together.
+        draft: a draft that was trained for it, whole, on the same device and in the same dtype.
         prompts: token ids.
         max_new_tokens: limit of new tokens for each prompt.
         guesses: how many tokens the draft guesses in a round.
@@ -123,17 +133,18 @@ def _kept(choices: Sequence[int], guessed: Sequence[int], ends: Collection[int])
 class _Pair:
     """A base and its draft, with what they have read."""
 
-    def __init__(self, base: GPT, draft: DraftModel, num_slots: int, capacity: int) -> None:
+    def __init__(self, base: GPT | ParallelGPT, draft: DraftModel, num_slots: int, capacity: int) -> None:
         self.model, self.draft = base, draft
         self.base = Cache(base.layers, num_slots, capacity)
-        if not self.base.reversible:
+        # Of all layers: a rank that stops alone would leave the others waiting.
+        if not (base.every(self.base.reversible) if isinstance(base, ParallelGPT) else self.base.reversible):
             raise ConfigurationError(
                 "some layers of the base keep one state for all earlier tokens (Mamba, convolutions), which cannot "
                 "forget a wrong guess. Generate without a draft."
             )
         self.drafts = Cache({"layer": draft.layer}, num_slots, capacity)
         self.places = [f"layers.{after - 1}" for after in draft.config.auxiliary_layers]
-        self.device = next(base.parameters()).device
+        self.device = base.device if isinstance(base, ParallelGPT) else next(base.parameters()).device
         self.ids = torch.tensor(draft.config.draft_ids, device=self.device)
 
     def check(
@@ -153,19 +164,22 @@ class _Pair:
         for end, slot in zip(ends, given, strict=True):
             rows += range(end - len(guessed[slot]) - 1, end)
         tokens = [token for slot, new in given.items() for token in (*new, *guessed[slot])]
-        with keeping(self.model, self.places) as kept:
-            logits = self.model(
-                torch.tensor(tokens, device=self.device),
-                sequences,
-                states=self.base.states,
-                rows=torch.tensor(rows, device=self.device),
-            ).logits
-        states = torch.cat([kept[KEPT + name] for name in self.places], -1)
+        logits, states = self._run(
+            torch.tensor(tokens, device=self.device), sequences, torch.tensor(rows, device=self.device)
+        )
         shares = [len(guessed[slot]) + 1 for slot in given]
         return (
             dict(zip(given, torch.split(logits, shares), strict=True)),
             dict(zip(given, torch.split(states, counts), strict=True)),
         )
+
+    def _run(self, tokens: Tensor, sequences: PackedSequences, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the base's logits of these rows, and its hidden states at the draft's places."""
+        if isinstance(self.model, ParallelGPT):
+            return self.model.with_states(tokens, sequences, self.places, states=self.base.states, rows=rows)
+        with keeping(self.model, self.places) as kept:
+            logits = self.model(tokens, sequences, states=self.base.states, rows=rows).logits
+        return logits, torch.cat([kept[KEPT + name] for name in self.places], -1)
 
     def guess(
         self, read: dict[int, list[int]], after: dict[int, int], states: dict[int, Tensor], counts: dict[int, int]
@@ -205,6 +219,10 @@ class _Pair:
 
     def _step(self, slots: list[int], counts: list[int], hidden: Tensor, following: list[int]) -> Tensor:
         sequences: PackedSequences = self.drafts.extend(slots, counts, self.device)
-        assert self.model.embed is not None
-        embedded = self.model.embed.word(torch.tensor(following, device=self.device))
+        ids = torch.tensor(following, device=self.device)
+        if isinstance(self.model, ParallelGPT):
+            embedded = self.model.embed(ids)
+        else:
+            assert self.model.embed is not None
+            embedded = self.model.embed.word(ids)
         return self.draft.follow(hidden, embedded, sequences, self.drafts.states["layer"])

@@ -178,9 +178,7 @@ class TextGenerator:
             ConfigurationError: it is divided over ranks.
         """
         if isinstance(self.model, ParallelGPT):
-            raise ConfigurationError(
-                "the model is divided over processes, and a draft needs it whole; use one process."
-            )
+            raise ConfigurationError("the model is divided over processes, and this needs it whole; use one process.")
         return self.model
 
     @property

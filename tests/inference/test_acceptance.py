@@ -231,7 +231,7 @@ def test_the_command_tells_the_length_of_each_category(tmp_path: Path, capsys: p
     for more, message in {
         ("--guesses", "2"): "give --draft, too",
         ("--draft", str(tmp_path / "draft"), "--guesses", "0"): "must be at least 1",
-        ("--draft", str(tmp_path / "draft"), "--tensor-parallel", "2"): "whole model of text in one process",
+        ("--draft", str(tmp_path / "draft"), "--image", "x.png"): "serves models of text",
     }.items():
         assert main([*command, *more]) != 0
         assert message in " ".join(capsys.readouterr().err.split())

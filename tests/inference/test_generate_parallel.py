@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalight.inference import ParallelGPT, generate
+from megalight.errors import ConfigurationError
+from megalight.inference import ParallelGPT, Sampling, generate, speculative
+from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT, InitConfig, LatentConfig
 from megalight.nn.init import initialise
 from megalight.strategies import MegatronStrategy
@@ -20,6 +22,7 @@ from tests.workers import run
 
 MODELS = {name: replace(CONFIGS[name], num_layers=4, init=InitConfig(std=0.4)) for name in ("gqa", "gpt2", "tied")}
 MODELS["hybrid"] = replace(MODELS["gqa"], mixer_pattern=("conv", "attention", "conv"))
+MODELS["early"] = replace(MODELS["gqa"], mixer_pattern=("conv", *["attention"] * 3))
 MODELS["latent"] = replace(
     MODELS["gqa"],
     num_kv_heads=0,
@@ -105,6 +108,54 @@ def test_every_rank_gets_the_tokens_of_one_device(name: str, ranks: int, options
         assert replicas or unseeded == results[0][1], "ranks draw differently"
         error = (torch.from_numpy(whole) - logits).norm() / logits.norm()
         assert error <= 1e-9, f"logits differ by {error:.2e}"
+
+
+DRAFT = EagleConfig(auxiliary_layers=(3, 1), std=0.4, num_heads=2)
+
+
+def draft_of(name: str) -> DraftModel:
+    draft = DraftModel(DRAFT.beside(MODELS[name])).double()
+    initialise(draft, 2)
+    return draft
+
+
+def speculate(model: Any, draft: DraftModel) -> Any:
+    """What each round yields, and what the draft guessed before it."""
+    options = {"max_new_tokens": 9, "guesses": 3, "ends": (), "generator": torch.Generator().manual_seed(3)}
+    guesses, guess = [], speculative._Pair.guess
+
+    def watched(*arguments: Any) -> Any:
+        guesses.append(guess(*arguments))
+        return guesses[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculative._Pair, "guess", watched)
+        found = list(speculative.rounds(model, draft, PROMPTS, sampling=Sampling(temperature=0.0), **options))
+    return found, guesses
+
+
+def _drafted(name: str, options: dict[str, Any]) -> Any:
+    _, _, model = divided(name, options)
+    plain = ask(model, REQUESTS[0])
+    try:
+        return speculate(model, draft_of(name)), ask(model, {**REQUESTS[0], "draft": draft_of(name)}) == plain
+    except ConfigurationError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3], LAYOUTS[4], LAYOUTS[5]], ids=str
+)
+def test_rounds_of_a_draft_are_those_of_one_device(name: str, ranks: int, options: dict[str, Any]) -> None:
+    expected = speculate(one_device(name), draft_of(name))
+    for found, same in run(_drafted, ranks, name, options):
+        assert found == expected
+        assert same
+
+
+def test_all_ranks_refuse_layers_that_cannot_forget() -> None:
+    """The second stage has attention alone."""
+    assert all("cannot forget a wrong guess" in told for told in run(_drafted, 2, "early", PP))
 
 
 def _after_training(options: dict[str, Any]) -> tuple[list[list[int]], list[float], bool]:

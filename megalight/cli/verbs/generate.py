@@ -132,11 +132,8 @@ def _check_draft(arguments: argparse.Namespace) -> None:
         return
     if arguments.guesses is not None and arguments.guesses < 1:
         raise ConfigurationError(f"--guesses={arguments.guesses} must be at least 1; 4 are usual.")
-    if arguments.tensor_parallel * arguments.pipeline_parallel > 1 or arguments.image:
-        raise ConfigurationError(
-            "--draft serves a whole model of text in one process; leave out --draft, or --tensor-parallel, "
-            "--pipeline-parallel and --image."
-        )
+    if arguments.image:
+        raise ConfigurationError("--draft serves models of text; leave out --draft or --image.")
 
 
 def _complete(
@@ -148,7 +145,7 @@ def _complete(
         from megalight.cli.newest import newest_in
         from megalight.inference.drafts import load_draft
 
-        draft = load_draft(newest_in(arguments.draft), writer.whole, writer.tokenizer)
+        draft = load_draft(newest_in(arguments.draft), writer.model, writer.tokenizer)
         if arguments.guesses is not None:
             guessing["guesses"] = arguments.guesses
     texts, images = (prompts, None) if not files else _with_images(prompts, files, writer.image_marker)
