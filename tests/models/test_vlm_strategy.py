@@ -184,6 +184,8 @@ def by_hand(name: str, counts: str) -> dict[str, Any]:
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 ALL_GATHER = ContextOptions("all_gather")
 CHOSEN = [
+    # The tower is a stage by itself, before all layers.
+    ("deep_qwen", "mixed", 2, {"pipeline_parallel": 2, "pipeline_layout": "E|ttttL", "micro_batch_size": 1}),
     ("llava", "mixed", 1, {"micro_batch_size": 1}),
     ("llava", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 2}),
     ("plain", "mixed", 2, {**SP, "micro_batch_size": 2}),
@@ -213,6 +215,7 @@ CHOSEN = [
     ("intern", "one", 2, {"context_parallel": 2, "micro_batch_size": 2}),
 ]
 FULL = [
+    ("deep", "mixed", 4, {**SP, "pipeline_parallel": 2, "pipeline_layout": "E|t|tt|tL", "micro_batch_size": 1}),
     ("qwen3", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
     ("qwen3", "none", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("qwen3", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),
