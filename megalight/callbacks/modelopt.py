@@ -25,7 +25,8 @@ class ModelOptQuantization(pl.Callback):
     its batches again, and change weights. A checkpoint that holds calibrated quantizers needs no calibration.
 
     Args:
-        preset: name of a preset in ``modelopt.torch.quantization``.
+        preset: name of a preset in ``modelopt.torch.quantization``, or of a recipe in ModelOpt's library, without
+            ``.yaml`` (``general/ptq/fp8_default-kv_fp8``).
         head: also quantize the output layer, which presets leave out.
         kv: also round keys and values, by this preset: ``FP8_KV_CFG``, or ``NVFP4_KV_CFG`` on CUDA.
         measure: after calibration, run its batches once more, and print loss and perplexity, ``exp(loss)``, before and

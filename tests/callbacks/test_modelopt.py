@@ -47,6 +47,14 @@ CALIBRATION = 2
 """Batches of the sanity check."""
 
 
+def rules_of(preset: str) -> dict[str, Any]:
+    """ModelOpt's own reading of a preset or recipe."""
+    if "/" in preset:
+        found: dict[str, Any] = modelopt("recipe").load_recipe(preset).quantize.model_dump(exclude_unset=True)
+        return found
+    return copy.deepcopy(getattr(modelopt(), preset))
+
+
 @dataclass(frozen=True)
 class ByModelOpt(ModelTransform):
     """ModelOpt's own ``mtq.quantize`` of the whole model."""
@@ -63,7 +71,7 @@ class ByModelOpt(ModelTransform):
     def with_values(self, model: Any) -> None:
         mtq = modelopt()
         register_layers()
-        config = copy.deepcopy(getattr(mtq, self.preset))
+        config = rules_of(self.preset)
         config["quant_cfg"] = [
             rule for rule in config["quant_cfg"] if not (self.head and rule["quantizer_name"] in HEAD)
         ] + (copy.deepcopy(getattr(mtq, self.kv)["quant_cfg"]) if self.kv else [])
@@ -126,6 +134,8 @@ def train(name: str, preset: str, head: bool, kv: str | None, layout: dict[str, 
     ("world", "name", "preset", "head", "kv", "layout"),
     [
         pytest.param(1, "gqa", "FP8_DEFAULT_CFG", False, None, {}, marks=pytest.mark.full),
+        (1, "gqa", "general/ptq/fp8_default-kv_fp8", False, None, {}),
+        pytest.param(1, "gqa", "general/ptq/fp8_default-kv_fp8_cast", False, None, {}, marks=pytest.mark.full),
         (2, "gqa", "FP8_DEFAULT_CFG", True, KV, {"tensor_parallel": 2, "sequence_parallel": True}),
         (2, "gqa", "FP8_DEFAULT_CFG", True, KV, {"pipeline_parallel": 2}),
         pytest.param(
@@ -288,6 +298,9 @@ def change(transform: Quantizers, **config: Any) -> None:
         (Quantizers(kv="NVFP4_KV_ROTATE_CFG"), {}, "kv='NVFP4_KV_ROTATE_CFG' is not supported.*FP8_KV_CFG"),
         (Quantizers("FP8_KV_CFG"), LATENT, "LatentAttention over InnerAttention, which does not keep"),
         (Quantizers("W4A8_AWQ_BETA_CFG"), {}, r"quantizes \*weight_quantizer twice"),
+        (Quantizers("general/ptq/fp8"), {}, "library has no recipe 'general/ptq/fp8'.*fp8_default-kv_fp8"),
+        (Quantizers("general/ptq/nvfp4_omlp_only-kv_fp8"), {}, "has blocks of elements"),
+        (Quantizers("general/speculative_decoding/eagle3"), {}, "is not one of quantization by fixed rules"),
         (Quantizers("INT4_AWQ_CFG"), {"moe": MoEConfig(num_experts=4)}, "does not know stacks of experts.*INT4_BLOCK"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import nn
 from megalight.callbacks import ModelOptQuantization
 from megalight.errors import ConfigurationError
 from megalight.inference import load_model
-from megalight.models.gpt import GPT
+from megalight.models.gpt import GPT, GPTConfig
 from megalight.nn.init import initialise
 from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
@@ -29,7 +29,13 @@ from tests.workers import run
 pytest.importorskip("modelopt")
 CONFIG = replace(CONFIGS["gqa"], hidden_size=256, ffn_hidden_size=256, head_dim=64)
 """Blocks of 128 features divide each half of a row."""
+SQUARES = "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"
 BATCHES = 2
+
+
+def config_for(preset: str) -> GPTConfig:
+    """Squares of 128 x 128 must also divide the rows of keys, of which each rank has half."""
+    return replace(CONFIG, head_dim=128) if preset == SQUARES else CONFIG
 
 
 @functools.cache
@@ -37,7 +43,7 @@ def expected(preset: str) -> tuple[nn.Module, float]:
     """The whole model quantized by ModelOpt, and its loss."""
     register_layers()
     mtq = modelopt()
-    model = GPT(CONFIG).double()
+    model = GPT(config_for(preset)).double()
     initialise(model, SEED, "model.")
 
     def loop(root: nn.Module) -> float:
@@ -62,7 +68,7 @@ def validate(preset: str, layout: dict[str, Any], save_to: str | None, source: s
     runner = trainer(
         MegatronStrategy(**layout), callbacks=callbacks, use_distributed_sampler=False, limit_val_batches=BATCHES
     )
-    module = WithData(CONFIG, seed=SEED)
+    module = WithData(config_for(preset), seed=SEED)
     times = 1 if source else 2
     return [runner.validate(module, ckpt_path=source, verbose=False)[0]["val_loss"] for _ in range(times)]
 
@@ -72,6 +78,7 @@ def validate(preset: str, layout: dict[str, Any], save_to: str | None, source: s
     [
         ("INT4_AWQ_CFG", 2, {"pipeline_parallel": 2}),
         ("INT8_SMOOTHQUANT_CFG", 1, {}),
+        (SQUARES, 2, {"tensor_parallel": 2, "sequence_parallel": True}),
         ("INT4_BLOCKWISE_WEIGHT_ONLY_CFG", 2, {"tensor_parallel": 2, "sequence_parallel": True}),
     ],
 )
@@ -99,6 +106,8 @@ def refused(preset: str, layout: dict[str, Any]) -> str:
 
 def test_what_cannot_be_searched_is_refused() -> None:
     assert "this run has dp=2. Calibrate on one device" in run(refused, 2, "INT4_AWQ_CFG", {})[0]
+    tokens = run(refused, 2, "FP8_PER_CHANNEL_PER_TOKEN_CFG", {"tensor_parallel": 2, "sequence_parallel": True})[0]
+    assert "has a scale for each token" in tokens
     with torch.device("meta"), pytest.raises(ConfigurationError, match="losses read the weight of the output layer"):
         Quantizers("INT4_AWQ_CFG", head=True).change(GPT(CONFIG))
 

@@ -21,7 +21,9 @@ def describe() -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("output", help="the checkpoint to write; also s3://...")
-    parser.add_argument("--preset", default="FP8_DEFAULT_CFG", help="preset of ModelOpt (default: FP8_DEFAULT_CFG)")
+    rules = parser.add_mutually_exclusive_group()
+    rules.add_argument("--preset", default="FP8_DEFAULT_CFG", help="preset of ModelOpt (default: FP8_DEFAULT_CFG)")
+    rules.add_argument("--recipe", dest="preset", help="recipe of its library: general/ptq/fp8_default-kv_fp8")
     parser.add_argument("--kv", metavar="PRESET", help="also round keys and values, e.g. FP8_KV_CFG")
     parser.add_argument("--head", action="store_true", help="also quantize the output layer")
 

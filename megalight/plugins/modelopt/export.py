@@ -129,6 +129,11 @@ def _put(
     layer.weight_quantizer, layer.input_quantizer = matrix.weight_quantizer, matrix.input_quantizer
     form, block = utils.get_quantization_format(layer), utils.get_weight_block_size(layer)
     scale, second = utils.get_weight_scaling_factor(layer), utils.get_weight_scaling_factor_2(layer)
+    if matrix.weight_quantizer.block_sizes and -2 in matrix.weight_quantizer.block_sizes:
+        raise ConfigurationError(
+            f"{matrix.path} has square blocks ({form}), whose scales megalight convert cannot write. Quantize with "
+            "FP8_DEFAULT_CFG or FP8_PER_CHANNEL_PER_TOKEN_CFG for a folder."
+        )
     if block:
         # Until a quantizer has run, it does not know how many blocks a row has.
         scale = scale.reshape(len(layer.weight), -1)

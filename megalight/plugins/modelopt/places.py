@@ -31,7 +31,7 @@ class Matrix:
         index: its place in the stack on this rank; None: the parameter is the matrix.
         weight: the matrix.
         weight_kind: where its quantizer is in the module (``up_weight_quantizers.3``).
-        weight_quantizer: rounds it. It may be several, one after the other.
+        weight_quantizer: rounds it.
         input_quantizer: rounds what it is multiplied by. All experts of a stack share one.
     """
 
@@ -119,12 +119,7 @@ def places(root: nn.Module) -> Iterator[Place]:
             if hasattr(module, kind):
                 yield Place(path, kind, getattr(module, kind))
     for matrix in matrices(root):
-        # those that round one after the other are a sequence
-        if isinstance(matrix.weight_quantizer, nn.Sequential):
-            for number, quantizer in enumerate(matrix.weight_quantizer):
-                yield Place(matrix.path, f"{matrix.weight_kind}.{number}", quantizer, matrix)
-        else:
-            yield Place(matrix.path, matrix.weight_kind, matrix.weight_quantizer, matrix)
+        yield Place(matrix.path, matrix.weight_kind, matrix.weight_quantizer, matrix)
 
 
 def amaxes(root: nn.Module) -> Iterator[tuple[Place, Tensor]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +21,12 @@ SERVED = (
     "INT8_SMOOTHQUANT_CFG",
     "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
     "INT4_AWQ_CFG",
+    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "general/ptq/fp8_default-kv_fp8",
+    "general/ptq/fp8_default-kv_fp8_cast",
+    "general/ptq/int4_blockwise_weight_only",
 )
-"""Presets that are tested against ModelOpt itself."""
+"""Presets that are tested against ModelOpt itself; those with slashes are recipes of its library."""
 KV = "*[kv]_bmm_quantizer"
 """The pattern by which presets name keys and values."""
 KV_SERVED = ("FP8_KV_CFG", "NVFP4_KV_CFG")
@@ -110,17 +116,39 @@ class Preset:
 
 
 def _rules(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return copies of a preset's rules and of its algorithm."""
-    package = modelopt()
-    known = package.config.choices
-    if name not in known:
-        raise ConfigurationError(
-            f"ModelOpt has no preset {name!r}.{nearest(name, known)} It has {', '.join(sorted(known))}."
-        )
-    config = getattr(package, name)
+    """Return copies of the rules of a preset, or of a recipe for quantization, and of its algorithm."""
+    if "/" in name:
+        config = _recipe(name)
+    else:
+        package = modelopt()
+        known = package.config.choices
+        if name not in known:
+            raise ConfigurationError(
+                f"ModelOpt has no preset {name!r}.{nearest(name, known)} It has {', '.join(sorted(known))}."
+            )
+        config = getattr(package, name)
     algorithm = config.get("algorithm")
     algorithm = dict(algorithm) if isinstance(algorithm, Mapping) else {"method": algorithm}
     return [copy.deepcopy(rule) for rule in config["quant_cfg"]], algorithm
+
+
+def _recipe(name: str) -> Mapping[str, Any]:
+    library = modelopt("recipe.loader")
+    known = [recipe for recipe in SERVED if "/" in recipe]
+    # Those of users have no name that a checkpoint could hold.
+    if not library.BUILTIN_RECIPES_LIB.joinpath(f"{name}.yaml").is_file():
+        raise ConfigurationError(
+            f"ModelOpt's library has no recipe {name!r}.{nearest(name, known)} Name one of it without .yaml, such as "
+            f"{', '.join(known)}."
+        )
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells what it loads
+        recipe = library.load_recipe(name)
+    if not hasattr(recipe, "quantize"):
+        raise ConfigurationError(
+            f"recipe {name!r} is not one of quantization by fixed rules. Use one of {', '.join(known)}."
+        )
+    found: Mapping[str, Any] = recipe.quantize.model_dump(exclude_unset=True)
+    return found
 
 
 def _formats(rule: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -133,16 +161,18 @@ def _why_not(method: str | None, rules: list[dict[str, Any]]) -> str | None:
     if method not in (None, "max", *SEARCHES):
         return f"calibrates by {method!r}"
     for rule in rules:
-        formats = rule.get("cfg") or {}
-        if isinstance(formats, list):
-            return f"quantizes {rule['quantizer_name']} twice"
-        blocks = formats.get("block_sizes") or {}
-        # `{-1: None}` with dynamic scales: a scale for each token, found in the forward pass.
-        if blocks.get("type") == "static" and set(blocks) == {-1, "type"}:
-            continue
-        if any(size is not None for key, size in blocks.items() if key != "type") or "scale_bits" in blocks:
-            return f"has blocks of elements in {rule['quantizer_name']}"
-        of_linears = rule["quantizer_name"].endswith(("weight_quantizer", "input_quantizer"))
-        if rule.get("enable", True) and formats and not of_linears:
-            return f"quantizes {rule['quantizer_name']}, not only weights and inputs of linear layers"
+        pattern, formats = rule["quantizer_name"], _formats(rule)
+        if len(formats) > 1:
+            return f"quantizes {pattern} twice"
+        for blocks in (each.get("block_sizes") or {} for each in formats):
+            # `{-1: None}` with dynamic scales: a scale for each token, found in the forward pass.
+            of_rows = blocks.get("type") == "static" and set(blocks) == {-1, "type"}
+            squares = set(blocks) == {-1, -2}
+            if of_rows or squares:
+                continue
+            if any(size is not None for key, size in blocks.items() if key != "type") or "scale_bits" in blocks:
+                return f"has blocks of elements in {pattern}"
+        known = pattern == KV or pattern.endswith(("weight_quantizer", "input_quantizer"))
+        if rule.get("enable", True) and formats and not known:
+            return f"quantizes {pattern}, not only weights and inputs of linear layers"
     return None

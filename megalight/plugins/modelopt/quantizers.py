@@ -18,9 +18,9 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.transform import ModelTransform
 from megalight.plugins.modelopt.layers import ATTENTIONS, HEADS, LINEARS, register_layers
 from megalight.plugins.modelopt.package import modelopt
-from megalight.plugins.modelopt.places import places, quantized
+from megalight.plugins.modelopt.places import matrices, places, quantized
 from megalight.plugins.modelopt.presets import Preset
-from megalight.plugins.modelopt.specs import amax_spec, features_spec
+from megalight.plugins.modelopt.specs import amax_spec, check_tokens, features_spec
 
 NAMED = "megalight_quantized"
 """Attribute of a model: the paths of the modules that the preset names."""
@@ -34,7 +34,8 @@ class Quantizers(ModelTransform):
     that was not calibrated computes no numbers. Gradients pass as if nothing were rounded (straight-through).
 
     Args:
-        preset: a preset of ModelOpt, for example ``FP8_DEFAULT_CFG``.
+        preset: a preset of ModelOpt, for example ``FP8_DEFAULT_CFG``, or a recipe of its library, for example
+            ``general/ptq/fp8_default-kv_fp8``.
         head: also quantize the output layer, which presets leave out.
         kv: a preset for keys and values of attention (``FP8_KV_CFG``), which most presets leave out; None: they keep
             their dtype.
@@ -137,6 +138,8 @@ class Quantizers(ModelTransform):
             # a model may be loaded and exported elsewhere
             chunk.register_forward_pre_hook(lambda *_: check_device(preset, model.device))
         specs: dict[str, ShardSpec] = {}
+        for matrix in matrices(model.root):
+            check_tokens(model, matrix)
         for place in places(model.root):
             if place.has_amax:
                 spec = amax_spec(model, place)

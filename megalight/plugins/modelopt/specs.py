@@ -58,8 +58,6 @@ def amax_spec(model: ParallelModel, place: Place) -> ShardSpec:
                 "blocks, or a layout that does not split this weight."
             )
     block = (height, width or features)
-    # the sequence number of a quantizer, where several round one after the other
-    number = place.kind.removeprefix(matrix.weight_kind)
 
     def numbers(piece: Piece) -> Piece:
         # Ranks with other columns of the same rows have the same `amax` if it is of whole rows: only one may own it.
@@ -67,7 +65,7 @@ def amax_spec(model: ParallelModel, place: Place) -> ShardSpec:
         columns = width or piece.shape[1]
         return replace(
             piece,
-            name=f"{piece.name}_quantizer{number}.amax",
+            name=f"{piece.name}_quantizer.amax",
             shape=(piece.shape[0] // height, piece.shape[1] // columns),
             offset=(piece.offset[0] // height, piece.offset[1] // columns),
             size=(piece.size[0] // height, max(piece.size[1] // columns, 1)),
@@ -79,6 +77,21 @@ def amax_spec(model: ParallelModel, place: Place) -> ShardSpec:
     rows, columns = spec.shape[0] // block[0], spec.shape[1] // block[1]
     shape = (rows, 1, columns, 1) if height > 1 else (rows * columns, 1)
     return ShardSpec(tuple(map(numbers, spec.pieces)), shape, spec.data)
+
+
+def check_tokens(model: ParallelModel, matrix: Matrix) -> None:
+    """Raise if inputs have a scale for each token, and ranks hold parts of the features of a token.
+
+    Raises:
+        ConfigurationError: each rank would find a scale of its own.
+    """
+    split = any(piece.size[1] != piece.shape[1] for piece in matrix_spec(model, matrix).pieces)
+    if split and matrix.input_quantizer.is_enabled and matrix.input_quantizer._dynamic:
+        raise ConfigurationError(
+            f"{matrix.path} has a scale for each token, found in the forward pass, and this layout splits its input "
+            "features over ranks, which would find different ones. Use a preset with calibrated inputs, such as "
+            "FP8_DEFAULT_CFG, or a layout without tensor_parallel and expert_tensor_parallel."
+        )
 
 
 def features_spec(model: ParallelModel, path: str) -> ShardSpec:
