@@ -170,10 +170,12 @@ class Around:
         for home, chosen in enumerate(shares[self._own]):
             tensors = found[self._own * len(homes) + home]
             assert tensors is not None
+            pixels, positions = tensors
             lengths, windows = homes[home]
             parts.append(
                 Images(
-                    *tensors,
+                    pixels,
+                    positions,
                     lengths=tuple(lengths[index] for index in chosen),
                     counts=(len(chosen),),
                     windows=tuple(windows[index] for index in chosen) if windows else (),
@@ -187,7 +189,7 @@ class Around:
         routes = self._routes(each, each.features, back=False)
         counts = self._rows(each, self._own)
         held: list[list[Tensor] | None] = [None] * len(routes)
-        for home, part in enumerate(each.features.detach().split(counts)):
+        for home, part in enumerate(torch.split(each.features.detach(), counts)):
             held[self._own * len(each.homes) + home] = [part]
         found = exchange(routes, held, self._rank, self._device)
         if self._rank not in self._readers[self._home]:
@@ -208,7 +210,7 @@ class Around:
             if (group := self.language.mesh.group("cp")) is not None:
                 dist.all_reduce(gradient, group=group)
             counts = [self._rows(each, replica)[self._home] for replica in range(len(self._towers))]
-            for replica, part in enumerate(gradient[self._order(each)].split(counts)):
+            for replica, part in enumerate(torch.split(gradient[self._order(each)], counts)):
                 held[replica * len(each.homes) + self._home] = [part]
         found = exchange(routes, held, self._rank, self._device)
         first = self._own * len(each.homes)

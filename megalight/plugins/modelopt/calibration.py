@@ -61,7 +61,7 @@ class Calibration:
         Returns:
             the quantizers of this rank that saw no data, or values that are not finite.
         """
-        activations, whole_weights, whole_experts = [], [], []
+        activations, whole_weights, whole_experts = list[Tensor](), list[Tensor](), list[Tensor]()
         for place, amax in amaxes(self.model.root):
             quantizer = place.quantizer
             seen = quantizer._calibrator.compute_amax()

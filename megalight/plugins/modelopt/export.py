@@ -103,8 +103,8 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
     converted = modelopt("torch.export.convert_hf_config").convert_hf_quant_config_format(quantization)
     partial = begin_folder(target)
     try:
-        held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        write_file(partial.folder / WEIGHTS, save(held, {"format": "pt"}))
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_file(partial.folder / WEIGHTS, save(whole, {"format": "pt"}))
         write_file(partial.folder / QUANT_CONFIG, _json(quantization))
         for name, content in files_beside(stored, values).items():
             if name == CONFIG:
