@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -230,8 +231,10 @@ class MegatronStrategy(FolderCheckpoints):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether checkpoints are read after :meth:`setup`: callbacks that average write weights when they are read."""
-        return self.lightning_module is not None and ordinary.averager(self.lightning_module) is not None
+        """Whether checkpoints are read after :meth:`setup`: ``WeightAveraging`` writes weights when it is read."""
+        # Not for StochasticWeightAveraging: read by then, it would come too late to take the schedule away.
+        averaging = None if self.lightning_module is None else ordinary.averager(self.lightning_module)
+        return isinstance(averaging, WeightAveraging)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

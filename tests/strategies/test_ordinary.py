@@ -273,7 +273,7 @@ def _resumed_average(path: str) -> tuple[list[list[float]], list[list[float]]]:
 
 
 class Saving(pl.Callback):
-    """Saves at the end of the first epoch, before the average takes the place of the weights."""
+    """Saves at the end of each epoch, before the average takes the place of the weights."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -284,6 +284,34 @@ class Saving(pl.Callback):
 
 def test_an_average_is_saved_and_resumed(tmp_path: Path) -> None:
     found, expected = run(_resumed_average, 1, str(tmp_path / "average.ckpt"))[0]
+    close(found, expected, 0)
+
+
+class Scheduled(Plain):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+
+def _resumed_stochastic(path: str) -> tuple[list[list[float]], list[list[float]]]:
+    whole, second = Scheduled(), Scheduled(seed=1)
+    fit(whole, batches(8, 4), max_epochs=5, callbacks=[_averager("SWA")])
+    # The callback has put a schedule of its own in place of the module's when this is saved.
+    with pytest.raises(ArithmeticError):
+        fit(Scheduled(), batches(8, 4), max_epochs=5, callbacks=[_averager("SWA"), Saving(path), Stops()])
+    runner = trainer(strategy(), max_steps=-1, max_epochs=5, limit_val_batches=0, callbacks=[_averager("SWA")])
+    runner.fit(second, batches(8, 4), ckpt_path=path)
+    return weights(second), weights(whole)
+
+
+class Stops(pl.Callback):
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 3:
+            raise ArithmeticError
+
+
+def test_a_stochastic_average_is_saved_and_resumed(tmp_path: Path) -> None:
+    found, expected = run(_resumed_stochastic, 1, str(tmp_path / "average.ckpt"))[0]
     close(found, expected, 0)
 
 
