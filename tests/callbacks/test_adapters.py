@@ -51,6 +51,8 @@ from tests.workers import run
 LORA = {"rank": 3, "targets": ["layers.*"], "alpha": 6.0}
 UPPER = {"rank": 3, "targets": ["layers.1.*"], "alpha": 6.0}
 """Layer 0 has no adapter: its pipeline stage has nothing to train."""
+DEEP = replace(CONFIGS["gqa"], num_layers=4)
+"""Enough layers for two chunks of two stages."""
 
 
 @functools.cache
@@ -58,9 +60,12 @@ def expected(name: str, upper: bool = False) -> dict[str, Any]:
     return by_hand(CONFIGS[name], transforms=[LoRA(**(UPPER if upper else LORA))])
 
 
-def train(name: str, lora: dict[str, Any], options: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+def train(
+    name: str, lora: dict[str, Any], options: dict[str, Any], layout: dict[str, Any], packed: bool = False
+) -> dict[str, Any]:
     gradients = Gradients()
-    found = fit(CONFIGS[name], options=options, extra_callbacks=[Adapters(**lora), gradients], **layout)
+    callbacks = [Adapters(**lora), gradients]
+    found = fit(CONFIGS.get(name, DEEP), options=options, packed=packed, extra_callbacks=callbacks, **layout)
     return {**found, "gradients": gradients.first}
 
 
@@ -95,6 +100,29 @@ def test_a_layout_trains_the_same_magnitudes(layout: dict[str, Any]) -> None:
     assert_same_run(found, reference)
     assert_same_gradients(found["gradients"], reference["gradients"])
     assert any("magnitude" in name for name in reference["gradients"])
+
+
+@pytest.mark.parametrize("kind", [LoRA, DoRA])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gqa", {"tensor_parallel": 2, "sequence_parallel": True}),
+        ("deep", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+        pytest.param("gqa", {"tensor_parallel": 2}, marks=pytest.mark.full),
+        pytest.param("gqa", {"context_parallel": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_packed_documents(kind: type[LoRA], name: str, layout: dict[str, Any]) -> None:
+    """Chunks of a pipeline too, which have adapters of their own."""
+    lora = {**LORA, "dora": kind is DoRA}
+    found = run(train, 2, name, lora, {}, {**layout, "micro_batch_size": 1}, True, timeout=240)[0]
+    reference = by_hand(CONFIGS.get(name, DEEP), packed=True, transforms=[kind(**LORA)])
+    for key, value in reference["initial"].items():
+        if "magnitude" in key:  # norms of rows that tensor-parallel ranks share are sums in another order
+            np.testing.assert_allclose(found["initial"][key], value, rtol=1e-14)
+            found["initial"][key] = value
+    assert_same_run(found, reference)
+    assert_same_gradients(found["gradients"], reference["gradients"])
 
 
 def test_magnitudes_of_a_checkpoint_go_on(tmp_path: Path) -> None:
