@@ -88,7 +88,7 @@ BAD = {
     "another kind": (option(model_type="t5"), "t5"),
     "other sizes": (
         option(vocab_size=21),
-        r"\[20, 8\] instead of \[21, 8\]",
+        r"\[20, 8\] and \[21, 8\]",
     ),
     "broken settings": (text("generation_config.json", "{"), r"generation_config\.json is not JSON"),
     "odd tokens": (option(eos_token_id="</s>"), None),

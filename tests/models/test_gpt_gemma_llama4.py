@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from megalight.errors import ConfigurationError
 from megalight.inference import Cache, load_model
 from megalight.models.export import export
+from megalight.models.family import family
 from megalight.models.gpt import GPT
 from megalight.models.gpt.hugging_face import config_from_transformers
 from megalight.models.gpt.presets import preset
-from megalight.models.stored import open_model
+from megalight.models.saved import initial_config, whole_source
+from megalight.models.stored import StoredModel
 from megalight.nn.init import initialise
 from megalight.types import PackedSequences
 from tests.models.beside_transformers import ours_of
@@ -122,9 +124,11 @@ def test_the_language_model_of_one_that_reads_images(name: str, tmp_path: Path) 
     save_file(renamed, tmp_path / "model.safetensors")
     text = {key: value for key, value in model.config.to_dict().items() if key != "architectures"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text}))
-    stored = open_model(tmp_path)
-    assert stored.config == ours.config
-    export(stored, tmp_path / "out")
+    # As a GPTModule with these weights opens it: whole, a gemma3 folder is a model with its tower.
+    known = family("gpt")
+    config = initial_config(tmp_path, known)
+    assert config == ours.config
+    export(StoredModel(known, config, whole_source(tmp_path, known, config), {}), tmp_path / "out")
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert back.keys() == files.keys()
     assert all(torch.equal(back[key], files[key]) for key in back)

@@ -54,7 +54,7 @@ def test_products_and_gradients_are_those_of_the_decoded_weight(form: str) -> No
         torch.testing.assert_close(linear(x, weight), F.linear(x, plain), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("form", "block", "rule"), [("int3", 4, "no format 'int3'"), ("int8", 3, "even and divide")])
+@pytest.mark.parametrize(("form", "block", "rule"), [("int3", 4, "no format 'int3'"), ("int8", 3, "must be even")])
 def test_refusals(form: str, block: int, rule: str) -> None:
     with pytest.raises(ConfigurationError, match=rule):
         Codes(torch.zeros(2, 8), form, block)
