@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from megalight.cli import weights_keys
+
 DTYPES = ("float32", "bfloat16", "float16")
 FORMS = {
     "transformers": "folder of transformers",
@@ -45,13 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--average", nargs="+", default=(), metavar="MORE", help="write the mean of the source and of these"
     )
-    parser.add_argument(
-        "--weights-keys",
-        choices=("strict", "log", "ignore"),
-        default="strict",
-        help="in a folder of transformers with other tensors than the model's: strict refuses it; log and ignore skip "
-        "what is too much, and give what is missing its initial values (default: strict)",
-    )
+    weights_keys.add_argument(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 

@@ -9,6 +9,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalight.cli import weights_keys
+
 if TYPE_CHECKING:
     from megalight.inference import TextGenerator
 
@@ -50,13 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the one in the checkpoint")
     parser.add_argument("--base", help="the weights that training began with, for a checkpoint of adapters")
-    parser.add_argument(
-        "--weights-keys",
-        choices=("strict", "log", "ignore"),
-        default="strict",
-        help="in a folder of transformers with other tensors than the model's: strict refuses it; log and ignore skip "
-        "what is too much, and give what is missing its initial values (default: strict)",
-    )
+    weights_keys.add_argument(parser)
     parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
     parser.add_argument("--draft", help="a draft model's checkpoint, which guesses tokens: faster, and the same text")
     parser.add_argument("--guesses", type=int, help="tokens that the draft guesses at a time (default: 4)")
