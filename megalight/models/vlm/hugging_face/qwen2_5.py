@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.models.config import require
+from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
@@ -90,6 +91,19 @@ def weight_map(config: VLMConfig) -> WeightMap:
     )
 
 
+def check_width(vision: Mapping[str, Any], language: GPTConfig) -> None:
+    """Check that the projector ends with the width of the language model.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    require(
+        vision.get("out_hidden_size", language.hidden_size) == language.hidden_size,
+        f"vision_config.out_hidden_size is {vision.get('out_hidden_size')} and the language model has hidden_size "
+        f"{language.hidden_size}; the projector ends with its width. Copy the configuration again.",
+    )
+
+
 def _read(values: Mapping[str, Any]) -> VLMConfig:
     vision = VISION_DEFAULTS | dict(values.get("vision_config") or {})
     # Files of older releases have the settings of the language model among those of the whole.
@@ -107,11 +121,7 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
         f"head_dim is {language.head_dim} with {language.num_heads} heads and hidden_size {language.hidden_size}; "
         f"heads of {MODEL_TYPE} have hidden_size / num_attention_heads features.",
     )
-    require(
-        vision.get("out_hidden_size", language.hidden_size) == language.hidden_size,
-        f"vision_config.out_hidden_size is {vision.get('out_hidden_size')} and the language model has hidden_size "
-        f"{language.hidden_size}; the projector ends with its width. Copy the configuration again.",
-    )
+    check_width(vision, language)
     merge = vision["spatial_merge_size"]
     return VLMConfig(
         language=language,

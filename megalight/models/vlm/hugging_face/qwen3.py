@@ -16,7 +16,7 @@ from megalight.models.vision import hugging_face as towers
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vision.dynamic_config import DynamicConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
-from megalight.models.vlm.hugging_face.qwen2_5 import fused
+from megalight.models.vlm.hugging_face.qwen2_5 import check_width, fused
 from megalight.models.weights import Theirs, WeightMap
 
 MODEL_TYPE = "qwen3_vl"
@@ -81,11 +81,7 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
     text = dict(values["text_config"])
     tied = any(each.get("tie_word_embeddings", False) for each in (text, values))
     language = gpt_from({**text, "model_type": "qwen3", "tie_word_embeddings": tied})
-    require(
-        vision.get("out_hidden_size", language.hidden_size) == language.hidden_size,
-        f"vision_config.out_hidden_size is {vision.get('out_hidden_size')} and the language model has hidden_size "
-        f"{language.hidden_size}; the projector ends with its width. Copy the configuration again.",
-    )
+    check_width(vision, language)
     merge, entries = vision["spatial_merge_size"], vision["num_position_embeddings"]
     side = isqrt(entries)
     require(side**2 == entries, f"num_position_embeddings is {entries}; it must be the entries of a square table.")
