@@ -27,7 +27,7 @@ PREEMPTED = 75
 
 _PARENT = os.getppid()
 
-_FLAG_OF_ARGUMENT = re.compile(r"\b\w+(?:=[^\s()]+)? \((--[a-z][\w-]*)\)")
+_ARGUMENT_AND_FLAG = re.compile(r"\b(\w+)(=[^\s()]+)? \((--[a-z][\w-]*)\)")
 """Errors of functions that commands call name the argument, then the flag: ``text_key (--text-key)``."""
 
 
@@ -108,8 +108,15 @@ def reported(prog: str, *kinds: type[Exception]) -> Iterator[None]:
         if not isinstance(error, MegalightError):
             text += "\n(add --debug for the traceback)"
         # The message names the flag that the user typed, and not the argument behind it.
-        tell(prog, _FLAG_OF_ARGUMENT.sub(r"\1", text), every_rank=not isinstance(error, ALIKE))
+        tell(prog, _ARGUMENT_AND_FLAG.sub(_flag_alone, text), every_rank=not isinstance(error, ALIKE))
         raise SystemExit(2) from error
+
+
+def _flag_alone(found: re.Match[str]) -> str:
+    """Return the flag in place of the argument. Another word before the flag is a word of the sentence, and stays."""
+    word, value, flag = found.groups()
+    is_argument = value is not None or word.replace("_", "-") == flag.removeprefix("--")
+    return flag if is_argument else found[0]
 
 
 class Parser(argparse.ArgumentParser):

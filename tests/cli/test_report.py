@@ -45,6 +45,22 @@ def test_one_ranks_own_error_is_told_unless_rank_zero_fails_too(orphaned, told, 
     assert ("megalight fit [rank 1]: error: torn file on this node" in capsys.readouterr().err) == told
 
 
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ("choose one with text_key (--text-key).", "choose one with --text-key."),
+        ("append none with append_eod=False (--no-eod).", "append none with --no-eod."),
+        ("the text holds it; name another one (--image-token).", None),
+        ("train a tokenizer with it (--special-tokens).", None),
+        ("train on all messages (--train-on all).", None),
+    ],
+)
+def test_messages_name_the_flag_in_place_of_the_argument_alone(told, shown, capsys):
+    with pytest.raises(SystemExit, match="2"), reported("megalight prepare"):
+        raise DataError(told)
+    assert capsys.readouterr().err == f"megalight prepare: error: {shown or told}\n"
+
+
 def test_errors_that_are_not_the_users_come_with_their_traceback():
     with pytest.raises(ZeroDivisionError), reported("megalight fit", OSError):
         _ = 1 / 0

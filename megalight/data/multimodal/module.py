@@ -118,7 +118,7 @@ class MultimodalDataModule(TokenDataModule):
                 raise DataError(
                     f"{corpus.data.prefix} has {marker} as the token of images, and the model has "
                     f"image_token={config.image_token}; they must be equal. Set image_token, or prepare the data with "
-                    "another token (--image-token)."
+                    "another image_token (--image-token)."
                 )
         return ImagePackOptions(
             sequence_length=self.sequence_length,

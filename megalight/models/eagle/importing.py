@@ -108,7 +108,7 @@ def _config(source: str | os.PathLike[str], ids: tuple[int, ...]) -> EagleConfig
 def _usual(config: EagleConfig, source: object, base: str | os.PathLike[str] | None) -> EagleConfig:
     if base is None:
         raise ConfigurationError(
-            f"{source}/{CONFIG} does not say which hidden states of its base the draft reads; name the base (--base)."
+            f"{source}/{CONFIG} does not say which hidden states of its base the draft reads; name it by base (--base)."
         )
     served = open_model(base).config
     if not isinstance(served, GPTConfig):
@@ -120,7 +120,7 @@ def _head_of(source: object, base: str | os.PathLike[str] | None) -> Tensor:
     """Return the weight of the output layer of the base."""
     if base is None:
         raise ConfigurationError(
-            f"{source}/{WEIGHTS} has no lm_head, so the draft predicts with that of its base; name the base (--base)."
+            f"{source}/{WEIGHTS} has no lm_head, so the draft predicts with that of its base; name it by base (--base)."
         )
     head = BaseModel(base).head_source()
     ((name, stored),) = head.tensors.items()
