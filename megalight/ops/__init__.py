@@ -14,6 +14,7 @@ OPS = (
     "activation",
     "linear",
     "cross_entropy",
+    "divergence",
     "adam",
     "quantize",
     "scaled_mm",

@@ -20,6 +20,10 @@ from megalight.ops.attention import reference as attention_reference
 from megalight.ops.causal_conv import reference as conv_reference
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
+from megalight.ops.divergence import Projection
+from megalight.ops.divergence import chunked as chunked_divergence
+from megalight.ops.divergence import native as native_divergence
+from megalight.ops.divergence.rows import Measure, Rows
 from megalight.ops.gated_norm import reference as gated_norm_reference
 from megalight.ops.latent_heads import reference as heads_reference
 from megalight.ops.norm import reference as norm_reference
@@ -313,6 +317,32 @@ def check_cross_entropy(
         return lambda h, w, b=None: function(h, w, labels, b, softcap, chunk, 0, size, None)
 
     check(run(fn), run(cross_entropy_reference.linear_cross_entropy), inputs)
+
+
+def check_divergence(
+    rows: Rows, device: str, dtype: torch.dtype, kind: str, sizes: tuple[int, int, int], *, own: bool, softcap: bool
+) -> None:
+    """``sizes``: tokens, real rows of the vocabulary, width. There are three rows of padding."""
+    tokens, size, width = sizes
+    drawn = [torch.randn(tokens, width), torch.randn(size + 3, width) * width**-0.5]
+    drawn += [torch.randn(tokens, width + 8), torch.randn(size + 3, width + 8) * width**-0.5]
+    hidden, weight, theirs, layer = (tensor.to(device, dtype) for tensor in drawn)
+    labels = torch.randint(0, size, (tokens,), device=device)
+    labels[::5] = -100
+    caps = (1.5, 3.0) if softcap else (None, None)
+    measure = Measure(kind, 1.7, own, size, caps)
+
+    def run(rows: Rows) -> Callable[..., Any]:
+        def both(hidden: Tensor, weight: Tensor) -> Any:
+            student = Projection(hidden, weight, None, caps[0])
+            teacher = Projection(theirs.to(hidden.dtype), layer.to(hidden.dtype), None, caps[1])
+            found = chunked_divergence.linear_divergence(rows, student, teacher, labels, measure, 4, 0, None)
+            return found if own else found[0]
+
+        return both
+
+    exact = Rows(native_divergence.statistics, native_divergence.sums, native_divergence.gradient_)
+    check(run(rows), run(exact), [hidden, weight])
 
 
 def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = False, **options: Any) -> None:

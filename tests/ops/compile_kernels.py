@@ -85,6 +85,9 @@ def main() -> None:
     from megalight.ops.attention_merge import triton as blocks
     from megalight.ops.causal_conv import triton as convolutions
     from megalight.ops.cross_entropy import triton as rows
+    from megalight.ops.divergence import KINDS as DIVERGENCES
+    from megalight.ops.divergence import triton as divergences
+    from megalight.ops.divergence.rows import Measure
     from megalight.ops.gated_norm import triton as gated_norms
     from megalight.ops.latent_heads import triton as latent_heads
     from megalight.ops.linear import triton as linear
@@ -123,6 +126,11 @@ def main() -> None:
         logits, labels = torch.randn(8, size).to(HALF), torch.randint(0, size, (8,))
         logsumexp, target = rows.statistics(logits, labels, size, softcap)
         rows.gradient_(logits, labels, logsumexp, target, size, softcap)
+        for kind in DIVERGENCES:
+            measure, teacher = Measure(kind, 1.5, True, size, (softcap, softcap)), torch.randn_like(logits)
+            found, target = divergences.statistics(logits, teacher, labels, measure)
+            _, slopes = divergences.sums(logits, teacher, found, measure)
+            divergences.gradient_(logits, teacher, labels, found, slopes, target, target, measure)
     for lr, scale, out in ((0.1, None, None), (torch.tensor(0.1), torch.tensor(1.0), torch.empty(4096, dtype=HALF))):
         state = torch.rand(4, 4096).unbind()
         adam.adam_step(

@@ -188,6 +188,19 @@ def test_cross_entropy_rows_longer_than_a_block(monkeypatch: pytest.MonkeyPatch)
     test_cross_entropy(None, False, 0, None)
 
 
+@pytest.mark.parametrize(("own", "softcap", "block"), [(True, False, 4096), (True, True, 16), (False, False, 16)])
+@pytest.mark.parametrize("kind", ["forward_kl", "cross_entropy", "reverse_kl", "jensen_shannon"])
+def test_divergence(kind: str, own: bool, softcap: bool, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megalight.ops.divergence.rows import Rows
+
+    kernels("cross_entropy")
+    module = kernels("divergence")
+    monkeypatch.setattr(module, "ROW_BLOCK", block)
+    monkeypatch.setattr(module, "GRADIENT_BLOCK", block)
+    rows = Rows(module.statistics, module.sums, module.gradient_)
+    checks.check_divergence(rows, "cpu", torch.float32, kind, (11, 77, 16), own=own, softcap=softcap)
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("tensors", [True, False])
 def test_adam(decoupled: bool, tensors: bool) -> None:

@@ -14,7 +14,8 @@ GRADIENT_BLOCK = 4096
 
 
 @jit
-def _cap(x: Value, softcap: Value) -> Value:
+def capped(x: Value, softcap: Value) -> Value:
+    """Return ``softcap * tanh(x / softcap)``."""
     return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)  # tanh(z) = 2 sigmoid(2 z) - 1
 
 
@@ -39,7 +40,7 @@ def _statistics(
         column = start + tl.arange(0, BLOCK)
         x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
         if CAPPED:
-            x = _cap(x, softcap)
+            x = capped(x, softcap)
         # After the cap: capping -inf would give -softcap, which is a real probability.
         x = tl.where(column < real, x, float("-inf"))
         # Online softmax: rescale the sum whenever the maximum grows.
@@ -52,7 +53,7 @@ def _statistics(
     inside = (label >= 0) & (label < real)
     value = tl.load(logits + label, mask=inside, other=0.0).to(tl.float32)
     if CAPPED:
-        value = _cap(value, softcap)
+        value = capped(value, softcap)
     tl.store(target + row, value)
 
 
@@ -76,7 +77,7 @@ def _gradient(
     label = tl.load(labels + row)
     x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
     if CAPPED:
-        x = _cap(x, softcap)
+        x = capped(x, softcap)
     # softmax - one-hot, with the log-sum-exp over all parts of the vocabulary.
     slope = tl.exp(x - tl.load(logsumexp + row)) - tl.where(column == label, 1.0, 0.0)
     if CAPPED:
@@ -86,7 +87,7 @@ def _gradient(
     tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < width)
 
 
-def _width(logits: Tensor, columns: int) -> int:
+def row_width(logits: Tensor, columns: int) -> int:
     """Return ``columns`` rounded up to 16, at most a row, for vector loads. What is read beyond is masked later."""
     # Triton specialises integers that are multiples of 16: loads with such a bound are vectorised.
     return min(logits.stride(0), -(-columns // 16) * 16)
@@ -104,7 +105,7 @@ def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None)
         logsumexp,
         target,
         logits.stride(0),
-        _width(logits, real),
+        row_width(logits, real),
         real,
         1.0 if softcap is None else softcap,
         CAPPED=softcap is not None,
@@ -129,7 +130,7 @@ def gradient_(
         logsumexp,
         grad,
         logits.stride(0),
-        _width(logits, size),
+        row_width(logits, size),
         real,
         1.0 if softcap is None else softcap,
         CAPPED=softcap is not None,

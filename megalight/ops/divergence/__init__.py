@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.cross_entropy.chunked import Combine
-from megalight.ops.divergence import chunked, top
+from megalight.ops.divergence import chunked, native, top
 from megalight.ops.divergence.kinds import KINDS as KINDS
+from megalight.ops.divergence.rows import Measure, Rows
+from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import TopTokens
 
 TOP_KINDS = ("forward_kl", "cross_entropy")
 """Divergences from stored tokens. Others would need the teacher's distribution inside the bucket."""
+
+
+class Spec(NamedTuple):
+    """A request to the divergence: device type, dtypes of the student's and of the teacher's hidden states."""
+
+    device: str
+    dtype: torch.dtype
+    teacher_dtype: torch.dtype
+
+
+DIVERGENCE: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor | None]]] = BackendRegistry("linear_divergence")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (DIVERGENCE,)
+EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16)
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    return triton_why_not(spec.device, spec.dtype, spec.teacher_dtype)
+
+
+_KERNELS = "megalight.ops.divergence.triton"
+_TRITON = Rows(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "sums"), lazy(_KERNELS, "gradient_"))
+_TORCH = Rows(native.statistics, native.sums, native.gradient_)
+DIVERGENCE.register(Backend("triton", partial(chunked.linear_divergence, _TRITON), 20, _triton_why_not))
+DIVERGENCE.register(Backend("torch", partial(chunked.linear_divergence, _TORCH), 10, serve_all))
+
+
+@remembered
+def _choose(spec: Spec, backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return DIVERGENCE.select(spec, backend).fn
 
 
 class Projection(NamedTuple):
@@ -44,6 +78,7 @@ def linear_divergence(
     first_row: int = 0,
     num_rows: int | None = None,
     combine: Combine | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Return each token's divergence of the student from the teacher, and its cross entropy.
 
@@ -63,6 +98,7 @@ def linear_divergence(
         own: compute the cross entropy.
         chunk: tokens per chunk. None: as many as the memory allows.
         first_row, num_rows, combine: as in ``linear_cross_entropy``. ``combine`` is called with tensors ``[k, T]``.
+        backend: name of a backend. Stored tokens are compared by torch in any case.
 
     Returns:
         divergences ``[T]``, and cross entropies ``[T]`` or None, in float32 (float64 for float64).
@@ -74,9 +110,9 @@ def linear_divergence(
         entropy = {"forward_kl": True, "cross_entropy": False}[kind]
         return top.top_divergence(student, teacher, labels, temperature, own, chunk, first_row, real, combine, entropy)
     teacher = _as_autocast(teacher)
-    return chunked.linear_divergence(
-        student, teacher, labels, KINDS[kind], temperature, own, chunk, first_row, real, combine
-    )
+    fn = _choose(Spec(student.hidden.device.type, student.hidden.dtype, teacher.hidden.dtype), backend)
+    measure = Measure(kind, temperature, own, real, (student.softcap, teacher.softcap))
+    return fn(student, teacher, labels, measure, chunk, first_row, combine)
 
 
 def _as_autocast(side: Projection) -> Projection:
