@@ -19,9 +19,18 @@ def inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def by_mask(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], runs: list[tuple[int, int]], window: int) -> Tensor:
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(len(q))
+def by_mask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    runs: list[tuple[int, int]],
+    window: int,
+    scale: float = 0.3,
+) -> Tensor:
+    """Attention with a whole mask."""
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
+    place = torch.arange(len(q), device=q.device)
     distance = place[:, None] - place
     seen = (distance >= 0) & (distance <= window)
     for first, count in runs:
@@ -29,7 +38,7 @@ def by_mask(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], runs: list[tupl
         seen |= here[:, None] & here
     seen &= sequence[:, None] == sequence
     key, value = (t.repeat_interleave(2, 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, key) * 0.3
+    scores = torch.einsum("qhd,khd->hqk", q, key) * scale
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
 
