@@ -15,7 +15,7 @@ def test_the_reference_is_the_formula(dtype: torch.dtype) -> None:
 
 def test_new_tensors_have_the_type_of_sums() -> None:
     out, lse = torch.randn(2, 3, 2, 4).bfloat16(), torch.randn(2, 2, 3)
-    merged, logs = merge(out.mT.contiguous().mT, lse, out, lse)
+    merged, logs = merge(out.transpose(1, 2).contiguous().transpose(1, 2), lse, out, lse)
     assert (merged.dtype, logs.dtype) == (torch.float32, torch.float32)
     assert merged.is_contiguous()
     assert error(merged, out) < 1e-6
@@ -47,3 +47,9 @@ def test_shapes_must_agree() -> None:
         merge(out, lse, out[:, :2], lse[:, :, :2])
     with pytest.raises(LayoutError, match="cannot be merged"):
         merge(out, lse.mT, out, lse.mT)
+
+
+def test_views_with_other_last_dims_are_refused() -> None:
+    out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 2, 3)
+    with pytest.raises(LayoutError, match=r"last of each must be 1. Call `contiguous\(\)` first"):
+        merge(out, lse.mT.contiguous().mT, out, lse)

@@ -15,7 +15,7 @@ from tests.ops.test_attention_mutual import by_mask
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(
     ("lengths", "runs"),
     [([700, 300, 41], [(10, 256), (400, 256), (705, 90)]), ([512, 512], [(0, 256), (768, 256)])],

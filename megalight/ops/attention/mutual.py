@@ -77,7 +77,7 @@ class _Mutual(torch.autograd.Function):
         rows, keys = later.rows, later.keys
         taken = q[rows][None], new_k[keys][None], new_v[keys][None]
         other = block_attention(*taken, later.sequences, causal=True, scale=scale)
-        both, sums = merge(out[rows][None], lse[rows].T[None], *other)
+        both, sums = merge(out[rows][None], lse[rows].T[None].contiguous(), *other)
         out[rows], lse[rows] = both[0].to(out.dtype), sums[0].T
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, new_k, new_v, out, lse)

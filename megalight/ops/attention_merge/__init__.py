@@ -67,12 +67,17 @@ def merge(
         ``into``, or the new tensors.
 
     Raises:
-        LayoutError: the shapes do not fit.
+        LayoutError: the shapes do not fit, or a last dim is not contiguous.
     """
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or lse_a.mT.shape != out_a.shape[:3]:
         raise LayoutError(
             f"outputs {tuple(out_a.shape)}, {tuple(out_b.shape)} and log-sum-exps {tuple(lse_a.shape)}, "
             f"{tuple(lse_b.shape)} cannot be merged; they must be [B, S, H, D] and [B, H, S] with equal B, S, H, D."
+        )
+    if any(part.stride(-1) != 1 and part.shape[-1] > 1 for part in (out_a, lse_a, out_b, lse_b)):
+        raise LayoutError(
+            f"outputs and log-sum-exps have strides {[part.stride() for part in (out_a, lse_a, out_b, lse_b)]}; the "
+            "last of each must be 1. Call `contiguous()` first."
         )
     if into is None:
         into = (
