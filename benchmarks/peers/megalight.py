@@ -297,6 +297,11 @@ def by_hand(step: Step) -> list[float]:
     """Return the losses of :func:`train` with ``fixed``, from a plain loop on one device in float32."""
     adam, model = AdamConfig(lr=twin_rate(step)), one_device(step)
     initialise(model, GPTModule(config_of(step)).seed, prefix="model.")
+    if step.base and step.precision == "bf16":
+        # Frozen weights are stored from 16 bits: others would have other codes, which are further away than rounding.
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16().float()
     for transform in transforms_of(step):
         transform.with_values(SimpleNamespace(root=model))  # type: ignore[arg-type]  # a model of one device
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -27,6 +27,7 @@ OPS = (
     "ssd",
     "delta_rule",
     "gated_norm",
+    "stored",
 )
 """Names of the packages in this folder, one per op."""
 

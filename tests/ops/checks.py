@@ -33,6 +33,8 @@ from megalight.ops.quantize.known import known_amax, told_amax
 from megalight.ops.rotary import reference as rotary_reference
 from megalight.ops.rotary import rotary_table
 from megalight.ops.ssd import reference as ssd_reference
+from megalight.ops.stored import Codes
+from megalight.ops.stored import reference as stored_reference
 from megalight.types import PackedSequences
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
@@ -343,6 +345,15 @@ def check_divergence(
 
     exact = Rows(native_divergence.statistics, native_divergence.sums, native_divergence.gradient_)
     check(run(rows), run(exact), [hidden, weight])
+
+
+def check_decode(fn: Callable[[Tensor, Tensor, str], Tensor], device: str, form: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(70, 144, device=device).to(dtype)
+    for block in (2, 48, 144):
+        codes = Codes(weight, form, block)
+        with poisoned():
+            found = fn(codes.data, codes.scales, form)
+        assert torch.equal(found, stored_reference.decode(codes.data, codes.scales, form))
 
 
 def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = False, **options: Any) -> None:

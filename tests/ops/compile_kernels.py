@@ -97,6 +97,8 @@ def main() -> None:
     from megalight.ops.rotary import triton as rotary
     from megalight.ops.scaled_accumulate import triton as sums
     from megalight.ops.ssd import triton as scans
+    from megalight.ops.stored import Codes
+    from megalight.ops.stored import triton as stored
     from megalight.types import PackedSequences
 
     for size, dtype in ((63, HALF), (128, HALF), (4096, HALF), (4096, torch.float32), (14336, HALF)):
@@ -131,6 +133,9 @@ def main() -> None:
             found, target = divergences.statistics(logits, teacher, labels, measure)
             _, slopes = divergences.sums(logits, teacher, found, measure)
             divergences.gradient_(logits, teacher, labels, found, slopes, target, target, measure)
+    for form in ("int8", "nf4"):
+        codes = Codes(torch.randn(8, 256).to(HALF), form, 64)
+        stored.decode(codes.data, codes.scales, form)
     for lr, scale, out in ((0.1, None, None), (torch.tensor(0.1), torch.tensor(1.0), torch.empty(4096, dtype=HALF))):
         state = torch.rand(4, 4096).unbind()
         adam.adam_step(

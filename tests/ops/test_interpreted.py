@@ -201,6 +201,11 @@ def test_divergence(kind: str, own: bool, softcap: bool, block: int, monkeypatch
     checks.check_divergence(rows, "cpu", torch.float32, kind, (11, 77, 16), own=own, softcap=softcap)
 
 
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_decode(form: str) -> None:
+    checks.check_decode(kernels("stored").decode, "cpu", form, torch.float32)
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("tensors", [True, False])
 def test_adam(decoupled: bool, tensors: bool) -> None:

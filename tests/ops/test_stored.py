@@ -9,7 +9,8 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.ops.linear import linear
-from megalight.ops.stored import LEVELS, Codes, store, stored_of
+from megalight.ops.stored import Codes, store, stored_of
+from megalight.ops.stored.reference import LEVELS
 
 
 @pytest.mark.parametrize(("form", "bits", "error"), [("int8", 8, 0.008), ("nf4", 4, 0.11)])

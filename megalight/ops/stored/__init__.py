@@ -12,22 +12,57 @@ exists for one product at a time. Gradients go through it to the input, and the 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.parameter import ParameterState, state_of
+from megalight.ops.stored import reference
+from megalight.ops.stored.reference import levels_of
+from megalight.registry import Backend, BackendRegistry, remembered
 
 FORMATS = ("int8", "nf4")
 
-LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""The 16 levels of ``nf4`` (appendix E of the paper)."""
+
+class Spec(NamedTuple):
+    """A request to decode: device type, dtype of the scales."""
+
+    device: str
+    dtype: torch.dtype
+
+
+DECODE: BackendRegistry[Spec, Callable[[Tensor, Tensor, str], Tensor]] = BackendRegistry("decode")
+REGISTRIES = (DECODE,)
+EXAMPLE = Spec("cpu", torch.bfloat16)
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    return triton_why_not(spec.device, spec.dtype)
+
+
+DECODE.register(Backend("triton", lazy("megalight.ops.stored.triton", "decode"), 20, _triton_why_not))
+DECODE.register(Backend("reference", reference.decode, 0, serve_all))
+
+
+@remembered
+def _choose(spec: Spec, backend: str) -> Callable[[Tensor, Tensor, str], Tensor]:
+    return DECODE.select(spec, backend).fn
+
+
+def decode(data: Tensor, scales: Tensor, form: str, backend: str = "auto") -> Tensor:
+    """Return the weight ``[out, in]`` of codes, in the dtype of the scales.
+
+    Args:
+        data: ``[out, in / block, block]`` int8 for ``int8``; ``[out, in / block, block / 2]`` uint8 for ``nf4``.
+        scales: ``[out, in / block]``.
+        form: ``int8`` or ``nf4``.
+        backend: name of a backend.
+    """
+    return _choose(Spec(data.device.type, scales.dtype), backend)(data, scales, form)
 
 
 class Codes:
@@ -67,14 +102,7 @@ class Codes:
 
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the decoded weight ``[out, in]``, in the dtype of the scales or another."""
-        if self.form == "int8":
-            # One pass over memory: the product reads codes and writes weights.
-            found = torch.mul(self.data, self.scales[..., None])
-        else:
-            # A byte is looked up once, for both of its codes.
-            pairs = pairs_of(self.scales.dtype, self.data.device)[self.data.int()]
-            found = pairs.flatten(-2).mul_(self.scales[..., None])
-        found = found.view(self.shape)
+        found = decode(self.data, self.scales, self.form)
         return found if dtype is None else found.to(dtype)
 
 
@@ -93,19 +121,6 @@ def check(features: int, form: str, block: int) -> None:
             f"rows of {features} features cannot be cut into blocks of {block}: the block must divide the features "
             "that a rank holds. Choose another block."
         )
-
-
-@lru_cache
-def levels_of(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the levels of ``nf4``."""
-    return torch.tensor(LEVELS, dtype=dtype, device=device)
-
-
-@lru_cache
-def pairs_of(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two levels of each byte, ``[256, 2]``; the high half comes first."""
-    byte = torch.arange(256, device=device)
-    return levels_of(dtype, device)[torch.stack([byte >> 4, byte & 15], -1)]
 
 
 def store(weight: Tensor, form: str, block: int) -> Codes:

@@ -1,0 +1,39 @@
+"""Decoding in plain torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The 16 levels of ``nf4`` (appendix E of the paper)."""
+
+
+def decode(data: Tensor, scales: Tensor, form: str) -> Tensor:
+    """See :func:`megalight.ops.stored.decode`."""
+    if form == "int8":
+        # One pass over memory: the product reads codes and writes weights.
+        found = torch.mul(data, scales[..., None])
+    else:
+        # A byte is looked up once, for both of its codes.
+        found = _pairs(scales.dtype, data.device)[data.int()].flatten(-2).mul_(scales[..., None])
+    return found.flatten(1)
+
+
+@lru_cache
+def levels_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the levels of ``nf4``."""
+    return torch.tensor(LEVELS, dtype=dtype, device=device)
+
+
+@lru_cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the two levels of each byte, ``[256, 2]``; the high half comes first."""
+    byte = torch.arange(256, device=device)
+    return levels_of(dtype, device)[torch.stack([byte >> 4, byte & 15], -1)]
