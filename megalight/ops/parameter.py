@@ -44,8 +44,8 @@ class ParameterState:
             ``parameter.main_grad``, where other packages look for it.
         untouched: a step has begun, and no gradient has arrived yet.
         mark_grad_ready: call it after each gradient that an op has added to ``main_grad``.
-        begin_late: call it before a gradient is added after the backward pass, when ``main_grad`` may be lent to other
-            parameters.
+        expect_late: call it when a gradient is put off that will be added after the backward pass.
+        begin_late: call it before such a gradient is added, when ``main_grad`` may be lent to other parameters.
         landing: the autograd hook that adds gradients of autograd to ``main_grad``.
         precision: precision of products with the parameter; None: its own dtype.
         stack_precision: the same for a stack of matrices ``[E, out, in]``.
@@ -56,6 +56,7 @@ class ParameterState:
     main_grad: Tensor | None = None
     untouched: bool = False
     mark_grad_ready: Callable[[], None] = nobody
+    expect_late: Callable[[], None] = nobody
     begin_late: Callable[[], None] = nobody
     landing: RemovableHandle | None = None
     precision: LowPrecision | None = None
@@ -144,7 +145,7 @@ def release(parameter: Tensor) -> None:
     if state.landing is not None:
         state.landing.remove()
     state.main_grad, state.untouched, state.landing = None, False, None
-    state.mark_grad_ready = state.begin_late = nobody
+    state.mark_grad_ready = state.expect_late = state.begin_late = nobody
     del parameter.main_grad  # type: ignore[attr-defined]
     # It may be a view of the main gradient, in that one's dtype.
     parameter.grad = None

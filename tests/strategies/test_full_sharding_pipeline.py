@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,6 +15,8 @@ import pytest
 from megalight.callbacks import Adapters
 from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
@@ -123,6 +127,26 @@ def test_what_runs_beside_is_as_on_level_optim(what: str) -> None:
             assert found["metrics"][name] == pytest.approx(value, rel=1e-7), name
         for name, value in expected["final"].items():
             np.testing.assert_allclose(found["final"][name], value, rtol=1e-7, atol=1e-9, err_msg=name)
+
+
+def _reductions(schedule: str) -> int:
+    count, real = 0, Reducer.start_adding
+
+    def counted(self: Reducer, bucket: Bucket, first: bool) -> Callable[[], object]:
+        nonlocal count
+        count += 1
+        return real(self, bucket, first)
+
+    with mock.patch.object(Reducer, "start_adding", counted):
+        fit(MODELS["gqa"], 1, {"level": FULL}, micro_batch_size=1, pipeline=Pipeline(schedule=schedule), **PP)
+    return count
+
+
+def test_put_off_gradients_are_summed_with_those_that_came_before() -> None:
+    """Each micro-batch sums each unit once, as without the split of backward passes."""
+    plain = run(_reductions, 4, "1f1b")
+    assert min(plain) > 0
+    assert run(_reductions, 4, "zero_bubble") == plain
 
 
 def _unknown_class() -> None:

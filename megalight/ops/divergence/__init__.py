@@ -42,7 +42,7 @@ _KERNELS = "megalight.ops.divergence.triton"
 _TRITON = Rows(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "sums"), lazy(_KERNELS, "gradient_"))
 _TORCH = Rows(native.statistics, native.sums, native.gradient_)
 DIVERGENCE.register(Backend("triton", partial(chunked.linear_divergence, _TRITON), 20, _triton_why_not))
-DIVERGENCE.register(Backend("torch", partial(chunked.linear_divergence, _TORCH), 10, serve_all))
+DIVERGENCE.register(Backend("reference", partial(chunked.linear_divergence, _TORCH), 0, serve_all))
 
 
 @remembered

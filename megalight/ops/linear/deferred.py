@@ -44,6 +44,7 @@ class WeightGradients:
         ``begin`` should hold detached tensors, because others keep the graph alive. ``add`` computes the product;
         None: that of a dense layer.
         """
+        state_of(weight).expect_late()
         self._waiting.append((weight, grad_y, begin, add or wgrad.add))
 
     @torch.no_grad()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalight.errors import MegalightError
 from megalight.ops.parameter import state_of
@@ -19,6 +21,9 @@ from megalight.parallel.trace import span
 
 class UnitGradients:
     """Lends the gradient buffers to one unit after the other, and adds up the sums of ranks in each rank's shard.
+
+    Schedules that put weight gradients off open a unit twice for a micro-batch. The few gradients of the first time
+    (norms, biases) are laid aside, and are summed over ranks with those of the second.
 
     Args:
         buckets: the buckets of units.
@@ -41,18 +46,27 @@ class UnitGradients:
         """Address of a buffer -> what to wait for before another unit can use it."""
         self._summed: set[Bucket] = set()
         self._open: int | None = None
+        self._put_off: Counter[int] = Counter()
+        """Unit -> gradients that will come after its backward pass."""
+        self._came_late = False
+        """Some of these came since the unit was opened."""
+        self._aside: dict[int, list[tuple[Bucket, nn.Parameter, Tensor, Tensor]]] = {}
+        """Unit -> gradients that wait for these: bucket, parameter, place in the buffer, copy."""
         self.recording = False
         for bucket in buckets:
             for info, (parameter, main_grad) in zip(bucket.infos, bucket.main_grads, strict=True):
                 arrived = self._on_arrival(bucket, info.name)
                 land_gradients(parameter, main_grad, arrived, arrived, bucket.autograd_adds)
-                state_of(parameter).begin_late = self._on_late(bucket)
+                state = state_of(parameter)
+                state.expect_late, state.begin_late = self._on_put_off(bucket), self._on_late(bucket)
 
     def begin(self) -> None:
         """Begin a step: the shards hold old sums, and no unit is open."""
         # Reductions are in flight only if the last step was abandoned. They write to the shards that come next.
         self._wait()
         self._open = None
+        self._put_off.clear()
+        self._aside.clear()
         self._summed.clear()
         for bucket in self.buckets:
             for parameter, _ in bucket.main_grads:
@@ -63,24 +77,58 @@ class UnitGradients:
         self.close(unless=unit)
         if self._open == unit or unit not in self._of:
             return
-        self._open = unit
+        self._open, self._came_late = unit, False
         if self._stream is not None:
             self._stream.begin()
         # The unit that had these buffers before may still be being reduced from them.
         for bucket in self._of[unit]:
             self._wait(bucket.grads.data_ptr())
         self._first[unit].begin()
+        self._bring_back(unit)
 
     def close(self, unless: int | None = None) -> None:
-        """End the backward pass of the open unit, unless it is this one: start to add its gradients to the shards."""
+        """End the backward pass of the open unit, unless it is this one: start to add its gradients to the shards.
+
+        If most of them are still to come, those that are there are laid aside.
+        """
         if self._open in (None, unless):
             return
         unit, self._open = self._open, None
+        if self._put_off[unit] and not self._came_late:
+            self._lay_aside(unit)
+            return
         self._first[unit].end()
         for bucket in self._of[unit]:
             for parameter, _ in bucket.main_grads:
                 parameter.grad = None  # the buffer is no longer this unit's
             self._reduce(bucket, self._busy.setdefault(bucket.grads.data_ptr(), []))
+
+    @torch.no_grad()
+    def _lay_aside(self, unit: int) -> None:
+        aside = [
+            (bucket, parameter, place, torch.empty_like(place))
+            for bucket in self._of[unit]
+            for parameter, place in bucket.main_grads
+            if not state_of(parameter).untouched
+        ]
+        self._first[unit].skip()
+        with nullcontext() if self._stream is None else self._stream.after_computation():
+            for _, _, place, copy in aside:
+                copy.copy_(place)
+        for bucket in self._of[unit]:
+            for parameter, _ in bucket.main_grads:
+                parameter.grad = None  # the buffer is no longer this unit's
+            if self._stream is not None:
+                self._busy.setdefault(bucket.grads.data_ptr(), []).append(self._stream.done())
+        self._aside[unit] = aside
+
+    @torch.no_grad()
+    def _bring_back(self, unit: int) -> None:
+        for bucket, parameter, place, copy in self._aside.pop(unit, ()):
+            place.copy_(copy)
+            state_of(parameter).untouched = False
+            if bucket.autograd_adds:
+                parameter.grad = place  # so that autograd adds to it
 
     def only_add(self, parameters: Sequence[nn.Parameter]) -> None:
         """Zero the gradients of these parameters when their unit opens, so that all of them add."""
@@ -115,14 +163,26 @@ class UnitGradients:
             while busy:
                 busy.pop(0)()
 
+    def _on_put_off(self, bucket: Bucket) -> Callable[[], None]:
+        here = weakref.ref(self)
+        unit = bucket.layout.kind.unit
+
+        def put_off() -> None:
+            if (alive := here()) is not None and unit is not None:
+                alive._put_off[unit] += 1
+
+        return put_off
+
     def _on_late(self, bucket: Bucket) -> Callable[[], None]:
         here = weakref.ref(self)
         unit = bucket.layout.kind.unit
 
         def begin() -> None:
-            # The unit was reduced at the end of its backward pass, without this gradient. It opens once more.
+            # The unit was closed at the end of its backward pass, without this gradient. It opens once more.
             if (alive := here()) is not None and unit is not None:
                 alive.open(unit)
+                alive._came_late = True
+                alive._put_off[unit] -= 1
 
         return begin
 
