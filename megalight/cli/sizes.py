@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from megalight.cli.signatures import Source
+from megalight.data.sizes import check_fits
 from megalight.errors import ConfigurationError
 from megalight.parallel.degrees import check_degrees
 
@@ -33,6 +34,7 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], megat
 
     Raises:
         ConfigurationError: sizes of the model do not fit together.
+        DataError: sequences of the data are too long for the model.
         LayoutError: the model or the ranks do not divide.
     """
     source = classes.get("model")
@@ -40,6 +42,9 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], megat
         return  # a rank that somebody started: the command was checked before, or all ranks would say the same
     known = _family(source.module.name.rpartition(".")[0])
     config = None if known is None else _config(known, values)
+    length = values.get("data.sequence_length")
+    if config is not None and type(length) is int:
+        check_fits(length, config.max_sequence_length)
     divides = classes.get(STRATEGY.rstrip("."))
     # Towers have a layout of their own; the strategy checks this itself, before it starts processes.
     if config is None or not megatron or (divides is not None and divides.name in TOWERS):

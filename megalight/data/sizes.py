@@ -16,3 +16,16 @@ def check_sizes(*, global_batch_size: int = 1, sequence_length: int = 1, num_wor
             raise DataError(f"{name} is {value}; it must be at least 1.")
     if num_workers < 0:
         raise DataError(f"num_workers is {num_workers}; it must be at least 0, which reads in the main process.")
+
+
+def check_fits(sequence_length: int, longest: int) -> None:
+    """Refuse sequences that are too long for the model. Later positions have no embedding, or none that was trained.
+
+    Raises:
+        DataError: with both numbers and the remedy.
+    """
+    if sequence_length > longest:
+        raise DataError(
+            f"data.sequence_length={sequence_length} is longer than the model's max_sequence_length={longest}; lower "
+            "it, or raise max_sequence_length."
+        )

@@ -104,6 +104,14 @@ def test_runs_are_compared_at_their_last_common_step(logs):
     assert "train_loss at 2" in comparison(read_runs(logs))[0]
 
 
+def test_runs_without_a_common_step_show_their_last_losses(tmp_path):
+    logs = [write(tmp_path / name, text) for name, text in (("a", FIRST), ("b", "step,train_loss\n7,0.5\n"))]
+    logs.append(write(tmp_path / "c", "step,lr\n0,0.1\n"))
+    title, *rows = (line.split() for line in comparison(read_runs(logs)))
+    assert title[2:4] == ["last", "train_loss"]
+    assert [row[2] for row in rows] == ["9.0000", "0.5000", "-"]
+
+
 def test_the_command_draws_and_compares(logs, tmp_path, capsys):
     image = tmp_path / "curves.svg"
     assert main(["plot", str(tmp_path), "-o", str(image)]) == 0

@@ -24,6 +24,8 @@ MISTAKES = [
     (["--model.config.num_heads=5"], "hidden_size 12 is not a multiple of num_heads 5"),
     (["--model.config.norm.eps=-1e-5"], "norm.eps is -1e-05"),
     (["--model.config.mixer_pattern=[attentio]"], "Did you mean 'attention'?"),
+    (["--data=GPTDataModule", "--data.sequence_length=9"], "longer than the model's max_sequence_length=8"),
+    (["--data=GPTDataModule", "--data.sequence_length=8"], ""),
     (["--trainer.devices=3", "--trainer.strategy.tensor_parallel=2"], "world size 3 is not a multiple"),
     (["--trainer.devices=4", "--trainer.strategy.tensor_parallel=4"], "consists of 6 units"),
     (["--trainer.devices=3", "--trainer.strategy.pipeline_parallel=3"], "4 layers do not divide evenly over 3 stages"),

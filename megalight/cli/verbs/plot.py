@@ -175,21 +175,25 @@ def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dic
 
 
 def comparison(runs: Sequence[Run]) -> list[str]:
-    """Return a table of the runs: their losses at the last step that all have, lowest validation loss, mean speed."""
-    # Losses are compared at a step that all runs have: a longer run would win otherwise.
+    """Return a table of the runs: their losses, lowest validation loss, mean speed.
+
+    Losses are those of the last step that all runs have, as a longer run would win otherwise. Without such a step, each
+    run has its own last loss.
+    """
     shared = set.intersection(*(set(run.curves.get("train_loss", ([], []))[0]) for run in runs))
-    step = max(shared, default=None)
-    titles = ["run", "steps", f"train_loss at {step}" if step is not None else "train_loss", "lowest val_loss"]
+    step = max(shared, default=0)
+    titles = ["run", "steps", f"train_loss at {step}" if shared else "last train_loss", "lowest val_loss"]
     table = [[*titles, "tokens/s", "GiB"]]
     for run in runs:
         curves = {name: dict(zip(*curve, strict=True)) for name, curve in run.curves.items()}
         last = max((max(points) for points in curves.values()), default=-1)
+        losses = curves.get("train_loss", {})
         speeds = list(curves.get("tokens_per_s", {}).values())
         table.append(
             [
                 run.name,
                 str(last + 1),
-                _number(curves["train_loss"][step] if step is not None else None, ".4f"),
+                _number(losses.get(step if shared else max(losses, default=0)), ".4f"),
                 _number(min(curves.get("val_loss", {}).values(), default=None), ".4f"),
                 _number(sum(speeds) / len(speeds) if speeds else None, ",.0f"),
                 _number(max(curves.get("memory_gib", {}).values(), default=None), ".2f"),

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from megalight.data.sizes import check_fits
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError
@@ -147,12 +148,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             DataError: sequences are too long for the model, or the tokenizer has more tokens than the vocabulary.
         """
         length = getattr(datamodule, "sequence_length", None)
-        # Positions beyond it have no embedding, or none that was trained.
-        if length is not None and length > self.config.max_sequence_length:
-            raise DataError(
-                f"data.sequence_length={length} is longer than the model's "
-                f"max_sequence_length={self.config.max_sequence_length}; lower it, or raise max_sequence_length."
-            )
+        if length is not None:
+            check_fits(length, self.config.max_sequence_length)
         vocabulary = getattr(datamodule, "vocab_size", None)
         # The reverse is fine: vocabularies are padded.
         if vocabulary is not None and vocabulary > self.config.vocab_size:
