@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import PositionConfig
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
 from megalight.ops.rotary import RotaryAxes, RotaryScaling
+from tests.reference_gpt import relative_error
 from tests.strategies.training import CONFIGS
 
 
@@ -19,6 +21,23 @@ def test_axes_are_read_and_written() -> None:
     for scaling in (None, RotaryScaling("linear", 4.0)):
         position = PositionConfig(base=5e6, scaling=scaling, axes=RotaryAxes((24, 20, 20), interleaved=True))
         assert rotary_from(rotary_to(position)) == position
+
+
+def test_dynamic_scaling_changes_no_sequence_that_is_read() -> None:
+    """As InternVL3 has it. Other keys, such as ``alpha`` of Hunyuan, change short sequences, too."""
+    pytest.importorskip("transformers")
+    from transformers import Qwen2Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    values = {"rope_theta": 1e6, "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"}}
+    config = Qwen2Config(hidden_size=64, num_attention_heads=1, max_position_embeddings=32, **values)
+    frequencies, factor = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=32)
+    plain = 1e6 ** -(torch.arange(0, 64, 2).double() / 64)
+    assert factor == 1
+    assert relative_error(frequencies.double(), plain) < 1e-6
+    assert rotary_from(values) == PositionConfig(base=1e6)
+    with pytest.raises(ConfigurationError, match="rope_type 'dynamic' has no counterpart"):
+        rotary_from({"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}})
 
 
 def test_axes_that_do_not_fit_are_refused() -> None:

@@ -53,10 +53,11 @@ def internvl(**vision: Any) -> Any:
     return transformers.InternVLForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
-def qwen3_vl(**options: Any) -> Any:
+def qwen3_vl(num_layers: int = 3, **options: Any) -> Any:
     rotation = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    text = TEXT | {"head_dim": 8, "num_hidden_layers": 3, "max_position_embeddings": 2048, "rope_parameters": rotation}
-    vision = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 3, "patch_size": 4}
+    text = TEXT | {"head_dim": 8, "num_hidden_layers": num_layers, "rope_parameters": rotation}
+    text["max_position_embeddings"] = 2048
+    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "patch_size": 4}
     vision |= {"out_hidden_size": 32, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
     tokens = {"image_token_id": IMAGE, "vision_start_token_id": IMAGE - 1}
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens, **options)
@@ -107,7 +108,7 @@ TILES = [[(16, 16), (48, 16)], [], [(32, 16)]]
 ANY = [[(24, 40), (8, 16)], [], [(32, 8)]]
 CASES = {
     "qwen3_vl": Case(qwen3_vl, ANY, squares),
-    "qwen3_vl_tied": Case(lambda: qwen3_vl(tie_word_embeddings=True), ANY, squares),
+    "qwen3_vl_tied": Case(lambda: qwen3_vl(2, tie_word_embeddings=True), ANY, squares),
     "internvl": Case(internvl, TILES, only_pixels),
     "internvl_6b": Case(
         lambda: internvl(use_qk_norm=True, norm_type="rms_norm", attention_bias=True), TILES, only_pixels
@@ -231,14 +232,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "internvl",
         "downsample_ratio": 0.5,
         "image_seq_length": 256,
-        "image_token_id": 151667,
+        "image_token_index": 151667,
         "projector_hidden_act": "gelu",
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default",
         "text_config": {"model_type": "qwen2", "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944}
         | {"max_position_embeddings": 32768, "num_attention_heads": 28, "num_hidden_layers": 28}
         | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 151674}
-        | {"tie_word_embeddings": False},
+        | {"rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"}, "tie_word_embeddings": False},
         "vision_config": {"model_type": "internvl_vision", "hidden_size": 1024, "image_size": [448, 448]}
         | {"intermediate_size": 4096, "layer_norm_eps": 1e-6, "layer_scale_init_value": 0.1, "norm_type": "layer_norm"}
         | {"num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": [14, 14], "use_mean_pooling": True}
@@ -293,6 +294,12 @@ def test_what_cannot_be_read_is_refused(name: str, part: str | None, change: dic
     (values if part is None else values[part]).update(change)
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         config_from_transformers(values)
+
+
+@pytest.mark.parametrize("key", ["image_token_id", "image_token_index"])
+def test_internvl_names_its_image_token_in_two_ways(key: str) -> None:
+    values = {k: v for k, v in PUBLISHED["internvl3_8b"].items() if not k.startswith("image_token")}
+    assert config_from_transformers({**values, key: 92546}).image_token == 92546
 
 
 def test_what_gemma3_cannot_say_is_refused() -> None:

@@ -88,7 +88,11 @@ def internvit_300m() -> VisionConfig:
 
 
 def internvl3(name: str) -> VLMConfig:
-    """Configure InternVL3 (https://arxiv.org/abs/2504.10479) with a Qwen2.5: 256 tokens for each tile of an image."""
+    """Configure InternVL3 (https://arxiv.org/abs/2504.10479) with a Qwen2.5: 256 tokens for each tile of an image.
+
+    Vocabulary and image token are those of ``config.json`` in OpenGVLab's folders, whose dynamic scaling of rotary
+    embedding begins behind ``max_sequence_length``; the tower has the defaults of ``InternVLVisionConfig``.
+    """
     return VLMConfig(
         language=replace(language(name, 151674), tie_embeddings=False),
         vision=internvit_300m(),
@@ -118,7 +122,10 @@ def qwen3_tower(num_layers: int, hidden_size: int, ffn_hidden_size: int) -> Visi
 
 
 def qwen3_vl(name: str, vision: VisionConfig, deepstack: tuple[int, ...]) -> VLMConfig:
-    """Configure Qwen3-VL with a Qwen3 as its language model, whose pairs of features take turns on three axes."""
+    """Configure Qwen3-VL with a Qwen3 as its language model, whose pairs of features take turns on three axes.
+
+    Sizes of the 8B's and the 32B's tower are the defaults of ``Qwen3VLVisionConfig``.
+    """
     text = language(name, max_sequence_length=262144)
     axes = RotaryAxes((24, 20, 20), interleaved=True)
     return VLMConfig(
@@ -141,7 +148,10 @@ def language(name: str, vocab_size: int = 0, max_sequence_length: int = 0) -> GP
 
 
 def gemma3(name: str) -> VLMConfig:
-    """Configure Gemma-3 (https://arxiv.org/abs/2503.19786): an image has 256 tokens, which see each other."""
+    """Configure Gemma-3 (https://arxiv.org/abs/2503.19786): an image has 256 tokens, which see each other.
+
+    Sizes are those of ``config.json`` of ``gemma-3-4b-it``; the towers of all sizes are equal.
+    """
     return VLMConfig(
         language=preset(name),
         vision=siglip_so400m(27, 896, output_norm=True, resize="stretch", resample="bilinear"),

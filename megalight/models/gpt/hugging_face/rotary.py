@@ -28,6 +28,8 @@ FIELDS = {
     },
 }
 """Kind of scaling -> our field -> their key."""
+DYNAMIC = {"rope_type", "type", "factor", "rope_theta"}
+"""Keys of a scaling that begins behind ``max_position_embeddings``, where sequences are refused here."""
 OPTIONAL = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 """Their keys that may be missing or empty. Defaults are the same on both sides."""
 
@@ -48,7 +50,8 @@ def rotary_from(values: Mapping[str, Any]) -> PositionConfig:
     kind = options.get("rope_type") or options.get("type") or "default"
     sections = options.get("mrope_section")
     axes = RotaryAxes(tuple(sections), bool(options.get("mrope_interleaved"))) if sections else None
-    if kind in ("default", "mrope"):  # older files name the axes in place of the scaling
+    unscaled = kind in ("default", "mrope") or (kind == "dynamic" and options.keys() <= DYNAMIC)
+    if unscaled:  # older files name the axes in place of the scaling
         return PositionConfig(base=base, pattern=rotated, axes=axes)
     if kind not in FIELDS:
         raise ConfigurationError(f"rope_type {kind!r} has no counterpart here; known: default, {', '.join(FIELDS)}.")

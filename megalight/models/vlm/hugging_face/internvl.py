@@ -134,7 +134,7 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
             norm_eps=EPS,
             activation=towers.activation_from("projector_hidden_act", values.get("projector_hidden_act", "gelu")),
         ),
-        image_token=values.get("image_token_id", 151667),
+        image_token=values.get("image_token_id", values.get("image_token_index", 151667)),  # as older files have it
     )
 
 
