@@ -24,6 +24,7 @@ from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.task import pictures_of, source_of
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
+from tests.models import test_vlm_families as families
 from tests.models import test_vlm_hugging_face as llava
 from tests.models import test_vlm_qwen as qwen
 from tests.reference_gpt import relative_error
@@ -37,6 +38,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "siglip": lambda: llava.theirs("siglip", torch.float64),
     "onevision": lambda: llava.theirs("onevision", torch.float64),
     "qwen": lambda: qwen.theirs(torch.float64, hidden_size=32, num_heads=4),
+    # Features of the tower are added to layers of both stages.
+    "qwen3_vl_tied": lambda: families.theirs("qwen3_vl_tied", torch.float64),
+    "internvl": lambda: families.theirs("internvl", torch.float64),
 }
 
 
@@ -50,6 +54,8 @@ class Fixed(VLMModule):
 
 
 def _inputs(kind: str, config: VLMConfig) -> tuple[dict[str, Any], ImageTextBatch]:
+    if kind in families.CASES:
+        return families.inputs(kind, config, torch.float64)
     if kind != "qwen":
         return llava.inputs(torch.float64, config)
     dynamic = config.vision.dynamic
@@ -75,7 +81,7 @@ def _in_and_out(kind: str, layout: str, source: Path, target: Path) -> Tensor:
     return ParallelGPT(strategy.parallel_model)(batch.tokens.flatten(), sequences, pictures=pictures).logits
 
 
-DEFAULT = (("llava", "tp2"), ("onevision", "pp2"), ("qwen", "tp2pp2"))
+DEFAULT = (("llava", "tp2"), ("onevision", "pp2"), ("qwen", "tp2pp2"), ("qwen3_vl_tied", "pp2"), ("internvl", "tp2"))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +93,7 @@ DEFAULT = (("llava", "tp2"), ("onevision", "pp2"), ("qwen", "tp2pp2"))
     ],
 )
 def test_in_and_out_with_equal_logits(kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 kinds x 4 layouts: 16 configurations."""
+    """6 kinds x 4 layouts: 24 configurations."""
     monkeypatch.setitem(llava.VISION, "num_attention_heads", 4)  # which two ranks can divide
     model = MODELS[kind]()
     folders = tmp_path / "in", tmp_path / "out"
