@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -22,12 +23,16 @@ from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import Place, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
+from megalight.checkpoint.disk.pinned import Pinned
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.reader import Reader
 from megalight.checkpoint.scheme import SCHEMES
 from megalight.checkpoint.view import views_to_fill
 from megalight.errors import CheckpointError, MissingCheckpointError, StorageError, nearest
 from megalight.parallel.source import Filled, Target
+
+ATTEMPTS = 3
+"""How many times a folder that is missing is opened once more: another one may have taken its place at that moment."""
 
 
 class Checkpoint:
@@ -41,9 +46,11 @@ class Checkpoint:
 
     def __init__(self, path: Place) -> None:
         self.path = path
-        self._root = publish.resolve(path)
+        root = publish.resolve(path)
         # Locked before anything is read: another process might remove the checkpoint while it is.
-        lock = publish.reading(self._root)
+        lock = publish.reading(root)
+        # A save may put another folder in its place meanwhile. Parts of both would be neither checkpoint.
+        self._root = root if lock is None else Pinned.folder(root, lock)
         # Also when the object is dropped without `release`: a lock that stays would keep
         # the checkpoint for ever.
         self._unlock = weakref.finalize(self, _close, lock)
@@ -151,6 +158,9 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = publish.absolute(path)
     try:
+        for _ in range(ATTEMPTS if isinstance(path, Path) else 0):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                return Checkpoint(path)
         return Checkpoint(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         # Removed at any moment since its name was seen: where there are no locks, nothing keeps it.

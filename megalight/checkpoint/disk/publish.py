@@ -1,9 +1,10 @@
 """The life of a checkpoint folder: begun beside its final place, published by one rename, removed by another.
 
 ``<path>.partial-<token>`` is being written, ``<path>.old-<token>`` was replaced, ``<path>.removed-<token>`` is being
-deleted. A process holds a lock on the folder that it works in, and the operating system drops the lock when the process
-dies. So a folder without a lock is a leftover, and one with a lock is a save under way. On some file systems a lock is
-not seen by other machines: tokens begin with the machine, so that nobody takes the folder of another for a leftover.
+deleted, or will be when nobody reads it any more. A process holds a lock on the folder that it works in, and the
+operating system drops the lock when the process dies. So a folder without a lock is a leftover, and one with a lock is
+a save under way. On some file systems a lock is not seen by other machines: tokens begin with the machine, so that
+nobody takes the folder of another for a leftover.
 No torch in here.
 """
 
@@ -290,7 +291,7 @@ def publish(folder: Any, path: Any) -> None:
         sync_directory(path.parent)
     elif _swap(folder, path):
         sync_directory(path.parent)
-        delete(folder)
+        _dispose(folder, path)
     else:
         old = _temporary(path, "old")
         # For a moment there is none of this name. `resolve` then finds it under its old one.
@@ -301,7 +302,20 @@ def publish(folder: Any, path: Any) -> None:
             os.rename(old, path)
             raise
         sync_directory(path.parent)
-        delete(old)
+        _dispose(old, path)
+
+
+def _dispose(folder: Path, path: Path) -> None:
+    """Delete what was replaced at ``path``, or leave it to a later :func:`clean` if somebody reads it."""
+    try:
+        lock = locked(folder)
+    except BlockingIOError:
+        # Under its present name it would be taken for the checkpoint, once that one is removed.
+        os.rename(folder, _temporary(path, "removed"))
+        return
+    delete(folder)
+    if lock is not None:
+        os.close(lock)
 
 
 def clean(path: Path) -> None:

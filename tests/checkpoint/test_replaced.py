@@ -1,0 +1,69 @@
+"""A checkpoint that another save replaces while it is read is read to its end."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from megalight import checkpoint
+from megalight.errors import CheckpointError
+from tests.checkpoint.simple import save, step_of, tensors, views
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_all_values_are_of_the_checkpoint_that_was_opened(
+    swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(checkpoint.disk.publish, "_swap", lambda one, other: False)
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    opened = checkpoint.open(path)
+    for step in (2, 3):
+        save(path, step)
+    values = tensors(-1)
+    opened.fill(checkpoint.targets_of(views(values)))
+    assert all((value == 1).all() for value in values.values())
+    assert opened.common["global_step"] == 1
+    assert opened.file("tokenizer.json") == b"step 1"
+    assert step_of(path) == 3
+    # It does not come back under its name, and goes with the next save.
+    assert checkpoint.remove(path)
+    assert checkpoint.latest(tmp_path) is None
+    opened.release()
+    save(path, 4)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_errors_name_the_path_that_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    opened = checkpoint.open(path)
+    (path / "data" / "0-0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=f"checkpoint {path} is torn: data/0-0.safetensors is missing"):
+        opened.fill(checkpoint.targets_of(views(tensors(-1))))
+
+
+def test_reading_beside_a_save_that_never_ends(tmp_path: Path) -> None:
+    path, stop, steps = tmp_path / "last.ckpt", threading.Event(), []
+    save(path, 1)
+
+    def replace() -> None:
+        step = 2
+        while not stop.is_set():
+            save(path, step)
+            step += 1
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        while len(steps) < 40:
+            steps.append(step_of(path))  # everything in it agrees
+    finally:
+        stop.set()
+        writer.join()
+    assert steps == sorted(steps)
+    assert steps[-1] > steps[0]
+    assert step_of(path) >= steps[-1]
