@@ -25,6 +25,7 @@ from megalight.models.gpt import GPT
 from megalight.models.gpt.config import LatentConfig, MoEConfig
 from megalight.nn import Linear, RMSNorm
 from megalight.nn.head import Lesson, LMHead
+from megalight.nn.moe import Experts, SharedConfig
 from megalight.ops.divergence import Projection
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.transform import ModelTransform
@@ -33,6 +34,7 @@ from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.package import modelopt
 from megalight.plugins.modelopt.places import quantized
 from megalight.plugins.modelopt.presets import HEAD
+from megalight.plugins.modelopt.quantizers import NAMED
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.parallel.gathering import gather_canonical
@@ -307,6 +309,18 @@ def change(transform: Quantizers, **config: Any) -> None:
 def test_what_cannot_be_quantized_is_refused(transform: Quantizers, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"(?s){message}"):
         change(transform, **config)
+
+
+def test_gates_of_shared_experts_keep_their_dtype() -> None:
+    """ModelOpt leaves out ``shared_expert_gate``, which is ``shared_gate`` here."""
+    shared = SharedConfig(ffn_hidden_size=12, gate=True)
+    with torch.device("meta"):
+        model = GPT(replace(BASE, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, shared=shared)))
+    Quantizers().change(model)
+    linear = {path for path, module in model.named_modules() if isinstance(module, Linear | Experts)}
+    left = {path for path in linear if path.endswith(("shared_gate", "output_layer"))}
+    assert len(left) == BASE.num_layers + 1
+    assert model.__dict__[NAMED] == linear - left
 
 
 def test_a_preset_that_names_nothing_is_refused() -> None:

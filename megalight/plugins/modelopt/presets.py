@@ -35,6 +35,8 @@ SEARCHES = ("awq_lite", "smoothquant")
 """Calibration that runs the data several times, and changes weights."""
 HEAD = ("*lm_head*", "*output_layer*", "output.*")
 """Patterns by which presets leave out the output layer."""
+OURS = {"*mlp.shared_expert_gate.*": "*mlp.shared_gate.*"}
+"""Patterns of presets for a layer that has another name here."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,11 @@ def _rules(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         config = getattr(package, name)
     algorithm = config.get("algorithm")
     algorithm = dict(algorithm) if isinstance(algorithm, Mapping) else {"method": algorithm}
-    return [copy.deepcopy(rule) for rule in config["quant_cfg"]], algorithm
+    rules = []
+    for rule in config["quant_cfg"]:
+        pattern = rule["quantizer_name"]
+        rules.append({**copy.deepcopy(rule), "quantizer_name": OURS.get(pattern, pattern)})
+    return rules, algorithm
 
 
 def _recipe(name: str) -> Mapping[str, Any]:
