@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalight.checkpoint.disk.checksum import BLOCK, checksum
-from megalight.checkpoint.disk.files import MAX_HEADER, TORCH_SUFFIX, FileRecord, Place, located
+from megalight.checkpoint.disk.files import MAX_HEADER, REMOVED, TORCH_SUFFIX, FileRecord, Place, located
 from megalight.errors import CheckpointError
 
 
@@ -72,7 +72,7 @@ class OpenFile:
         try:
             self._reader = opened(self.path)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{self.what} is missing; perhaps it was removed while it was read.") from error
+            raise CheckpointError(f"{self.what} is missing; {REMOVED}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,6 +89,8 @@ class OpenFile:
             try:
                 # It may read less than was asked for.
                 count = self._reader.into(into[position:], start + position)
+            except FileNotFoundError as error:  # of a store, which finds an object for each question
+                raise CheckpointError(f"{self.what} is missing; {REMOVED}") from error
             except OSError as error:
                 raise CheckpointError(f"{self.what} cannot be read: {error}.") from error
             # The end of the file: asking again would never end.

@@ -43,6 +43,9 @@ CODES = {
 }
 """Our dtype names (torch's) -> safetensors' code and bytes per element."""
 
+REMOVED = "perhaps it was removed while it was read."
+"""Said of files that were there a moment ago."""
+
 TORCH_METADATA = ".metadata"
 """The index that torch's Distributed Checkpoint looks for; the only hidden file that a checkpoint may have."""
 
@@ -227,6 +230,8 @@ def read_file(root: Place, name: str, record: FileRecord) -> bytes:
     try:
         # the size first: the file may have grown beyond memory
         data = path.read_bytes() if path.stat().st_size == record.size else b""
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{name} in checkpoint {root} is missing; {REMOVED}") from error
     except OSError as error:
         raise CheckpointError(f"{name} in checkpoint {root} cannot be read: {error}.") from error
     if len(data) != record.size or checksum(data) != record.checksum:
