@@ -123,10 +123,11 @@ class _LinearDivergence(torch.autograd.Function):
 
         def slopes_of_logits() -> Iterator[tuple[slice, Tensor]]:
             for part in _parts(hidden.shape[0], plan.chunk):
-                logits = kept.pop(0) if kept else _both(sides, part)
-                statistics = logsumexp[:, part], slopes[part]
-                plan.rows.gradient_(*logits, labels[part], *statistics, grad[part], grad_own[part], plan.measure)
-                yield part, logits[0]
+                # In place: from here on `student` holds the gradient of the student's logits.
+                student, teachers = kept.pop(0) if kept else _both(sides, part)
+                of_part = logsumexp[:, part], slopes[part], grad[part], grad_own[part]
+                plan.rows.gradient_(student, teachers, labels[part], *of_part, plan.measure)
+                yield part, student
 
         grads = propagate(hidden, weight, bias, ctx.needs_input_grad[:3], slopes_of_logits())
         return (*grads, *(None,) * 7)
