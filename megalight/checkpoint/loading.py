@@ -50,7 +50,7 @@ class Checkpoint:
         # Locked before anything is read: another process might remove the checkpoint while it is.
         lock = publish.reading(root)
         # A save may put another folder in its place meanwhile. Parts of both would be neither checkpoint.
-        self._root = root if lock is None else Pinned.folder(root, lock)
+        self._root: Place = root if lock is None else Pinned.folder(Path(root), lock)
         # Also when the object is dropped without `release`: a lock that stays would keep
         # the checkpoint for ever.
         self._unlock = weakref.finalize(self, _close, lock)
