@@ -511,6 +511,12 @@ def test_there_is_no_cuda_here() -> None:
             {"options": {"level": "optim_grads_params", "units": ("MLP",)}},
             "gathers MLP inside layers.0 by hooks",
         ),
+        (
+            "iteration",
+            2,
+            {"options": {"level": "optim_grads_params"}},
+            "hooks of modules, which a replay does not call",
+        ),
     ],
 )
 def test_layers_that_cannot_be_recorded(scope: str, ranks: int, options: dict[str, Any], match: str) -> None:
