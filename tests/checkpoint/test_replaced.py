@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -35,6 +36,22 @@ def test_all_values_are_of_the_checkpoint_that_was_opened(
     opened.release()
     save(path, 4)
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_without_a_lock_it_is_an_error_and_never_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the moment between the rename of a save and its end, if that lasts."""
+    monkeypatch.setattr(checkpoint.disk.publish, "ATTEMPTS", 2)
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    lock = checkpoint.disk.publish.locked(path)
+    assert lock is not None
+    opened = checkpoint.open(path)
+    os.close(lock)
+    save(path, 2)
+    values = tensors(-1)
+    with pytest.raises(CheckpointError, match="is missing"):
+        opened.fill(checkpoint.targets_of(views(values)))
+    assert all((value == -1).all() for value in values.values())
 
 
 def test_errors_name_the_path_that_was_opened(tmp_path: Path) -> None:

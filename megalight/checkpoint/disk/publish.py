@@ -20,6 +20,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import singledispatch
@@ -32,6 +33,9 @@ from megalight.checkpoint.disk.files import Place, sync_directory
 from megalight.errors import CheckpointError
 
 _TEMPORARY = re.compile(r"(?P<path>.+)\.(?P<state>partial|old|removed)-(?P<machine>[0-9a-f]{8})[0-9a-f]{8}")
+ATTEMPTS = 100
+"""How often a reader asks for a lock, in steps of 10 ms."""
+
 ABANDONED_SECONDS = 24 * 3600.0
 """What another machine has not touched for so long, by the clock of the storage, is a leftover."""
 
@@ -208,15 +212,26 @@ def changed(path: Any) -> None:
 
 @singledispatch
 def reading(root: Any) -> int | None:
-    """Lock a checkpoint's folder for reading: nobody removes it until the returned descriptor is closed.
+    """Open a checkpoint's folder and lock it for reading: nobody deletes it until the returned descriptor is closed.
 
     Returns:
-        None where the file system has no locks, or where it is being removed: then reading fails with its own message.
+        None where it is being removed: then reading fails with its own message. A descriptor without a lock where the
+        file system has none.
     """
     try:
-        return locked(root, fcntl.LOCK_SH)
+        descriptor = os.open(root, os.O_RDONLY)
     except OSError:
         return None
+    for _ in range(ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)  # the save that has just published it lets go next
+            continue
+        except OSError:
+            pass
+        break
+    return descriptor
 
 
 class Partial:
