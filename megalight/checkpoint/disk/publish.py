@@ -218,19 +218,23 @@ def reading(root: Any) -> int | None:
         None where it is being removed: then reading fails with its own message. A descriptor without a lock where the
         file system has none.
     """
-    try:
-        descriptor = os.open(root, os.O_RDONLY)
-    except OSError:
-        return None
-    for _ in range(ATTEMPTS):
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            descriptor = os.open(root, os.O_RDONLY)
+        except OSError:
+            return None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.01)  # the save that has just published it lets go next
-            continue
+            # Replaced before the lock was there, it may be half deleted.
+            done = os.path.samestat(os.fstat(descriptor), os.stat(root))
+        except (BlockingIOError, FileNotFoundError):
+            done = False  # the save that has just published it lets go next
         except OSError:
-            pass
-        break
+            done = True
+        if done or not left:
+            break
+        os.close(descriptor)
+        time.sleep(0.01)
     return descriptor
 
 
