@@ -2,12 +2,17 @@
 
     torchrun --nproc-per-node 2 benchmarks/full_sharding.py RESULT.json
     torchrun --nproc-per-node 4 benchmarks/full_sharding.py RESULT.json --layers 32
+    torchrun --nproc-per-node 2 benchmarks/full_sharding.py RESULT.json --shape qwen3-moe --layers 8 \\
+        --ways megalight "megalight ep=2"
+    torchrun --nproc-per-node 2 benchmarks/full_sharding.py RESULT.json --layers 8 \\
+        --ways megalight "megalight sharding=optimizer_offload_fraction:1.0"
     torchrun --nproc-per-node 2 benchmarks/full_sharding.py RESULT.json --small
 
-The shape is that of Llama-3-8B with 16 layers: 4096 tokens, four micro-batches of one sequence. All but the first train
-the same model of `transformers`. Before a peer is timed, it trains a narrow twin, whose losses must be those of float32
-on one device (`--unchecked` skips this). The result has medians, peak memory, and both relative to each peer; the last
-row is our own data parallelism that shards the optimizer only. A peer that fails is told, and the next one runs.
+The shape is that of Llama-3-8B with 16 layers, or of Qwen3-30B-A3B. A step has four micro-batches of one sequence of
+4096 tokens. All ways of peers train the same model of `transformers`. Before a way is timed, it trains a narrow twin,
+whose losses must be those of float32 on one device (`--unchecked` skips this). The result has medians, peak memory, and
+both relative to each other way. `--ways` names other ways: a peer, and what its step has beside the shape. A way that
+fails, for want of memory too, is told, and the next one runs.
 """
 
 from __future__ import annotations
@@ -27,30 +32,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.dense_step import PACKAGES, measure
 from benchmarks.meter import device_name, forget
-from benchmarks.peers import world_size
-from benchmarks.rows import TINY
+from benchmarks.peers import PEERS, world_size
+from benchmarks.rows import QWEN3_MOE, TINY
 from benchmarks.step import Step
 from megalight.imports import version
 
-LLAMA3 = "vocab=128256 mbs=1 steps=6 warmup=3 level=optim_grads_params"
-OURS, DATA_PARALLEL = "megalight", "megalight, optim"
-WAYS = (OURS, "fully-shard", "fsdp2", "mfsdp", DATA_PARALLEL)
-"""Our own first: a call that is cut short has them. ``mfsdp`` is the package ``megatron-fsdp``."""
+TIMED = "mbs=1 steps=6 warmup=3"
+SHAPES = {"llama3": "vocab=128256", "qwen3-moe": QWEN3_MOE}
+SMALL_SHAPES = {"llama3": "", "qwen3-moe": "ffn=32 experts=4"}
+FULL = "optim_grads_params"
+WAYS = ("megalight", "fully-shard", "fsdp2", "mfsdp", "megalight level=optim")
+"""A peer, and what its step has beside the shape. Our own first: a call that is cut short has them.
+
+``mfsdp`` is the package ``megatron-fsdp``. The last one is our own data parallelism that shards the optimizer only.
+"""
 
 
 def row_of(way: str, step: Step, unchecked: bool) -> dict[str, Any]:
     """Measure one way, or return how it failed."""
-    peer, _, level = way.partition(", ")
+    peer, _, words = way.partition(" ")
     arguments = argparse.Namespace(unchecked=unchecked, profile=None, breakdown=False)
     try:
-        return measure(arguments, way, peer, step.but(f"level={level}") if level else step)
-    except Exception as error:  # any: the other peers must be timed all the same
-        forget(step)
-        return {"peer": way, "failed": f"{type(error).__name__}: {error}"[:2000]}
+        return measure(arguments, way, peer, step.but(words))
+    except Exception as error:  # any: the other ways must be timed all the same
+        failed = f"{type(error).__name__}: {error}"[:2000]
+    forget(step)  # here, where the error no longer holds the frames that hold the tensors
+    return {"peer": way, "failed": failed}
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the rate and the memory of each of our rows, relative to each other row."""
+    """Return the rate and the memory of each row of full sharding by us, relative to each other row."""
     timed = [row for row in rows if "tflops" in row]
     return {
         f"{ours['peer']} / {theirs['peer']}": {
@@ -58,7 +69,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
             "peak_gib": ours["peak_gib"] / theirs["peak_gib"],
         }
         for ours in timed
-        if ours["peer"] in (OURS, "fully-shard")
+        if ours["peer"].split()[0] in ("megalight", "fully-shard") and "level=" not in ours["peer"]
         for theirs in timed
         if theirs is not ours
     }
@@ -82,16 +93,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(line: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="each as 'megalight ep=2 layers=8 ...'")
+    parser.add_argument("--shape", choices=SHAPES, default="llama3")
     parser.add_argument("--layers", type=int, default=16, help="32 are the whole model: for four GPUs")
     parser.add_argument("--but", default="", help="other values of the step, as 'steps=4 seq=8192'")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--unchecked", action="store_true", help="do not train the twins")
-    a = parser.parse_args(words)
-    step = Step().but(f"{TINY} level=optim_grads_params" if a.small else f"{LLAMA3} layers={a.layers}").but(a.but)
+    a = parser.parse_args(line)
+    words = f"{TINY} {SMALL_SHAPES[a.shape]}" if a.small else f"{SHAPES[a.shape]} {TIMED} layers={a.layers}"
+    step = Step().but(f"{words} level={FULL}").but(a.but)
+    if wrong := [way for way in a.ways if way.split()[0] not in PEERS]:
+        parser.error(f"no peer of {', '.join(PEERS)} in {wrong[0]!r}")
     if step.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     first, rows = os.environ.get("RANK", "0") == "0", list[dict[str, Any]]()
@@ -100,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if not first:
             continue
         record = {
-            "command": " ".join(["benchmarks/full_sharding.py", *(sys.argv[1:] if words is None else words)]),
+            "command": " ".join(["benchmarks/full_sharding.py", *(sys.argv[1:] if line is None else line)]),
             "device": device_name(step),
             "gpus": world_size(),
             "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}

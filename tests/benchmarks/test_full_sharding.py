@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-from benchmarks import full_sharding
+from benchmarks import dense_step, full_sharding
 from benchmarks.peers import fsdp2, sharded_llama
 from benchmarks.peers.fsdp2 import Runner
+from benchmarks.step import Step
+from tests.strategies.test_launch import processes, torchrun
 from tests.workers import run
 
 SHAPE = "layers=2 hidden=32 ffn=64 heads=2 seq=16 vocab=64 steps=1 warmup=1"
+HOST = "fully-shard sharding=optimizer_offload_fraction:1.0"
 
 
 def _timed(path: str) -> int:
-    return full_sharding.main([path, "--small", "--but", SHAPE, "--ways", "fully-shard", "fsdp2", "mfsdp"])
+    return full_sharding.main([path, "--small", "--but", SHAPE, "--ways", "fully-shard", HOST, "fsdp2", "mfsdp"])
 
 
 @pytest.mark.full
@@ -26,11 +31,13 @@ def test_two_ranks(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     assert run(_timed, 2, str(path)) == [0, 0]
     result = json.loads(path.read_text())
-    ours, theirs, refused = result["rows"]
+    ours, host, theirs, refused = result["rows"]
     assert ours["checks"]["twin_losses_float32"] == theirs["checks"]["twin_losses_float32"]
     assert ours["checks"]["twin_losses"][-1] < 0.99 * ours["checks"]["twin_losses"][0]  # it learns, so scale matters
     assert refused == {"peer": "mfsdp", "refused": "this runner is of GPUs and bf16"}
-    assert list(result["ratios"]) == ["fully-shard / fsdp2"]
+    assert host["checks"]["twin_losses"] == ours["checks"]["twin_losses"]
+    pairs = [("fully-shard", HOST), ("fully-shard", "fsdp2"), (HOST, "fully-shard"), (HOST, "fsdp2")]
+    assert list(result["ratios"]) == [f"{a} / {b}" for a, b in pairs]
     ratio = result["ratios"]["fully-shard / fsdp2"]
     assert ratio["tflops"] == pytest.approx(theirs["seconds"] / ours["seconds"])
 
@@ -57,3 +64,42 @@ def test_a_peer_whose_losses_are_wrong_fails_and_the_next_one_runs(tmp_path: Pat
     assert "losses differ from float32" in wrong["failed"]
     assert "tflops" not in wrong
     assert right["checks"]["twin_difference"] < sharded_llama.TOLERANCE["fp32"]
+
+
+@pytest.mark.full
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    """The row of Megalight with the Trainer, which needs the variables of torchrun."""
+    path, ways = tmp_path / "result.json", ["megalight", "megalight ep=2", "fsdp2"]
+    words = [str(path), "--small", "--shape", "qwen3-moe", "--but", SHAPE, "--ways", *ways]
+    (code,), text = processes([*torchrun(2), str(Path(full_sharding.__file__)), *words])
+    assert code == 0, text
+    result = json.loads(path.read_text())
+    replicas, divided, refused = result["rows"]
+    assert replicas["checks"]["twin_difference"] < 1e-5
+    assert divided["checks"]["twin_difference"] < 1e-5
+    assert refused["refused"] == "this runner has no experts"
+    assert result["shape"]["level"] == "optim_grads_params"
+
+
+def test_an_unknown_peer_is_refused_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        full_sharding.main([str(tmp_path / "result.json"), "--small", "--ways", "megalite level=optim"])
+    assert "megalite" in capsys.readouterr().err
+
+
+def test_what_failed_is_told_and_its_memory_is_free_for_the_next() -> None:
+    """A runner that runs out of memory holds tensors in its frames; they are gone when the next way begins."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    class Greedy:
+        def why_not(self, step: Step) -> None:
+            tensor = torch.ones(3)
+            held.append(weakref.ref(tensor))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with mock.patch.object(dense_step, "load", return_value=Greedy()):
+        row = full_sharding.row_of("megalight level=optim", Step(device="cpu"), unchecked=True)
+    assert row == {"peer": "megalight level=optim", "failed": "OutOfMemoryError: CUDA out of memory"}
+    assert held[0]() is None
