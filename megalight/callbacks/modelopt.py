@@ -21,8 +21,8 @@ class ModelOptQuantization(pl.Callback):
 
     ``trainer.validate`` calibrates in its first run, which reports the loss without quantization; later runs report the
     loss with it. ``trainer.fit`` calibrates in its sanity check and then trains with rounded weights and inputs
-    (quantization-aware training). Presets that search (AWQ, SmoothQuant) are calibrated by ``validate`` alone: they run
-    its batches again, and change weights. A checkpoint that holds calibrated quantizers needs no calibration.
+    (quantization-aware training). Presets that search (AWQ, SmoothQuant) change weights then. A checkpoint that holds
+    calibrated quantizers needs no calibration.
 
     Args:
         preset: name of a preset in ``modelopt.torch.quantization``, or of a recipe in ModelOpt's library, without
@@ -89,11 +89,6 @@ class ModelOptQuantization(pl.Callback):
                 target = absolute(self.save_to)
                 Ranks().first(f"checking {target}", lambda: check_new(target))
             preset = self.transform.read()
-            if preset.searches and trainer.state.fn == "fit":
-                raise ConfigurationError(
-                    f"preset {preset.name!r} changes weights in calibration, which training has begun with already. "
-                    "Calibrate first (megalight quantize), and go on from its checkpoint."
-                )
             self._calibration = Search(model, preset) if preset.searches else Calibration(model)
             self._calibration.begin()
             self._calibrates = True
@@ -104,7 +99,8 @@ class ModelOptQuantization(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Keep the batch, if it is needed again."""
-        if self._calibration is not None and (self.measure or isinstance(self._calibration, Search)):
+        again = isinstance(self._calibration, Search) and self._calibration.reads_again
+        if again or (self._calibration is not None and self.measure):
             self._batches.append(batch)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -117,7 +113,13 @@ class ModelOptQuantization(pl.Callback):
         def passes() -> list[tuple[Tensor, Tensor]]:
             return [trainer.strategy.replay(batch) for batch in batches]  # type: ignore[attr-defined]
 
-        unseen = calibration.finish(passes) if isinstance(calibration, Search) else calibration.finish()
+        if isinstance(calibration, Search):
+            unseen = calibration.finish(passes)
+            if (engine := trainer.strategy.engine) is not None:  # type: ignore[attr-defined]
+                # weights have changed, and training updates their masters
+                engine.refresh_masters()
+        else:
+            unseen = calibration.finish()
         # A stage of a pipeline may be alone in this, and the others would wait for it while they save.
         if trainer.strategy.any_rank(bool(unseen)):  # type: ignore[attr-defined]
             named = f" ({', '.join(unseen[:3])})" if unseen else ", all on other ranks"

@@ -1,4 +1,4 @@
-"""AWQ, SmoothQuant and blocks of 4 bits: as ModelOpt itself finds them on one device, under the layouts that can."""
+"""AWQ, SmoothQuant and blocks of 4 bits, under every layout: as ModelOpt itself finds them on one device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megalight.callbacks import ModelOptQuantization
+from megalight.callbacks import Adapters, ModelOptQuantization
 from megalight.errors import ConfigurationError
 from megalight.inference import load_model
-from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt import GPT
+from megalight.models.gpt.config import MoEConfig
 from megalight.nn.init import initialise
+from megalight.nn.moe import Experts
 from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.package import modelopt
@@ -29,21 +31,24 @@ from tests.workers import run
 pytest.importorskip("modelopt")
 CONFIG = replace(CONFIGS["gqa"], hidden_size=256, ffn_hidden_size=256, head_dim=64)
 """Blocks of 128 features divide each half of a row."""
-SQUARES = "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"
+MODELS = {
+    "gqa": CONFIG,
+    # Squares of 128 x 128 must also divide the rows of keys, of which each rank has half.
+    "square": replace(CONFIG, head_dim=128),
+    # both ranks hold the same keys
+    "mqa": replace(CONFIG, num_kv_heads=1),
+    "moe": replace(CONFIG, moe=MoEConfig(num_experts=4, ffn_hidden_size=256, pattern=(False, True))),
+}
 BATCHES = 2
-
-
-def config_for(preset: str) -> GPTConfig:
-    """Squares of 128 x 128 must also divide the rows of keys, of which each rank has half."""
-    return replace(CONFIG, head_dim=128) if preset == SQUARES else CONFIG
+SP = {"tensor_parallel": 2, "sequence_parallel": True}
 
 
 @functools.cache
-def expected(preset: str) -> tuple[nn.Module, float]:
+def expected(name: str, preset: str) -> tuple[nn.Module, float]:
     """The whole model quantized by ModelOpt, and its loss."""
     register_layers()
     mtq = modelopt()
-    model = GPT(config_for(preset)).double()
+    model = GPT(MODELS[name]).double()
     initialise(model, SEED, "model.")
 
     def loop(root: nn.Module) -> float:
@@ -62,54 +67,159 @@ def expected(preset: str) -> tuple[nn.Module, float]:
     return model, loop(model)
 
 
-def validate(preset: str, layout: dict[str, Any], save_to: str | None, source: str | None) -> list[float]:
+def validate(name: str, preset: str, layout: dict[str, Any], save_to: str | None, source: str | None) -> list[float]:
     """Calibrate and measure; with a ``source``, measure its model."""
     callbacks = [] if source else [ModelOptQuantization(preset, save_to=save_to)]
     runner = trainer(
         MegatronStrategy(**layout), callbacks=callbacks, use_distributed_sampler=False, limit_val_batches=BATCHES
     )
-    module = WithData(config_for(preset), seed=SEED)
+    module = WithData(MODELS[name], seed=SEED)
     times = 1 if source else 2
     return [runner.validate(module, ckpt_path=source, verbose=False)[0]["val_loss"] for _ in range(times)]
 
 
 @pytest.mark.parametrize(
-    ("preset", "world", "layout"),
+    ("name", "preset", "world", "layout"),
     [
-        ("INT4_AWQ_CFG", 2, {"pipeline_parallel": 2}),
-        ("INT8_SMOOTHQUANT_CFG", 1, {}),
-        (SQUARES, 2, {"tensor_parallel": 2, "sequence_parallel": True}),
-        ("INT4_BLOCKWISE_WEIGHT_ONLY_CFG", 2, {"tensor_parallel": 2, "sequence_parallel": True}),
+        pytest.param("gqa", "INT4_AWQ_CFG", 2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
+        ("gqa", "INT4_AWQ_CFG", 2, SP),
+        pytest.param("mqa", "INT4_AWQ_CFG", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
+        pytest.param("gqa", "INT4_AWQ_CFG", 4, SP | {"pipeline_parallel": 2}, marks=pytest.mark.full),
+        ("gqa", "INT4_AWQ_CFG", 2, {}),
+        ("gqa", "W4A8_AWQ_BETA_CFG", 2, SP),
+        pytest.param("gqa", "W4A8_AWQ_BETA_CFG", 2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
+        ("mqa", "INT8_SMOOTHQUANT_CFG", 2, SP),
+        pytest.param("gqa", "INT8_SMOOTHQUANT_CFG", 2, {"context_parallel": 2}, marks=pytest.mark.full),
+        ("square", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", 2, SP),
+        ("gqa", "INT4_BLOCKWISE_WEIGHT_ONLY_CFG", 2, SP),
     ],
 )
-def test_a_preset_finds_what_modelopt_does(preset: str, world: int, layout: dict[str, Any], tmp_path: Path) -> None:
-    wanted, loss = expected(preset)
-    plain, rounded = run(validate, world, preset, layout, str(tmp_path / "q"), None, timeout=240)[0]
-    assert rounded == pytest.approx(loss, rel=1e-6)
-    assert plain != pytest.approx(rounded, rel=1e-4)
+def test_a_preset_finds_what_modelopt_does(
+    name: str, preset: str, world: int, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    wanted, loss = expected(name, preset)
+    plain, rounded = run(validate, world, name, preset, layout, str(tmp_path / "q"), None, timeout=240)[0]
+    # ModelOpt adds up magnitudes of batches in float32.
+    close = 1e-6 if "AWQ" in preset else 1e-9
+    assert rounded == pytest.approx(loss, rel=close)
+    assert plain != pytest.approx(rounded, rel=1e-5)
     found = load_model(str(tmp_path / "q"))
     for kind in ("named_parameters", "named_buffers"):
         ours, theirs = dict(getattr(found, kind)()), dict(getattr(wanted, kind)())
         assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            torch.testing.assert_close(ours[name].to(value.dtype), value, rtol=1e-6, atol=1e-9, msg=name)
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key].to(value.dtype), value, rtol=close, atol=1e-9, msg=key)
     # the checkpoint computes the same where rows and columns are split
-    split = {"tensor_parallel": 2, "sequence_parallel": True}
-    assert run(validate, 2, preset, split, None, str(tmp_path / "q"), timeout=240)[0][0] == pytest.approx(rounded)
+    again = run(validate, 2, name, preset, SP, None, str(tmp_path / "q"), timeout=240)[0][0]
+    assert again == pytest.approx(rounded, rel=1e-9)
 
 
-def refused(preset: str, layout: dict[str, Any]) -> str:
+def int4(weight: Tensor) -> Tensor:
+    """``[out, in]`` rounded by blocks of 128 features."""
+    blocks = weight.unflatten(1, (-1, 128))
+    step = blocks.abs().amax(-1, keepdim=True) / 7
+    return ((blocks / step).round().clamp(-8, 7) * step).flatten(1)
+
+
+def awq_by_hand(stack: Tensor, inputs: list[Tensor]) -> Tensor:
+    """AWQ's scales of the inputs of a stack ``[E, out, in]``, which all experts share: one search over all outputs."""
+    seen = torch.cat(inputs).abs().mean(0)
+    blocks = stack.abs().unflatten(2, (-1, 128))
+    weights = (blocks / blocks.amax(-1, keepdim=True)).flatten(2).mean((0, 1))
+    best: tuple[float, Tensor] | None = None
+    for step in range(11):
+        scales = (seen ** (step / 10) / weights ** (1 - step / 10)).clamp(1e-4, 1e4)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        error = sum(
+            float(((x / scales) @ int4(w * scales).T - x @ w.T).square().sum())
+            for w, x in zip(stack, inputs, strict=True)
+        )
+        if best is None or error < best[0]:
+            best = error, scales
+    assert best is not None
+    return 1 / best[1]
+
+
+@functools.cache
+def experts_by_hand() -> tuple[dict[str, Tensor], Experts]:
+    """Scales of the inputs of both stacks, and the stacks before."""
+    model = GPT(MODELS["moe"]).double()
+    initialise(model, SEED, "model.")
+    experts: Any = model.layers["1"].mlp.experts
+    seen: dict[str, list[list[Tensor]]] = {"up": [[], [], [], []], "down": [[], [], [], []]}
+
+    def look(_: nn.Module, arguments: tuple[Any]) -> None:
+        start = 0
+        for expert, stop in enumerate(arguments[0].offsets.tolist()):
+            x = arguments[0].tokens[start:stop]
+            seen["up"][expert].append(x)
+            gate, up = (x @ experts.up[expert].T).chunk(2, -1)
+            seen["down"][expert].append(nn.functional.silu(gate) * up)
+            start = stop
+
+    experts.register_forward_pre_hook(look)
+    with torch.no_grad():
+        for step in range(BATCHES):
+            batch = global_batch(step)
+            model(batch.tokens.reshape(-1), batch.sequences)
+        found = {
+            name: awq_by_hand(getattr(experts, name), [torch.cat(parts) for parts in each])
+            for name, each in seen.items()
+        }
+    return found, experts
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, {"expert_parallel": 2}),
+        (2, SP | {"expert_tensor_parallel": 2}),
+        pytest.param(4, SP | {"expert_parallel": 2, "expert_tensor_parallel": 2}, marks=pytest.mark.full),
+        pytest.param(2, SP | {"expert_parallel": 2, "expert_tensor_parallel": 1}, marks=pytest.mark.full),
+    ],
+)
+def test_experts_share_the_scales_of_one_search(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    wanted, before = experts_by_hand()
+    _, rounded = run(validate, world, "moe", "INT4_AWQ_CFG", layout, str(tmp_path / "q"), None, timeout=240)[0]
+    found: Any = load_model(str(tmp_path / "q")).layers["1"].mlp.experts
+    for stack, scales in wanted.items():
+        # scales are float32
+        torch.testing.assert_close(
+            getattr(found, f"{stack}_input_quantizer").pre_quant_scale.double(), scales, rtol=1e-6, atol=0
+        )
+        weights, old = getattr(found, stack).double(), getattr(before, stack)
+        torch.testing.assert_close(weights, old.detach() / scales, rtol=1e-6, atol=1e-12)
+        for expert, quantizer in enumerate(getattr(found, f"{stack}_weight_quantizers")):
+            limits = weights[expert].unflatten(1, (-1, 128)).abs().amax(-1)
+            torch.testing.assert_close(quantizer.amax.double().view_as(limits), limits, rtol=1e-9, atol=0)
+    assert run(validate, 1, "moe", "INT4_AWQ_CFG", {}, None, str(tmp_path / "q"))[0][0] == pytest.approx(
+        rounded, rel=1e-9
+    )
+
+
+def adapted() -> str:
+    runner = trainer(
+        MegatronStrategy(),
+        callbacks=[ModelOptQuantization("INT8_SMOOTHQUANT_CFG"), Adapters(rank=2)],
+        use_distributed_sampler=False,
+    )
     with pytest.raises(ConfigurationError) as caught:
-        validate(preset, layout, None, None)
+        runner.validate(WithData(CONFIG, seed=SEED), verbose=False)
     return str(caught.value)
 
 
 def test_what_cannot_be_searched_is_refused() -> None:
-    assert "this run has dp=2. Calibrate on one device" in run(refused, 2, "INT4_AWQ_CFG", {})[0]
-    tokens = run(refused, 2, "FP8_PER_CHANNEL_PER_TOKEN_CFG", {"tensor_parallel": 2, "sequence_parallel": True})[0]
+    tokens = run(refused, 2, "FP8_PER_CHANNEL_PER_TOKEN_CFG", SP)[0]
     assert "has a scale for each token" in tokens
+    assert "has adapters that would see other inputs" in run(adapted, 1)[0]
     with torch.device("meta"), pytest.raises(ConfigurationError, match="losses read the weight of the output layer"):
         Quantizers("INT4_AWQ_CFG", head=True).change(GPT(CONFIG))
+
+
+def refused(preset: str, layout: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        validate("gqa", preset, layout, None, None)
+    return str(caught.value)
 
 
 def test_rows_that_blocks_do_not_divide_are_refused() -> None:

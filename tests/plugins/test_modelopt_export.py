@@ -88,6 +88,7 @@ def calibrate(folder: str, preset: str, output: str, kv: str | None = None) -> N
     [
         ("llama", "FP8_DEFAULT_CFG"),
         ("qwen3", "INT4_AWQ_CFG"),
+        ("llama", "W4A8_AWQ_BETA_CFG"),
         ("qwen3_moe", "FP8_DEFAULT_CFG"),
         ("deepseek", "FP8_DEFAULT_CFG"),
         pytest.param("mixtral", "INT8_DEFAULT_CFG", marks=pytest.mark.full),
@@ -132,7 +133,7 @@ def compare(preset: str, kv: str | None, ours: dict[str, torch.Tensor], wanted: 
     assert len(cache) == (2 * SIZES["num_hidden_layers"] if kv else 0)
     for name in cache:
         torch.testing.assert_close(ours[name], wanted[name], rtol=1e-5, atol=0, msg=name)
-    alike, awq = {name for group in FUSED for name in group}, preset == "INT4_AWQ_CFG"
+    alike, awq = {name for group in FUSED for name in group}, "AWQ" in preset
     if awq:
         # ModelOpt's exporter averages the scales of such layers, and multiplies the norm before them by the mean.
         ours, wanted = ({n: t for n, t in each.items() if n.split(".")[-2] not in alike} for each in (ours, wanted))

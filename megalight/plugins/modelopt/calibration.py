@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def uncalibrated(model: ParallelModel) -> list[str]:
 class Calibration:
     """Collects magnitudes between :meth:`begin` and :meth:`finish`; the forward passes between them round nothing.
 
-    All ranks call both together. Weights are read at the beginning, inputs in the forward passes.
+    All ranks call both together. Inputs are watched in the forward passes, weights are read at the end.
 
     Args:
         model: a model with :class:`~megalight.plugins.modelopt.quantizers.Quantizers`, and with values.
@@ -45,14 +46,13 @@ class Calibration:
         self.model = model
 
     def begin(self) -> None:
-        """Read the weights, and watch the inputs from now on."""
+        """Watch the inputs from now on."""
         for place in places(self.model.root):
             # Those without an `amax` too: what later layers see must not be rounded.
             place.quantizer.disable_quant()
         for place, _ in amaxes(self.model.root):
-            place.quantizer.enable_calib()
-            if place.matrix is not None:
-                place.quantizer(place.matrix.weight.detach())
+            if place.matrix is None:
+                place.quantizer.enable_calib()
 
     @torch.no_grad()
     def finish(self) -> list[str]:
@@ -61,41 +61,64 @@ class Calibration:
         Returns:
             the quantizers of this rank that saw no data, or values that are not finite.
         """
-        activations, whole_weights, whole_experts = list[Tensor](), list[Tensor](), list[Tensor]()
+        activations = list[Tensor]()
         for place, amax in amaxes(self.model.root):
-            quantizer = place.quantizer
-            seen = quantizer._calibrator.compute_amax()
-            amax.copy_(torch.full_like(amax, -1) if seen is None else seen.to(amax).view_as(amax))
-            quantizer._calibrator.reset()
-            # Weight forwards of the passes were watched too, and gave the same number again.
-            quantizer.disable_calib()
-            height, width = place.blocks
             if place.matrix is None:
+                _take(place.quantizer, amax)
                 activations.append(amax)
-            # Blocks of a row lie on one rank each.
-            elif not width and not (height and rows_are_split(matrix_spec(self.model, place.matrix))):
-                (whole_weights if place.matrix.index is None else whole_experts).append(amax)
-        for place in places(self.model.root):
-            place.quantizer.enable_quant()
-        mesh = self.model.mesh
         # Tensor-parallel ranks see other features (row), heads or tokens (column), the others see other tokens.
         # These are all ranks of a stage, also those with other experts: a stack has one quantizer of inputs.
-        _largest(activations, mesh, ("tp", "cp", "dp"))
-        # Replicas hold the same weights.
-        _largest(whole_weights, mesh, ("tp",))
-        _largest(whole_experts, mesh, ("etp",))
+        agree(activations, self.model.mesh, ("tp", "cp", "dp"), dist.ReduceOp.MAX)
+        self.read_weights()
+        for place in places(self.model.root):
+            place.quantizer.enable_quant()
         return [
             place.name for place, amax in amaxes(self.model.root) if not bool((amax.isfinite() & (amax >= 0)).all())
         ]
 
+    @torch.no_grad()
+    def read_weights(self) -> None:
+        """Set the ``amax`` of weights by what they are now."""
+        dense, experts = list[Tensor](), list[Tensor]()
+        for place, amax in amaxes(self.model.root):
+            if place.matrix is None:
+                continue
+            read(place.quantizer, place.matrix.weight)
+            height, width = place.blocks
+            # Blocks of a row lie on one rank each.
+            if not width and not (height and rows_are_split(matrix_spec(self.model, place.matrix))):
+                (dense if place.matrix.index is None else experts).append(amax)
+        # Replicas hold the same weights.
+        agree(dense, self.model.mesh, ("tp",), dist.ReduceOp.MAX)
+        agree(experts, self.model.mesh, ("etp",), dist.ReduceOp.MAX)
 
-def _largest(found: Sequence[Tensor], mesh: ParallelMesh, axes: Sequence[str]) -> None:
-    """Take the maximum of each tensor over the ranks of these axes, in one message per axis."""
-    if not found:
+
+def read(quantizer: Any, weight: Tensor) -> None:
+    """Set the ``amax`` of one quantizer by this rank's part of a weight."""
+    rounds = quantizer._if_quant
+    quantizer.disable_quant()
+    quantizer.enable_calib()
+    quantizer(weight.detach())
+    _take(quantizer, quantizer.amax)
+    if rounds:
+        quantizer.enable_quant()
+
+
+def _take(quantizer: Any, amax: Tensor) -> None:
+    """Move what a quantizer has seen to its ``amax``; -1: nothing."""
+    seen = quantizer._calibrator.compute_amax()
+    amax.copy_(torch.full_like(amax, -1) if seen is None else seen.to(amax).view_as(amax))
+    quantizer._calibrator.reset()
+    quantizer.disable_calib()
+
+
+def agree(found: Sequence[Tensor], mesh: ParallelMesh, axes: Sequence[str], operation: Any) -> None:
+    """Reduce each tensor over the ranks of these axes in place, in one message per axis."""
+    axes = [axis for axis in axes if mesh.size(axis) > 1]
+    if not found or not axes:
         return
-    flat = torch.cat([amax.flatten() for amax in found])
+    flat = torch.cat([tensor.flatten() for tensor in found])
     for axis in axes:
-        if mesh.size(axis) > 1:
-            dist.all_reduce(flat, dist.ReduceOp.MAX, mesh.group(axis))
-    for amax, part in zip(found, torch.split(flat, [amax.numel() for amax in found]), strict=True):
-        amax.copy_(part.view_as(amax))
+        dist.all_reduce(flat, operation, mesh.group(axis))
+    for tensor, part in zip(found, torch.split(flat, [tensor.numel() for tensor in found]), strict=True):
+        tensor.copy_(part.view_as(tensor))

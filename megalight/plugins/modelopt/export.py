@@ -31,7 +31,7 @@ from megalight.nn.canonical import Section, canonical_tensors
 from megalight.nn.embedding import Embedding
 from megalight.nn.moe import Router
 from megalight.plugins.modelopt.package import modelopt
-from megalight.plugins.modelopt.places import Matrix, matrices, places
+from megalight.plugins.modelopt.places import Matrix, matrices, places, rounds
 from megalight.plugins.modelopt.quantizers import Quantizers
 
 QUANT_CONFIG = "hf_quant_config.json"
@@ -129,7 +129,8 @@ def _put(
     layer.weight_quantizer, layer.input_quantizer = matrix.weight_quantizer, matrix.input_quantizer
     form, block = utils.get_quantization_format(layer), utils.get_weight_block_size(layer)
     scale, second = utils.get_weight_scaling_factor(layer), utils.get_weight_scaling_factor_2(layer)
-    if matrix.weight_quantizer.block_sizes and -2 in matrix.weight_quantizer.block_sizes:
+    _, first = rounds(matrix.weight_quantizer)[0]
+    if first.block_sizes and -2 in first.block_sizes:
         raise ConfigurationError(
             f"{matrix.path} has square blocks ({form}), whose scales megalight convert cannot write. Quantize with "
             "FP8_DEFAULT_CFG or FP8_PER_CHANNEL_PER_TOKEN_CFG for a folder."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ LINEARS: tuple[type[nn.Module], ...] = (nn.Linear, Linear, ColumnLinear, RowLine
 HEADS: tuple[type[nn.Module], ...] = (LMHead, VocabHead)
 ATTENTIONS: tuple[type[nn.Module], ...] = (InnerAttention, ContextAttention)
 
+Probe: TypeAlias = Callable[[Tensor, Tensor, Callable[[], Tensor]], None]
+"""Called with an input, the output, and what computes the output again. Layers have some by name of the quantizer."""
+
 
 @functools.cache
 def register_layers() -> None:
@@ -34,10 +37,19 @@ def register_layers() -> None:
     class QuantizedLinear(base):  # type: ignore[misc]
         """Rounds its input and its weight, then runs as before."""
 
+        probes: ClassVar[dict[str, Probe]] = {}
+
         def _setup(self) -> None:
             # No groups: ModelOpt would sync over all ranks of the world. `Calibration` knows the right ones.
             self.parallel_state = distributed.ParallelState(-1, -1, -1)
             super()._setup()
+
+        def forward(self, x: Tensor, *rest: Any, **named: Any) -> Any:
+            run: Any = super().forward
+            y = run(x, *rest, **named)
+            for probe in self.probes.values():
+                probe(x, y, lambda: run(x, *rest, **named))
+            return y
 
     class QuantizedHead(modules.QuantModule):  # type: ignore[misc, name-defined]
         """With labels, heads pass the weight of their output layer to the loss, past the layer's own forward."""
@@ -87,6 +99,7 @@ def register_layers() -> None:
 
         # Scales of inputs are of activations that no router has weighted, as in engines.
         weigh_output = True
+        probes: ClassVar[dict[str, Probe]] = {}
 
         def _setup(self) -> None:
             self.parallel_state = distributed.ParallelState(-1, -1, -1)
@@ -105,13 +118,20 @@ def register_layers() -> None:
             return torch.stack([quantizer(weight) for quantizer, weight in zip(many, super().stack(name), strict=True)])
 
         def _product(self, x: Tensor, stack: str, copies: Grouped) -> Tensor:
-            quantizer: Any = getattr(self, f"{stack}_input_quantizer")
-            if quantizer._if_calib:
+            kind = f"{stack}_input_quantizer"
+            quantizer: Any = getattr(self, kind)
+            run = super()._product
+            probe = self.probes.get(kind)
+            if quantizer._if_calib or probe is not None:
                 # rows after the last copy hold anything
-                quantizer(x[: int(copies.offsets[-1])])
+                rows = slice(int(copies.offsets[-1]))
+                quantizer(x[rows])
+                # nothing is rounded meanwhile
+                product: Tensor = run(x, stack, copies)
+                if probe is not None:
+                    probe(x[rows], product[rows], lambda: run(quantizer(x), stack, copies)[rows])
             else:
-                x = quantizer(x)
-            product: Tensor = super()._product(x, stack, copies)
+                product = run(quantizer(x), stack, copies)
             return product
 
     registry = modules.QuantModuleRegistry

@@ -66,6 +66,11 @@ class Place:
         return f"{self.path}.{self.kind}"
 
     @property
+    def part(self) -> str:
+        """Where it is among the quantizers of a weight that is rounded several times (``.1``); empty: the only one."""
+        return "" if self.matrix is None else self.kind.removeprefix(self.matrix.weight_kind)
+
+    @property
     def blocks(self) -> tuple[int, int]:
         """Rows and features of a weight that have one ``amax``; 0: all of them.
 
@@ -90,11 +95,31 @@ class Place:
         )
 
 
-def quantized(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the path of each quantized linear layer, and the layer."""
-    for path, module in root.named_modules():
-        if hasattr(module, "weight_quantizer"):
-            yield path, module
+@dataclass(frozen=True, eq=False)
+class Site:
+    """An input, and the matrices that it is multiplied by: one, or those of a stack of experts on this rank.
+
+    Attributes:
+        path: the module.
+        kind: where the quantizer of the input is in the module.
+        quantizer: that quantizer.
+        matrices: all of one shape, ``[out, in]``.
+    """
+
+    path: str
+    kind: str
+    quantizer: Any
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def name(self) -> str:
+        """The path of its quantizer in the model."""
+        return f"{self.path}.{self.kind}"
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the matrices are those of experts."""
+        return self.matrices[0].index is not None
 
 
 def matrices(root: nn.Module) -> Iterator[Matrix]:
@@ -119,7 +144,27 @@ def places(root: nn.Module) -> Iterator[Place]:
             if hasattr(module, kind):
                 yield Place(path, kind, getattr(module, kind))
     for matrix in matrices(root):
-        yield Place(matrix.path, matrix.weight_kind, matrix.weight_quantizer, matrix)
+        for part, quantizer in rounds(matrix.weight_quantizer):
+            yield Place(matrix.path, f"{matrix.weight_kind}{part}", quantizer, matrix)
+
+
+def rounds(quantizer: Any) -> list[tuple[str, Any]]:
+    """Return the quantizers of a weight that round one after the other, with what follows its name (``.1``)."""
+    if isinstance(quantizer, nn.Sequential):
+        return [(f".{index}", each) for index, each in enumerate(quantizer)]
+    return [("", quantizer)]
+
+
+def sites(root: nn.Module) -> Iterator[Site]:
+    """Yield the inputs of matrices with an enabled quantizer."""
+    found: dict[str, list[Matrix]] = {}
+    for matrix in matrices(root):
+        if matrix.weight_quantizer.is_enabled:
+            found.setdefault(f"{matrix.path} {matrix.parameter}", []).append(matrix)
+    for held in found.values():
+        first = held[0]
+        kind = "input_quantizer" if first.index is None else f"{first.parameter}_input_quantizer"
+        yield Site(first.path, kind, first.input_quantizer, tuple(held))
 
 
 def amaxes(root: nn.Module) -> Iterator[tuple[Place, Tensor]]:
@@ -127,9 +172,3 @@ def amaxes(root: nn.Module) -> Iterator[tuple[Place, Tensor]]:
     for place in places(root):
         if place.has_amax:
             yield place, place.quantizer.amax
-
-
-def pre_quant_scale(layer: Any) -> Tensor | None:
-    """Return what the input's features are multiplied by, or None."""
-    found: Tensor | None = getattr(layer.input_quantizer, "_pre_quant_scale", None)
-    return found

@@ -21,6 +21,7 @@ SERVED = (
     "INT8_SMOOTHQUANT_CFG",
     "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
     "INT4_AWQ_CFG",
+    "W4A8_AWQ_BETA_CFG",
     "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
     "general/ptq/fp8_default-kv_fp8",
     "general/ptq/fp8_default-kv_fp8_cast",
@@ -168,8 +169,6 @@ def _why_not(method: str | None, rules: list[dict[str, Any]]) -> str | None:
         return f"calibrates by {method!r}"
     for rule in rules:
         pattern, formats = rule["quantizer_name"], _formats(rule)
-        if len(formats) > 1:
-            return f"quantizes {pattern} twice"
         for blocks in (each.get("block_sizes") or {} for each in formats):
             # `{-1: None}` with dynamic scales: a scale for each token, found in the forward pass.
             of_rows = blocks.get("type") == "static" and set(blocks) == {-1, "type"}

@@ -18,7 +18,7 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.transform import ModelTransform
 from megalight.plugins.modelopt.layers import ATTENTIONS, HEADS, LINEARS, register_layers
 from megalight.plugins.modelopt.package import modelopt
-from megalight.plugins.modelopt.places import matrices, places, quantized
+from megalight.plugins.modelopt.places import matrices, places, sites
 from megalight.plugins.modelopt.presets import Preset
 from megalight.plugins.modelopt.specs import amax_spec, check_tokens, features_spec
 
@@ -61,7 +61,7 @@ class Quantizers(ModelTransform):
             MissingPackageError: ModelOpt is not installed.
         """
         preset = self.read()
-        named, others, stacks = set(), [], False
+        named, others = set(), []
         for path, module in model.named_modules():
             inner = f"{path}.inner"
             if isinstance(module, Attention | LatentAttention) and preset.names(f"{inner}.k_bmm_quantizer"):
@@ -76,7 +76,6 @@ class Quantizers(ModelTransform):
                 continue
             if isinstance(module, nn.Linear | Linear | Experts):
                 named.add(path)
-                stacks |= isinstance(module, Experts)
             elif not isinstance(module, nn.Embedding | Embedding | TokenEmbedding):
                 held = [name for name, tensor in module.named_parameters(recurse=False) if tensor.dim() > 1]
                 others += [f"{path} ({type(module).__name__})"] * bool(held)
@@ -86,11 +85,6 @@ class Quantizers(ModelTransform):
                 f"preset {self.preset!r} names layers that cannot be quantized here: {', '.join(others[:4])}"
                 f"{f' and {len(others) - 4} more' if len(others) > 4 else ''}. Linear layers "
                 "and stacks of experts can."
-            )
-        if stacks and preset.searches:
-            raise ConfigurationError(
-                f"preset {self.preset!r} searches scales for each linear layer, and ModelOpt's search does not know "
-                "stacks of experts. Use a preset that does not search, such as INT4_BLOCKWISE_WEIGHT_ONLY_CFG."
             )
         if not named:
             raise ConfigurationError(
@@ -146,12 +140,12 @@ class Quantizers(ModelTransform):
                 # NaN, and not 0: a quantizer without calibration must not pass for one.
                 place.quantizer.amax = torch.full(spec.shape, torch.nan, device=_device(modules[place.path], model))
                 specs[f"{place.name}._amax"] = spec
-        for path, layer in quantized(model.root) if preset.searches else ():
-            if layer.weight_quantizer.is_enabled:
-                spec = features_spec(model, path)
-                layer.input_quantizer._enable_pre_quant_scale = True
-                layer.input_quantizer.pre_quant_scale = torch.full(spec.shape, torch.nan, device=layer.weight.device)
-                specs[f"{path}.input_quantizer._pre_quant_scale"] = spec
+        for site in sites(model.root) if preset.searches else ():
+            spec = features_spec(model, site)
+            device = site.matrices[0].weight.device
+            site.quantizer._enable_pre_quant_scale = True
+            site.quantizer.pre_quant_scale = torch.full(spec.shape, torch.nan, device=device)
+            specs[f"{site.name}._pre_quant_scale"] = spec
         return specs
 
 

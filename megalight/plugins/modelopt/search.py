@@ -1,82 +1,293 @@
-"""Calibration that searches scales of input features, by ModelOpt's own functions.
+"""Calibration that finds a scale for each input feature, over all ranks.
 
-These are AWQ (https://arxiv.org/abs/2306.00978) and SmoothQuant (https://arxiv.org/abs/2211.10438).
+Inputs are multiplied by the scales, and the columns of the weights are divided by them. Formulas, options and the dtype
+of scales (float32) are those of ModelOpt's own functions, which know one device; sums over tokens and features are
+taken over ranks here.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.model import ParallelModel
-from megalight.plugins.modelopt.calibration import uncalibrated
-from megalight.plugins.modelopt.package import modelopt
-from megalight.plugins.modelopt.places import places, pre_quant_scale, quantized
+from megalight.plugins.modelopt.calibration import Calibration, agree, read
+from megalight.plugins.modelopt.places import Site, rounds, sites
 from megalight.plugins.modelopt.presets import Preset
+from megalight.plugins.modelopt.specs import features_spec, matrix_spec, row_weights
 
-log = logging.getLogger(__name__)
+SCALES = 1e-4, 1e4
+"""Smallest and largest scale of a feature before all are centred."""
 
 
 class Search:
-    """Finds what each quantizer holds, by passes over the same batches.
+    """Finds what each quantizer holds. The values of weights change in :meth:`finish`.
 
-    Inputs of each layer are multiplied by a scale for each feature, and the weight's columns are divided by it.
+    SmoothQuant (https://arxiv.org/abs/2211.10438) divides each feature of the inputs by its largest magnitude to the
+    power ``alpha``. AWQ (https://arxiv.org/abs/2306.00978) tries several powers of their mean magnitude, and takes the
+    one whose rounded weights change the outputs least; this takes a second pass over the batches. All experts of a
+    stack share the scales of their inputs.
 
     Args:
         model: a model with :class:`~megalight.plugins.modelopt.quantizers.Quantizers`, and with values.
         preset: a preset that searches.
 
     Raises:
-        ConfigurationError: several ranks hold parts of a layer, or see different tokens.
+        ConfigurationError: parameters are sharded, or layers have adapters.
     """
 
     def __init__(self, model: ParallelModel, preset: Preset) -> None:
-        mesh = model.mesh
-        several = {axis: mesh.size(axis) for axis in ("dp", "cp", "tp") if mesh.size(axis) > 1}
-        if several or model.shards is not None:
-            sizes = ", ".join(f"{axis}={size}" for axis, size in several.items()) or "sharded parameters"
-            raise ConfigurationError(
-                f"preset {preset.name!r} searches scales by the errors of whole layers on all data, and this run has "
-                f"{sizes}. Calibrate on one device, or with pipeline_parallel alone; the checkpoint loads under any "
-                "layout."
-            )
         self.model, self.preset = model, preset
-        self._layers = {path: layer for path, layer in quantized(model.root) if layer.weight_quantizer.is_enabled}
+        self._calibration = Calibration(model)
+        self._searched = [_Searched.of(model, site) for site in sites(model.root)]
+        adapted = [each.site.path for each in self._searched if _adapted(each.layer)]
+        if adapted:
+            raise ConfigurationError(
+                f"preset {preset.name!r} rescales the input features of {adapted[0]}, which has adapters that would "
+                "see other inputs then. Quantize the model without adapters (megalight merge), and train them after."
+            )
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether :meth:`finish` runs the batches."""
+        return bool(self.preset.algorithm["method"] == "awq_lite")
 
     def begin(self) -> None:
-        """Let forward passes round nothing."""
-        for place in places(self.model.root):
-            place.quantizer.disable_quant()
-            place.quantizer.reset_amax()
-        for layer in self._layers.values():
+        """Watch the inputs from now on, and let forward passes round nothing."""
+        self._calibration.begin()
+        for each in self._searched:
             # What calibration finds is multiplied even if nothing is rounded, and it is NaN until then.
-            del layer.input_quantizer._pre_quant_scale
+            del each.site.quantizer._pre_quant_scale
+        self._probe({each.site.name: each.watch for each in self._searched})
 
     @torch.no_grad()
     def finish(self, passes: Callable[[], object]) -> list[str]:
-        """Search, and round from now on. The values of weights change.
+        """Search, and round from now on.
 
         Args:
-            passes: runs all batches forward; it is called once or twice.
+            passes: runs all batches forward.
 
         Returns:
             the quantizers of this rank that found no finite values.
         """
-        for place in places(self.model.root):
-            place.quantizer.enable_quant()
-        options = dict(self.preset.algorithm)
-        function = getattr(modelopt("torch.quantization.model_calib"), options.pop("method"))
-        said = io.StringIO()
-        # It prints its progress.
-        with contextlib.redirect_stdout(said), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            function(self.model.root, lambda model: passes(), **options)
-        log.info("%s", said.getvalue().strip())
-        missing = [f"{path}.input_quantizer" for path, layer in self._layers.items() if pre_quant_scale(layer) is None]
-        return [*missing, *uncalibrated(self.model)]
+        self._probe({})
+        unseen = self._calibration.finish()
+        self._add_up()
+        options = {key: value for key, value in self.preset.algorithm.items() if key != "method"}
+        if self.reads_again:
+            self._awq(passes, **options)
+        else:
+            self._smooth(**options)
+        for each in self._searched:
+            each.apply()
+        self._calibration.read_weights()
+        self._limit_inputs()
+        return unseen + [each.site.name for each in self._searched if not bool(each.scales.isfinite().all())]
+
+    def _probe(self, probes: Mapping[str, Callable[..., None]]) -> None:
+        for each in self._searched:
+            each.layer.probes = {
+                other.site.kind: probes[other.site.name]
+                for other in self._searched
+                if other.layer is each.layer and other.site.name in probes
+            }
+
+    def _add_up(self) -> None:
+        """Sum what the ranks have seen of each feature."""
+        for axes, group in _by(self._searched, lambda each: each.token_axes):
+            agree([total for each in group for total in (each.total, each.count)], self.model.mesh, axes, _SUM)
+            agree([each.largest for each in group], self.model.mesh, axes, _MAX)
+
+    def _smooth(self, alpha: float = 1.0) -> None:
+        for axes, group in _by(self._searched, lambda each: each.row_axes):
+            for each in group:
+                each.weights = torch.stack([matrix.weight.abs().amax(0) for matrix in each.site.matrices]).amax(0)
+            agree([each.weights for each in group], self.model.mesh, axes, _MAX)
+        for each in self._searched:
+            scales = (each.weights.pow(1 - alpha) / each.largest.float().pow(alpha)).clamp(*SCALES)
+            # a feature that is always 0 needs no scale
+            each.scales = torch.where(each.largest > 0, scales, 1.0).float()
+
+    def _awq(self, passes: Callable[[], object], alpha_step: float = 0.1) -> None:
+        alphas = torch.arange(0, 1.0 + alpha_step, alpha_step).tolist()
+        for axes, group in _by(self._searched, lambda each: each.row_axes):
+            for each in group:
+                each.weigh()
+            agree([total for each in group for total in (each.weights, each.rows)], self.model.mesh, axes, _SUM)
+        for each in self._searched:
+            means, weights = (each.total / each.count).float(), (each.weights / each.rows).float()
+            tiny = torch.finfo(torch.float32).tiny
+            each.tried = torch.stack([means.pow(a) / (weights.pow(1 - a) + tiny) for a in alphas]).clamp(*SCALES)
+        for axes, group in _by(self._searched, lambda each: each.feature_axes):
+            # of all features, also those on other ranks
+            ends = [torch.stack([each.tried.amax(1), each.tried.amin(1).neg()]) for each in group]
+            agree(ends, self.model.mesh, axes, _MAX)
+            for each, (most, least) in zip(group, ends, strict=True):
+                each.tried /= (most * -least).sqrt()[:, None]
+        for each in self._searched:
+            each.losses = each.total.new_zeros(len(alphas))
+            each.round(False)
+        self._probe({each.site.name: each.compare for each in self._searched})
+        passes()
+        self._probe({})
+        for axes, group in _by(self._searched, lambda each: each.all_axes):
+            agree([each.losses for each in group], self.model.mesh, axes, _SUM)
+        for each in self._searched:
+            each.scales = 1 / each.tried[each.losses.argmin()]
+            each.round(True)
+
+    def _limit_inputs(self) -> None:
+        """Set ``amax`` of scaled inputs."""
+        for axes, group in _by(self._searched, lambda each: each.feature_axes):
+            found = [(each.site.quantizer, each.limit()) for each in group]
+            agree([amax for _, amax in found], self.model.mesh, axes, _MAX)
+            for quantizer, amax in found:
+                if quantizer.is_enabled and quantizer.amax is not None:
+                    quantizer.amax.copy_(amax)
+
+
+_SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+
+@dataclass(eq=False)
+class _Searched:
+    """A site, and what is known of its features on this rank.
+
+    Attributes:
+        layer: the module.
+        rows_here: for each row of a matrix, whether this rank counts it; None: it counts all.
+        token_axes: ranks along them see other tokens, or all the same.
+        row_axes: ranks along them hold other rows, or other experts.
+        feature_axes: ranks along them hold other features.
+        sum_error: along this axis, outputs are terms of a sum.
+        total: sum of magnitudes of each feature ``[in]``; and
+        count: number of tokens; and
+        largest: largest magnitudes ``[in]``.
+    """
+
+    model: ParallelModel
+    site: Site
+    layer: Any
+    rows_here: Tensor | None
+    token_axes: tuple[str, ...]
+    row_axes: tuple[str, ...]
+    feature_axes: tuple[str, ...]
+    sum_error: str | None
+    total: Tensor
+    count: Tensor
+    largest: Tensor
+    weights: Tensor
+    rows: Tensor
+    tried: Tensor
+    losses: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, model: ParallelModel, site: Site) -> _Searched:
+        weight = site.matrices[0].weight
+        spec = matrix_spec(model, site.matrices[0])
+        # Statistics of narrow dtypes are float32, and those of float64 are as exact as the model.
+        zeros = torch.zeros(weight.shape[1], dtype=torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
+        mine = row_weights(spec)
+        split = features_spec(model, site).pieces[0].size != features_spec(model, site).pieces[0].shape
+        tensor, others = ("etp", ("ep", "edp")) if site.stacked else ("tp", ("cp", "dp"))
+        return cls(
+            model,
+            site,
+            model.root.get_submodule(site.path),
+            None if mine is None else zeros.new_tensor(mine),
+            token_axes=others if split else (tensor, *others),
+            row_axes=("ep",) * site.stacked + (tensor,) * (mine is not None),
+            feature_axes=(tensor,) if split else (),
+            sum_error=tensor if split and site.stacked else None,
+            total=zeros,
+            count=zeros.new_zeros(1),
+            largest=zeros.clone(),
+            **dict.fromkeys(("weights", "rows", "tried", "losses", "scales"), zeros),
+        )
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks have terms of the error."""
+        return ("etp", "ep", "edp") if self.site.stacked else ("tp", "cp", "dp")
+
+    def watch(self, x: Tensor, y: Tensor, again: Callable[[], Tensor]) -> None:
+        """Note an input ``[..., in]``."""
+        magnitudes = x.detach().abs().reshape(-1, x.shape[-1])
+        if len(magnitudes):
+            self.total += magnitudes.sum(0, dtype=self.total.dtype)
+            self.count += len(magnitudes)
+            torch.maximum(self.largest, magnitudes.amax(0).to(self.largest), out=self.largest)
+
+    def weigh(self) -> None:
+        """Sum each column's magnitudes, relative to the largest of their blocks, over the rows of this rank."""
+        mine = self.total.new_ones(len(self.site.matrices[0].weight)) if self.rows_here is None else self.rows_here
+        self.weights, self.rows = torch.zeros_like(self.total), mine.sum().mul(len(self.site.matrices)).reshape(1)
+        for matrix in self.site.matrices:
+            _, quantizer = rounds(matrix.weight_quantizer)[0]
+            blocks = matrix.weight.abs().view(len(matrix.weight), -1, quantizer.block_sizes[-1])
+            relative = blocks / (blocks.amax(-1, keepdim=True) + torch.finfo(blocks.dtype).tiny)
+            self.weights += mine @ relative.flatten(1).to(mine)
+
+    def compare(self, x: Tensor, y: Tensor, again: Callable[[], Tensor]) -> None:
+        """Note by how much each scale changes an output."""
+        inputs = self.site.quantizer
+        first = [rounds(matrix.weight_quantizer)[0][1] for matrix in self.site.matrices]
+        for number, scales in enumerate(self.tried):
+            inputs.pre_quant_scale = (1 / scales).to(x.dtype)
+            for matrix, quantizer in zip(self.site.matrices, first, strict=True):
+                quantizer.pre_quant_scale = scales[None].to(matrix.weight.dtype)
+                if quantizer.amax is not None:
+                    read(quantizer, matrix.weight)
+                quantizer.enable_quant()
+            error = (again() - y).to(self.losses.dtype)
+            if self.sum_error is not None:
+                agree([error], self.model.mesh, (self.sum_error,), _SUM)
+            squares = error.reshape(-1, error.shape[-1]).square().sum(0)
+            # A layer that joins its outputs has those of all ranks.
+            if self.rows_here is not None and len(squares) == len(self.rows_here):
+                squares = squares * self.rows_here
+            self.losses[number] += squares.sum()
+            for quantizer in (inputs, *first):
+                del quantizer._pre_quant_scale
+            for quantizer in first:
+                quantizer.disable_quant()
+
+    def round(self, whether: bool) -> None:
+        """Let the quantizers round, or not."""
+        for quantizer in (self.site.quantizer, *self._weight_quantizers()):
+            (quantizer.enable_quant if whether else quantizer.disable_quant)()
+
+    def apply(self) -> None:
+        """Divide the weights by the scales; from now on, inputs are multiplied by them."""
+        for matrix in self.site.matrices:
+            weight = matrix.weight.detach()
+            weight.copy_(weight * (1 / self.scales))
+        self.site.quantizer.pre_quant_scale = self.scales.to(weight.dtype)
+
+    def limit(self) -> Tensor:
+        """Return the largest magnitude of scaled inputs."""
+        return (self.largest.float().to(self.site.matrices[0].weight.dtype) * self.scales).amax()
+
+    def _weight_quantizers(self) -> list[Any]:
+        return [quantizer for matrix in self.site.matrices for _, quantizer in rounds(matrix.weight_quantizer)]
+
+
+def _by(
+    searched: Sequence[_Searched], axes: Callable[[_Searched], tuple[str, ...]]
+) -> list[tuple[tuple[str, ...], list[_Searched]]]:
+    """Group by axes, so that ranks exchange few messages, in the same order on all of them."""
+    groups: dict[tuple[str, ...], list[_Searched]] = {}
+    for each in searched:
+        groups.setdefault(axes(each), []).append(each)
+    return sorted(groups.items())
+
+
+def _adapted(layer: Any) -> bool:
+    return getattr(layer, "adapter", None) is not None or bool(len(getattr(layer, "adapters", ())))

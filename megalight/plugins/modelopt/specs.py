@@ -8,7 +8,7 @@ from math import prod
 from megalight.errors import ConfigurationError
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.shard import Piece, ShardSpec
-from megalight.plugins.modelopt.places import Matrix, Place
+from megalight.plugins.modelopt.places import Matrix, Place, Site
 
 
 def rows_are_split(spec: ShardSpec) -> bool:
@@ -47,7 +47,7 @@ def amax_spec(model: ParallelModel, place: Place) -> ShardSpec:
             # of the whole model: `index` counts the experts of this rank
             around = f"{model.prefix}{matrix.path}."
             expert = spec.pieces[0].name.removeprefix(around).partition(".")[0]
-            name = f"{around}{expert}.{matrix.parameter}_weight_quantizer.amax"
+            name = f"{around}{expert}.{matrix.parameter}_weight_quantizer{place.part}.amax"
         return replace(ShardSpec.replicated(name, (), owner=first), data=spec.data)
     features = spec.shape[1]
     for piece in spec.pieces:
@@ -65,7 +65,7 @@ def amax_spec(model: ParallelModel, place: Place) -> ShardSpec:
         columns = width or piece.shape[1]
         return replace(
             piece,
-            name=f"{piece.name}_quantizer.amax",
+            name=f"{piece.name}_quantizer{place.part}.amax",
             shape=(piece.shape[0] // height, piece.shape[1] // columns),
             offset=(piece.offset[0] // height, piece.offset[1] // columns),
             size=(piece.size[0] // height, max(piece.size[1] // columns, 1)),
@@ -94,11 +94,29 @@ def check_tokens(model: ParallelModel, matrix: Matrix) -> None:
         )
 
 
-def features_spec(model: ParallelModel, path: str) -> ShardSpec:
-    """Return what a rank holds of one number for each input feature of a linear layer."""
-    piece = model.specs[f"{path}.weight"].pieces[0]
+def features_spec(model: ParallelModel, site: Site) -> ShardSpec:
+    """Return what a rank holds of one number for each feature of an input."""
+    weight = matrix_spec(model, site.matrices[0])
+    piece = weight.pieces[0]
     (_, whole), (_, offset), (_, size) = piece.shape, piece.offset, piece.size
-    # Ranks with other rows of the same columns have the same numbers.
-    owner = size < whole or model.mesh.rank("tp") == 0
-    name = f"{model.prefix}{path}.input_quantizer.pre_quant_scale"
-    return ShardSpec((Piece(name, (whole,), (offset,), (size,), owner=owner),), (size,))
+    # Ranks with other rows of the same columns, and those with other experts, have the same numbers.
+    same: tuple[str, ...] = ("ep", "etp") if site.stacked else ("tp",)
+    if size < whole:
+        same = same[:-1]
+    owner = all(model.mesh.rank(axis) == 0 for axis in same)
+    name = f"{model.prefix}{site.name}.pre_quant_scale"
+    return ShardSpec((Piece(name, (whole,), (offset,), (size,), owner=owner),), (size,), weight.data)
+
+
+def row_weights(spec: ShardSpec) -> list[float] | None:
+    """Return for each row of a split weight on this rank: 1, or 0 if another rank counts it. None: all ranks hold all.
+
+    Several ranks hold the same keys and values where there are fewer heads than ranks.
+    """
+    if not rows_are_split(spec):
+        return None
+    found = [0.0] * spec.shape[0]
+    for piece in spec.pieces:
+        start = piece.start // spec.shape[1]
+        found[start : start + piece.size[0]] = [float(piece.owner)] * piece.size[0]
+    return found
