@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from unicodedata import category
 
 
 class MegalightError(Exception):
@@ -40,6 +41,11 @@ class ConfigurationError(MegalightError, ValueError):
 
 class MissingPackageError(MegalightError, ImportError):
     """An optional package is missing. The message contains the pip command that installs it."""
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with characters that steer a terminal written out (``\\x1b``): names in files may hold any."""
+    return "".join(each if each in "\n\t" or category(each)[0] != "C" else repr(each)[1:-1] for each in text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from megalight.errors import BackendError, ConfigurationError, LayoutError, MegalightError, nearest
+from megalight.errors import BackendError, ConfigurationError, LayoutError, MegalightError, nearest, printable
 
 MAX_LINES = 18
 ALIKE = (ConfigurationError, LayoutError, BackendError)
@@ -64,7 +64,7 @@ def tell(prog: str, message: str, *, every_rank: bool = False) -> None:
     # Do not break words: users must be able to copy paths.
     fold = textwrap.TextWrapper(118, break_on_hyphens=False, break_long_words=False)
     # Folded here, since terminals break words anywhere.
-    lines = [piece for line in message.strip().splitlines() for piece in fold.wrap(line) or [""]]
+    lines = [piece for line in printable(message).strip().splitlines() for piece in fold.wrap(line) or [""]]
     if len(lines) > MAX_LINES:
         lines = [*lines[:MAX_LINES], "... (add --debug for the whole message)"]
     where = f"{prog} [rank {rank}]" if rank else prog

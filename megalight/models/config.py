@@ -25,6 +25,10 @@ UNBINDING |= {"vision.dynamic.min_pixels", "vision.dynamic.max_pixels"}
 """Settings that may differ between the runs of one model, because its weights do not depend on them."""
 
 
+MAX_LAYERS = 10_000
+"""Most layers of a model. A file may claim any number, and all are built before shapes are compared."""
+
+
 def require(good: bool, message: str) -> None:
     """Raise a :class:`ConfigurationError` with ``message`` unless ``good``."""
     if not good:
@@ -106,6 +110,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         # 0 stands for the default, so that a configuration of plain values needs no null.
         object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
+        # First: other checks go through all layers.
+        require(self.num_layers <= MAX_LAYERS, f"num_layers is {self.num_layers}; it must be at most {MAX_LAYERS}.")
         self._require_positive(
             "num_layers", "hidden_size", "num_heads", "vocab_size", "max_sequence_length", "ffn_hidden_size"
         )

@@ -15,7 +15,7 @@ from megalight.checkpoint.boxes import in_threads
 from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk.datafile import OpenFile
 from megalight.checkpoint.disk.publish import place
-from megalight.checkpoint.foreign.transformers_folder import CONFIG, files_of, header, is_folder, json_of
+from megalight.checkpoint.foreign.transformers_folder import CONFIG, file_of, files_of, header, is_folder, json_of
 from megalight.checkpoint.memory import host_buffer
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
@@ -195,7 +195,7 @@ def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
     A chat template inside ``tokenizer_config.json`` is also returned as a file of its own, as newer folders have it.
     """
     folder = place(path)
-    files = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+    files = {name: file_of(folder / name) for name in COMPANIONS if (folder / name).is_file()}
     if TOKENIZER_CONFIG in files and CHAT_TEMPLATE not in files:
         template = json_of(folder / TOKENIZER_CONFIG).get("chat_template")
         if isinstance(template, str):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.models.config import compare
+from megalight.models.config import MAX_LAYERS, compare
 from megalight.models.weights import WeightMap
 
 
@@ -19,6 +20,9 @@ class Config(Protocol):
 
 
 C = TypeVar("C", bound=Config)
+
+COUNTS = re.compile(r"(n|num)_.*(layer|expert)s?")
+"""Names of settings that say how many layers or experts there are."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Kinds(Generic[C]):
         kind = values.get("model_type")
         if kind not in self.readers:
             raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(self.readers)} can be read.")
+        _check_counts(values)
         try:
             return self.readers[kind].read(values)
         # Any key may lack, so it is caught here instead of being asked for everywhere.
@@ -139,3 +144,14 @@ class Kinds(Generic[C]):
             )
         # Kinds that keep tensors elsewhere than the first one lack the parts that it has.
         return [kind for kind in kinds if kind.places is kinds[0].places]
+
+
+def _check_counts(values: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers and experts that no model has, before lists of so many are made."""
+    # Models of several parts have a configuration of each inside theirs.
+    for part in (values, *(each for each in values.values() if isinstance(each, Mapping))):
+        for name, value in part.items():
+            if COUNTS.fullmatch(name) and isinstance(value, int) and value > MAX_LAYERS:
+                raise ConfigurationError(
+                    f"{name} is {value}; at most {MAX_LAYERS} are read. Copy the configuration again."
+                )

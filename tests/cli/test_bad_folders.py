@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -79,6 +80,21 @@ def ends_later(content: bytes) -> bytes:
     return len(again).to_bytes(8, "little") + again + content[8 + size :]
 
 
+def steering(content: bytes) -> bytes:
+    """A name that would clear the screen of who reads the message."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["\x1b[2J"] = header.pop("model.norm.weight")
+    again = json.dumps(header).encode()
+    return len(again).to_bytes(8, "little") + again + content[8 + size :]
+
+
+def sparse(folder: Path) -> None:
+    """More than the memory, and nothing on the disk."""
+    (folder / "tokenizer.json").touch()
+    os.truncate(folder / "tokenizer.json", 1 << 40)
+
+
 BAD = {
     "no JSON": (text("config.json", "{"), r"config\.json is not JSON"),
     "a list": (text("config.json", "[]"), r"config\.json holds a list"),
@@ -96,6 +112,14 @@ BAD = {
     "absolute": (index("/etc/passwd"), "file name '/etc/passwd'"),
     "a number": (text("model.safetensors.index.json", '{"weight_map": {"a": 3}}'), "file name 3"),
     "not there": (index("model-2.safetensors"), r"model-2\.safetensors does not exist"),
+    "layers without end": (option(num_hidden_layers=10**12), "num_hidden_layers is 1000000000000; at most 10000"),
+    "layers of a part": (option(text_config={"num_hidden_layers": 10**12}), "num_hidden_layers is 1000000000000; at m"),
+    "experts without end": (
+        option(model_type="mixtral", num_local_experts=10**9),
+        "num_local_experts is 1000000000; at most 10000",
+    ),
+    "a huge tokenizer": (sparse, r"tokenizer\.json has 1099511627776 bytes; at most 104857600 are read"),
+    "steers": (data(steering), r"\\x1b\[2J has no counterpart"),
     "truncated": (data(lambda content: content[:-1]), r"model\.safetensors cannot be read as safetensors"),
     "longer": (data(lambda content: content + b"x"), r"model\.safetensors cannot be read as safetensors"),
     "empty": (data(lambda content: b""), r"model\.safetensors cannot be read as safetensors"),
@@ -121,6 +145,17 @@ def test_a_folder_is_refused(case: str, whole: Path, tmp_path: Path, capsys: pyt
     assert re.search(message, said), said
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
     assert not (folder / "sprung").exists()
+
+
+def test_names_do_not_steer_the_terminal(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "llama"
+    shutil.copytree(whole, folder)
+    data(steering)(folder)
+    for words in (["inspect", str(folder)], ["inspect", str(folder), "--diff", str(whole)]):
+        main(words)
+        out, err = capsys.readouterr()
+        assert "\x1b" not in out + err
+        assert "\\x1b[2J" in out + err
 
 
 @pytest.mark.parametrize("words", [["convert"], ["convert", "--to", "transformers"], ["merge", "--output"]], ids=str)

@@ -44,6 +44,7 @@ def test_windows_follow_the_pattern():
     ("values", "message"),
     [
         ({"num_layers": 0}, "num_layers is 0; it must be at least 1"),
+        ({"num_layers": 10**12}, "num_layers is 1000000000000; it must be at most 10000"),
         ({"num_heads": 5}, "hidden_size 24 is not a multiple of num_heads 5"),
         ({"num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"num_kv_heads": -4}, "num_kv_heads is -4"),

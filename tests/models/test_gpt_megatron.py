@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
 import pickle
+import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +24,7 @@ from torch import Tensor
 from megalight import checkpoint
 from megalight.checkpoint import Box, View
 from megalight.checkpoint.foreign import pickles
-from megalight.checkpoint.foreign.torch_folder import TorchFolder
+from megalight.checkpoint.foreign.torch_folder import TorchFolder, Wanted
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import (
@@ -605,6 +608,33 @@ def test_damaged_shards_are_named(tmp_path: Path) -> None:
     os.truncate(data, data.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"the shard at \[\d+.* of shape \[.*\(__0_0\.distcp\) is damaged"):
         read_all(tmp_path)
+
+
+def inflated(data: bytes) -> bytes:
+    """An archive of ``torch.save`` whose tensor is compressed, and 16 MiB long."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as other:
+        for info in archive.infolist():
+            other.writestr(info.filename, bytes(1 << 24) if "/data/" in info.filename else archive.read(info))
+    return out.getvalue()
+
+
+def test_a_small_file_does_not_fill_the_memory(tmp_path: Path) -> None:
+    """Torch would unpack all of an archive's entry before it compares sizes."""
+    folder = save(tmp_path, theirs(LLAMA, weights(LLAMA)), arguments(LLAMA)) / "iter_0000010"
+    opened = TorchFolder(folder)
+    key, found = next(iter(opened.tensors.items()))
+    shard, *others = found.shards
+    data = (folder / shard.file).read_bytes()
+    bomb = inflated(data[shard.start : shard.start + shard.length])
+    assert len(bomb) < 1 << 16
+    (folder / "bomb").write_bytes(bomb)
+    smaller = replace(shard, file="bomb", start=0, length=len(bomb))
+    opened.tensors[key] = replace(found, shards=(smaller, *others))
+    with pytest.raises(
+        CheckpointError, match=rf"{re.escape(key)} in .* is damaged: it is compressed, .* 1677\d+ bytes"
+    ):
+        opened.fill([Wanted(key, (0,) * len(found.shape), torch.empty(found.shape))])
 
 
 def test_other_formats_are_refused_with_the_way_to_migrate(tmp_path: Path) -> None:

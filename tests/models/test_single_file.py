@@ -1,5 +1,7 @@
 """Single-file checkpoints of Lightning's own strategies: the same model as in memory, and clear refusals."""
 
+import zipfile
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -70,3 +72,13 @@ def test_refusals(saved, tmp_path):
     torch.save(entries, tmp_path / "e")
     with pytest.raises(CheckpointError, match="does not hold the model that it describes"):
         single_file_model(tmp_path / "e")
+
+
+def test_a_compressed_file_is_refused(saved, tmp_path):
+    """It could unpack to any size, and torch writes none."""
+    _, path = saved
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "b", "w", zipfile.ZIP_DEFLATED) as other:
+        for info in archive.infolist():
+            other.writestr(info.filename, archive.read(info))
+    with pytest.raises(CheckpointError, match="b cannot be read as a single-file checkpoint: it is compressed"):
+        read(tmp_path / "b")

@@ -7,9 +7,10 @@ A pickle names the classes and functions that it wants to be called. Here none o
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from megalight.checkpoint.disk.files import CODES, MAX_JSON, Place
 from megalight.errors import CheckpointError
@@ -102,6 +103,19 @@ def read_file(path: Place) -> Any:
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is no file of torch.save ({error}); copy it again.") from error
     return read(data, str(path))
+
+
+def check_stored(file: str | os.PathLike[str] | IO[bytes]) -> None:
+    """Check that an archive of ``torch.save`` is as long in memory as it is on disk.
+
+    Raises:
+        ValueError: entries are compressed, which torch never does: a small file could fill the memory.
+        zipfile.BadZipFile: it is no archive.
+    """
+    with zipfile.ZipFile(file) as archive:
+        packed = sum(info.file_size for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED)
+    if packed:
+        raise ValueError(f"it is compressed, and would be {packed} bytes; torch stores entries as they are")
 
 
 class _Records(pickle.Unpickler):

@@ -94,14 +94,22 @@ def json_of(file: Place) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or holds something else.
     """
+    return json_object(file_of(file), str(file))
+
+
+def file_of(file: Place) -> bytes:
+    """Return what is in a file beside the weights.
+
+    Raises:
+        CheckpointError: it cannot be read, or is larger than any such file.
+    """
     try:
         # The size first: a file that is not what its name says may be larger than memory.
         if (size := file.stat().st_size) > MAX_HEADER:
-            raise CheckpointError(f"{file} has {size} bytes; at most {MAX_HEADER} are read as JSON.")
-        data = file.read_bytes()
+            raise CheckpointError(f"{file} has {size} bytes; at most {MAX_HEADER} are read. Copy the folder again.")
+        return file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error}); copy the folder again.") from error
-    return json_object(data, str(file))
 
 
 def json_object(data: bytes, what: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megalight.errors import CheckpointError
+from megalight.errors import CheckpointError, printable
 
 
 def describe() -> str:
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = verify(path) if other is None else diff(path, other)
         nothing = "every byte is as it was saved" if arguments.verify else "the tensors are equal"
         plain = [json.dumps([asdict(each) for each in found], indent=2)] if arguments.json else list(map(str, found))
-        print("\n".join(plain) or nothing)
+        print(printable("\n".join(plain)) or nothing)
         return int(bool(found))
     # A single file has another reader with the same report.
     if path.is_file():
@@ -68,5 +68,5 @@ def run(arguments: argparse.Namespace) -> int:
     elif is_folder(path):
         read = read_folder
     report = read(path, norms=arguments.norms)
-    print(json.dumps(to_json(report), indent=2) if arguments.json else render(report, arguments.depth))
+    print(json.dumps(to_json(report), indent=2) if arguments.json else printable(render(report, arguments.depth)))
     return 0

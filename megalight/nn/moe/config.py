@@ -13,6 +13,9 @@ from megalight.ops.router import SCORES, Rule
 EXPERT_BIAS_RATE = 1e-3
 """The default step of an expert's bias (https://arxiv.org/abs/2408.15664)."""
 
+MAX_EXPERTS = 10_000
+"""Most experts of a layer. A file may claim any number, and all are built before shapes are compared."""
+
 
 def _require(good: bool, message: str) -> None:
     if not good:
@@ -237,7 +240,10 @@ class MoEConfig:
     def __post_init__(self) -> None:
         # From a recipe it comes as a list, and a configuration must be hashable.
         object.__setattr__(self, "pattern", tuple(self.pattern))
-        _require(self.num_experts >= 1, f"moe.num_experts is {self.num_experts}; it must be at least 1.")
+        _require(
+            1 <= self.num_experts <= MAX_EXPERTS,
+            f"moe.num_experts is {self.num_experts}; it must be at least 1, and at most {MAX_EXPERTS}.",
+        )
         _require(self.ffn_hidden_size >= 0, f"moe.ffn_hidden_size is {self.ffn_hidden_size}; it must be at least 0.")
         _require(any(self.pattern), f"moe.pattern is {list(self.pattern)}; at least one entry must be true.")
         _require(

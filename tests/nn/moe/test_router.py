@@ -196,6 +196,7 @@ def test_the_bias_stays_in_float32() -> None:
         ({}, {"weigh_input": True}, "moe.weigh_input=true with moe.router.top_k=2"),
         ({}, {"clamp": 0.0}, "moe.clamp is 0.0; it must be finite and above 0. null means no limit"),
         ({}, {"num_experts": 0}, "moe.num_experts is 0"),
+        ({}, {"num_experts": 10**9}, "moe.num_experts is 1000000000; it must be at least 1, and at most 10000"),
         ({}, {"pattern": (False,)}, "at least one entry must be true"),
         ({}, {"ffn_hidden_size": -1}, "moe.ffn_hidden_size is -1"),
     ],
