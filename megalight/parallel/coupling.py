@@ -68,17 +68,22 @@ def couples(specs: Iterable[ShardSpec], mesh: ParallelMesh, modules: Iterable[nn
 
 
 class Coupling:
-    """Lets the ranks along ``dp`` agree on numbers, on the host. All of them call each method together."""
+    """Lets ranks agree on numbers, on the host. All of them call each method together.
 
-    def __init__(self, mesh: ParallelMesh) -> None:
-        self.mesh = mesh
+    Args:
+        mesh: the mesh of this rank.
+        ranks: global ranks; None: those along ``dp``.
+    """
+
+    def __init__(self, mesh: ParallelMesh, ranks: Sequence[int] | None = None) -> None:
+        self.ranks = mesh.ranks("dp") if ranks is None else tuple(ranks)
         self._group: ProcessGroup | None = None
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
         if self._group is None:
             # On the host, so that the number is known before any work is queued, and no GPU has to finish first.
-            self._group = new_group(self.mesh.ranks("dp"), "counts", backend="gloo")
+            self._group = new_group(self.ranks, "counts", backend="gloo")
         largest: Tensor = torch.tensor(number)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return int(largest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -176,7 +176,7 @@ def check_low_precision(model: nn.Module, options: LowPrecisionOptions) -> None:
     Raises:
         ConfigurationError: as for :func:`apply_low_precision`.
     """
-    layers = layers_of(model, "low precision")
+    layers = _language_layers(model, options)
     if "vision" in options.towers and not tower_layers_of(model):
         raise ConfigurationError(
             f"towers={list(options.towers)}, and {type(model).__name__} has no vision tower; leave out 'vision'."
@@ -190,18 +190,48 @@ def check_low_precision(model: nn.Module, options: LowPrecisionOptions) -> None:
                 _check_sizes(_place(path, name), weight, schemes)
 
 
+def options_of_part(model: nn.Module, options: LowPrecisionOptions, part: str) -> LowPrecisionOptions | None:
+    """Return the options of a part of a model whose parts have layouts of their own; None: its layers keep their dtype.
+
+    Args:
+        model: the whole model, before it is divided or split.
+        options: those of the whole.
+        part: ``language``, or ``vision`` (the vision tower).
+
+    Raises:
+        ConfigurationError: as :func:`apply_low_precision` for the whole model.
+    """
+    names = _own_names(model, _language_layers(model, options), options)
+    _check_names(names, options)
+    own = [name for name in names if name.startswith("tower.") == (part == "vision")]
+    modules = tuple(pattern for pattern in options.modules if fnmatch.filter(own, pattern))
+    if not modules:
+        return None
+    found = replace(options, towers=(part,), modules=modules)
+    if part == "vision":  # without experts, and without the language model's first and last layers
+        return replace(
+            found, first_layers=0, last_layers=0, experts_together=False, router_padding_for_quantization=False
+        )
+    return found
+
+
+def _language_layers(model: nn.Module, options: LowPrecisionOptions) -> dict[int, nn.Module]:
+    """Return the layers of the language model. Where only the tower is chosen, there may be none."""
+    return layers_of(model, "low precision" if "language" in options.towers else None)
+
+
 def _chosen(
     model: nn.Module, layers: Mapping[int, nn.Module], options: LowPrecisionOptions, total: int
 ) -> dict[str, nn.Module]:
     """Return the layers that use low precision by name; ``total``: number of layers of the whole model."""
+    tower = tower_layers_of(model) if "vision" in options.towers else {}
+    if "language" not in options.towers:
+        return tower
     if options.first_layers + options.last_layers >= total:
         raise ConfigurationError(
             f"first_layers={options.first_layers} and last_layers={options.last_layers} leave none of {total} layers; "
             "lower them."
         )
-    tower = tower_layers_of(model) if "vision" in options.towers else {}
-    if "language" not in options.towers:
-        return tower
     chosen = {
         f"layers.{index}": layer
         for index, layer in layers.items()
@@ -219,6 +249,7 @@ def apply_low_precision(
     kind: type[LowPrecision] = LowPrecision,
     specs: Mapping[str, ShardSpec] | None = None,
     seed: int = 0,
+    tower_mesh: ParallelMesh | None = None,
 ) -> Session:
     """Give the weights of linear layers a low precision.
 
@@ -228,6 +259,7 @@ def apply_low_precision(
         kind: the class that casts and multiplies.
         specs: what the parameters of ``model`` hold, by name. Those without a spec are split by the mesh's dense view.
         seed: seed of stochastic rounding, equal on all ranks.
+        tower_mesh: the mesh of the layers of a vision tower. None: ``mesh``.
 
     Returns:
         the session that the layers share; run steps inside its
@@ -240,16 +272,21 @@ def apply_low_precision(
     """
     # An earlier run may have chosen other layers.
     remove_low_precision(model)
-    layers = layers_of(model, "low precision")
+    layers = _language_layers(model, options)
     chosen = _chosen(model, layers, options, len(layers) if num_layers is None else num_layers)
     _check_names(_names(_own_names(model, layers, options), mesh), options)
     schemes = options.schemes()
     session = Session(seed)
     # The first step of delayed scaling has no past, so each cast agrees like one by current values.
     agrees = options.reduce_amax or schemes.delayed
-    reduce = {axis: _maximum(mesh.group(axis)) if agrees else None for axis in ("tp", "etp")}
+    meshes = {False: mesh, True: tower_mesh or mesh}  # of the language model, and of the tower
+    reduce = {
+        (tower, axis): _maximum(own.group(axis)) if agrees else None
+        for tower, own in meshes.items()
+        for axis in ("tp", "etp")
+    }
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    histories: dict[tuple[str, ...], Reduce | None] = {}
+    histories: dict[tuple[bool, tuple[str, ...]], Reduce | None] = {}
     checked: set[tuple[torch.device, torch.dtype]] = set()
     # Their backward writes the gradients of queries and keys, which are cast for the products that made these.
     rotations: dict[bool, list[Rotary]] = {True: [], False: []}
@@ -257,10 +294,11 @@ def apply_low_precision(
         if isinstance(module, Rotary):
             rotations[name.startswith(TOWER)].append(module)
     for path, layer in chosen.items():
+        in_tower = path.startswith(TOWER)
         # What makes an input also measures its largest magnitude. The cast then reads the input
         # once instead of twice.
         if kind.wants_magnitudes and schemes.one_scale and not schemes.delayed:
-            for maker in [*_makers(layer), *rotations[path.startswith(TOWER)]]:
+            for maker in [*_makers(layer), *rotations[in_tower]]:
                 maker.backend = measuring(maker.backend)
         for name, weight, splits_in, splits_out in _weights_of(path, layer):
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
@@ -271,19 +309,19 @@ def apply_low_precision(
                 kind.check_products(weight, schemes)
                 checked.add((weight.device, weight.dtype))
             holders = (specs or {}).get(names[id(weight)], DENSE).holders
-            if schemes.delayed and holders not in histories:
+            if schemes.delayed and (in_tower, holders) not in histories:
                 # One function per set of ranks: layers that share it share one all-reduce per step.
-                histories[holders] = _maximum(mesh.group(*holders))
+                histories[in_tower, holders] = _maximum(meshes[in_tower].group(*holders))
             shared: dict[str, Any] = {
                 "emulate": options.emulate,
                 "margin": options.margin,
                 # A row-split layer divides the input features: magnitudes over these need its peers. A column-split one
                 # divides the output features.
                 "reduce_amax": (
-                    None if splits_in is None else reduce[splits_in],
-                    None if splits_out is None else reduce[splits_out],
+                    None if splits_in is None else reduce[in_tower, splits_in],
+                    None if splits_out is None else reduce[in_tower, splits_out],
                 ),
-                "reduce_history": histories.get(holders),
+                "reduce_history": histories.get((in_tower, holders)),
             }
             state, steps = state_of(weight), options.history or STEPS
             if weight.dim() == 3:

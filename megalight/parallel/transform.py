@@ -92,6 +92,11 @@ def apply_transforms(model: nn.Module, transforms: Sequence[ModelTransform]) -> 
     return [made for _, made in done]
 
 
+def share_transforms(whole: nn.Module, part: nn.Module) -> None:
+    """Let a part that was taken out of a model count as changed by the transforms of the whole."""
+    part.__dict__[APPLIED] = whole.__dict__.setdefault(APPLIED, [])
+
+
 def unknown_to(known: Container[str], made: Iterable[frozenset[str]]) -> frozenset[str]:
     """Return the tensors of transforms that a source does not know: it may have been written before them.
 

@@ -27,6 +27,7 @@ from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
+from megalight.parallel.transform import apply_transforms
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.hooks import defines
 from megalight.strategies.mesh_strategy import MeshStrategy
@@ -89,6 +90,8 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
     # Before the split: a batch norm cannot be replaced inside a layer that is split already.
     _lightning.sync_layers(strategy, module)
     if isinstance(module, MegalightModule):
+        # Of the whole model: patterns of adapters may match layers of a part that other ranks have.
+        apply_transforms(root, module.transforms)
         module.check_model(root)
         root = module.model = strategy.take(root)
         module.token_multiple = strategy.options.token_multiple(strategy.mesh)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 
-from megalight.errors import ConfigurationError, LayoutError
+from megalight.errors import ConfigurationError
+from megalight.models.transforms import DoRA, LoRA
 from megalight.models.vlm.module import VLMModule
-from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import _lightning
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.micro_batches import AUTO
 from megalight.strategies.user_module import STEPS, own_steps
+
+ADAPTERS = LoRA, DoRA
+"""Transforms that change each layer by itself, wherever it is."""
 
 
 def check_options(strategy: MeshStrategy, what: str) -> None:
@@ -22,15 +23,8 @@ def check_options(strategy: MeshStrategy, what: str) -> None:
         what: how the tower is placed, for the messages.
 
     Raises:
-        LayoutError: experts are on several ranks.
-        ConfigurationError: another option.
+        ConfigurationError: it cannot be combined with such a tower.
     """
-    if strategy.expert_parallel * strategy.expert_tensor_parallel > 1:
-        raise LayoutError(
-            f"expert_parallel={strategy.expert_parallel}, expert_tensor_parallel={strategy.expert_tensor_parallel} "
-            f"with {what}: experts exchange tokens between replicas, which read images in other groups. Set both to 1, "
-            "or use MegatronStrategy."
-        )
     if strategy.data_parallel.has_units:
         raise ConfigurationError(
             f"data_parallel.level={strategy.data_parallel.level!r} with {what}: only whole parameters and gradients "
@@ -48,7 +42,7 @@ def check_options(strategy: MeshStrategy, what: str) -> None:
         )
 
 
-def check_module(strategy: MeshStrategy, module: pl.LightningModule, what: str) -> None:
+def check_module(module: pl.LightningModule, what: str) -> None:
     """Refuse modules that cannot be divided.
 
     Raises:
@@ -63,21 +57,13 @@ def check_module(strategy: MeshStrategy, module: pl.LightningModule, what: str) 
             f"{type(module).__name__} defines {own[0]}, which no rank can run whole with {what}. Remove it: return "
             "further values as metrics from loss_step."
         )
-    if module.transforms or module.frozen_models():
-        kind = "transforms (adapters)" if module.transforms else "frozen_models"
-        raise ConfigurationError(f"{kind} with {what} are not supported; use MegatronStrategy.")
-    if isinstance(strategy.precision, MegatronLowPrecision):
-        raise ConfigurationError(f"products in 8 bits with {what} are not supported; use bf16-mixed.")
-
-
-def check_verb(module: pl.LightningModule, what: str) -> None:
-    """Refuse to predict.
-
-    Raises:
-        ConfigurationError: the trainer predicts.
-    """
-    trainer = _lightning.trainer_of(module)
-    if trainer is not None and trainer.state.fn == TrainerFn.PREDICTING:
+    if module.frozen_models():
         raise ConfigurationError(
-            f"predict with {what} is not supported; checkpoints are the same, so MegatronStrategy can predict from one."
+            f"{type(module).__name__} has frozen_models, which read whole micro-batches beside the trained model; "
+            f"{what} has none beside it. Use MegatronStrategy."
+        )
+    if strange := [each for each in module.transforms if not isinstance(each, ADAPTERS)]:
+        raise ConfigurationError(
+            f"the transform {type(strange[0]).__name__} with {what} is not supported, only adapters are; use "
+            "MegatronStrategy."
         )

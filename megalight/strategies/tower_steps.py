@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.vlm.module import VLMModule
 from megalight.parallel.bridge import BridgeCommunicator
+from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.strategies.batch_size import count_samples
 from megalight.strategies.step import Stepper, StepReport
 from megalight.towers.division import Division
@@ -19,17 +21,25 @@ from megalight.towers.encoder import Encoder
 
 
 class Relay:
-    """Tells the tower's ranks what the language model's know: losses and other totals.
+    """Tells the tower's ranks what the language model's know: losses and other totals, and outputs.
 
     Args:
         broadcast: sends an object of a rank to all ranks.
         source: a rank of the language model. All of them have the totals.
+        host: all ranks, on the host.
     """
 
-    def __init__(self, broadcast: Callable[[Any, int], Any], source: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        broadcast: Callable[[Any, int], Any],
+        source: int,
+        device: torch.device,
+        host: dist.ProcessGroup | None,
+    ) -> None:
         self.broadcast = broadcast
         self.source = source
         self.device = device
+        self.host = host
         self._names: dict[str, list[str]] = {}
 
     def __call__(self, stage: str, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -68,6 +78,12 @@ class Relay:
         names = [key.removesuffix(" 0") for key in found if key.endswith(" 0")]
         return {name: (found[f"{name} 0"], found[f"{name} 1"]) for name in names}
 
+    def outputs(self, own: Any = None) -> list[Any]:
+        """Return what each rank gives, by rank, with tensors on the host; ranks of the tower give nothing."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, apply_to_collection(own, Tensor, Tensor.cpu), group=self.host)
+        return every
+
 
 class LanguageStepper(Stepper):
     """Runs the steps of the language model, whose first stage waits for features.
@@ -100,9 +116,21 @@ class LanguageStepper(Stepper):
         self.relay.totals(stage, found)
         return found
 
+    def predict(self, batch: Any) -> Any:
+        """Return the module's ``output_step`` for this replica's share of a batch, and tell the tower's ranks."""
+        output = super().predict(self._own(batch))
+        self.bridge.finish()
+        self.relay.outputs(output)
+        return output
+
     def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
-        place = self.model.mesh.rank("dp") % self.division.readers
-        return super()._split(_shares(self._module, batch, self.division.readers)[place])
+        # That of an empty batch asks for its contents.
+        return super()._split(batch if is_empty(batch) else self._own(batch))
+
+    def _own(self, batch: Any) -> Any:
+        if is_empty(batch):
+            return emptied(self._own(contents(batch)))
+        return _shares(self._module, batch, self.division.readers)[self.model.mesh.rank("dp") % self.division.readers]
 
 
 class TowerStepper(Stepper):
@@ -125,7 +153,7 @@ class TowerStepper(Stepper):
         samples, micro_batches = self._split(args[0])
         self.has_gradients = True
         with self.micro_batches.step(samples, sync), self.precision.step():
-            self.encoder.train(micro_batches, self.engine, sync)
+            self.encoder.train(self.encoder.joined(micro_batches), self.engine, sync)
         self.encoder.bridge.finish()
         values = self.relay("train")
         loss, tokens = values.pop("loss"), values.pop("num_tokens")
@@ -134,19 +162,40 @@ class TowerStepper(Stepper):
     def totals(self, stage: str, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """Send the features of an evaluation batch, and return the totals of the language model."""
         _, micro_batches = self._split(batch)
-        self.encoder.evaluate(micro_batches)
+        self.encoder.evaluate(self.encoder.joined(micro_batches))
         self.encoder.bridge.finish()
         return self.relay.totals(stage)
+
+    def predict(self, batch: Any) -> Any:
+        """Send the features of a batch, and return the outputs of the lane's replicas of the language model."""
+        division = self.encoder.division
+        rows = _shares(self._module, contents(batch), division.readers)
+        self.encoder.evaluate(self.encoder.joined([emptied(rows) if is_empty(batch) else rows]))
+        self.encoder.bridge.finish()
+        every = self.relay.outputs()
+        mesh = division.language
+        # The first rank of each replica tells; all of its ranks have the output.
+        first = {mesh.rank("dp", of=rank): rank for rank in reversed(mesh.members)}
+        found = [every[first[replica]] for replica in division.replicas]
+        if is_empty(batch):
+            return None
+        return torch.cat([each.to(self.model.device) for each in found]) if _are_tensors(found) else found
 
     def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
         """Return the samples of the lane, and for each micro-batch those of its replicas side by side."""
         assert isinstance(self.module, VLMModule)
+        if is_empty(batch):
+            return 0, [emptied(self._split(contents(batch))[1][0])]
         shares = _shares(self._module, batch, self.encoder.division.readers)
         divided = [Stepper._split(self, share) for share in shares]
         rows = list(zip(*(parts for _, parts in divided), strict=True))
         for each in (each for row in rows for each in row):
             self.module.count_images(each)
         return sum(samples for samples, _ in divided), rows
+
+
+def _are_tensors(found: Sequence[Any]) -> bool:
+    return all(isinstance(each, Tensor) for each in found)
 
 
 def _shares(module: Any, batch: Any, readers: int) -> Sequence[Any]:

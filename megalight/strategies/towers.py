@@ -17,21 +17,17 @@ from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.strategies import tower_refusals
-from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.mesh_strategy import Part
 from megalight.strategies.step import Stepper
+from megalight.strategies.tower_base import TowersStrategy
 from megalight.strategies.tower_steps import LanguageStepper, Relay, TowerStepper
 from megalight.towers import Side
 from megalight.towers.arriving import Arrivals
 from megalight.towers.division import Division
 from megalight.towers.encoder import Encoder
-from megalight.towers.part import part_of
-
-WHAT = "a tower on ranks of its own"
 
 
-class MegatronTowersStrategy(MegatronStrategy):
+class MegatronTowersStrategy(TowersStrategy):
     """A vision-language model whose vision tower and projector have ranks of their own.
 
     The first ``tower.ranks`` ranks have the tower, the others the language model. Features and their gradients go over
@@ -51,13 +47,9 @@ class MegatronTowersStrategy(MegatronStrategy):
     """
 
     strategy_name = "megatron_towers"
-
-    def __init__(self, tower: Side | None = None, **options: Any) -> None:
-        self.tower = tower or Side()
-        self.division: Division | None = None
-        self._bridge: BridgeCommunicator | None = None
-        super().__init__(**options)
-        tower_refusals.check_options(self, WHAT)
+    what = "a tower on ranks of its own"
+    division: Division | None = None
+    _bridge: BridgeCommunicator | None = None
 
     # ------------------------------------------------------------------ ranks
 
@@ -76,6 +68,8 @@ class MegatronTowersStrategy(MegatronStrategy):
             ranks=world_size - self.tower.ranks,
             tensor_parallel=self.tensor_parallel,
             context_parallel=self.context_parallel,
+            expert_parallel=self.expert_parallel,
+            expert_tensor_parallel=self.expert_tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
         )
         return Division.of(self.tower, language, world_size, rank)
@@ -92,8 +86,8 @@ class MegatronTowersStrategy(MegatronStrategy):
         """Return tower and language model."""
         tower, language = self.grid(world_size), self.grid(world_size, self.tower.ranks)
         return (
-            Part(tower, self.tower.tower_options(), lambda whole: part_of(whole, True)),
-            Part(language, super().options, lambda whole: part_of(whole, False)),
+            Part(tower, self.tower.tower_options(), lambda whole: self.take_part(whole, True)),
+            Part(language, super().options, lambda whole: self.take_part(whole, False)),
         )
 
     def setup_environment(self) -> None:
@@ -120,11 +114,6 @@ class MegatronTowersStrategy(MegatronStrategy):
         return self.tower.tower_options() if is_tower else super().options
 
     @property
-    def holds_part(self) -> bool:
-        """No rank holds the whole model."""
-        return True
-
-    @property
     def is_distributed(self) -> bool:
         """Whether ranks have different data."""
         return self.divide(self.num_nodes * self.num_processes).lanes > 1
@@ -136,23 +125,15 @@ class MegatronTowersStrategy(MegatronStrategy):
 
     # ------------------------------------------------------------------ model and steps
 
-    def connect(self, model: pl.LightningModule) -> None:
-        """Refuse what needs the whole model in one place."""
-        tower_refusals.check_verb(model, WHAT)
-        super().connect(model)
-
-    def check_module(self, module: pl.LightningModule, mesh: ParallelMesh) -> None:
-        """Refuse modules that cannot be divided.
-
-        Raises:
-            ConfigurationError: says what to do.
-        """
-        tower_refusals.check_module(self, module, WHAT)
-        super().check_module(module, mesh)
-
     def take(self, whole: nn.Module) -> nn.Module:
         """Return the tower and the projector, or everything else."""
-        return part_of(whole, self.own.is_tower)
+        return self.take_part(whole, self.own.is_tower)
+
+    def split(self, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
+        """Split this rank's part. The lanes of tower and language model agree on numbers of micro-batches."""
+        model = super().split(module, root)
+        model.coupling = self.own.coupling()
+        return model
 
     def make_stepper(
         self, module: pl.LightningModule, model: ParallelModel, before_backward: Callable[[Tensor], None]
@@ -162,7 +143,7 @@ class MegatronTowersStrategy(MegatronStrategy):
         own = self.own
         if self._bridge is None:
             self._bridge = BridgeCommunicator(own.tower, own.language, device=self.root_device)
-        relay = Relay(self.broadcast, own.language.members.start, self.root_device)
+        relay = Relay(self.broadcast, own.language.members.start, self.root_device, self.host_group())
         common = module, model, self.precision, self.micro_batches, before_backward
         if own.is_tower:
             schedule, context = super().options, self.precision.step_context

@@ -9,26 +9,21 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
-from megalight.errors import ConfigurationError, LayoutError
+from megalight.errors import LayoutError
 from megalight.models.vlm.model import VLM, TowerPart
 from megalight.models.vlm.module import VLMModule
 from megalight.parallel.coupling import Coupling
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
-from megalight.strategies import tower_refusals
-from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.mesh_strategy import Part
 from megalight.strategies.step import Stepper
+from megalight.strategies.tower_base import TowersStrategy
 from megalight.strategies.user_module import options_for
-from megalight.towers import Side
 from megalight.towers.around import Around
-from megalight.towers.side import check_tower
-
-WHAT = "a tower in a layout of its own"
+from megalight.towers.part import divided
 
 
-class MegatronTowersBesideStrategy(MegatronStrategy):
+class MegatronTowersBesideStrategy(TowersStrategy):
     """A vision-language model whose vision tower and projector have a layout of their own, on the same ranks.
 
     In each step the tower runs for all micro-batches, then the language model's schedule, then the tower backward. The
@@ -47,13 +42,8 @@ class MegatronTowersBesideStrategy(MegatronStrategy):
     """
 
     strategy_name = "megatron_towers_beside"
-
-    def __init__(self, tower: Side | None = None, **options: Any) -> None:
-        self.tower = tower or Side()
-        self._part: TowerPart | None = None
-        check_tower(self.tower)
-        super().__init__(**options)
-        tower_refusals.check_options(self, WHAT)
+    what = "a tower in a layout of its own"
+    _part: TowerPart | None = None
 
     def tower_mesh(self, world_size: int, rank: int = 0) -> ParallelMesh:
         """Make the mesh of the tower.
@@ -83,8 +73,8 @@ class MegatronTowersBesideStrategy(MegatronStrategy):
     def parts(self, world_size: int) -> Sequence[Part]:
         """Return tower and language model."""
         return (
-            Part(self.tower_mesh(world_size), self._tower_options, _tower_of),
-            Part(self.grid(world_size), self.options, self.take),
+            Part(self.tower_mesh(world_size), self.tower.tower_options(), lambda whole: self.take_part(whole, True)),
+            Part(self.grid(world_size), self.options, lambda whole: self.take_part(whole, False)),
         )
 
     @property
@@ -93,39 +83,17 @@ class MegatronTowersBesideStrategy(MegatronStrategy):
         tower = self.tower_mesh(self.mesh.world_size, self.mesh.global_rank)
         return f"tower on {tower.describe()}; language model on {self.mesh.describe()}"
 
-    @property
-    def holds_part(self) -> bool:
-        """Two layouts divide the model."""
-        return True
-
-    @property
-    def _tower_options(self) -> ParallelOptions:
-        return self.tower.tower_options()
-
-    def connect(self, model: pl.LightningModule) -> None:
-        """Refuse what needs one layout."""
-        tower_refusals.check_verb(model, WHAT)
-        super().connect(model)
-
-    def check_module(self, module: pl.LightningModule, mesh: ParallelMesh) -> None:
-        """Refuse modules that cannot be divided.
-
-        Raises:
-            ConfigurationError: says what to do.
-        """
-        tower_refusals.check_module(self, module, WHAT)
-        super().check_module(module, mesh)
-
     def take(self, whole: nn.Module) -> nn.Module:
         """Return the language model, and keep the tower for :meth:`split`."""
-        self._part = _tower_of(whole)
-        return whole
+        self.precision.take(whole, None)  # this rank has both
+        self._part, language = divided(whole)
+        return language
 
     def split(self, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
         """Split both models. The tower then belongs to the language model's tree, under its own names."""
         model = super().split(module, root)
         assert self._part is not None and isinstance(root, VLM)
-        options = options_for(module, self._part, self._tower_options)
+        options = options_for(module, self._part, self.tower.tower_options())
         mesh = self.tower_mesh(self.mesh.world_size, self.mesh.global_rank)
         tower = ParallelModel(self._part, mesh, options)
         root.attach(self._part)
@@ -150,11 +118,3 @@ class MegatronTowersBesideStrategy(MegatronStrategy):
     def register_strategies(cls, registry: Any) -> None:
         """Register the names for ``Trainer(strategy=...)``."""
         registry.register("megatron_towers_beside", cls, "A vision tower in a layout of its own", override=True)
-
-
-def _tower_of(whole: nn.Module) -> TowerPart:
-    if not isinstance(whole, VLM):
-        raise ConfigurationError(
-            f"{WHAT} needs a model with a vision tower, and {type(whole).__name__} has none; use MegatronStrategy."
-        )
-    return whole.without_tower()

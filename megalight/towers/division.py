@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megalight.errors import LayoutError
 from megalight.parallel.bridge.lanes import lanes
+from megalight.parallel.coupling import Coupling
 from megalight.parallel.mesh import ParallelMesh
 from megalight.towers.side import Side, check_tower
 
@@ -57,6 +58,15 @@ class Division:
             )
         check_tower(tower)
         return cls(_mesh("the tower", tower, rank, 0), _mesh("the language model", language, rank, tower.ranks))
+
+    def coupling(self) -> Coupling | None:
+        """Return what lets all ranks agree on numbers of micro-batches; None with a single lane.
+
+        Replicas of a language model with experts exchange tokens, so that all run as many. Their towers must know.
+        """
+        if self.lanes == 1:
+            return None
+        return Coupling(self.mesh, sorted({*self.tower.members, *self.language.members}))
 
     def describe(self) -> str:
         """Return one line for logs."""

@@ -13,6 +13,7 @@ from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.bridge import BridgeCommunicator
+from megalight.parallel.coupling import contents
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
@@ -53,11 +54,16 @@ class Encoder:
         self.language = language
         self.context = context
 
-    def train(self, micro_batches: Sequence[Together], engine: DataParallelEngine, sync: bool = True) -> None:
+    def joined(self, micro_batches: Sequence[Any]) -> list[Any]:
+        """Return the micro-batches, with empty ones if another lane has more; all ranks call it together."""
+        peers = self.model.coupling
+        return list(micro_batches) if peers is None else peers.fill_up(micro_batches)
+
+    def train(self, micro_batches: Sequence[Any], engine: DataParallelEngine, sync: bool = True) -> None:
         """Run forward and backward of all micro-batches.
 
         Args:
-            micro_batches: as many as the language model runs, at least one.
+            micro_batches: as many as the language model runs, at least one; from :meth:`joined`.
             engine: reduces the gradients.
             sync: reduce them, because no further micro-batches follow before the optimizer's step.
         """
@@ -67,15 +73,15 @@ class Encoder:
                 if waiting == ahead:
                     self.bridge.backward()
                     waiting -= 1
-                self._send(batches)
-                waiting += 1
+                # Where nothing is trained, no gradients come back.
+                waiting += self._send(batches)
             for _ in range(waiting):
                 self.bridge.backward()
         if sync:
             engine.finish_grad_sync()
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Together]) -> None:
+    def evaluate(self, micro_batches: Sequence[Any]) -> None:
         """Run forward only."""
         for batches in micro_batches:
             self._send(batches)
@@ -93,10 +99,12 @@ class Encoder:
             most = max(most, begun)
         return most
 
-    def _send(self, batches: Together) -> None:
+    def _send(self, batches: Any) -> bool:
+        """Send the features of a micro-batch, which may be empty; return whether gradients will come back."""
         with self.context():
-            features, parts = self._features(batches)
+            features, parts = self._features(contents(batches))
         self.bridge.send_forward({"features": features}, {"features": parts})
+        return features.requires_grad
 
     def _features(self, batches: Together) -> tuple[Tensor, list[int]]:
         """Return the features of the images that this replica reads, and the rows of each destination."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from megalight.errors import LayoutError
 from megalight.parallel.degrees import check_sequence_parallel
+from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.options import Pipeline
@@ -20,6 +21,7 @@ class Side:
         ranks: number of ranks.
         tensor_parallel, sequence_parallel, context_parallel, pipeline_parallel, virtual_pipeline, pipeline_layout: as
             of :class:`~megalight.strategies.MegatronStrategy`.
+        expert_parallel, expert_tensor_parallel, expert: likewise; a vision tower has no experts.
         pipeline: the schedule.
         recompute: activations that the backward pass computes again.
     """
@@ -28,6 +30,9 @@ class Side:
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     context_parallel: int = 1
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
+    expert: ExpertOptions | None = None
     pipeline_parallel: int = 1
     virtual_pipeline: int = 1
     pipeline_layout: str | None = None
@@ -46,6 +51,8 @@ class Side:
             tp=self.tensor_parallel,
             cp=self.context_parallel,
             pp=self.pipeline_parallel,
+            ep=self.expert_parallel,
+            etp=self.expert_tensor_parallel,
             offset=first,
         )
 
@@ -59,6 +66,7 @@ class Side:
         pipeline = self.pipeline or Pipeline()
         return ParallelOptions(
             sequence_parallel=self.sequence_parallel,
+            expert=self.expert or ExpertOptions(),
             pipeline=pipeline,
             virtual_pipeline=pipeline.check(self.pipeline_parallel, self.virtual_pipeline, self.pipeline_layout),
             pipeline_layout=self.pipeline_layout,
@@ -78,7 +86,7 @@ def check_tower(side: Side) -> None:
     """Raise if a vision tower cannot have this layout.
 
     Raises:
-        LayoutError: it has a pipeline or context parallelism.
+        LayoutError: it has a pipeline, context or expert parallelism.
     """
     if side.pipeline_parallel > 1 or side.virtual_pipeline > 1 or side.pipeline_layout is not None:
         raise LayoutError(
@@ -90,4 +98,9 @@ def check_tower(side: Side) -> None:
         raise LayoutError(
             f"the tower has context_parallel={side.context_parallel}; images are not cut. Use tensor_parallel with "
             "sequence_parallel, or more data-parallel replicas, which divide the images among them."
+        )
+    if side.expert_parallel * side.expert_tensor_parallel > 1:
+        raise LayoutError(
+            f"the tower has expert_parallel={side.expert_parallel}, expert_tensor_parallel="
+            f"{side.expert_tensor_parallel}; it has no experts. Leave both out."
         )

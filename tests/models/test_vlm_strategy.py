@@ -20,6 +20,7 @@ from megalight.models.vlm import VLM
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.task import pictures_of
 from megalight.nn.init import initialise
+from megalight.nn.moe import MoEConfig
 from megalight.optim import GroupRule
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
@@ -68,10 +69,18 @@ CONFIGS = {
     "deep_qwen3": replace(QWEN3, language=replace(QWEN3.language, num_layers=4)),
     "gemma": GEMMA,
     "intern": INTERN,
+    "experts": replace(
+        QWEN,
+        language=replace(QWEN.language, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True))),
+    ),
+    "frozen": CONFIG,
     "plain": small(class_token=False, patch_bias=True, input_norm=False, output_norm=True, activation="gelu_tanh"),
 }
-FREEZE = {"aligned": ("*.tower.*", "model.layers.*", "model.head.*", "model.embed.word.*")}
-"""Name of a case -> what is not trained. Only the projector is left here, as in LLaVA's first stage."""
+FREEZE = {
+    "aligned": ("*.tower.*", "model.layers.*", "model.head.*", "model.embed.word.*"),
+    "frozen": ("*.tower.*", "*.projector.*"),
+}
+"""Name of a case -> what is not trained: in the first, all but the projector, as in LLaVA's first stage."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "tower_adapters": {"targets": ["tower.layers.*", "projector.*"]},
     "language_adapters": {"targets": ["layers.*"], "exclude": ["embed.*"]},
@@ -117,7 +126,7 @@ def fit(name: str, counts: str, options: dict[str, Any]) -> dict[str, Any]:
     if options.get("sharded"):
         strategy: Any = MegatronFSDPStrategy(**{key: value for key, value in options.items() if key != "sharded"})
     else:
-        kind = MegatronTowersStrategy if "tower" in options else MegatronStrategy
+        kind = options.pop("kind", MegatronTowersStrategy if "tower" in options else MegatronStrategy)
         strategy = kind(data_parallel=DataParallel(), **options)
     losses, gradients = Losses(), Gradients()
     rules = tuple(GroupRule(pattern, lr_scale=scale) for pattern, scale in RATES.get(name, {}).items())

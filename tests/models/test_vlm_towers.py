@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,15 @@ from megalight.models.vlm.module import VLMModule
 from megalight.nn.init import initialise
 from megalight.ops.parameter import precision_of
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, check_low_precision
+from megalight.parallel.precision import (
+    LowPrecisionOptions,
+    apply_low_precision,
+    check_low_precision,
+    options_of_part,
+)
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
 from megalight.parallel.recompute.override import Override
+from megalight.strategies import MegatronTowersBesideStrategy, Side
 from tests.models.test_vlm_strategy import CONFIGS, SP, fit
 from tests.models.vlm_samples import LANGUAGE, QWEN, batch
 from tests.strategies.training import assert_same_gradients
@@ -119,15 +126,58 @@ def test_a_text_model_has_no_vision_tower_in_8_bits() -> None:
         check_low_precision(VLM(odd), LowPrecisionOptions("rowwise", towers=("vision",), emulate=True))
 
 
-@pytest.mark.parametrize("layout", [SP, pytest.param({"pipeline_parallel": 2}, marks=pytest.mark.full)], ids=str)
-def test_8_bits_in_both_towers_are_those_of_one_device(layout: dict[str, Any]) -> None:
-    low = LowPrecisionOptions("rowwise", reduce_amax=True, towers=("language", "vision"), emulate=True)
-    options = {"micro_batch_size": 2, "low": low}
-    (expected,) = run(fit, 1, "wide", "mixed", options)
-    (exact,) = run(fit, 1, "wide", "mixed", {"micro_batch_size": 2})
+BESIDE = {"kind": MegatronTowersBesideStrategy}
+
+
+@functools.cache
+def of_one_device(low: LowPrecisionOptions | None) -> dict[str, Any]:
+    return run(fit, 1, "wide", "mixed", {"micro_batch_size": 2, "low": low})[0]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("delayed", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, SP),
+        (3, {**SP, "tower": Side()}),
+        # Replicas that divide images would scale other rows together, so either side has one.
+        (2, {"pipeline_parallel": 2, **BESIDE, "tower": Side(**SP)}),
+        pytest.param(2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
+        pytest.param(3, {"tower": Side(ranks=2, **SP)}, marks=pytest.mark.full),
+        pytest.param(2, {**SP, **BESIDE, "tower": Side(tensor_parallel=2)}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_8_bits_in_both_towers_are_those_of_one_device(recipe: str, ranks: int, layout: dict[str, Any]) -> None:
+    agrees = {"reduce_amax": True} if recipe == "rowwise" else {"modules": ("mlp.*", "tower.attention.*")}
+    low = LowPrecisionOptions(recipe, towers=("language", "vision"), emulate=True, **agrees)
+    expected, exact = of_one_device(low), of_one_device(None)
     assert expected["losses"] != exact["losses"]
     assert expected["losses"] == pytest.approx(exact["losses"], rel=2e-2)
-    for found in run(fit, 2, "wide", "mixed", {**options, **layout}):
-        assert_same_gradients(found["gradients"], expected["gradients"])
+    found = run(fit, ranks, "wide", "mixed", {"micro_batch_size": 2, "low": low, **layout})
+    gradients = {name: value for rank in found for name, value in rank["gradients"].items()}
+    assert_same_gradients(gradients, expected["gradients"])
+    for rank in found:
         # Later, a value between two codes may be rounded to the other one.
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("towers", ["language", "vision"])
+def test_8_bits_in_one_of_two_towers_apart(towers: str) -> None:
+    low = LowPrecisionOptions("rowwise", towers=(towers,), emulate=True)
+    found, expected = (
+        run(fit, 2, "wide", "mixed", {"micro_batch_size": 2, "low": low, "tower": Side()}),
+        of_one_device(low),
+    )
+    assert_same_gradients(found[0]["gradients"] | found[1]["gradients"], expected["gradients"])
+
+
+def test_8_bits_of_parts_are_those_of_the_whole() -> None:
+    with torch.device("meta"):
+        model = VLM(WIDE)
+    both = LowPrecisionOptions("rowwise", towers=("language", "vision"), modules=("mlp.*", "tower.attention.*"))
+    assert options_of_part(model, both, "vision") == replace(both, towers=("vision",), modules=("tower.attention.*",))
+    assert options_of_part(model, both, "language") == replace(both, towers=("language",), modules=("mlp.*",))
+    assert options_of_part(model, LowPrecisionOptions("rowwise"), "vision") is None
+    with pytest.raises(ConfigurationError, match=r"pattern 'sound\.\*' matches no linear layer"):
+        options_of_part(model, replace(both, modules=("*", "sound.*")), "vision")

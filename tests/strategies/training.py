@@ -126,8 +126,16 @@ def reduced(strategy: Any) -> dict[str, np.ndarray[Any, Any]]:
             dist.all_reduce(flat, group=group)
         for info, (spec, start) in zip(bucket.infos, bucket.shard.slots, strict=True):
             named[info.name] = flat[start : start + spec.numel]
-    whole = gather_canonical(named, strategy.specs, strategy.mesh, sum_partial=False)
-    return {name: value.numpy() for name, value in whole.items()}
+    return {name: value.numpy() for name, value in _of_all_ranks(strategy, named).items()}
+
+
+def _of_all_ranks(strategy: Any, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors out of this rank's; a part with a layout of its own has a mesh of its own."""
+    model, whole = strategy.parallel_model, {}
+    for mesh in [model.mesh] + ([] if model.grafted is None else [model.grafted.mesh]):
+        own = {name: tensor for name, tensor in named.items() if model.mesh_of(name) is mesh}
+        whole |= gather_canonical(own, model.specs, mesh, sum_partial=False)
+    return whole
 
 
 def gathered(strategy: Any, module: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -135,8 +143,7 @@ def gathered(strategy: Any, module: Any) -> dict[str, np.ndarray[Any, Any]]:
     strategy.sync_parameters()
     with strategy.parallel_model.full_parameters():
         named = {name: p.detach().clone() for name, p in module.model.named_parameters()}
-    whole = gather_canonical(named, strategy.specs, strategy.mesh, sum_partial=False)
-    return {name: value.numpy().copy() for name, value in whole.items()}
+    return {name: value.numpy().copy() for name, value in _of_all_ranks(strategy, named).items()}
 
 
 class From(torch.utils.data.Sampler[int]):

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megalight.errors import ConfigurationError, DataError, LayoutError
+from megalight.models.transforms import LoRA
 from megalight.parallel.data_parallel import DataParallel
 from megalight.towers import Side, TowersApart
 from megalight.towers.shares import consecutive
-from tests.models.test_vlm_strategy import CONFIGS, COUNTS, by_hand
+from tests.models.test_vlm_strategy import ADAPTERS, CONFIGS, COUNTS, FREEZE, by_hand
 from tests.models.vlm_samples import batch
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.training import ADAM, CLIP, SEED, assert_same_gradients
@@ -40,9 +41,15 @@ def make(name: str, tower: dict[str, Any], language: dict[str, Any], **options: 
         optimizer=adam,
         seed=SEED,
         dtype=torch.float64,
-        data_parallel=DataParallel(level="no_shard", overlap_param_gather=False),
-        **options,
+        **{**of_case(name), **options},
     )
+
+
+def of_case(name: str) -> dict[str, Any]:
+    """What a case has beside its model: frozen parameters and adapters."""
+    adapters = [LoRA(rank=3, alpha=6.0, **ADAPTERS[name])] if name in ADAPTERS else []
+    sharing = DataParallel(level="no_shard", overlap_param_gather=False)
+    return {"freeze": FREEZE.get(name, ()), "transforms": adapters, "data_parallel": sharing}
 
 
 def numpy_of(tensors: dict[str, torch.Tensor], made: TowersApart) -> dict[str, Any]:
@@ -51,15 +58,22 @@ def numpy_of(tensors: dict[str, torch.Tensor], made: TowersApart) -> dict[str, A
     return {key: value.numpy() for key, value in whole.items()}
 
 
-def train(name: str, counts: str, tower: dict[str, Any], language: dict[str, Any]) -> dict[str, Any]:
-    """All steps of :func:`by_hand`; micro-batches of one row. Ranks of both sides tell what they hold."""
+def train(
+    name: str, counts: str, tower: dict[str, Any], language: dict[str, Any], uneven: bool = False
+) -> dict[str, Any]:
+    """All steps of :func:`by_hand`. Ranks of both sides tell what they hold.
+
+    Args:
+        uneven: later replicas have larger and fewer micro-batches. Otherwise these have one row.
+    """
     made = make(name, tower, language)
     data = made.bridge.dest_mesh.dp
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step, each in enumerate(COUNTS[counts]):
         whole = batch(each, seed=step, config=CONFIGS[name])
         shares = whole.split(len(whole) // data)
-        found["losses"].append(float(made.forward_backward(lambda replica, shares=shares: shares[replica].split(1))))
+        parts = [share.split(1 + number * uneven) for number, share in enumerate(shares)]
+        found["losses"].append(float(made.forward_backward(parts.__getitem__)))
         if not step:
             gradients = {n: p.grad.clone() for n, p in made.model.root.named_parameters() if p.grad is not None}
             found["gradients"] = numpy_of(gradients, made)
@@ -84,10 +98,22 @@ CHOSEN = [
     ("qwen", "mixed", {"ranks": 2, **SP}, {"ranks": 2, **SP}),
     ("qwen", "mixed", {"ranks": 2}, {"ranks": 1}),
     ("deep_qwen", "one", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2}),
+    # Features of earlier layers of the tower, whose gradients come back too.
+    ("qwen3", "mixed", {"ranks": 2, **SP}, {"ranks": 2, "pipeline_parallel": 2}),
+    # Patterns of adapters match layers of both sides, or of one: then nothing is trained on the tower's ranks.
+    ("both_adapters", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
+    ("language_adapters", "mixed", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2}),
+    # Experts exchange tokens between replicas, whose images one rank reads.
+    ("experts", "mixed", {"ranks": 1}, {"ranks": 2, "expert_parallel": 2}),
     # A layout of two chunks per rank: the first one begins four micro-batches before a gradient returns.
     ("deep_qwen", "mixed", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2, "pipeline_layout": "Et|t|t|tL"}),
 ]
 FULL = [
+    ("frozen", "mixed", {"ranks": 2, **SP}, {"ranks": 2}),
+    ("tower_adapters", "mixed", {"ranks": 2}, {"ranks": 2, **TP}),
+    ("language_adapters", "none", {"ranks": 2}, {"ranks": 1}),
+    ("experts", "mixed", {"ranks": 2, **SP}, {"ranks": 4, **SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
+    ("experts", "one", {"ranks": 2}, {"ranks": 2, "expert_parallel": 2}),
     ("gemma", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
     ("intern", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
     ("intern", "mixed", {"ranks": 2}, {"ranks": 1}),
@@ -96,6 +122,9 @@ FULL = [
     ("llava", "mixed", {"ranks": 2}, {"ranks": 2, **TP}),
     ("llava", "mixed", {"ranks": 1}, {"ranks": 2, "context_parallel": 2}),
     ("onevision", "mixed", {"ranks": 2, **SP}, {"ranks": 2}),
+    ("qwen3", "mixed", {"ranks": 1}, {"ranks": 2, "context_parallel": 2}),
+    ("qwen3", "none", {"ranks": 2}, {"ranks": 2, **SP}),
+    ("deep_qwen3", "one", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
     ("qwen", "none", {"ranks": 2}, {"ranks": 1}),
     ("qwen", "mixed", {"ranks": 1}, {"ranks": 2}),
     ("qwen", "mixed", {"ranks": 1}, {"ranks": 2, "context_parallel": 2}),
@@ -109,10 +138,18 @@ FULL = [
 @pytest.mark.parametrize("layout", [*CHOSEN, *(pytest.param(each, marks=pytest.mark.full) for each in FULL)], ids=str)
 def test_both_sides_train_the_model_of_one_device(layout: tuple[str, str, dict[str, Any], dict[str, Any]]) -> None:
     name, counts, tower, language = layout
-    expected = by_hand(name, counts)
-    found = run(train, tower["ranks"] + language["ranks"], *layout, timeout=240)[0]
+    assert_same(run(train, tower["ranks"] + language["ranks"], *layout, timeout=240)[0], by_hand(name, counts))
+
+
+def test_lanes_whose_experts_meet_may_have_different_numbers_of_micro_batches() -> None:
+    layout = "experts", "mixed", {"ranks": 2}, {"ranks": 2, "expert_parallel": 2}
+    assert_same(run(train, 4, *layout, True)[0], by_hand("experts", "mixed"))
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for what in ("losses", "norms"):
         assert all(rank == pytest.approx(expected[what], rel=1e-9) for rank in found[what])
+    assert found["gradients"].keys() == expected["gradients"].keys()
     assert_same_gradients(found["gradients"], expected["gradients"])
     assert_same_gradients(found["final"], expected["final"])
 
@@ -143,7 +180,12 @@ def _refused(tower: dict[str, Any], language: dict[str, Any], options: dict[str,
         ),
         ({"pipeline_parallel": 2}, {}, {}, "the tower has pipeline_parallel=2, virtual_pipeline=1"),
         ({"context_parallel": 2}, {}, {}, "the tower has context_parallel=2; images are not cut"),
-        ({}, {}, {"freeze": ["*.tower.*", "*.projector.*"]}, "nothing is left to train on the ranks of the tower"),
+        (
+            {"expert_parallel": 2},
+            {},
+            {},
+            "the tower has expert_parallel=2, expert_tensor_parallel=1; it has no experts",
+        ),
         ({}, {}, {"freeze": ["*.towr.*"]}, "freeze has '*.towr.*', which matches no parameter"),
     ],
     ids=str,

@@ -13,11 +13,11 @@ from megalight.models.vlm import VLM
 from megalight.parallel.data_parallel import DataParallel
 from megalight.towers import Side, TowersBeside
 from megalight.towers.balance import balanced
-from tests.models.test_vlm_strategy import CONFIGS, COUNTS, FREEZE, by_hand
+from tests.models.test_vlm_strategy import CONFIGS, COUNTS, by_hand
 from tests.models.vlm_samples import batch
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.training import CLIP, SEED, assert_same_gradients
-from tests.towers.test_apart import adam
+from tests.towers.test_apart import adam, of_case
 from tests.workers import run
 
 TP = {"tensor_parallel": 2}
@@ -28,7 +28,6 @@ VPP = {**PP, "virtual_pipeline": 2}
 
 def make(name: str, tower: dict[str, Any], language: dict[str, Any], **options: Any) -> TowersBeside:
     world = dist.get_world_size()
-    sharing = DataParallel(level="no_shard", overlap_param_gather=False)
     return TowersBeside(
         CONFIGS[name],
         tower=Side(**{"ranks": world, **tower}),
@@ -36,8 +35,7 @@ def make(name: str, tower: dict[str, Any], language: dict[str, Any], **options: 
         optimizer=adam,
         seed=SEED,
         dtype=torch.float64,
-        freeze=FREEZE.get(name, ()),
-        **{"data_parallel": sharing, **options},
+        **{**of_case(name), **options},
     )
 
 
@@ -72,8 +70,17 @@ CHOSEN = [
     ("qwen", "mixed", 4, {}, SP),
     ("deep_qwen", "mixed", 2, {}, VPP),
     ("qwen", "mixed", 2, {}, CP),
+    ("qwen3", "mixed", 2, {}, PP),
+    ("both_adapters", "mixed", 2, {}, SP),
+    ("experts", "mixed", 2, TP, {"expert_parallel": 2}),
 ]
 FULL = [
+    ("qwen3", "mixed", 4, SP, CP),
+    ("frozen", "mixed", 2, {}, SP),
+    ("language_adapters", "mixed", 4, TP, PP),
+    ("tower_adapters", "one", 2, SP, {}),
+    ("experts", "mixed", 4, {}, {**SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
+    ("qwen3", "one", 4, {}, SP),
     ("llava", "none", 2, {}, TP),
     ("llava", "one", 4, {}, TP),
     ("onevision", "mixed", 4, SP, PP),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megalight.data.multimodal.images import NEWLINE
 from megalight.errors import DataError
-from megalight.models.config import require
 from megalight.models.gpt.model import GPT, Output
 from megalight.models.vision.model import Pictures, VisionTower
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
@@ -84,7 +83,8 @@ class Arrived:
     """Features of the images of a micro-batch, which were computed elsewhere.
 
     Attributes:
-        features: ``[P, h]``: what the projector returns; at least one row.
+        features: ``[P, (1 + N) h]``: what the projector returns, and beside it what each of ``N`` deep projectors
+            returns; at least one row.
         source: ``[T]`` int64, as in :class:`~megalight.models.vision.model.Pictures`.
     """
 
@@ -133,7 +133,8 @@ class ImageTextEmbedding(TokenEmbedding):
         deep: projectors of the tower's taps.
 
     Attributes:
-        deep: by number, a module with each ``projector``; None: there are none.
+        deep: by number, a module with each ``projector``; None: there are none, or features arrive.
+        num_deep: their number, also where features arrive.
     """
 
     def __init__(
@@ -153,7 +154,8 @@ class ImageTextEmbedding(TokenEmbedding):
         self.newline = newline
         # Under a name that ends as that of the first projector: rules are for both.
         named = {str(number): nn.ModuleDict({"projector": each}) for number, each in enumerate(deep)}
-        self.deep = nn.ModuleDict(named) if deep else None
+        self.deep: nn.ModuleDict | None = nn.ModuleDict(named) if deep else None
+        self.num_deep = len(deep)
 
     def forward(
         self,
@@ -181,29 +183,45 @@ class ImageTextEmbedding(TokenEmbedding):
     def _features(self, pictures: Pictures | Arrived) -> tuple[Tensor, ...]:
         if isinstance(pictures, Arrived):
             assert self.arrived is not None, "this model computes features itself"
-            return (self.arrived(pictures.features),)
+            arrived: Tensor = self.arrived(pictures.features)
+            return arrived.chunk(1 + self.num_deep, dim=1)
         assert self.tower is not None and self.projector is not None, "features of this model arrive"
-        last, *tapped = self.tower(pictures)
-        deep = () if self.deep is None else tuple(self.deep.values())
-        further = [each.get_submodule("projector")(features) for each, features in zip(deep, tapped, strict=True)]
-        return self.projector(last, pictures.patches), *further
+        return project(self.tower, self.projector, self.deep, pictures)
+
+
+def project(
+    tower: VisionTower, projector: Projector, deep: nn.ModuleDict | None, pictures: Pictures
+) -> tuple[Tensor, ...]:
+    """Return what the projector makes of all rows, ``[P, h]``, and then what each deep projector makes of its tap."""
+    last, *tapped = tower(pictures)
+    projectors = () if deep is None else tuple(deep.values())
+    further = [each.get_submodule("projector")(features) for each, features in zip(projectors, tapped, strict=True)]
+    return projector(last, pictures.patches), *further
 
 
 class TowerPart(nn.Module):
-    """The tower and the projector of a vision-language model, under their names in it.
+    """The tower and the projectors of a vision-language model, under their names in it.
 
     Attributes:
-        embed: has ``tower`` and ``projector``.
+        embed: has ``tower``, ``projector``, and ``deep`` if the model has taps.
     """
 
-    def __init__(self, tower: VisionTower, projector: Projector) -> None:
+    def __init__(self, tower: VisionTower, projector: Projector, deep: nn.ModuleDict | None = None) -> None:
         super().__init__()
         self.embed = nn.ModuleDict({"tower": tower, "projector": projector})
+        if deep is not None:
+            self.embed["deep"] = deep
+
+    @property
+    def parts(self) -> tuple[VisionTower, Projector, nn.ModuleDict | None]:
+        """Tower, projector and deep projectors."""
+        deep = self.embed["deep"] if "deep" in self.embed else None  # noqa: SIM401 - a ModuleDict has no get
+        return self.embed["tower"], self.embed["projector"], deep  # type: ignore[return-value]
 
     def forward(self, pictures: Pictures) -> Tensor:
-        """Return what the projector makes of all rows."""
-        features: Tensor = self.embed["projector"](self.embed["tower"](pictures)[0], pictures.patches)
-        return features
+        """Return features ``[P, (1 + N) h]`` of all rows: those of ``N`` taps are beside those of the last layer."""
+        features = project(*self.parts, pictures)
+        return torch.cat(features, dim=1) if len(features) > 1 else features[0]
 
 
 class VLM(GPT):
@@ -264,26 +282,17 @@ class VLM(GPT):
         return replace(output, memory=memory)
 
     def without_tower(self) -> TowerPart:
-        """Take tower and projector out of the model, which then reads features that arrive.
-
-        Raises:
-            ConfigurationError: the model also reads features of earlier layers of the tower.
-        """
+        """Take tower and projectors out of the model, which then reads features that arrive."""
         embed = self.embed
-        require(
-            not self.deepstack,
-            "deepstack is set, and a tower apart sends the features of its last layer alone; train both models in one "
-            "layout, with MegatronStrategy.",
-        )
         assert isinstance(embed, ImageTextEmbedding) and embed.tower is not None and embed.projector is not None
-        part = TowerPart(embed.tower, embed.projector)
-        embed.tower = embed.projector = None
+        part = TowerPart(embed.tower, embed.projector, embed.deep)
+        embed.tower = embed.projector = embed.deep = None
         embed.arrived = nn.Identity()
         return part
 
     def attach(self, part: TowerPart) -> None:
-        """Give tower and projector their names in the model again. They do not run in it: features arrive."""
+        """Give tower and projectors their names in the model again. They do not run in it: features arrive."""
         if isinstance(self.embed, ImageTextEmbedding):
-            self.embed.tower, self.embed.projector = part.embed["tower"], part.embed["projector"]  # type: ignore[assignment]
+            self.embed.tower, self.embed.projector, self.embed.deep = part.parts
         else:  # a part of a model without its embedding
             self.embed = part.embed  # type: ignore[assignment]

@@ -11,7 +11,12 @@ from torch import nn
 from megalight.errors import ConfigurationError, nearest
 from megalight.ops.linear.low_precision import LOW_PRECISION, Session
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, check_low_precision
+from megalight.parallel.precision import (
+    LowPrecisionOptions,
+    apply_low_precision,
+    check_low_precision,
+    options_of_part,
+)
 from megalight.plugins.precision.megatron import MegatronPrecision
 
 
@@ -29,6 +34,9 @@ class MegatronLowPrecision(MegatronPrecision):
 
     Raises:
         ConfigurationError: there is no such implementation.
+
+    Attributes:
+        here: the options of the part of the model that this rank has; None: its layers keep their dtype.
     """
 
     def __init__(
@@ -45,6 +53,7 @@ class MegatronLowPrecision(MegatronPrecision):
                 f"implementation={implementation!r}; choose one of {', '.join(known)}." + nearest(implementation, known)
             )
         self.options = options or LowPrecisionOptions()
+        self.here: LowPrecisionOptions | None = self.options
         self.kind = LOW_PRECISION[implementation]
         self.session: Session | None = None
 
@@ -54,7 +63,16 @@ class MegatronLowPrecision(MegatronPrecision):
         Raises:
             ConfigurationError: they do not.
         """
-        check_low_precision(root, self.options)
+        if self.here is not None:
+            check_low_precision(root, self.here)
+
+    def take(self, whole: nn.Module, part: str | None) -> None:
+        """Keep only what the options say about a part of the model.
+
+        Raises:
+            ConfigurationError: a pattern matches nothing in any part.
+        """
+        self.here = self.options if part is None else options_of_part(whole, self.options, part)
 
     def prepare(self, model: ParallelModel, seed: int = 0) -> None:
         """Set up the linear layers for low precision.
@@ -68,9 +86,20 @@ class MegatronLowPrecision(MegatronPrecision):
                 f"products in 8 bits need a MegalightModule, and {type(model.root).__name__} is a plain "
                 "LightningModule; write build_model, forward_step and loss_step, or choose another precision."
             )
+        if self.here is None:
+            super().prepare(model, seed)
+            self.session = Session(seed)
+            return
         # After the model was split, as scales belong to this rank's weights.
         self.session = apply_low_precision(
-            model.root, self.options, model.mesh, model.num_layers, self.kind, model.specs, seed
+            model.root,
+            self.here,
+            model.mesh,
+            model.num_layers,
+            self.kind,
+            model.specs,
+            seed,
+            None if model.grafted is None else model.grafted.mesh,
         )
 
     def begin(self, number: int) -> None:

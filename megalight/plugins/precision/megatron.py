@@ -128,6 +128,14 @@ class MegatronPrecision(Precision):
     def check(self, root: nn.Module) -> None:
         """Check a model without values, split as one rank would, before there are processes."""
 
+    def take(self, whole: nn.Module, part: str | None) -> None:
+        """Prepare for a part of a model alone, because other ranks have the rest.
+
+        Args:
+            whole: the whole model, before it is divided or split.
+            part: ``language``, ``vision``, or None: the whole.
+        """
+
     def prepare(self, model: ParallelModel, seed: int = 0) -> None:
         """Prepare this rank's part of the model. Setup calls it when the parameters have their dtype and device.
 
