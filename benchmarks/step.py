@@ -15,14 +15,14 @@ RECOMPUTE = "recompute"
 class Step:
     """Settings with the names of the command line. The defaults are the width of an 8B model, 16 layers, one GPU.
 
-    A micro-batch has ``mbs`` sequences, and a step of one replica has ``micro`` micro-batches. ``layout`` and
-    ``schedule`` belong to the pipeline, and ``kind`` is the kind of context parallelism. ``overlap`` belongs to tensor
-    parallelism; ``keep`` then stores gathered inputs. ``recompute`` names modules inside every layer. ``recipe`` is for
-    FP8: ``+primary`` after it stores weights as codes, ``+transformer_engine`` uses that package. ``backends`` are
-    named by op (``attention:cudnn``). ``graph`` runs steps as CUDA graphs. With ``experts``, every layer has as many of
-    width ``ffn``, divided over ``ep`` ranks; a token passes through ``topk`` of them. Random numbers choose them, so
-    that all are equally busy, unless ``natural``. ``dim`` is the size of a head (0: ``hidden / heads``). ``level``
-    says what data-parallel replicas shard, and ``sharding`` gives further options of ``DataParallel``, as
+    A micro-batch has ``mbs`` sequences, and a step of one replica has ``micro`` micro-batches. ``layout``, ``schedule``
+    and ``messages`` belong to the pipeline, and ``kind`` is the kind of context parallelism. ``overlap`` belongs to
+    tensor parallelism; ``keep`` then stores gathered inputs. ``recompute`` names modules inside every layer. ``recipe``
+    is for FP8: ``+primary`` after it stores weights as codes, ``+transformer_engine`` uses that package. ``backends``
+    are named by op (``attention:cudnn``). ``graph`` runs steps as CUDA graphs. With ``experts``, every layer has as
+    many of width ``ffn``, divided over ``ep`` ranks; a token passes through ``topk`` of them. Random numbers choose
+    them, so that all are equally busy, unless ``natural``. ``dim`` is the size of a head (0: ``hidden / heads``).
+    ``level`` says what data-parallel replicas shard, and ``sharding`` gives further options of ``DataParallel``, as
     ``prefetch:2``. With ``rank``, only low-rank adapters of that rank are trained, one for each linear layer of the
     layers, and all else is frozen; ``base`` then stores the frozen weights of the layers as codes (``int8``, ``nf4``).
     """
@@ -44,6 +44,7 @@ class Step:
     warmup: int = 4
     layout: str | None = None
     schedule: str = "auto"
+    messages: str = "auto"
     kind: str = "auto"
     overlap: str = "auto"
     keep: bool = False
@@ -192,7 +193,7 @@ def _value(old: Any, word: str) -> Any:
     return tuple(word.split(",")) if isinstance(old, tuple) else word
 
 
-SPLITS = ("tp", "pp", "vpp", "cp", "layout", "schedule", "kind", "ep")
+SPLITS = ("tp", "pp", "vpp", "cp", "layout", "schedule", "messages", "kind", "ep")
 
 
 def only_of(step: Step, allowed: Iterable[str]) -> str | None:

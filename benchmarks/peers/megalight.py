@@ -212,7 +212,7 @@ def train(
         pipeline_parallel=step.pp,
         virtual_pipeline=step.vpp,
         pipeline_layout=step.layout,
-        pipeline=Pipeline(schedule=step.schedule),
+        pipeline=Pipeline(schedule=step.schedule, messages=step.messages),
         tensor=TensorOptions(overlap=step.overlap, keep_gathered=step.keep),
         expert_parallel=step.ep,
         context_parallel=step.cp,

@@ -54,7 +54,8 @@ class ParallelGPT(nn.Module):
         self.__dict__[APPLIED] = model.root.__dict__.get(APPLIED, [])
         layout = model.layout
         self._coupling = model.coupling
-        self._executor = Executor(model.chunks, layout, model.mesh, model.device)
+        messages = model.options.pipeline.messages
+        self._executor = Executor(model.chunks, layout, model.mesh, model.device, messages=messages)
         # One micro-batch, through all stages.
         self._agenda = agenda_of(model.mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp))
         self._forms: dict[str, tuple[torch.dtype, int]] = {}

@@ -196,7 +196,8 @@ class FrozenRun:
         self.task = task
         self.streams = RandomStreams(model.mesh)
         self.streams.seed_apart(seed, model.device)
-        self._executor = Executor(model.chunks, model.layout, model.mesh, model.device)
+        messages = model.options.pipeline.messages
+        self._executor = Executor(model.chunks, model.layout, model.mesh, model.device, messages=messages)
         self._timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
         self._ours = _replicas(mesh)
         self._theirs = _replicas(model.mesh)

@@ -149,7 +149,8 @@ class Step:
         self.share: Callable[[Any], Any] = lambda batch: batch
         self.runner: StepRunner = run_passes
         self.timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
-        self.executor = Executor(model.chunks, model.layout, model.mesh, model.device, varying_carry)
+        messages = model.options.pipeline.messages
+        self.executor = Executor(model.chunks, model.layout, model.mesh, model.device, varying_carry, messages)
         self.totals = GlobalTotals(model.mesh, model.device)
         self.token_shares = model.options.token_multiple(model.mesh)
         self.side_losses = AttachedSideLosses(model.device)

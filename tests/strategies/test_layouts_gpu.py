@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from megalight.parallel.pipeline.options import Pipeline
 from tests.nccl import runs_of
 from tests.strategies.test_layouts import MODELS, WHOLE, ZERO_BUBBLE, Row, options_of
 from tests.strategies.training import assert_same_run, by_hand, fit
@@ -17,6 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")
 
 ROWS = [
     Row("gqa", pp=2),
+    Row("gqa", 4, pp=2, vpp=2, pipeline=Pipeline(messages="plain")),
     Row("tied", pp=2, vpp=2, pipeline=ZERO_BUBBLE, packed=True),
     Row("gqa", 2, cp=2, kind="ring"),
     Row("tied", 2, cp=2, kind="all_to_all", packed=True),

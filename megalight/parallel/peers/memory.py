@@ -27,7 +27,7 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 BUFFERS = "TORCH_SYMMMEM"
 """Environment variables that torch reads when it allocates symmetric memory."""
 SLOTS = 2
-"""Number of slots, used in turn: one is filled while peers still read the other."""
+"""Number of slots where the user asks for no other, used in turn: one is filled while peers still read the other."""
 MOST_VIEWS = 256
 """Largest number of cached views of a memory; each shape of micro-batch has its own."""
 
@@ -84,10 +84,12 @@ class PeerMemory:
 
     Args:
         group: ranks of one host.
+        slots: number of slots.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, slots: int = SLOTS) -> None:
         self.group = group
+        self.slots = slots
         self.rank, self.size = group.rank(), group.size()
         # Each rank begins with another neighbour: otherwise all would push to rank 0 at once.
         self.others = tuple((self.rank + step) % self.size for step in range(1, self.size))
@@ -116,22 +118,28 @@ class PeerMemory:
         Raises:
             MegalightError: all slots are busy.
         """
+        self.reserve(nbytes)
+        for _ in range(self.slots):
+            self._turn = (self._turn + 1) % self.slots
+            if self._turn not in busy:
+                return Slot(self, self._turn)
+        raise MegalightError(
+            f"all {self.slots} slots of symmetric memory are in use: free what is gathered once it is read"
+        )
+
+    def reserve(self, nbytes: int) -> None:
+        """Let every slot have at least ``nbytes`` bytes on every rank. All ranks wait for each other if it grows."""
         # Flags have memory of their own, which never grows: cached operations and recorded
         # graphs hold their addresses.
         if not self._flags:
-            words = self._allocate(SLOTS * len(Flag) * self.size * 4, free=True)
+            words = self._allocate(self.slots * len(Flag) * self.size * 4, free=True)
             self._flags = list(words.buffer_ptrs)
         if nbytes > self.capacity:
             # Powers of two: capacities grow in few steps.
             self.capacity = 1 << (nbytes - 1).bit_length()
-            self._handle = self._allocate(SLOTS * self.capacity)
+            self._handle = self._allocate(self.slots * self.capacity)
             # Views of the old memory would write where no peer reads any more.
             self._views.clear()
-        for _ in range(SLOTS):
-            self._turn = (self._turn + 1) % SLOTS
-            if self._turn not in busy:
-                return Slot(self, self._turn)
-        raise MegalightError(f"all {SLOTS} slots of symmetric memory are in use: free what is gathered once it is read")
 
     def _allocate(self, nbytes: int, free: bool = False) -> Any:
         """Allocate zeroed symmetric memory; ``free``: for flags, with those of kind FREE raised."""
@@ -142,7 +150,7 @@ class PeerMemory:
         # flag.
         torch.cuda.default_stream(device).synchronize()
         if free:
-            memory.view(torch.int32).view(SLOTS, len(Flag), -1)[:, Flag.FREE] = 1
+            memory.view(torch.int32).view(self.slots, len(Flag), -1)[:, Flag.FREE] = 1
             # Peers may write to flags as soon as they have the addresses, so these must be set before.
             torch.cuda.current_stream().synchronize()
         self._kept.append(memory)

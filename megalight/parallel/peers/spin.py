@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megalight.ops.jit import Value, constexpr, tl, triton
-from megalight.parallel.peers.memory import SLOTS, PeerMemory
+from megalight.parallel.peers.memory import PeerMemory
 from megalight.parallel.peers.watch import Watch
 
 WIDEST = 32
@@ -33,9 +33,10 @@ def wait_with(watch: Watch, flags: tuple[int, ...], memory: PeerMemory | None = 
         memory: the memory of the flags; None: the first one of the watch.
     """
     if flags:
-        places = watch.places(flags, memory or watch.memory)
+        memory = memory or watch.memory
+        places = watch.places(flags, memory)
         limit = int(watch.limit * 1e9)
-        _wait_with[(1,)](*_row(flags), *places, limit, WIDTH=WIDEST, SLOTS=SLOTS, num_warps=1)
+        _wait_with[(1,)](*_row(flags), *places, limit, WIDTH=WIDEST, SLOTS=memory.slots, num_warps=1)
 
 
 @lru_cache(maxsize=4096)

@@ -43,8 +43,8 @@ class Watch:
     Args:
         memory: slots and flags.
         limit: seconds that a wait for a flag may take; None: as long as collectives of the group.
-        also: further memory of the same ranks, whose flags of kind ``FREE`` are raised as well, because one stream
-            waits for those of all.
+        also: further memory of the same ranks with as many slots, whose flags of kind ``FREE`` are raised as well,
+            because one stream waits for those of all.
 
     Attributes:
         missing: ``[size]``: 1 for each peer that was missing, by its rank in the group; in host memory.
@@ -70,7 +70,7 @@ class Watch:
         ranks = dist.get_process_group_ranks(self.memory.group)
         names = ", ".join(str(ranks[place]) for place in found)
         raise MegalightError(
-            f"rank {ranks[self.memory.rank]} waited {self.limit:g} s for tokens of rank {names}, in vain: that process "
+            f"rank {ranks[self.memory.rank]} waited {self.limit:g} s for data of rank {names}, in vain: that process "
             "has ended, or hangs. Look at its log for the first error. If it is only slow, raise the timeout of the "
             "process group (timeout_seconds of the strategy)."
         )

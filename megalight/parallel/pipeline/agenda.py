@@ -15,12 +15,13 @@ before every action. Tests simulate this.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalight.parallel.pipeline.actions import Actions, Kind
-from megalight.parallel.pipeline.timeline import Number, Place, comes, gives, simulate
+from megalight.parallel.pipeline.timeline import Number, Place, Span, comes, gives, simulate
 
 
 class Expected(NamedTuple):
@@ -44,11 +45,15 @@ class Agenda:
     Attributes:
         actions: the actions, in order.
         activations, gradients: the messages of each channel, in the order of use.
+        slots: number of slots that hold messages between two ranks, in each direction, until the receiver begins to use
+            them; the same for all ranks. A sender that waits until a slot is free then waits only for an action that,
+            on the timeline, begins before the message is sent.
     """
 
     actions: Actions
     activations: tuple[Expected, ...] = ()
     gradients: tuple[Expected, ...] = ()
+    slots: int = 2
 
 
 def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
@@ -80,4 +85,32 @@ def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
             # The first action that starts when the message has been sent, or later.
             expected = Expected(part.chunk, part.micro_batch, bisect_left(starts, sent[place]))
             found[part.kind is Kind.FORWARD].append(expected)
-    return Agenda(schedules[rank], tuple(found[True]), tuple(found[False]))
+    return Agenda(schedules[rank], tuple(found[True]), tuple(found[False]), _slots(lines, pp, vpp))
+
+
+def _slots(lines: Sequence[Sequence[Span]], pp: int, vpp: int) -> int:
+    """Return the largest number of messages of one channel that are sent and not yet in use, the next one, and a spare.
+
+    Ranks are never as regular as the timeline. With the spare, one that is a little late does not hold up its sender.
+    """
+    sent = {
+        place: span.end
+        for rank, spans in enumerate(lines)
+        for span in spans
+        for part in span.action.parts
+        if (place := gives(part, rank, pp)) is not None
+    }
+    times: dict[tuple[int, str], list[tuple[Number, Number]]] = defaultdict(list)
+    for rank, spans in enumerate(lines):
+        for span in spans:
+            for part in span.action.parts:
+                place = comes(part, rank, pp, vpp)
+                if place is not None and place[1] % pp != rank:
+                    times[rank, place[0]].append((sent[place], span.start))
+    most = 1
+    for messages in times.values():
+        for number, (leaves, _) in enumerate(messages):
+            # Strictly before: what begins when this message leaves may wait for another one that leaves then.
+            waiting = sum(used >= leaves for _, used in messages[:number])
+            most = max(most, waiting + 1)
+    return most + 1

@@ -23,9 +23,11 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.actions import Action, Actions, Kind
 from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, decode, encode, form_of, signature
+from megalight.parallel.pipeline.edges import Edges
 from megalight.parallel.pipeline.inbox import Inbox
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
-from megalight.parallel.pipeline.p2p import Channel, Edges, Message
+from megalight.parallel.pipeline.options import Messages
+from megalight.parallel.pipeline.p2p import Channel, Message
 from megalight.parallel.turns import Turns
 from megalight.types import Loss
 
@@ -63,6 +65,7 @@ class Executor:
         layout: all stages; a single one for a model that is not cut.
         device: device of the chunks.
         varying: carries may change form between micro-batches of equal form, so a header precedes every message.
+        messages: how messages travel between stages.
 
     Attributes:
         peak: largest number of micro-batches (of any chunk) in flight at once in the last step.
@@ -75,6 +78,7 @@ class Executor:
         mesh: ParallelMesh,
         device: torch.device,
         varying: bool = False,
+        messages: Messages = "auto",
     ) -> None:
         self.chunks = list(chunks)
         self.layout = layout
@@ -82,7 +86,7 @@ class Executor:
         self.device = device
         self.varying = varying
         # With several chunks per rank, the last rank's output is the input of the first rank's next chunk.
-        self.edges = Edges.between(mesh, around=layout.vpp > 1)
+        self.edges = Edges.between(mesh, layout.vpp > 1, messages)
         # They outlive a step, and both ends of a channel must keep the same forms.
         self.coming, self.going = Forms(), Forms()
         self.turns = Turns(device)
@@ -137,7 +141,7 @@ class _Run:
     ) -> None:
         self.executor = executor
         self.units = units
-        self.actions = agenda.actions
+        self.actions, self.slots = agenda.actions, agenda.slots
         self.micro_batches = micro_batches
         self.forward_step = forward_step
         self.loss_step = loss_step
@@ -154,6 +158,7 @@ class _Run:
         self.gradients = Inbox(edges.gradients_in, agenda.gradients, self._returning, device)
 
     def play(self) -> None:
+        self.executor.edges.prepare(self.slots)
         coming = passes_of(self.actions)
         for number, action in enumerate(self.actions):
             if self.units is not None:

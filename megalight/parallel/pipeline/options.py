@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.pipeline.grammar import parse
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.schedules import check
+
+Messages: TypeAlias = Literal["auto", "plain", "symmetric"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +22,17 @@ class Pipeline:
             later, while a rank would wait), ``combined`` (messages of experts travel while another micro-batch
             computes; with one chunk per rank or several, also without a pipeline). ``auto``: interleaved where a rank
             has several chunks, else 1F1B.
+        messages: how activations and gradients travel between stages: ``plain`` (NCCL or gloo), or ``symmetric`` (GPUs
+            of one host copy into each other's memory with their copy engines, which use no multiprocessor). ``auto``:
+            ``symmetric`` between the neighbours that it can serve.
         group_size: micro-batches that go through one chunk before the next chunk's turn; None: the pipeline's ranks.
         first_layers, last_layers: layers on the first and the last rank, where they differ from the others.
         count_embedding, count_loss: the embedding, or the head with the loss, counts as a layer in an even division.
-            These four are refused without a pipeline.
+            These four, and ``messages``, are refused without a pipeline.
     """
 
     schedule: Literal["auto", "1f1b", "interleaved", "zero_bubble", "combined"] = "auto"
+    messages: Messages = "auto"
     group_size: int | None = None
     first_layers: int | None = None
     last_layers: int | None = None
@@ -59,6 +65,11 @@ class Pipeline:
             raise LayoutError(
                 f"{', '.join(f'{name}={value}' for name, value in given.items())} with pp=1; there is no pipeline to "
                 "divide. Raise pipeline_parallel, or leave them out."
+            )
+        if pp == 1 and self.messages != "auto":
+            raise LayoutError(
+                f"messages={self.messages!r} with pp=1; there are no stages between which messages travel. Raise "
+                "pipeline_parallel, or leave it out."
             )
         # Two rules for the same stages: neither could tell what the other has taken.
         if uneven and counted:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.parallel.graphs.capturing import capturing
-from megalight.parallel.groups import new_group, speaks
-from megalight.parallel.mesh import ParallelMesh
 
 MAX_CTAS = 2
 """Multiprocessors that one message may occupy.
@@ -28,12 +27,22 @@ the computation that the other side waits for. (With four chunks per rank on fou
 """
 
 
+class Work(Protocol):
+    """A part of a message in flight; :class:`torch.distributed.Work` is one."""
+
+    def wait(self) -> object:
+        """Wait; on a GPU the current stream waits, not the host."""
+
+    def is_completed(self) -> bool:
+        """Whether it is known to be done."""
+
+
 @dataclass(frozen=True)
 class Message:
     """Tensors in flight, kept alive until they have arrived."""
 
     tensors: list[Tensor]
-    works: list[dist.Work]
+    works: Sequence[Work]
 
     def wait(self) -> list[Tensor]:
         """Wait, and return the tensors; on a GPU the current stream waits, not the host."""
@@ -88,54 +97,3 @@ class Channel:
         # Batched: NCCL sends the tensors of one message in one kernel.
         operations = [dist.P2POp(kind, tensor, self.peer, self.group) for tensor in full]
         return Message(tensors, dist.batch_isend_irecv(operations) if operations else [])
-
-
-@dataclass(frozen=True)
-class Edges:
-    """This rank's channels; None if there is no neighbour.
-
-    Attributes:
-        activations_in, activations_out: from the previous rank, to the next.
-        gradients_in, gradients_out: from the next rank, to the previous.
-    """
-
-    activations_in: Channel | None = None
-    activations_out: Channel | None = None
-    gradients_in: Channel | None = None
-    gradients_out: Channel | None = None
-
-    @classmethod
-    def between(cls, mesh: ParallelMesh, around: bool) -> Edges:
-        """Create the channels of this rank along ``pp``. All ranks call it together.
-
-        Args:
-            around: the last rank also sends to the first one (there are several chunks per rank).
-        """
-        ranks = mesh.ranks("pp")
-        here, size = mesh.rank("pp"), len(ranks)
-        found: dict[str, Channel] = {}
-        for first in range(size if around and size > 1 else size - 1):  # same order on all ranks, so neighbours meet
-            second = (first + 1) % size
-            if here in (first, second):
-                # Gradients run against activations: this rank's outgoing activations are the edge of its incoming
-                # gradients.
-                side, peer = ("out", ranks[second]) if here == first else ("in", ranks[first])
-                other = "in" if side == "out" else "out"
-                ends = (ranks[first], ranks[second])
-                found[f"activations_{side}"] = _channel(peer, ends, "activations")
-                found[f"gradients_{other}"] = _channel(peer, ends, "gradients")
-        return cls(**found)
-
-
-def _channel(peer: int, ends: tuple[int, int], what: str) -> Channel:
-    """Create one channel and send a first message, so that communicators are not created during a schedule."""
-    purpose = f"{what} from {ends[0]} to {ends[1]}"
-    # Sorted, so that both ends name the group in the same way.
-    group = new_group(sorted(ends), purpose, max_ctas=MAX_CTAS)
-    on_gpu = speaks("nccl", group=group)
-    # The host reads these bytes. Over NCCL it would have to wait for the device.
-    channel = Channel(peer, group, new_group(sorted(ends), purpose, backend="gloo") if on_gpu else group)
-    token = torch.zeros(1, device="cuda" if on_gpu else "cpu")
-    sends = (dist.get_rank() == ends[0]) == (what == "activations")
-    (channel.send if sends else channel.receive)([token]).wait()
-    return channel

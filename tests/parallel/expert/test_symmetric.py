@@ -262,4 +262,4 @@ def _gone() -> str:
 def test_a_peer_that_is_gone_is_named() -> None:
     for rank, message in enumerate(run(_gone, 2)):
         assert message.startswith(f"rank {rank} waited ")
-        assert f"for tokens of rank {1 - rank}, in vain" in message
+        assert f"for data of rank {1 - rank}, in vain" in message

@@ -92,7 +92,7 @@ def test_a_missing_peer_ends_the_steps_after_the_replay(steps: Steps, monkeypatc
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
     assert [steps(4) for _ in range(3)] == [False, False, True]
     watch.missing[2] = 1  # a kernel in the graph has noted it
-    with pytest.raises(MegalightError, match=r"rank 5 waited 2.5 s for tokens of rank 6, in vain"):
+    with pytest.raises(MegalightError, match=r"rank 5 waited 2.5 s for data of rank 6, in vain"):
         steps(4)
     assert steps(4), "a run that begins anew hears nothing of it"
 

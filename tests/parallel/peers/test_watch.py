@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megalight.errors import MegalightError
-from megalight.parallel.peers.memory import Flag, PeerMemory
+from megalight.parallel.peers.memory import SLOTS, Flag, PeerMemory
 from megalight.parallel.peers.watch import DEFAULT_LIMIT, Watch, limit_of
 from tests.workers import run
 
@@ -19,7 +19,7 @@ class Flags(PeerMemory):
     """The places of flags, without memory."""
 
     def __init__(self, rank: int, size: int, base: int) -> None:
-        self.rank, self.size, self._flags = rank, size, [base] * size
+        self.rank, self.size, self._flags, self.slots = rank, size, [base] * size, SLOTS
         self.group: Any = None
         self.others = tuple(other for other in range(size) if other != rank)
 
@@ -29,7 +29,7 @@ def test_missing_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     watch.check()
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
     watch.missing[torch.tensor([0, 3])] = 1
-    with pytest.raises(MegalightError, match=r"rank 5 waited 2.5 s for tokens of rank 4, 7, in vain.*first error"):
+    with pytest.raises(MegalightError, match=r"rank 5 waited 2.5 s for data of rank 4, 7, in vain.*first error"):
         watch.check()
 
 

@@ -42,7 +42,7 @@ def test_a_wait_for_a_peer_that_is_gone_ends(monkeypatch: pytest.MonkeyPatch) ->
     assert table[:, Flag.FREE].tolist() == [[0, 0, 1, 0]] * SLOTS
     assert beside.view(SLOTS, len(Flag), 4)[:, Flag.FREE].tolist() == [[0, 0, 1, 0]] * SLOTS
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [8, 9, 10, 11])
-    with pytest.raises(MegalightError, match=r"rank 9 waited 0.2 s for tokens of rank 10, in vain"):
+    with pytest.raises(MegalightError, match=r"rank 9 waited 0.2 s for data of rank 10, in vain"):
         watch.check()
     # Later waits for it take no time, and let go what the driver's wait holds.
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -100,3 +100,66 @@ def test_what_is_sent_may_come_meanwhile() -> None:
     assert first.activations == last.gradients == ()
     assert last.activations == ((0, 0, 0), (0, 1, 1), (0, 2, 4))
     assert first.gradients == ((0, 0, 2), (0, 1, 4), (0, 2, 5))
+
+
+def holding(agendas: Sequence[Agenda], vpp: int, slots: int) -> list[str]:
+    """Play a step in which every rank stops at a send until its slot on the receiver is free.
+
+    A slot is free again when the receiver begins the action that uses its message.
+
+    Returns:
+        what each rank that is stuck was about to do; empty if all come to the end.
+    """
+    pp = len(agendas)
+    last = pp * vpp - 1
+    here: set[Place] = set()
+    sent: dict[tuple[int, str], int] = {}
+    used: dict[tuple[int, str], int] = {}
+    doing = [0] * pp
+    leaving: list[list[Place]] = [[] for _ in range(pp)]
+
+    def step(rank: int) -> None:
+        while leaving[rank]:
+            place = leaving[rank][0]
+            channel = (place[1] + (1 if place[0] == "F" else -1)) % pp, place[0]
+            if sent.get(channel, 0) - used.get(channel, 0) >= slots:
+                return
+            sent[channel] = sent.get(channel, 0) + 1
+            here.add(leaving[rank].pop(0))
+        if doing[rank] == len(agendas[rank].actions):
+            return
+        parts = agendas[rank].actions[doing[rank]].parts
+        needs = [place for part in parts if (place := comes(part, rank, pp, vpp)) is not None and place[1] % pp != rank]
+        if not set(needs) <= here:
+            return
+        for place in needs:
+            used[rank, place[0]] = used.get((rank, place[0]), 0) + 1
+        for part in parts:
+            given = gives(part, rank, pp)
+            if given is not None and given[1] != (last if given[0] == "F" else 0) and pp > 1:
+                leaving[rank].append(given)
+        doing[rank] += 1
+
+    before = None
+    while before != (before := (sum(doing), sum(sent.values()))):
+        for rank in range(pp):
+            step(rank)
+    return [f"rank {r}: {agendas[r].actions[n]}" for r, n in enumerate(doing) if n < len(agendas[r].actions)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_senders_that_wait_for_slots_come_to_the_end(name: str) -> None:
+    for case in cases(name):
+        lists = build(*case)
+        agendas = [agenda_of(rank, lists) for rank in range(case.pp)]
+        (slots,) = {agenda.slots for agenda in agendas}
+        # one is to spare
+        assert not holding(agendas, case.vpp, slots - 1), case
+
+
+def test_too_few_slots_hold_up_a_pipeline() -> None:
+    """The play above can fail: each rank waits for a slot on the other one."""
+    lists = build("interleaved", 2, 2, 6, 3)
+    agendas = [agenda_of(rank, lists) for rank in range(2)]
+    assert agendas[0].slots == 3
+    assert len(holding(agendas, 2, 1)) == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -26,13 +27,18 @@ from megalight.parallel.tensor.overlap import symmetric
 PATIENCE = 60.0
 
 
+class Event:
+    def query(self) -> bool:
+        return True
+
+
 class Stream:
     def wait_stream(self, other: Stream) -> None: ...
 
     def wait_event(self, event: object) -> None: ...
 
-    def record_event(self) -> object:
-        return object()
+    def record_event(self) -> Event:
+        return Event()
 
     def synchronize(self) -> None: ...
 
@@ -59,13 +65,16 @@ class Memory:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.handles: list[Handle] = []
+        self.numbers: Counter[str] = Counter()
 
     def empty(self, size: int, dtype: torch.dtype, device: object) -> Tensor:
         return torch.zeros(size, dtype=dtype)
 
     def rendezvous(self, memory: Tensor, group: dist.ProcessGroup) -> Handle:
         number = len(self.handles)
-        folder = f"{self.folder}/{number}"
+        # A rank may be in several groups, and its neighbours in others: numbers agree within a group alone.
+        self.numbers[group.group_name] += 1
+        folder = f"{self.folder}/{group.group_name}/{self.numbers[group.group_name]}"
         os.makedirs(folder, exist_ok=True)
         self.handles.append(Handle(folder, number, memory, group))
         return self.handles[-1]
