@@ -20,7 +20,7 @@ PARTS = ("gemm", "attention", "optimizer", "other", "exposed")
 """Parts of a step, without idle time. Each instant belongs to the first part with a running kernel."""
 
 NAMES: tuple[tuple[str, str], ...] = (
-    ("exposed", r"nccl|gloo|symm_mem|multimem|all_?reduce|all_?gather|reduce_scatter|c10d|memcpy ptop|^_wait$"),
+    ("exposed", r"nccl|gloo|symm_mem|multimem|all_?reduce|all_?gather|reduce_scatter|c10d|memcpy ptop|^_wait(_with)?$"),
     ("attention", r"flash|fmha|sdpa|attention|attn|dot_do_o|convert_dq|^_merge$"),
     (
         "optimizer",

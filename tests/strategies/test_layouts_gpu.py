@@ -43,6 +43,8 @@ STRICT = [
 ]
 """Rows that also run in bf16 with every wait for the device an error in the middle of the run."""
 
+STEPS = 3
+
 
 class Strict(pl.Callback):
     """Any wait of the host for the device is an error in some steps."""
@@ -60,7 +62,7 @@ def _train(row: Row, strict: bool) -> dict[str, Any]:
         options |= {"precision": "bf16-mixed", "log_every_n_steps": 1000}
     return fit(
         replace(MODELS[row.config], num_layers=row.layers),
-        9 if strict else 3,
+        9 if strict else STEPS,
         options={"level": row.level},
         trainer_options=options,
         extra_callbacks=[Strict()] if strict else [],
@@ -78,7 +80,7 @@ def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
 def test_layout_over_nccl_trains_the_same_model(row: Row) -> None:
     found = runs_of(jobs, row.world).outcome((row, False))
     model = replace(MODELS[row.config], num_layers=row.layers)
-    assert_same_run(found, by_hand(model, device="cuda", packed=row.packed))
+    assert_same_run(found, by_hand(model, STEPS, device="cuda", packed=row.packed))
 
 
 @pytest.mark.parametrize("row", STRICT, ids=str)
