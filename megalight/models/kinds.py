@@ -151,7 +151,8 @@ def _check_counts(values: Mapping[str, Any]) -> None:
     # Models of several parts have a configuration of each inside theirs.
     for part in (values, *(each for each in values.values() if isinstance(each, Mapping))):
         for name, value in part.items():
-            if COUNTS.fullmatch(name) and isinstance(value, int) and value > MAX_LAYERS:
+            # Tables of labels have numbers as names.
+            if COUNTS.fullmatch(str(name)) and isinstance(value, int) and value > MAX_LAYERS:
                 raise ConfigurationError(
                     f"{name} is {value}; at most {MAX_LAYERS} are read. Copy the configuration again."
                 )

@@ -17,6 +17,8 @@ from megalight.models.gpt import MultiTokenConfig, PositionConfig
 from megalight.models.vision.pixels import normalised
 from megalight.models.vlm import VLM, VLMConfig, VLMModule
 from megalight.models.vlm.flops import flops_of_images
+from megalight.models.vlm.model import Arrived
+from megalight.models.vlm.task import pictures_of
 from megalight.nn.init import initialise
 from megalight.types import TokenBatch
 from tests.models.vlm_samples import CONFIG, IMAGE, QWEN, QWEN3, VISION, batch, small
@@ -260,6 +262,17 @@ def test_a_newline_follows_each_image() -> None:
         with_images(batch(), images, IMAGE, class_token=True, newline=True)
 
 
-def test_a_tower_with_features_of_earlier_layers_stays_in_the_model() -> None:
-    with torch.device("meta"), pytest.raises(ConfigurationError, match="deepstack is set, and a tower apart sends"):
-        VLM(QWEN3).without_tower()
+def test_a_part_with_the_tower_gives_features_of_earlier_layers_beside() -> None:
+    model, found = VLM(QWEN3).double(), batch((1, 0, 2), config=QWEN3)
+    initialise(model, 3, "model.")
+    images, source = found.parts()
+    pictures = pictures_of(QWEN3, images, source.flatten(), 1)
+    text = found.tokens.flatten(), found.sequences.positions
+    whole = model.embed(*text, pictures=pictures)
+    part = model.without_tower()
+    features = part(pictures)
+    assert features.shape == (sum(images.lengths) // 4, 3 * QWEN3.language.hidden_size)
+    assert sorted({name.split(".")[1] for name, _ in part.named_parameters()}) == ["deep", "projector", "tower"]
+    arrived = model.embed(*text, pictures=Arrived(features, source.flatten()))
+    for ours, theirs in zip(arrived, whole, strict=True):
+        assert torch.equal(ours, theirs)
