@@ -158,6 +158,35 @@ def test_steps_without_clipping_reach_masters_on_the_host(kind: Any) -> None:
         assert np.array_equal(found[0], other)
 
 
+def _clipped(kind: Any, skip: bool) -> tuple[list[float], np.ndarray[Any, Any]]:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 4), nn.Tanh())).double()
+    optimizer = kind(model.parameters(), lr=0.1)
+    sharded, norms = megalight.fully_shard(model, optimizer), []
+    for step in range(3):
+        model(torch.full((2, 3), 1.0 + step, dtype=torch.float64)).square().sum().backward()
+        norms.append(float(sharded.clip_grad_norm_(0.5)))
+        if skip and step == 0:
+            optimizer.zero_grad()  # with the factors of its clipping
+        else:
+            optimizer.step()
+    with sharded.full_parameters():
+        return norms, _flat(model).copy()
+
+
+@pytest.mark.parametrize("kind", [megalight.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("skip", [False, True])
+def test_means_are_clipped_whoever_multiplies(kind: Any, skip: bool) -> None:
+    """Ranks see the same, so their mean is that of one. Our Adam multiplies in its step, by the mean and the clipping."""
+    norms, weights = run(_clipped, 1, kind, skip)[0]
+    assert min(norms) > 0.5
+    for found in run(_clipped, WORLD, kind, skip):
+        np.testing.assert_allclose(found[0], norms, rtol=1e-12)
+        np.testing.assert_allclose(found[1], weights, rtol=1e-12)
+    if kind is megalight.optim.Adam:
+        np.testing.assert_allclose(weights, run(_clipped, 1, torch.optim.AdamW, skip)[0][1], rtol=1e-9)
+
+
 def _from_meta(level: str) -> tuple[list[float], np.ndarray[Any, Any], int]:
     with torch.device("meta"):
         model = llama(6, 2, tied=False)

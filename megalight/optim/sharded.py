@@ -210,9 +210,8 @@ def _cut(value: object, slot: Slot, parameter: Tensor, bucket: Bucket) -> object
 def _fuse(optimizer: Adam, engine: DataParallelEngine) -> RemovableHandle:
     """Let Adam's kernel also scale gradients for clipping, and write the low-precision copies of the masters."""
 
-    def scale(factor: Tensor) -> None:
-        # Factors multiply: several clippings before one step act one after the other.
-        optimizer.grad_scale = factor if optimizer.grad_scale is None else optimizer.grad_scale * factor
+    def scale(factor: Tensor | None) -> None:
+        optimizer.grad_scale = factor
 
     written = engine.fuse(scale)
     host, away = engine.host, engine.host.buckets

@@ -341,13 +341,14 @@ class DataParallelEngine:
         """Multiply the reduced gradients by a 0-dim tensor on the device (in the optimizer, if it has offered to)."""
         self.main_gradients.scale(factor)
 
-    def fuse(self, scaler: Callable[[Tensor], None]) -> Callable[[], None]:
+    def fuse(self, scaler: Callable[[Tensor | None], None]) -> Callable[[], None]:
         """Let an optimizer scale gradients and round masters into ``bucket.own_params`` inside its own step.
 
         The optimizer then also gets gradients in the dtype in which they were summed.
 
         Args:
-            scaler: called by :meth:`scale_gradients` instead of a multiplication.
+            scaler: called by :meth:`scale_gradients` instead of a multiplication, with the product of a step's factors;
+                None: there is none, or it was for gradients that are discarded.
 
         Returns:
             a function to call after each optimizer step: the next :meth:`publish` then skips the copy.
@@ -355,6 +356,7 @@ class DataParallelEngine:
 
         def written() -> None:
             self._parameters.written = True
+            self.main_gradients.stepped()
 
         self.main_gradients.scale_by(scaler)
         return written

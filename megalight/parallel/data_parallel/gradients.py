@@ -58,7 +58,8 @@ class MainGradients:
             # A run that is dropped in the middle of a step leaves reductions on their way, which nobody waits for.
             self._stream.uses(flat for bucket in buckets for flat in (bucket.grads, bucket.own_grads))
         self._pending: list[Callable[[], Tensor]] = []
-        self._scaler: Callable[[Tensor], None] | None = None
+        self._scaler: Callable[[Tensor | None], None] | None = None
+        self._factor: Tensor | None = None
         self._reduced = False
         self._any_dtype = False
         self.of_units = UnitGradients([b for b in buckets if b.shards_grads], reducer, self._stream)
@@ -70,6 +71,7 @@ class MainGradients:
     def zero(self) -> None:
         """Discard all gradients, and prepare for the micro-batches of the next step."""
         self._reduced = False
+        self.stepped()
         self._wait()  # reductions are pending only if the previous step was abandoned halfway
         self._unsend()
         self._first.begin()
@@ -135,24 +137,40 @@ class MainGradients:
         return [gradient for gradient in gradients if gradient is not None]
 
     def norm(self) -> Tensor:
-        """The L2 norm of the reduced gradients of the whole model: 0-dim, on the device, equal on every rank."""
+        """The L2 norm of the reduced gradients of the whole model: 0-dim, on the device, equal on every rank.
+
+        It is that of scaled ones, also where the optimizer multiplies them later.
+        """
         views = [
             gradient[start:stop]
             for gradient, runs in zip(self.values, self._counted, strict=True)
             for start, stop in runs
         ]
-        return global_norm(views, self.everyone, self.device)
+        norm = global_norm(views, self.everyone, self.device)
+        return norm if self._factor is None else norm * self._factor.abs().to(norm.dtype)
 
     @torch.no_grad()
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by a 0-dim tensor on the device."""
         if self._scaler is not None:
-            self._scaler(factor)
+            # Factors multiply: several before one step act one after the other.
+            self._factor = factor if self._factor is None else self._factor * factor
+            self._scaler(self._factor)
         elif self.buckets:
             torch._foreach_mul_(self.values, factor)
 
-    def scale_by(self, scaler: Callable[[Tensor], None]) -> None:
-        """Let an optimizer do :meth:`scale`; it then also gets gradients in the dtype in which they were summed."""
+    def stepped(self) -> None:
+        """Forget what the optimizer had to multiply by: it has, or the gradients are discarded."""
+        if self._factor is not None and self._scaler is not None:
+            self._scaler(None)
+        self._factor = None
+
+    def scale_by(self, scaler: Callable[[Tensor | None], None]) -> None:
+        """Let an optimizer do :meth:`scale`; it then also gets gradients in the dtype in which they were summed.
+
+        Args:
+            scaler: gets the product of all factors of a step; None: no factor.
+        """
         self._scaler = scaler
         if has_grad_dtype():
             # Otherwise torch refuses a `.grad` of another dtype than the tensor's.
@@ -207,6 +225,7 @@ class MainGradients:
         if gradients is None:
             return
         self._reduced = True
+        self.stepped()
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             bucket.sent = True
             bucket.set_reduced(gradient)
