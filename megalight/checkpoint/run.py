@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -123,7 +123,7 @@ class Run:
             options = {name: value for name, value in group.items() if name != "params"}
             # A rank may have no element of a group. Another one of the pipeline then speaks for it.
             shards = [shard for shard in engine.shards if shard.group == index]
-            states = optimizer.state.get(shards[0].master, {}) if shards else {}
+            states = _readable(optimizer, shards[0].master) if shards else {}
             flat = {name for name, value in states.items() if _flat(value, shards[0].master)}
             groups.append(
                 {
@@ -265,7 +265,7 @@ class Run:
         copies = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
         # Masters in the parameters' own memory are the weights, and are saved as such.
         yield State(MASTER, [shard.master for shard in copies], copies)
-        held = [(shard, optimizer.state[shard.master]) for shard in shards]
+        held = [(shard, _readable(optimizer, shard.master)) for shard in shards]
         for name in sorted({name for shard, state in held for name in state if _flat(state[name], shard.master)}):
             having = [(shard, state[name]) for shard, state in held if name in state]
             yield State(f"{STATE}{name}.", [tensor for _, tensor in having], [shard for shard, _ in having])
@@ -286,15 +286,27 @@ class Run:
                 states[name] = value.clone() if isinstance(value, Tensor) else value
             for name, dtype in saved["tensors"].items():
                 # Zeros, because padding is not in the checkpoint and must stay finite.
-                states[name] = torch.zeros_like(shard.master, dtype=_state_dtype(optimizer, shard.master, dtype))
+                states[name] = torch.zeros_like(shard.master, dtype=_state_dtype(optimizer, shard.master, name, dtype))
 
 
 def _flat(value: Any, master: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == master.shape and value.ndim == 1
 
 
-def _state_dtype(optimizer: Optimizer, master: Tensor, saved: str) -> torch.dtype:
-    """Return the dtype of a state tensor: as it was saved, but torch's own optimizers need that of the masters."""
+def _readable(optimizer: Optimizer, master: Tensor) -> Mapping[str, Any]:
+    """Return the state of a master. An optimizer that holds codes has ``readable_state``, which returns numbers."""
+    read = getattr(optimizer, "readable_state", None)
+    return cast(Mapping[str, Any], optimizer.state.get(master, {}) if read is None else read(master))
+
+
+def _state_dtype(optimizer: Optimizer, master: Tensor, name: str, saved: str) -> torch.dtype:
+    """Return the dtype of a state tensor: as it was saved, but an optimizer may need another one.
+
+    torch's own need that of the masters, and one with ``room_dtype`` says how it reads its states.
+    """
+    room = getattr(optimizer, "room_dtype", None)
+    if room is not None and (own := room(name, master)) is not None:
+        return cast(torch.dtype, own)
     torchs = type(optimizer).__module__.partition(".")[0] == "torch"
     return master.dtype if torchs and DTYPES[saved].is_floating_point else DTYPES[saved]
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
-from megalight.ops.adam import adam_step
+from megalight.ops.adam import adam_step, narrow
+from megalight.ops.adam.chunked import PIECE
 from megalight.ops.common import wide
+
+MomentDtype: TypeAlias = Literal["float32", "bfloat16", "float8"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+EXPONENTS = "_exponents"
+"""Ending of the name of the state with the exponents of a moment in 8 bits."""
 
 
 class Adam(Optimizer):
@@ -28,6 +34,10 @@ class Adam(Optimizer):
         weight_decay: decay coefficient.
         decoupled_weight_decay: whether the decay scales the parameter (AdamW). If not, it is added to the gradient.
         capturable: whether to keep step counts on the device, so that a CUDA graph can capture a step.
+        exp_avg_dtype: how the first moment is stored. ``float32``: 4 bytes per element (8 for float64 parameters).
+            ``bfloat16``: 2 bytes. ``float8``: 1 byte, and one for the exponent of 64 elements. The last two are rounded
+            at random, as :mod:`megalight.ops.adam.narrow` describes. The update itself is computed in float32.
+        exp_avg_sq_dtype: the same for the second moment.
         backend: backend of the op ``adam``.
 
     Attributes:
@@ -53,6 +63,8 @@ class Adam(Optimizer):
         weight_decay: float = 0.01,
         decoupled_weight_decay: bool = True,
         capturable: bool = False,
+        exp_avg_dtype: MomentDtype = "float32",
+        exp_avg_sq_dtype: MomentDtype = "float32",
         backend: str = "auto",
     ) -> None:
         for name, value, good in (
@@ -63,6 +75,11 @@ class Adam(Optimizer):
         ):
             if not good:
                 raise ConfigurationError(f"{name} of Adam is {value}; it must be at least 0, and betas below 1.")
+        for name, kind in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
+            if kind not in get_args(MomentDtype):
+                raise ConfigurationError(
+                    f"{name} of Adam is {kind!r}; it must be one of {', '.join(map(repr, get_args(MomentDtype)))}."
+                )
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -71,6 +88,8 @@ class Adam(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "capturable": capturable,
         }
+        # Not options of groups: a run may resume with others than it was saved with.
+        self.moment_dtypes: tuple[MomentDtype, MomentDtype] = exp_avg_dtype, exp_avg_sq_dtype
         self.backend = backend
         self.grad_scale: Tensor | None = None
         self.host_scale: Tensor | None = None
@@ -107,10 +126,7 @@ class Adam(Optimizer):
             # A step count on the host needs no kernel and no wait; a graph needs it on the device to count its replays.
             device = parameter.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            # Moments in the dtype of the masters, but never in half precision: there, 0.999 of a second moment rounds
-            # back to all of it, and it would never fall.
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=wide(parameter.dtype))
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide(parameter.dtype))
+        self._fit(parameter, state)
         # Counted before the update: bias correction divides by 1 - beta^step, which is 0 for step 0.
         state["step"] += 1
         beta1, beta2 = group["betas"]
@@ -138,5 +154,76 @@ class Adam(Optimizer):
             grad_scale=scale,
             # Written while the new values are in registers, instead of by a second pass over the masters.
             out=self.copies.get(parameter),
+            exponents=(state.get(MOMENTS[0] + EXPONENTS), state.get(MOMENTS[1] + EXPONENTS)),
             backend=self.backend,
         )
+
+    def readable_state(self, parameter: Tensor) -> dict[str, Any]:
+        """Return a parameter's state as others read it: moments in 8 bits become bfloat16 ones in host memory.
+
+        bfloat16 holds the values of such codes exactly. The rest is the state itself.
+        """
+        return _readable(self.state.get(parameter, {}))
+
+    def room_dtype(self, name: str, parameter: Tensor) -> torch.dtype | None:
+        """Return the dtype in which saved moments of a parameter are read; None: it is no moment.
+
+        The next step rounds them to codes, if this optimizer stores codes.
+        """
+        if name not in MOMENTS:
+            return None
+        kind = self.moment_dtypes[MOMENTS.index(name)]
+        return wide(parameter.dtype) if kind == "float32" else torch.bfloat16
+
+    def widen_moments(self) -> None:
+        """Replace all moments in 8 bits by bfloat16 ones, on their device: others may then cut and join them.
+
+        The next step rounds them to codes again, which changes none of them.
+        """
+        for state in self.state.values():
+            for second, name in enumerate(MOMENTS):
+                if (exponents := state.pop(name + EXPONENTS, None)) is not None:
+                    state[name] = narrow.decode(state[name], exponents, bool(second)).to(torch.bfloat16)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's own optimizers have it; moments in 8 bits are bfloat16 there."""
+        saved = super().state_dict()
+        saved["state"] = {key: _readable(state) for key, state in saved["state"].items()}
+        return saved
+
+    def _fit(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Make moments, or bring those of a checkpoint or of torch's optimizer into the dtypes of this one."""
+        for second, (name, kind) in enumerate(zip(MOMENTS, self.moment_dtypes, strict=True)):
+            stored, exponents = state.get(name), state.get(name + EXPONENTS)
+            # Moments in the dtype of the masters, but never in half precision unless asked: there, 0.999 of a second
+            # moment rounds back to all of it, and it would never fall.
+            dtype = {"float32": wide(parameter.dtype), "bfloat16": torch.bfloat16, "float8": torch.uint8}[kind]
+            if stored is not None and stored.dtype == dtype:
+                continue
+            room = torch.zeros_like(parameter, dtype=dtype)
+            own = narrow.exponents_like(room) if kind == "float8" else None
+            if stored is not None:
+                values = narrow.read(stored, exponents, bool(second))
+                narrow.write(room, own, values.to(parameter.device), bool(second))
+            state.pop(name + EXPONENTS, None)
+            state[name] = room
+            if own is not None:
+                state[name + EXPONENTS] = own
+
+
+def _readable(state: dict[str, Any]) -> dict[str, Any]:
+    read = {name: value for name, value in state.items() if not name.endswith(EXPONENTS)}
+    for second, name in enumerate(MOMENTS):
+        if (exponents := state.get(name + EXPONENTS)) is not None:
+            read[name] = _decoded(state[name], exponents, bool(second))
+    return read
+
+
+def _decoded(codes: Tensor, exponents: Tensor, second: bool) -> Tensor:
+    """Return codes as bfloat16 in host memory, piece by piece, so that it takes little memory of their device."""
+    found = torch.empty(codes.shape, dtype=torch.bfloat16)
+    flat, room = codes.view(-1), found.view(-1)
+    for start in range(0, codes.numel(), PIECE):
+        blocks = slice(start // narrow.BLOCK, (start + PIECE) // narrow.BLOCK)
+        room[start : start + PIECE] = narrow.decode(flat[start : start + PIECE], exponents[blocks], second)
+    return found

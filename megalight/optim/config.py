@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from megalight.optim.adam import Adam
+from megalight.optim.adam import Adam, MomentDtype
 from megalight.optim.groups import GroupRule, check_rules, parameter_groups
 from megalight.optim.schedules import Schedule
 
@@ -26,6 +26,9 @@ class AdamConfig:
         schedule: schedule of the learning rate. None: it is constant.
         rules: exceptions by name pattern.
         decay_all: whether norms and biases decay too.
+        exp_avg_dtype: how the first moment is stored: ``float32``, ``bfloat16`` or ``float8``; see
+            :class:`~megalight.optim.Adam`.
+        exp_avg_sq_dtype: the same for the second moment.
         backend: backend of the op ``adam``. ``auto`` takes the best one that can serve (see ``megalight doctor``).
     """
 
@@ -37,6 +40,8 @@ class AdamConfig:
     schedule: Schedule | None = None
     rules: tuple[GroupRule, ...] = ()
     decay_all: bool = False
+    exp_avg_dtype: MomentDtype = "float32"
+    exp_avg_sq_dtype: MomentDtype = "float32"
     backend: str = "auto"
 
     def check(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -73,6 +78,8 @@ class AdamConfig:
             self.eps,
             self.weight_decay,
             self.decoupled_weight_decay,
+            exp_avg_dtype=self.exp_avg_dtype,
+            exp_avg_sq_dtype=self.exp_avg_sq_dtype,
             backend=self.backend,
         )
         # A schedule without a length gets that of the run.

@@ -99,6 +99,9 @@ class Sharding:
             [bucket.shard.master for bucket in ordered if bucket.shard.group == number] for number in range(len(groups))
         ]
         self._frozen = [parameter for shown in self._shown for parameter in shown if not parameter.requires_grad]
+        if isinstance(optimizer, Adam):
+            # A block of codes of a parameter is none of a shard.
+            optimizer.widen_moments()
         # Read all states before any is dropped: state of the parameters and of the shards is in one dict.
         states = [_flat_state(optimizer, engine, index) for index in range(len(engine.shards))]
         optimizer.state.clear()
@@ -146,6 +149,8 @@ class Sharding:
         if isinstance(self.optimizer, Adam):
             # These are buffers of the engine, which may be freed after this.
             self.optimizer.copies, self.optimizer.before, self.optimizer.after = {}, {}, {}
+            # Parts of several ranks are joined, and blocks of codes with them.
+            self.optimizer.widen_moments()
         for bucket in self.engine.buckets:
             state = self.optimizer.state.pop(bucket.shard.master, {})
             # A collective for each state tensor: all ranks have the same buckets in the same order.

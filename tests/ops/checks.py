@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.activation import reference as activation_reference
+from megalight.ops.adam import narrow
 from megalight.ops.adam import reference as adam_reference
 from megalight.ops.attention import reference as attention_reference
 from megalight.ops.causal_conv import reference as conv_reference
@@ -379,6 +380,53 @@ def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = 
     assert torch.equal(grad, before), "the gradient is not ours to write"
     if out is not None:
         assert torch.equal(out, param.to(out.dtype))
+
+
+def check_narrow_adam(
+    fn: Callable[..., None],
+    device: str,
+    n: int,
+    first: str,
+    second: str,
+    dtype: torch.dtype = torch.float32,
+    tensors: bool = False,
+) -> None:
+    """Steps with moments in other formats than the parameters, each from where the reference came to.
+
+    The last bit of a moment differs between kernels, and decides how it is rounded: elements may be one code apart.
+    """
+    kinds = {"float32": dtype, "bfloat16": torch.bfloat16, "float8": torch.uint8}
+    ours, theirs = [_narrow_state(n, kinds[first], kinds[second], dtype, device) for _ in range(2)]
+    for step in range(1, 6):
+        settings: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+        numbers: dict[str, Any] = {"lr": 1e-2, "step": step}
+        grad = (torch.randn(n, device=device) * torch.logspace(-3, 0, n, device=device)).to(dtype)
+        scale = torch.tensor(0.25, dtype=dtype, device=device)
+        out = torch.full((n,), torch.nan, dtype=torch.float16, device=device)
+        adam_reference.adam_step(
+            *theirs[:1], grad, *theirs[1:3], **settings, **numbers, exponents=theirs[3], grad_scale=scale
+        )
+        if tensors:
+            numbers = {name: torch.tensor(float(value), device=device) for name, value in numbers.items()}
+        fn(*ours[:1], grad, *ours[1:3], **settings, **numbers, exponents=ours[3], grad_scale=scale, out=out)
+        assert torch.equal(out, ours[0].half())
+        assert error(ours[0], theirs[0]) <= 3e-6, "the update is computed before moments are rounded"
+        for number, kind in enumerate((first, second)):
+            found, right = (narrow.read(s[1 + number], s[3][number], bool(number)).double() for s in (ours, theirs))
+            apart = {"float32": 1e-5, "bfloat16": 2**-7, "float8": (9 / 8) ** 2 - 1 if number else 1 / 8}[kind]
+            least = right.abs().max() * {"float32": 1e-6, "bfloat16": 1e-6, "float8": 2**-14}[kind]
+            assert ((found - right).abs() <= apart * torch.maximum(found.abs(), right.abs()) + least).all()
+        for own, other in zip((*ours[:3], *ours[3]), (*theirs[:3], *theirs[3]), strict=True):
+            if own is not None:
+                own.copy_(other)
+
+
+def _narrow_state(n: int, first: torch.dtype, second: torch.dtype, dtype: torch.dtype, device: str) -> Any:
+    """Return parameters and moments, and the exponents of moments that are codes."""
+    param = torch.randn(n, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(2))
+    moments = [torch.zeros(n, dtype=kind, device=device) for kind in (first, second)]
+    exponents = tuple(narrow.exponents_like(each) if each.dtype == torch.uint8 else None for each in moments)
+    return param, *moments, exponents
 
 
 def check_weight_gradient(

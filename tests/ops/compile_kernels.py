@@ -141,6 +141,13 @@ def main() -> None:
         adam.adam_step(
             *state, lr=lr, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, step=2, grad_scale=scale, out=out
         )
+    narrow = torch.rand(2, 4096).unbind(), torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    for lr, first in ((0.1, narrow[1]), (torch.tensor(0.1), torch.zeros(4096, dtype=HALF))):
+        blocks_of = torch.zeros(64, dtype=torch.uint8) if first is narrow[1] else None, torch.zeros(64).byte()
+        adam.adam_step(
+            *narrow[0], first, narrow[2], lr=lr, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, step=2,
+            exponents=blocks_of,
+        )  # fmt: skip
     for dim, dtype in ((128, HALF), (80, torch.float32)):
         out, lse = torch.randn(2, 64, 4, dim), torch.randn(2, 4, 64)
         blocks.merge(out.to(dtype), lse, out.to(HALF), lse, out, lse)

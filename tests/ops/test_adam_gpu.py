@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.checks import check_adam
+from tests.ops.checks import check_adam, check_narrow_adam
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +26,19 @@ def test_triton_takes_half_gradients() -> None:
     from megalight.ops.adam import triton
 
     check_adam(triton.adam_step, "cuda", 1003, grad_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "chunked"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("float32", "float8"), ("bfloat16", "bfloat16"), ("float8", "float8"), ("float8", "bfloat16")],
+)
+def test_narrow_moments_equal_the_reference(backend: str, first: str, second: str, tensors: bool) -> None:
+    import importlib
+
+    step = importlib.import_module(f"megalight.ops.adam.{backend}").adam_step
+    check_narrow_adam(step, "cuda", 100_003, first, second, tensors=tensors)
 
 
 def test_step_can_be_captured() -> None:

@@ -213,6 +213,12 @@ def test_adam(decoupled: bool, tensors: bool) -> None:
     checks.check_adam(step, "cpu", 1500, decoupled=decoupled, tensors=tensors, out_dtype=torch.float16)
 
 
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize(("first", "second"), [("bfloat16", "bfloat16"), ("float8", "float8"), ("bfloat16", "float8")])
+def test_adam_with_narrow_moments(first: str, second: str, tensors: bool) -> None:
+    checks.check_narrow_adam(kernels("adam").adam_step, "cpu", 1503, first, second, tensors=tensors)
+
+
 def test_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels("linear")
     small = {"BLOCK_OUT": 16, "BLOCK_IN": 32, "BLOCK_TOKENS": 16, "GROUP": 2, "num_warps": 4, "num_stages": 1}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.adam import native, reference
+from megalight.ops.adam import chunked, native, reference
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -20,7 +20,7 @@ class Spec(NamedTuple):
         device: device type.
         dtype: dtype of the (master) parameters.
         grad_dtype: dtype of the gradients.
-        state_dtypes: dtypes of the two moments.
+        state_dtypes: dtypes of the two moments; uint8 ones are codes with exponents.
         out_dtype: dtype of the low-precision copy, or None if there is no copy.
         contiguous: whether all tensors are contiguous.
     """
@@ -44,15 +44,21 @@ def _torch_why_not(spec: Spec) -> str | None:
     return None
 
 
+def _chunked_why_not(spec: Spec) -> str | None:
+    return None if spec.contiguous and spec.dtype.itemsize >= 4 else "needs contiguous parameters of 32 or 64 bits"
+
+
 def _triton_why_not(spec: Spec) -> str | None:
     if not spec.contiguous:
         return "needs contiguous tensors"
     out = () if spec.out_dtype is None else (spec.out_dtype,)
-    return triton_why_not(spec.device, spec.dtype, spec.grad_dtype, *spec.state_dtypes, *out)
+    moments = tuple(dtype for dtype in spec.state_dtypes if dtype != torch.uint8)
+    return triton_why_not(spec.device, spec.dtype, spec.grad_dtype, *moments, *out)
 
 
 ADAM.register(Backend("triton", lazy("megalight.ops.adam.triton", "adam_step"), 20, _triton_why_not))
 ADAM.register(Backend("torch", native.adam_step, 10, _torch_why_not))
+ADAM.register(Backend("chunked", chunked.adam_step, 5, _chunked_why_not))
 ADAM.register(Backend("reference", reference.adam_step, 0, serve_all))
 
 
@@ -77,6 +83,7 @@ def adam_step(
     decoupled: bool = True,
     grad_scale: Tensor | None = None,
     out: Tensor | None = None,
+    exponents: tuple[Tensor | None, Tensor | None] = (None, None),
     backend: str = "auto",
 ) -> None:
     """Update ``param`` and both moments in place.
@@ -89,8 +96,9 @@ def adam_step(
     Args:
         param: ``[n]``: the (master) parameters.
         grad: ``[n]``: the gradient; it is not written.
-        exp_avg: ``[n]``: the first moment.
-        exp_avg_sq: ``[n]``: the second moment.
+        exp_avg: ``[n]``: the first moment, in any floating-point dtype, or codes of 8 bits (uint8).
+        exp_avg_sq: ``[n]``: the second moment, likewise. :mod:`megalight.ops.adam.narrow` says how moments of fewer
+            than 32 bits are rounded.
         lr: learning rate. Use a 0-dim device tensor if a CUDA graph captures the step.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
@@ -100,6 +108,7 @@ def adam_step(
         decoupled: whether the decay scales the parameter (AdamW). If not, it is added to the gradient (Adam).
         grad_scale: 0-dim device tensor that multiplies the gradient.
         out: ``[n]``: receives a copy of the new parameters in its own dtype.
+        exponents: ``[ceil(n / 64)]``, uint8: those of the codes of each moment; None: it is no code.
         backend: name of a backend.
     """
     tensors = (param, grad, exp_avg, exp_avg_sq) if out is None else (param, grad, exp_avg, exp_avg_sq, out)
@@ -111,6 +120,8 @@ def adam_step(
         None if out is None else out.dtype,
         all(t.is_contiguous() for t in tensors),
     )
+    # Only where there are codes: backends that serve none need not know of exponents.
+    codes = {} if exponents == (None, None) else {"exponents": exponents}
     _choose(spec, backend)(
         param,
         grad,
@@ -125,4 +136,5 @@ def adam_step(
         decoupled=decoupled,
         grad_scale=grad_scale,
         out=out,
+        **codes,
     )

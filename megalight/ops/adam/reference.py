@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalight.ops.adam import narrow
 from megalight.ops.common import wide
 
 
@@ -23,6 +24,7 @@ def adam_step(
     decoupled: bool = True,
     grad_scale: Tensor | None = None,
     out: Tensor | None = None,
+    exponents: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """Adam (Kingma and Ba 2015) or, with ``decoupled``, AdamW (Loshchilov and Hutter 2019)."""
     # Parameters in half precision are rounded once, after the whole update.
@@ -35,13 +37,13 @@ def adam_step(
         param = param * (1 - lr * weight_decay)
     elif weight_decay:
         grad = grad + weight_decay * param
-    # Moments may be stored in half precision; the update below reads them in the parameter's dtype.
-    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    # Moments may be stored in fewer bits. The update uses them before they are rounded.
+    first = beta1 * narrow.read(exp_avg, exponents[0], False).to(param.dtype) + (1 - beta1) * grad
+    second = beta2 * narrow.read(exp_avg_sq, exponents[1], True).to(param.dtype) + (1 - beta2) * grad * grad
+    narrow.write(exp_avg, exponents[0], first, False, step)
+    narrow.write(exp_avg_sq, exponents[1], second, True, step)
     step = torch.as_tensor(step, dtype=torch.float64)  # 1 - beta**step loses digits in float32
-    first = exp_avg.to(param.dtype) / (1 - beta1**step)
-    second = exp_avg_sq.to(param.dtype) / (1 - beta2**step)
-    param = param - lr * first / (second.sqrt() + eps)
+    param = param - lr * (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + eps)
     stored.copy_(param)
     if out is not None:
         out.copy_(param)

@@ -5,10 +5,76 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalight.ops.adam import narrow
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 
 # Eight elements per thread with four warps. The step is bound by memory, so wide loads matter.
 BLOCK = 1024
+
+
+FLOATS, ROUNDED, CODES = constexpr(0), constexpr(1), constexpr(2)
+"""How moments are stored: as floats, as bfloat16 rounded at random, as codes (:mod:`megalight.ops.adam.narrow`)."""
+SHARING = constexpr(narrow.BLOCK)
+HALF_BITS, CODE_BITS = constexpr(narrow.HALF_BITS), constexpr(narrow.CODE_BITS)
+HALF_MASK, CODE_MASK = constexpr((1 << narrow.HALF_BITS) - 1), constexpr((1 << narrow.CODE_BITS) - 1)
+MULTIPLIER, LOWEST = constexpr(narrow.MULTIPLIER), constexpr(narrow.LOWEST)
+
+
+@jit
+def _noise(bits: Value, shift: Value, WIDTH: constexpr, MASK: constexpr) -> Value:
+    return (((bits + shift) * MULTIPLIER) >> (32 - WIDTH)) & MASK
+
+
+@jit
+def _read(
+    moment: Value, exponents: Value, index: Value, inside: Value, SECOND: constexpr, LIMIT: constexpr, FORM: constexpr
+) -> Value:
+    if FORM == CODES:
+        found = tl.load(moment + index, mask=inside, other=0).to(tl.int32)
+        size = found & LIMIT
+        highest = tl.load(exponents + index // SHARING, mask=inside, other=0).to(tl.int32)
+        bits = tl.where(size > 0, (size + (highest * 8 + 7 - LIMIT)) << CODE_BITS, 0)
+        value = bits.to(tl.float32, bitcast=True)
+        value = value * value if SECOND else tl.where(found > 127, -value, value)
+    else:
+        value = tl.load(moment + index, mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@jit
+def _write(
+    moment: Value,
+    exponents: Value,
+    start: Value,
+    n: Value,
+    value: Value,
+    shift: Value,
+    SECOND: constexpr,
+    LIMIT: constexpr,
+    FORM: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    index = start + tl.arange(0, BLOCK)
+    inside = index < n
+    if FORM == CODES:
+        value = tl.where(inside, value, 0.0)
+        bits = value.to(tl.int32, bitcast=True)
+        size = (tl.sqrt(value) if SECOND else tl.abs(value)).to(tl.int32, bitcast=True)
+        steps = (size + _noise(bits, shift, CODE_BITS, CODE_MASK)) >> CODE_BITS
+        blocks = tl.reshape(steps, [BLOCK // SHARING, SHARING])
+        highest = tl.minimum(tl.maximum(tl.max(blocks, axis=1) >> 3, LOWEST), 255)
+        place = start // SHARING + tl.arange(0, BLOCK // SHARING)
+        tl.store(exponents + place, highest.to(tl.uint8), mask=place * SHARING < n)
+        found = tl.reshape(blocks - (highest * 8 + 7 - LIMIT)[:, None], [BLOCK])
+        found = tl.minimum(tl.maximum(found, 0), LIMIT)
+        found = tl.where(size > 0, tl.maximum(found, 1), 0) if SECOND else found | tl.where(bits < 0, 128, 0)
+        tl.store(moment + index, found.to(tl.uint8), mask=inside)
+    elif FORM == ROUNDED:
+        bits = value.to(tl.int32, bitcast=True)
+        bits = ((bits + _noise(bits, shift, HALF_BITS, HALF_MASK)) >> HALF_BITS) << HALF_BITS
+        tl.store(moment + index, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
+    else:
+        tl.store(moment + index, value.to(moment.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -17,6 +83,8 @@ def _step(
     grad: Value,
     exp_avg: Value,
     exp_avg_sq: Value,
+    exponents: Value,
+    exponents_sq: Value,
     out: Value,
     grad_scale: Value,
     scalars: Value,
@@ -30,23 +98,28 @@ def _step(
     rest2: Value,
     eps: Value,
     weight_decay: Value,
+    shift: Value,
+    FIRST: constexpr,
+    SECOND: constexpr,
     DECOUPLED: constexpr,
     SCALED: constexpr,
     COPY: constexpr,
     ON_DEVICE: constexpr,
     BLOCK: constexpr,
 ) -> None:
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    index = start + tl.arange(0, BLOCK)
     inside = index < n
     if ON_DEVICE:  # learning rate or step number is a tensor, so a captured step follows later changes
         lr = tl.load(scalars)
         step_size = tl.load(scalars + 1)
         root_correction = tl.load(scalars + 2)
+        shift = tl.load(scalars + 3).to(tl.int32) * shift  # `shift` is the factor of the step's number
     # All arithmetic is in float32, whatever dtypes gradients and moments are stored in.
     p = tl.load(param + index, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(exp_avg + index, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(exp_avg_sq + index, mask=inside, other=0.0).to(tl.float32)
+    m = _read(exp_avg, exponents, index, inside, False, 127, FIRST)
+    v = _read(exp_avg_sq, exponents_sq, index, inside, True, 255, SECOND)
     if SCALED:
         g *= tl.load(grad_scale)
     # AdamW decays before the update, with the old parameter, as torch does.
@@ -59,8 +132,8 @@ def _step(
     # The bias corrections are folded into two host scalars: lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
     p -= step_size * m / (tl.sqrt(v) * root_correction + eps)
     tl.store(param + index, p.to(param.dtype.element_ty), mask=inside)
-    tl.store(exp_avg + index, m.to(exp_avg.dtype.element_ty), mask=inside)
-    tl.store(exp_avg_sq + index, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
+    _write(exp_avg, exponents, start, n, m, shift, False, 127, FIRST, BLOCK)
+    _write(exp_avg_sq, exponents_sq, start, n, v, shift, True, 255, SECOND, BLOCK)
     if COPY:
         # From the float32 `p`, not from what was stored: a low-precision copy is rounded once.
         tl.store(out + index, p.to(out.dtype.element_ty), mask=inside)
@@ -81,6 +154,7 @@ def adam_step(
     decoupled: bool = True,
     grad_scale: Tensor | None = None,
     out: Tensor | None = None,
+    exponents: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """Run the whole step in one kernel, without making the host wait for the device."""
     on_device = isinstance(lr, Tensor) or isinstance(step, Tensor)
@@ -89,8 +163,10 @@ def adam_step(
     if on_device:  # bias corrections in float64, as on the host: 1 - beta**step loses digits in float32
         rates = torch.as_tensor(lr, dtype=torch.float64, device=param.device)
         count = torch.as_tensor(step, dtype=torch.float64, device=param.device)
-        scalars = torch.stack((rates, rates / (1 - beta1**count), (1 - beta2**count).rsqrt())).float()
+        scalars = torch.stack((rates, rates / (1 - beta1**count), (1 - beta2**count).rsqrt(), count)).float()
+        shift = narrow.STEPS
     else:
+        shift = narrow.wrapped(int(step) * narrow.STEPS)
         rate = float(lr)
         step_size, root_correction = rate / (1 - beta1 ** float(step)), (1 - beta2 ** float(step)) ** -0.5
     if not param.numel():
@@ -100,6 +176,7 @@ def adam_step(
         grad,
         exp_avg,
         exp_avg_sq,
+        *exponents,
         out,
         None if grad_scale is None else grad_scale.float(),
         scalars,
@@ -114,6 +191,9 @@ def adam_step(
         1 - beta2,
         eps,
         float(weight_decay),
+        shift,
+        FIRST=_form(exp_avg, exponents[0]),
+        SECOND=_form(exp_avg_sq, exponents[1]),
         DECOUPLED=decoupled,
         SCALED=grad_scale is not None,
         COPY=out is not None,
@@ -121,3 +201,10 @@ def adam_step(
         BLOCK=BLOCK,
         num_warps=4,
     )
+
+
+def _form(moment: Tensor, exponents: Tensor | None) -> int:
+    """Return how a moment is stored."""
+    if exponents is not None:
+        return int(CODES.value)
+    return int((ROUNDED if moment.dtype == torch.bfloat16 else FLOATS).value)
