@@ -177,7 +177,7 @@ def _clipped(kind: Any, skip: bool) -> tuple[list[float], np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("kind", [megalight.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("skip", [False, True])
 def test_means_are_clipped_whoever_multiplies(kind: Any, skip: bool) -> None:
-    """Ranks see the same, so their mean is that of one. Our Adam multiplies in its step, by the mean and the clipping."""
+    """Ranks see the same, so their mean is that of one. Our Adam multiplies later, in its step."""
     norms, weights = run(_clipped, 1, kind, skip)[0]
     assert min(norms) > 0.5
     for found in run(_clipped, WORLD, kind, skip):
