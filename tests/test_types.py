@@ -152,3 +152,17 @@ def test_positions_on_axes_follow_their_tokens():
     assert torch.equal(moved, axes)
     with pytest.raises(DataError, match=r"shape \[2, 12\]; 11 tokens need \[axes, 11\]"):
         PackedSequences.of_lengths([11]).with_axes(axes)
+
+
+def test_sequences_that_hold_only_padding_are_not_counted() -> None:
+    sequences = PackedSequences.of_lengths([3, 4])
+    assert sequences.num_sequences == 2
+    assert sequences.pad_to(2).pad_to(5).lengths == (3, 4, 1, 2)
+    assert sequences.pad_to(2).pad_to(5).num_sequences == 2
+    for rank in range(2):
+        share, _ = sequences.zigzag(rank, 2, multiple=5)
+        assert len(share.lengths) == 3
+        assert share.num_sequences == 2
+        assert share.num_real_tokens == 7
+    assert PackedSequences.of_uniform(3, 4).num_sequences == 3
+    assert sequences.pad_to(2).pad_to(5).num_real_tokens == 7

@@ -11,9 +11,10 @@ evaluation, hidden states pass unchanged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ class SideLosses(Opaque):
         """Whether this forward pass counts: in training, the first time, and not for a micro-batch without effect."""
         return self.keeps and torch.is_grad_enabled() and not in_backward()
 
-    def attach(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
+    def attach(self, name: str, value: Tensor, hidden: Tensor, count: int = 1) -> Tensor:
         """Return ``hidden`` unchanged. In training, ``value`` adds to the objective and is logged as ``train_{name}``.
 
         Args:
@@ -47,15 +48,18 @@ class SideLosses(Opaque):
                 Compute it from hidden states as layers get and return them.
             hidden: a tensor on which the loss depends. The backward pass of ``value`` starts when the gradient of
                 ``hidden`` arrives.
+            count: how many things ``value`` is the mean over, such as sequences. If the step's task counts them under
+                this name (``auxiliary_counts``), the objective gets the mean over all of them, whatever their number
+                in each micro-batch.
 
         Raises:
             ConfigurationError: ``value`` is not 0-dim.
         """
         if value.dim():
             raise ConfigurationError(f"the side loss {name!r} has the shape {list(value.shape)}; give it as a scalar.")
-        return self._collect(name, value, hidden) if torch.is_grad_enabled() else hidden
+        return self._collect(name, value, hidden, count) if torch.is_grad_enabled() else hidden
 
-    def _collect(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
+    def _collect(self, name: str, value: Tensor, hidden: Tensor, count: int) -> Tensor:
         if value.requires_grad and not in_backward():
             _tell_lost(name)
         return hidden
@@ -75,15 +79,28 @@ class AttachedSideLosses(SideLosses):
     def __init__(self, device: torch.device | str) -> None:
         self.totals: dict[str, Tensor] = {}
         self._scale = torch.zeros((), dtype=torch.float64, device=device)
+        self._scales: dict[str, Tensor] = {}
 
-    def begin(self, scale: Tensor) -> None:
-        """Begin a step. Each loss is multiplied by ``scale`` in the objective."""
-        # In place, because graphs read this address.
+    def begin(self, scale: Tensor, scales: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Begin a step.
+
+        Args:
+            scale: multiplies each loss in the objective.
+            scales: for losses whose things are counted, by name: multiplies the loss times its count instead.
+        """
+        # In place, because graphs read these addresses.
         self._scale.copy_(scale)
+        for name, factor in scales.items():
+            self._scales.setdefault(name, torch.zeros_like(self._scale)).copy_(factor)
         for total in self.totals.values():
             total.zero_()
 
-    def _collect(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
+    def _collect(self, name: str, value: Tensor, hidden: Tensor, count: int) -> Tensor:
+        scale = self._scales.get(name)
+        if scale is None:
+            scale = self._scale
+        elif count != 1:
+            value = value * count
         # Recompute runs the layer a second time, in the backward pass. Count the value once, but attach the gradient in
         # both passes: only one of them has a backward of its own.
         if not in_backward():
@@ -91,7 +108,7 @@ class AttachedSideLosses(SideLosses):
                 self.totals[name] = torch.zeros_like(self._scale)
             # Detached: a total over a step must not keep the graphs of all its passes.
             self.totals[name].add_(value.detach())
-        attached: Tensor = apply(_Attach, hidden, value, self._scale)
+        attached: Tensor = apply(_Attach, hidden, value, scale)
         return attached
 
 
@@ -107,7 +124,7 @@ class KeptSideLosses(SideLosses):
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
 
-    def _collect(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
+    def _collect(self, name: str, value: Tensor, hidden: Tensor, count: int) -> Tensor:
         # Recompute runs the layer again, and its value counts once.
         if not in_backward():
             self.values[name] = self.values[name] + value if name in self.values else value
@@ -120,9 +137,9 @@ class ZeroSideLosses(SideLosses):
     def __init__(self, losses: SideLosses) -> None:
         self.losses = losses
 
-    def _collect(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
+    def _collect(self, name: str, value: Tensor, hidden: Tensor, count: int) -> Tensor:
         # Times zero, so that the same graph runs backward.
-        return self.losses._collect(name, value * 0, hidden)
+        return self.losses._collect(name, value * 0, hidden, count)
 
 
 class _Attach(torch.autograd.Function):

@@ -50,7 +50,8 @@ class Task(Protocol):
     def loss_tokens(self, batch: Any) -> Tensor:
         """Return the number of tokens (or samples) in that sum: a 0-dim tensor. Called before any forward.
 
-        A task may also have ``auxiliary_counts(batch)``, which does the same for auxiliary losses by name.
+        A task may also have ``auxiliary_counts(batch)``, which does the same for auxiliary losses, and for side losses
+        of layers that give a count, by name.
         """
 
 
@@ -125,8 +126,7 @@ class Step:
         runner: runs the passes of each training step; another runner may record and replay them.
         token_shares: number of ranks that share the tokens of a layer's hidden states (sequence parallelism).
         side_losses: losses that layers attach. Each rank's loss is for its share of the tokens.
-        auxiliary: further losses that ``loss_step`` returns as means; they are for all tokens.
-        counted: further losses that ``loss_step`` returns as sums, by name.
+        auxiliary: further losses that ``loss_step`` returns; they are for all tokens.
     """
 
     def __init__(
@@ -155,7 +155,6 @@ class Step:
         self.token_shares = model.options.token_multiple(model.mesh)
         self.side_losses = AttachedSideLosses(model.device)
         self.auxiliary = AttachedSideLosses(model.device)
-        self.counted: dict[str, AttachedSideLosses] = {}
         self._of_empty = ZeroSideLosses(self.side_losses)
 
     def train(self, micro_batches: Sequence[Any], scale: float = 1.0, sync: bool = True) -> Outcome:
@@ -224,10 +223,9 @@ class Step:
             counts = self._count(micro_batches, scale)
             # A side loss is a mean over this rank's share of the tokens. The mean over all of them is the sum
             # over `tp`, divided by the number of shares.
-            self.side_losses.begin(counts.micro_batch_scale / self.token_shares)
-            self.auxiliary.begin(counts.micro_batch_scale)
-            for name, factor in counts.auxiliary_scales.items():
-                self.counted.setdefault(name, AttachedSideLosses(self.model.device)).begin(factor)
+            shared = {name: factor / self.token_shares for name, factor in counts.auxiliary_scales.items()}
+            self.side_losses.begin(counts.micro_batch_scale / self.token_shares, shared)
+            self.auxiliary.begin(counts.micro_batch_scale, counts.auxiliary_scales)
             losses = self._differentiate(micro_batches, counts, sync)
             rows = [{"loss": (loss.sum, counts.tokens), **loss.metrics} for loss in losses]
             totals = self.totals.of("train", rows, self._side_losses(), counts.micro_batches, counts.auxiliary)
@@ -245,9 +243,8 @@ class Step:
         if self.token_shares > 1 and found:  # each rank's loss is the mean over its share of the tokens
             whole = self.totals.sum(torch.stack(list(found.values())), "tp") / self.token_shares
             found = dict(zip(found, whole, strict=True))
-        for collector in (self.auxiliary, *self.counted.values()):
-            for name, value in collector.totals.items():
-                found[name] = found[name] + value if name in found else value
+        for name, value in self.auxiliary.totals.items():
+            found[name] = found[name] + value if name in found else value
         return found
 
     def _total(self, counts: Tensor) -> Tensor:
@@ -321,7 +318,7 @@ class Step:
         loss = self._loss_step(carry, batch)
         total = loss.sum
         for name, value in loss.auxiliary.items():
-            total = self.counted.get(name, self.auxiliary).attach(name, value, total)
+            total = self.auxiliary.attach(name, value, total)
         return replace(loss, sum=total, auxiliary={})
 
     def _loss_step(self, carry: Carry, batch: Any) -> Loss:

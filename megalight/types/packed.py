@@ -146,6 +146,24 @@ class PackedSequences:
         return sum(self.lengths)
 
     @property
+    def num_sequences(self) -> int:
+        """Number of sequences, without those that hold only padding."""
+        if self.context is not None:
+            return len(self.lengths) - self.context.num_dummies
+        count, padding = len(self.lengths), self.num_padding
+        while padding > 0:
+            count -= 1
+            padding -= self.lengths[count]
+        return count
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Number of tokens without padding; of a share, those of the whole sequences."""
+        if self.context is not None:
+            return sum(self.context.real_lengths[: self.num_sequences])
+        return self.num_tokens - self.num_padding
+
+    @property
     def max_length(self) -> int:
         """Length of the longest sequence here."""
         return max(self.lengths)

@@ -114,6 +114,19 @@ def test_losses_of_a_pass_that_counts_for_nothing_are_zero() -> None:
     assert losses.totals == {"one": 0}
 
 
+def test_losses_whose_things_are_counted_are_means_over_all_of_them() -> None:
+    """Passes over 3 and 1 things, of 4 in the step; a loss that nobody counts stays a mean over the passes."""
+    losses = AttachedSideLosses("cpu")
+    losses.begin(torch.tensor(1 / 2), {"counted": torch.tensor(1 / 4)})
+    weights = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    for weight, count in zip(weights, (3, 1), strict=True):
+        for name in ("counted", "plain"):
+            losses.attach(name, weight * 5, torch.ones(2), count).sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [3 / 4 * 5 + 1 / 2 * 5, 1 / 4 * 5 + 1 / 2 * 5]
+    assert losses.totals == {"counted": 20, "plain": 10}
+
+
 def test_nothing_is_collected_without_gradients() -> None:
     model, losses = Model(), AttachedSideLosses("cpu")
     with collecting(losses), torch.no_grad():

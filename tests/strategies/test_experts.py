@@ -174,6 +174,36 @@ def test_no_layout_changes_losses_and_biases(layout: str) -> None:
     assert any(any(values) for name, values in counts.items() if name.endswith("bias"))
 
 
+PACKED = {
+    "apart": (1, {"micro_batch_size": 1}),
+    "uneven": (2, {"micro_batch_size": 1, "module_type": Uneven, **EP2}),
+    "tp2dp2ep2": (4, {"micro_batch_size": 1, **TP2, **EP2}),
+    "cp2": (2, {"micro_batch_size": 2, "context_parallel": 2}),
+    "pp2": (2, {"micro_batch_size": 1, "pipeline_parallel": 2}),
+}
+"""Rows have different numbers of documents. Name -> ranks, options."""
+
+
+def _fit_packed(options: dict[str, Any]) -> dict[str, Any]:
+    gradients = FirstGradients()
+    found = fit(ALL, packed=True, extra_callbacks=[gradients], **options)
+    return {**found, "gradients": gradients.first}
+
+
+@functools.cache
+def whole_packed() -> dict[str, Any]:
+    return by_hand(ALL, packed=True)
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_balance_over_sequences_is_a_mean_over_those_of_the_step(layout: str) -> None:
+    """Micro-batches with few documents count less. One device has the whole batch as a single micro-batch."""
+    ranks, options = PACKED[layout]
+    found = run(_fit_packed, ranks, options)[0]
+    assert_same_gradients(found["gradients"], whole_packed()["gradients"])
+    np.testing.assert_allclose(found["losses"][0], whole_packed()["losses"][0], rtol=1e-9)
+
+
 GLOBAL, AUX = (
     replace(BASE, moe=replace(MOE, balance=BalanceConfig(**{name: 0.2}))) for name in ("global_aux_loss", "aux_loss")
 )

@@ -18,6 +18,7 @@ from megalight.models.hidden import keeping
 from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, masked_sum, pack
 from megalight.models.saved import Keys
+from megalight.nn.moe import balance
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen import FrozenModel
 from megalight.types import Loss, TokenBatch, WithResults
@@ -156,8 +157,10 @@ class GPTModule(FamilyModule[GPTConfig]):
         return batch.loss_mask.sum()
 
     def auxiliary_counts(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return the sum of the loss mask of each depth of multi-token prediction, which has fewer tokens."""
-        return {f"mtp_{depth}": batch.shifted(depth).loss_mask.sum() for depth in self._depths}
+        """Return the sum of the loss mask of each depth of multi-token prediction, and counts of routers' losses."""
+        depths = {f"mtp_{depth}": batch.shifted(depth).loss_mask.sum() for depth in self._depths}
+        moe = self.config.moe
+        return depths if moe is None else depths | balance.counts_of(moe.balance, batch.sequences)
 
     @property
     def _depths(self) -> range:

@@ -17,6 +17,7 @@ from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.flops import Trained, flops_of_images, flops_per_token
 from megalight.models.vlm.frozen import freeze
 from megalight.models.vlm.model import Arrived
+from megalight.nn.moe import balance
 from megalight.optim import AdamConfig
 from megalight.types import Loss
 
@@ -101,6 +102,11 @@ class VLMModule(FamilyModule[VLMConfig]):
     def loss_tokens(self, batch: ImageTextBatch) -> Tensor:
         """Return the sum of the loss mask."""
         return batch.loss_mask.sum()
+
+    def auxiliary_counts(self, batch: ImageTextBatch) -> dict[str, Tensor]:
+        """Return the counts of routers' losses."""
+        moe = self.config.language.moe
+        return {} if moe is None else balance.counts_of(moe.balance, batch.sequences)
 
     def output_step(self, carry: Carry, batch: ImageTextBatch) -> Tensor:
         """Return the cross entropy of each label in nats, ``[b, s]``. It is 0 if the loss mask is 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,9 @@ from megalight.nn.context import LayerContext
 from megalight.ops.router import Statistics, statistics
 
 if TYPE_CHECKING:
+    from megalight.nn.moe.config import BalanceConfig
     from megalight.nn.moe.router import Router
+    from megalight.types import PackedSequences
 
 
 def losses(router: Router, logits: Tensor, context: LayerContext) -> dict[str, Tensor]:
@@ -46,6 +49,29 @@ def losses(router: Router, logits: Tensor, context: LayerContext) -> dict[str, T
         found["seq_aux_loss"] = balance_loss(sums, means, means, top_k)
     # In the order of the configuration: the counts of a step are added place by place.
     return {name: found[name] for name in config.names}
+
+
+_COUNTED: dict[str, Callable[[PackedSequences], int]] = {
+    "seq_aux_loss": lambda sequences: sequences.num_sequences,
+    "z_loss": lambda sequences: sequences.num_real_tokens,
+}
+"""What these losses of a micro-batch are means over; the others are those of a whole micro-batch."""
+
+
+def count_of(name: str, sequences: PackedSequences) -> int:
+    """Return the number of sequences or tokens that a loss of a micro-batch is the mean over, or 1."""
+    return _COUNTED[name](sequences) if name in _COUNTED else 1
+
+
+def counts_of(config: BalanceConfig, sequences: PackedSequences) -> dict[str, Tensor]:
+    """Return the counts of losses over sequences or tokens, by their names in logs.
+
+    A task returns them in ``auxiliary_counts``. Then each is the mean over all sequences, or tokens, of a step, however
+    these divide into micro-batches.
+    """
+    names = [name for name in config.names if name in _COUNTED]
+    # Made on the device, so that a CUDA graph can record it; batches of other sequences have a graph of their own.
+    return {f"router_{name}": torch.full((), count_of(name, sequences), device=sequences.device) for name in names}
 
 
 def balance_loss(sums: Statistics, means: Tensor, loads: Tensor, top_k: int) -> Tensor:

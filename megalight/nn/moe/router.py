@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalight.nn.context import LayerContext
 from megalight.nn.counting import Counting
 from megalight.nn.init import Constant, Initializer, Normal
-from megalight.nn.moe.balance import losses
+from megalight.nn.moe.balance import count_of, losses
 from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
 from megalight.nn.moe.jitter import Jitter
 from megalight.nn.moe.pool import Pool
@@ -113,8 +113,10 @@ class Router(Counting):
             found = losses(self, logits, context)
             for name, value in found.items():
                 coefficient = getattr(self.balance, name)
+                # Sequences and tokens may be unequally divided over micro-batches.
+                count = count_of(name, context.sequences)
                 # the gradient of the probabilities always arrives
-                probs = context.side_losses.attach(f"router_{name}", coefficient * value, probs)
+                probs = context.side_losses.attach(f"router_{name}", coefficient * value, probs, count)
             # Recompute would count a second time.
             if context.side_losses.counts and (self.observed or self.expert_bias is not None):
                 self.count(self._counts(chosen, experts, found, context))
