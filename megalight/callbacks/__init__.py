@@ -2,6 +2,7 @@
 
 from megalight.callbacks.activation_offload import ActivationOffload
 from megalight.callbacks.adapters import Adapters
+from megalight.callbacks.auto_quantize import AutoQuantize
 from megalight.callbacks.distillation import Distillation
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.expert_loads import ExpertLoads
@@ -30,6 +31,7 @@ __all__ = [
     "NVTX",
     "ActivationOffload",
     "Adapters",
+    "AutoQuantize",
     "AutomaticCUDAGraph",
     "CUDAGraph",
     "Distillation",

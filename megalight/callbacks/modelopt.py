@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +16,7 @@ from megalight.checkpoint.disk.publish import absolute, check_new
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.module import MegalightModule
-from megalight.plugins.modelopt import Calibration, Quantizers, Search, check_device, uncalibrated
+from megalight.plugins.modelopt import Quantizers, Search, check_device, uncalibrated
 
 
 class ModelOptQuantization(pl.Callback):
@@ -32,12 +35,15 @@ class ModelOptQuantization(pl.Callback):
         measure: after calibration, run its batches once more, and print loss and perplexity, ``exp(loss)``, before and
             with quantization.
         save_to: folder for a checkpoint of the calibrated model, also in remote storage; None: none is written here.
+        layers: other presets for some layers: a mapping from globs over their paths (``layers.0.mlp.down``) to presets,
+            or to ``none`` for those that keep their dtype, later ones first; or a file of
+            :class:`~megalight.callbacks.AutoQuantize`, which holds one.
 
     Raises:
-        ConfigurationError: before processes start: the preset is unknown, not supported, or names no layer of the
-            model; the module is no MegalightModule. In set-up: the trainer has no batches to calibrate on, or its
-            device cannot round to the format. Before the first batch: ``save_to`` is given, and the model is calibrated
-            already.
+        ConfigurationError: before processes start: a preset is unknown, not supported, or names no layer of the model;
+            ``layers`` cannot be read; the module is no MegalightModule. In set-up: the trainer has no batches to
+            calibrate on, or its device cannot round to the format. Before the first batch: ``save_to`` is given, and
+            the model is calibrated already.
         MissingPackageError: ModelOpt is not installed.
     """
 
@@ -48,11 +54,12 @@ class ModelOptQuantization(pl.Callback):
         kv: str | None = None,
         measure: bool = False,
         save_to: str | os.PathLike[str] | None = None,
+        layers: Mapping[str, str] | str | os.PathLike[str] | None = None,
     ) -> None:
-        self.transform = Quantizers(preset, head, kv)
+        self.transform = Quantizers(preset, head, kv, layers_of(layers))
         self.measure = measure
         self.save_to = save_to
-        self._calibration: Calibration | Search | None = None
+        self._calibration: Search | None = None
         self._batches: list[Any] = []
         self._calibrates = False
 
@@ -75,7 +82,8 @@ class ModelOptQuantization(pl.Callback):
                 "ModelOptQuantization calibrates on validation batches, and limit_val_batches is 0. Raise it; some "
                 "hundred sequences are usual."
             )
-        check_device(self.transform.read(), trainer.strategy.root_device)
+        for preset in self.transform.read().values():
+            check_device(preset, trainer.strategy.root_device)
         # For trainers without our strategy's early checks.
         self.attach(pl_module)
 
@@ -88,8 +96,7 @@ class ModelOptQuantization(pl.Callback):
                 # Before the passes: a save replaces a checkpoint of the same name, which may be another model's.
                 target = absolute(self.save_to)
                 Ranks().first(f"checking {target}", lambda: check_new(target))
-            preset = self.transform.read()
-            self._calibration = Search(model, preset) if preset.searches else Calibration(model)
+            self._calibration = Search(model, self.transform.read().values())
             self._calibration.begin()
             self._calibrates = True
         else:
@@ -99,8 +106,7 @@ class ModelOptQuantization(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Keep the batch, if it is needed again."""
-        again = isinstance(self._calibration, Search) and self._calibration.reads_again
-        if again or (self._calibration is not None and self.measure):
+        if self._calibration is not None and (self.measure or self._calibration.reads_again):
             self._batches.append(batch)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -113,13 +119,11 @@ class ModelOptQuantization(pl.Callback):
         def passes() -> list[tuple[Tensor, Tensor]]:
             return [trainer.strategy.replay(batch) for batch in batches]  # type: ignore[attr-defined]
 
-        if isinstance(calibration, Search):
-            unseen = calibration.finish(passes)
-            if (engine := trainer.strategy.engine) is not None:  # type: ignore[attr-defined]
-                # weights have changed, and training updates their masters
-                engine.refresh_masters()
-        else:
-            unseen = calibration.finish()
+        unseen = calibration.finish(passes)
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        if engine is not None and any(preset.searches for preset in self.transform.read().values()):
+            # weights have changed, and training updates their masters
+            engine.refresh_masters()
         # A stage of a pipeline may be alone in this, and the others would wait for it while they save.
         if trainer.strategy.any_rank(bool(unseen)):  # type: ignore[attr-defined]
             named = f" ({', '.join(unseen[:3])})" if unseen else ", all on other ranks"
@@ -170,6 +174,24 @@ class ModelOptQuantization(pl.Callback):
                 "there is no validation batch, so nothing was calibrated and nothing was saved. Give data.split a "
                 "second part that holds documents."
             )
+
+
+def layers_of(given: Mapping[str, str] | str | os.PathLike[str] | None) -> tuple[tuple[str, str], ...]:
+    """Return pairs of a glob and a preset, also from a file.
+
+    Raises:
+        ConfigurationError: the file is missing or holds something else.
+    """
+    if given is None or isinstance(given, Mapping):
+        return tuple((given or {}).items())
+    try:
+        found = json.loads(Path(given).read_text())["layers"]
+        return tuple((str(glob), str(preset)) for glob, preset in found.items())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigurationError(
+            f"layers={os.fspath(given)!r} is no file with presets of layers ({type(error).__name__}: {error}). Give "
+            "one that AutoQuantize wrote, or a mapping from globs to presets."
+        ) from error
 
 
 def told(before: float, after: float) -> str:

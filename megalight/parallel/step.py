@@ -183,6 +183,19 @@ class Step:
             rows.append({"loss": (loss.sum, self._tokens([micro_batch])), **loss.metrics})
         return self.totals.of(stage, rows)
 
+    def probe(self, micro_batches: Sequence[Any]) -> None:
+        """Run forward and backward and reduce nothing, for those who watch gradients inside the layers.
+
+        The scalar is the mean loss over the tokens of the global batch; side losses of layers do not count in it.
+        Without an engine, parameters that need gradients keep them.
+        """
+        joined = self.joined(micro_batches)
+        counts = self._count(joined, 1.0)
+        for collector in (self.side_losses, self.auxiliary, *self.counted.values()):
+            collector.begin(torch.zeros_like(counts.micro_batch_scale))
+        with self.around(), torch.enable_grad():
+            self._play(joined, counts)
+
     def outputs(self, micro_batches: Sequence[Any]) -> list[Carry]:
         """Return the last chunk's output for each micro-batch on the last stage, elsewhere nothing; forward only."""
         # Empty micro-batches come last, so cutting the list leaves the real ones.
@@ -287,19 +300,22 @@ class Step:
         return {name: _counted([row[name] for row in rows], micro_batches) for name in sorted(rows[0])} if rows else {}
 
     def _differentiate(self, micro_batches: Sequence[Any], counts: Counts, sync: bool) -> list[Loss]:
+        assert self.engine is not None
+        # The engine counts gradients inside, to send each bucket as soon as it is complete.
+        with self.engine.micro_batches(len(micro_batches), sync):
+            return self._play(micro_batches, counts)
+
+    def _play(self, micro_batches: Sequence[Any], counts: Counts) -> list[Loss]:
         def objective(loss: Loss) -> Tensor:
             # The tensor of counts stays on the device: the host never waits to learn how many tokens there are.
             total = loss.sum * counts.token_scale.to(loss.sum.dtype)
             self.before_backward(total)
             return total
 
-        assert self.engine is not None
         agenda = self.timetable("train", len(micro_batches))
-        # The engine counts gradients inside, to send each bucket as soon as it is complete.
-        with self.engine.micro_batches(len(micro_batches), sync):
-            return self.executor.train(
-                agenda, micro_batches, self._forward_step, self._attached, objective, self.model.shards
-            )
+        return self.executor.train(
+            agenda, micro_batches, self._forward_step, self._attached, objective, self.model.shards
+        )
 
     @contextmanager
     def _around(self, batch: Any) -> Iterator[None]:

@@ -471,6 +471,11 @@ class MegatronStrategy(FolderCheckpoints):
         assert self._stepper is not None
         return self._stepper.replay(batch)
 
+    def probe(self, batch: Any) -> None:
+        """Run a validation batch forward and backward, and reduce nothing, for callbacks that watch gradients."""
+        assert self._stepper is not None
+        self._stepper.probe(batch)
+
     def test_step(self, *args: Any) -> Any:
         """Run forward only, and log ``test_loss``, which is the same on every rank."""
         return self._evaluation_step("test", "test_step", args)

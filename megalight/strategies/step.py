@@ -181,6 +181,10 @@ class Stepper:
         """Run an evaluation batch forward only, and log nothing; return sum and count of its losses over all ranks."""
         return self.totals("val", batch)["loss"]
 
+    def probe(self, batch: Any) -> None:
+        """Run an evaluation batch forward and backward, and reduce nothing."""
+        self.step.probe(self._split(batch)[1])
+
     def predict(self, batch: Any) -> Any:
         """Return the module's ``output_step`` for a whole batch, on every rank of the replica."""
         outputs = [self._module.output_step(carry, contents(batch)) for carry in self.step.outputs([batch])]

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.plugins.modelopt.places import amaxes, places
+from megalight.plugins.modelopt.places import amaxes, places, rounds
 from megalight.plugins.modelopt.specs import matrix_spec, rows_are_split
 
 
@@ -83,7 +83,10 @@ class Calibration:
         for place, amax in amaxes(self.model.root):
             if place.matrix is None:
                 continue
-            read(place.quantizer, place.matrix.weight)
+            scale = getattr(rounds(place.matrix.weight_quantizer)[0][1], "_pre_quant_scale", None)
+            # The first of several quantizers multiplies by itself.
+            times = 1 if scale is None or place.part in ("", ".0") else scale
+            read(place.quantizer, place.matrix.weight * times)
             height, width = place.blocks
             # Blocks of a row lie on one rank each.
             if not width and not (height and rows_are_split(matrix_spec(self.model, place.matrix))):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from megalight.plugins.modelopt.presets import SEARCHES
+
 STACKS = ("up", "down")
 """Stacks of matrices of :class:`~megalight.nn.moe.experts.Experts`."""
-ACTIVATIONS = (
-    "input_quantizer",
-    *(f"{stack}_input_quantizer" for stack in STACKS),
-    "k_bmm_quantizer",
-    "v_bmm_quantizer",
-)
+KEYS_AND_VALUES = ("k_bmm_quantizer", "v_bmm_quantizer")
+"""Attributes of attentions."""
+ACTIVATIONS = ("input_quantizer", *(f"{stack}_input_quantizer" for stack in STACKS), *KEYS_AND_VALUES)
 """Attributes of modules: quantizers of what passes through them."""
 
 
@@ -104,12 +103,14 @@ class Site:
         kind: where the quantizer of the input is in the module.
         quantizer: that quantizer.
         matrices: all of one shape, ``[out, in]``.
+        method: how scales of its features are found, and the options of that; None: it has none.
     """
 
     path: str
     kind: str
     quantizer: Any
     matrices: tuple[Matrix, ...]
+    method: Mapping[str, Any] | None
 
     @property
     def name(self) -> str:
@@ -164,7 +165,9 @@ def sites(root: nn.Module) -> Iterator[Site]:
     for held in found.values():
         first = held[0]
         kind = "input_quantizer" if first.index is None else f"{first.parameter}_input_quantizer"
-        yield Site(first.path, kind, first.input_quantizer, tuple(held))
+        algorithm: Mapping[str, Any] = getattr(root.get_submodule(first.path), "algorithm", {})
+        method = algorithm if algorithm.get("method") in SEARCHES else None
+        yield Site(first.path, kind, first.input_quantizer, tuple(held), method)
 
 
 def amaxes(root: nn.Module) -> Iterator[tuple[Place, Tensor]]:

@@ -33,7 +33,7 @@ KV = "*[kv]_bmm_quantizer"
 KV_SERVED = ("FP8_KV_CFG", "NVFP4_KV_CFG")
 """Presets for keys and values. They have no other rules."""
 SEARCHES = ("awq_lite", "smoothquant")
-"""Calibration that runs the data several times, and changes weights."""
+"""Calibration that finds scales of input features, and changes weights."""
 HEAD = ("*lm_head*", "*output_layer*", "output.*")
 """Patterns by which presets leave out the output layer."""
 OURS = {"*mlp.shared_expert_gate.*": "*mlp.shared_gate.*"}
@@ -64,8 +64,20 @@ class Preset:
 
     @property
     def searches(self) -> bool:
-        """Whether calibration searches scales of input features."""
+        """Whether calibration finds scales of input features, and changes weights."""
         return self.algorithm["method"] in SEARCHES
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight in this format, as ModelOpt counts: those of scales only where its preset tells them."""
+        config = {"quant_cfg": [dict(rule) for rule in self.rules], "algorithm": dict(self.algorithm)}
+        recipe = modelopt("torch.quantization.algorithms").QuantRecipe
+        return 16 * float(recipe(quant_cfg=config, name=self.name).compression)
+
+    @property
+    def enabling(self) -> list[Mapping[str, Any]]:
+        """The rules that give formats. Which layers they are for has been found by :meth:`names`."""
+        return [rule for rule in self.rules if rule.get("enable", True)]
 
     @classmethod
     def read(cls, name: str, head: bool, kv: str | None = None) -> Preset:

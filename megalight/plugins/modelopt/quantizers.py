@@ -1,7 +1,8 @@
-"""Quantizers of linear layers, by a preset of ModelOpt, as a transform of models."""
+"""Quantizers of linear layers, by presets of ModelOpt, as a transform of models."""
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,14 +17,15 @@ from megalight.nn.moe import Experts
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.transform import ModelTransform
-from megalight.plugins.modelopt.layers import ATTENTIONS, HEADS, LINEARS, register_layers
-from megalight.plugins.modelopt.package import modelopt
-from megalight.plugins.modelopt.places import matrices, places, sites
+from megalight.plugins.modelopt.insertion import KINDS, apply_rules, convert, empty
+from megalight.plugins.modelopt.places import matrices, places
 from megalight.plugins.modelopt.presets import Preset
-from megalight.plugins.modelopt.specs import amax_spec, check_tokens, features_spec
+from megalight.plugins.modelopt.specs import check_tokens
 
 NAMED = "megalight_quantized"
-"""Attribute of a model: the paths of the modules that the preset names."""
+"""Attribute of a model: path of each module that gets quantizers -> its preset."""
+UNQUANTIZED = "none"
+"""In place of a preset: the layer keeps its dtype."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Quantizers(ModelTransform):
         head: also quantize the output layer, which presets leave out.
         kv: a preset for keys and values of attention (``FP8_KV_CFG``), which most presets leave out; None: they keep
             their dtype.
+        layers: pairs of a glob over paths of layers and another preset for them, or ``none``; later pairs win.
     """
 
     name: ClassVar[str] = "modelopt"
@@ -47,35 +50,49 @@ class Quantizers(ModelTransform):
     preset: str = "FP8_DEFAULT_CFG"
     head: bool = False
     kv: str | None = None
+    layers: tuple[tuple[str, str], ...] = ()
 
-    def read(self) -> Preset:
-        """Return the rules of the presets."""
-        return Preset.read(self.preset, self.head, self.kv)
+    def __post_init__(self) -> None:
+        # A checkpoint brings lists.
+        object.__setattr__(self, "layers", tuple((str(glob), str(name)) for glob, name in self.layers))
+
+    def read(self) -> dict[str, Preset]:
+        """Return the presets by name, that of the model first."""
+        names = {name: None for _, name in self.layers if name not in (UNQUANTIZED, self.preset)}
+        own = Preset.read(self.preset, self.head, self.kv)
+        return {self.preset: own, **{name: Preset.read(name, self.head) for name in names}}
 
     def change(self, model: nn.Module) -> None:
-        """Note the modules that the preset names. The quantizers themselves come after the split.
+        """Note the modules that the presets name. The quantizers themselves come after the split.
 
         Raises:
-            ConfigurationError: the preset is unknown or not supported, names no layer, or names one that cannot be
-                quantized.
+            ConfigurationError: a preset is unknown or not supported, names no layer, or names one that cannot be
+                quantized; a glob matches no layer.
             MissingPackageError: ModelOpt is not installed.
         """
-        preset = self.read()
-        named, others = set(), []
+        presets = self.read()
+        own = presets[self.preset]
+        named, others, matched = dict[str, str](), list[str](), set[str]()
         for path, module in model.named_modules():
             inner = f"{path}.inner"
-            if isinstance(module, Attention | LatentAttention) and preset.names(f"{inner}.k_bmm_quantizer"):
+            if isinstance(module, Attention | LatentAttention) and own.names(f"{inner}.k_bmm_quantizer"):
                 if isinstance(module, LatentAttention) or not isinstance(module.inner, InnerAttention):
                     raise ConfigurationError(
                         f"{path} is a {type(module).__name__} over {type(module.inner).__name__}, which does not keep "
                         "keys and values of each token as they are attended to, so a preset for them cannot round "
                         "them. Leave kv out, or use a preset without it."
                     )
-                named.add(inner)
-            if not preset.names(f"{path}.weight_quantizer"):
+                named[inner] = self.preset
+            quantizable = isinstance(module, nn.Linear | Linear | Experts)
+            chosen = self.preset
+            for glob, name in self.layers if quantizable else ():
+                if fnmatch.fnmatch(path, glob):
+                    matched.add(glob)
+                    chosen = name
+            if chosen == UNQUANTIZED or not presets[chosen].names(f"{path}.weight_quantizer"):
                 continue
-            if isinstance(module, nn.Linear | Linear | Experts):
-                named.add(path)
+            if quantizable:
+                named[path] = chosen
             elif not isinstance(module, nn.Embedding | Embedding | TokenEmbedding):
                 held = [name for name, tensor in module.named_parameters(recurse=False) if tensor.dim() > 1]
                 others += [f"{path} ({type(module).__name__})"] * bool(held)
@@ -86,6 +103,12 @@ class Quantizers(ModelTransform):
                 f"{f' and {len(others) - 4} more' if len(others) > 4 else ''}. Linear layers "
                 "and stacks of experts can."
             )
+        for glob, name in self.layers:
+            if glob not in matched:
+                raise ConfigurationError(
+                    f"layers gives {name!r} to {glob!r}, which matches no linear layer of {type(model).__name__}. "
+                    "Give paths of layers, such as 'layers.0.mlp.down', or globs over them."
+                )
         if not named:
             raise ConfigurationError(
                 f"preset {self.preset!r} names no linear layer of {type(model).__name__}; give it a model whose layers "
@@ -95,58 +118,40 @@ class Quantizers(ModelTransform):
             raise ConfigurationError(
                 f"kv={self.kv!r}: {type(model).__name__} has no attention that keeps keys and values. Leave kv out."
             )
-        model.__dict__[NAMED] = frozenset(named)
+        model.__dict__[NAMED] = named
 
     def change_split(self, model: ParallelModel) -> Mapping[str, ShardSpec]:
         """Put quantizers into this rank's layers; return what their ``amax`` hold.
 
         Raises:
-            ConfigurationError: a layer that the preset names got no quantizer.
+            ConfigurationError: a layer that a preset names got no quantizer.
         """
-        preset = self.read()
-        register_layers()
-        conversion = modelopt("torch.quantization.conversion")
-        replacement = modelopt("torch.quantization.nn.modules.quant_module").QuantModuleRegistry
-        named = model.root.__dict__[NAMED]
+        presets = self.read()
         modules = dict(model.root.named_modules())
-        here = {path for path in named if path in modules}
-        for path in here:
+        here = {path: name for path, name in model.root.__dict__[NAMED].items() if path in modules}
+        for path, name in here.items():
             # Only modules that are named: ModelOpt would convert norms and embeddings too.
-            if type(modules[path]) not in (*LINEARS, *ATTENTIONS, Experts):
+            if type(modules[path]) not in KINDS:
                 raise ConfigurationError(
-                    f"preset {self.preset!r} names {path}, which was split into a {type(modules[path]).__name__}: that "
+                    f"preset {name!r} names {path}, which was split into a {type(modules[path]).__name__}: that "
                     "kind cannot be quantized. Use another layout, or a preset without it."
                 )
-            replacement.convert(modules[path])
-        for path, module in modules.items():
-            if type(module) in HEADS and f"{path}.output_layer" in here:
-                replacement.convert(module)
-        conversion.set_quantizer_by_cfg(model.root, [dict(rule) for rule in preset.rules])
+        convert(model.root, here)
+        for path, name in here.items():
+            apply_rules(modules[path], presets[name])
         found = {place.path for place in places(model.root) if place.quantizer.is_enabled}
-        if found != here:
+        if found != here.keys():
             raise ConfigurationError(
                 f"preset {self.preset!r} names {len(here)} modules on this rank, and ModelOpt quantizes {len(found)}; "
-                f"they differ in {', '.join(sorted(found ^ here)[:4])}. This is a defect: please report it."
+                f"they differ in {', '.join(sorted(found ^ here.keys())[:4])}. This is a defect: please report it."
             )
-        for chunk in model.chunks if preset.only_cuda else ():
-            # a model may be loaded and exported elsewhere
-            chunk.register_forward_pre_hook(lambda *_: check_device(preset, model.device))
-        specs: dict[str, ShardSpec] = {}
+        for preset in presets.values():
+            for chunk in model.chunks if preset.only_cuda else ():
+                # a model may be loaded and exported elsewhere
+                chunk.register_forward_pre_hook(lambda *_, preset=preset: check_device(preset, model.device))
         for matrix in matrices(model.root):
             check_tokens(model, matrix)
-        for place in places(model.root):
-            if place.has_amax:
-                spec = amax_spec(model, place)
-                # NaN, and not 0: a quantizer without calibration must not pass for one.
-                place.quantizer.amax = torch.full(spec.shape, torch.nan, device=_device(modules[place.path], model))
-                specs[f"{place.name}._amax"] = spec
-        for site in sites(model.root) if preset.searches else ():
-            spec = features_spec(model, site)
-            device = site.matrices[0].weight.device
-            site.quantizer._enable_pre_quant_scale = True
-            site.quantizer.pre_quant_scale = torch.full(spec.shape, torch.nan, device=device)
-            specs[f"{site.name}._pre_quant_scale"] = spec
-        return specs
+        return empty(model)
 
 
 def check_device(preset: Preset, device: torch.device) -> None:
@@ -160,9 +165,3 @@ def check_device(preset: Preset, device: torch.device) -> None:
             f"preset {preset.name!r} gives {preset.only_cuda} a format to which ModelOpt rounds on CUDA alone, and "
             f"this is device '{device.type}'. Run on a GPU, or use a preset of FP8, INT8 or INT4."
         )
-
-
-def _device(module: nn.Module, model: ParallelModel) -> torch.device:
-    """Return the device of a module; of one without parameters, that of the model's others."""
-    tensor = next(module.parameters(), None)
-    return (next(model.root.parameters()) if tensor is None else tensor).device

@@ -7,7 +7,7 @@ taken over ranks here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.parallel.model import ParallelModel
 from megalight.plugins.modelopt.calibration import Calibration, agree, read
-from megalight.plugins.modelopt.places import Site, rounds, sites
+from megalight.plugins.modelopt.places import KEYS_AND_VALUES, Site, places, rounds, sites
 from megalight.plugins.modelopt.presets import Preset
 from megalight.plugins.modelopt.specs import features_spec, matrix_spec, row_weights
 
+AWQ = "awq_lite"
 SCALES = 1e-4, 1e4
 """Smallest and largest scale of a feature before all are centred."""
 
@@ -34,29 +35,31 @@ class Search:
     one whose rounded weights change the outputs least; this takes a second pass over the batches. All experts of a
     stack share the scales of their inputs.
 
+    Layers whose preset has no such method get their ``amax`` alone.
+
     Args:
         model: a model with :class:`~megalight.plugins.modelopt.quantizers.Quantizers`, and with values.
-        preset: a preset that searches.
+        presets: those of all layers of the model, also on other ranks.
+        fold: change the weights. If not, their quantizers divide them in each forward pass.
+
+    Attributes:
+        reads_again: whether :meth:`finish` runs the batches.
 
     Raises:
         ConfigurationError: parameters are sharded, or layers have adapters.
     """
 
-    def __init__(self, model: ParallelModel, preset: Preset) -> None:
-        self.model, self.preset = model, preset
+    def __init__(self, model: ParallelModel, presets: Iterable[Preset], fold: bool = True) -> None:
+        self.model, self.fold = model, fold
+        self.reads_again = any(preset.algorithm["method"] == AWQ for preset in presets)
         self._calibration = Calibration(model)
-        self._searched = [_Searched.of(model, site) for site in sites(model.root)]
+        self._searched = [_Searched.of(model, site) for site in sites(model.root) if site.method is not None]
         adapted = [each.site.path for each in self._searched if _adapted(each.layer)]
         if adapted:
             raise ConfigurationError(
-                f"preset {preset.name!r} rescales the input features of {adapted[0]}, which has adapters that would "
-                "see other inputs then. Quantize the model without adapters (megalight merge), and train them after."
+                f"the preset rescales the input features of {adapted[0]}, which has adapters that would see other "
+                "inputs then. Quantize the model without adapters (megalight merge), and train them after."
             )
-
-    @property
-    def reads_again(self) -> bool:
-        """Whether :meth:`finish` runs the batches."""
-        return bool(self.preset.algorithm["method"] == "awq_lite")
 
     def begin(self) -> None:
         """Watch the inputs from now on, and let forward passes round nothing."""
@@ -79,13 +82,11 @@ class Search:
         self._probe({})
         unseen = self._calibration.finish()
         self._add_up()
-        options = {key: value for key, value in self.preset.algorithm.items() if key != "method"}
+        self._smooth([each for each in self._searched if each.method["method"] != AWQ])
         if self.reads_again:
-            self._awq(passes, **options)
-        else:
-            self._smooth(**options)
+            self._awq([each for each in self._searched if each.method["method"] == AWQ], passes)
         for each in self._searched:
-            each.apply()
+            each.apply(self.fold)
         self._calibration.read_weights()
         self._limit_inputs()
         return unseen + [each.site.name for each in self._searched if not bool(each.scales.isfinite().all())]
@@ -104,43 +105,49 @@ class Search:
             agree([total for each in group for total in (each.total, each.count)], self.model.mesh, axes, _SUM)
             agree([each.largest for each in group], self.model.mesh, axes, _MAX)
 
-    def _smooth(self, alpha: float = 1.0) -> None:
-        for axes, group in _by(self._searched, lambda each: each.row_axes):
+    def _smooth(self, searched: Sequence[_Searched]) -> None:
+        for axes, group in _by(searched, lambda each: each.row_axes):
             for each in group:
                 each.weights = torch.stack([matrix.weight.abs().amax(0) for matrix in each.site.matrices]).amax(0)
             agree([each.weights for each in group], self.model.mesh, axes, _MAX)
-        for each in self._searched:
+        for each in searched:
+            alpha = each.method.get("alpha", 1.0)
             scales = (each.weights.pow(1 - alpha) / each.largest.float().pow(alpha)).clamp(*SCALES)
             # a feature that is always 0 needs no scale
             each.scales = torch.where(each.largest > 0, scales, 1.0).float()
 
-    def _awq(self, passes: Callable[[], object], alpha_step: float = 0.1) -> None:
-        alphas = torch.arange(0, 1.0 + alpha_step, alpha_step).tolist()
-        for axes, group in _by(self._searched, lambda each: each.row_axes):
+    def _awq(self, searched: Sequence[_Searched], passes: Callable[[], object]) -> None:
+        for axes, group in _by(searched, lambda each: each.row_axes):
             for each in group:
                 each.weigh()
             agree([total for each in group for total in (each.weights, each.rows)], self.model.mesh, axes, _SUM)
-        for each in self._searched:
+        for each in searched:
+            step = each.method.get("alpha_step", 0.1)
+            alphas = torch.arange(0, 1.0 + step, step).tolist()
             means, weights = (each.total / each.count).float(), (each.weights / each.rows).float()
             tiny = torch.finfo(torch.float32).tiny
             each.tried = torch.stack([means.pow(a) / (weights.pow(1 - a) + tiny) for a in alphas]).clamp(*SCALES)
-        for axes, group in _by(self._searched, lambda each: each.feature_axes):
+        for axes, group in _by(searched, lambda each: each.feature_axes):
             # of all features, also those on other ranks
             ends = [torch.stack([each.tried.amax(1), each.tried.amin(1).neg()]) for each in group]
             agree(ends, self.model.mesh, axes, _MAX)
             for each, (most, least) in zip(group, ends, strict=True):
                 each.tried /= (most * -least).sqrt()[:, None]
-        for each in self._searched:
-            each.losses = each.total.new_zeros(len(alphas))
-            each.round(False)
-        self._probe({each.site.name: each.compare for each in self._searched})
+        for each in searched:
+            each.losses = each.total.new_zeros(len(each.tried))
+        # Keys and values alone are rounded meanwhile.
+        layers = [place.quantizer for place in places(self.model.root) if place.kind not in KEYS_AND_VALUES]
+        for quantizer in layers:
+            quantizer.disable_quant()
+        self._probe({each.site.name: each.compare for each in searched})
         passes()
         self._probe({})
-        for axes, group in _by(self._searched, lambda each: each.all_axes):
+        for quantizer in layers:
+            quantizer.enable_quant()
+        for axes, group in _by(searched, lambda each: each.all_axes):
             agree([each.losses for each in group], self.model.mesh, axes, _SUM)
-        for each in self._searched:
+        for each in searched:
             each.scales = 1 / each.tried[each.losses.argmin()]
-            each.round(True)
 
     def _limit_inputs(self) -> None:
         """Set ``amax`` of scaled inputs."""
@@ -213,6 +220,12 @@ class _Searched:
         )
 
     @property
+    def method(self) -> Mapping[str, Any]:
+        """How its scales are found."""
+        assert self.site.method is not None
+        return self.site.method
+
+    @property
     def all_axes(self) -> tuple[str, ...]:
         """Axes along which ranks have terms of the error."""
         return ("etp", "ep", "edp") if self.site.stacked else ("tp", "cp", "dp")
@@ -259,24 +272,19 @@ class _Searched:
             for quantizer in first:
                 quantizer.disable_quant()
 
-    def round(self, whether: bool) -> None:
-        """Let the quantizers round, or not."""
-        for quantizer in (self.site.quantizer, *self._weight_quantizers()):
-            (quantizer.enable_quant if whether else quantizer.disable_quant)()
-
-    def apply(self) -> None:
+    def apply(self, fold: bool) -> None:
         """Divide the weights by the scales; from now on, inputs are multiplied by them."""
         for matrix in self.site.matrices:
             weight = matrix.weight.detach()
-            weight.copy_(weight * (1 / self.scales))
-        self.site.quantizer.pre_quant_scale = self.scales.to(weight.dtype)
+            if fold:
+                weight.copy_(weight * (1 / self.scales))
+            else:
+                rounds(matrix.weight_quantizer)[0][1].pre_quant_scale = (1 / self.scales)[None].to(weight.dtype)
+        self.site.quantizer.pre_quant_scale = self.scales.to(self.site.matrices[0].weight.dtype)
 
     def limit(self) -> Tensor:
         """Return the largest magnitude of scaled inputs."""
         return (self.largest.float().to(self.site.matrices[0].weight.dtype) * self.scales).amax()
-
-    def _weight_quantizers(self) -> list[Any]:
-        return [quantizer for matrix in self.site.matrices for _, quantizer in rounds(matrix.weight_quantizer)]
 
 
 def _by(
