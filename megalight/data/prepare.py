@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ from megalight.data.indexed import IndexedWriter, paths, token_dtype
 from megalight.data.meta import CorpusMeta, image_prefix, loss_prefix, tokenizer_path
 from megalight.data.sentences import sentences_of
 from megalight.data.statistics import add_counts, entropy
-from megalight.data.text_files import Block, Format, OnBad, TextFile, blocks, find, texts_of
+from megalight.data.text_files import SUFFIXES, Block, Format, Kind, OnBad, TextFile, blocks, find, texts_of
 from megalight.data.tokenizer import Tokenizer, config_path
 from megalight.errors import DataError
 
@@ -229,7 +229,11 @@ def prepare(
 
 
 def find_inputs(
-    inputs: Sequence[str], output: str | os.PathLike[str], format: Format, workers: int | None
+    inputs: Sequence[str],
+    output: str | os.PathLike[str],
+    format: Format,
+    workers: int | None,
+    suffixes: Mapping[str, Kind] = SUFFIXES,
 ) -> tuple[str, list[TextFile], int]:
     """Return the data prefix to write, the files to read, and their size in bytes.
 
@@ -239,7 +243,7 @@ def find_inputs(
     if workers is not None and workers < 1:
         raise DataError(f"workers (--workers) is {workers}; it must be at least 1.")
     prefix = os.fspath(paths(output)[0])[:-4]
-    files = _without_outputs(find(inputs, format), inputs, prefix)
+    files = _without_outputs(find(inputs, format, suffixes), inputs, prefix)
     num_bytes = sum(file.size for file in files)
     if not num_bytes:
         raise DataError(f"the inputs are empty ({_some(files)}), so nothing was written; check the inputs.")

@@ -1,4 +1,4 @@
-"""Input files of ``prepare`` (plain text, JSON lines, JSON, Parquet), read in blocks of about a megabyte.
+"""Input files of ``prepare`` (plain text, JSON lines, JSON, Parquet, WebDataset), read in blocks of about a megabyte.
 
 One process finds and reads the files in a fixed order (:func:`find`, :func:`blocks`). Workers turn blocks into texts
 (:func:`texts_of`). So the result does not depend on the number of workers.
@@ -12,19 +12,22 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
+from megalight.data import shards
 from megalight.errors import DataError
 from megalight.imports import require
 
-Kind = Literal["text", "jsonl", "json", "parquet"]
+Kind = Literal["text", "jsonl", "json", "parquet", "webdataset"]
 Format = Literal["auto", "text", "jsonl", "json", "parquet"]
 OnBad = Literal["raise", "skip"]
 BLOCK = 1 << 20
 SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+ROWS: dict[str, Kind] = {**SUFFIXES, ".json": "json", ".tar": "webdataset"}
+"""Suffixes where inputs can only be rows: for text, a ``.json`` file is a document, and a ``.tar`` file is left out."""
 READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
@@ -49,8 +52,9 @@ class Piece:
     Attributes:
         path: the file, for messages.
         kind: format of the file.
-        data: bytes of text or of whole JSON lines, one for each entry of a JSON array; empty for Parquet.
-        first: number of the first line (text, JSON lines) or entry (JSON), or the row group (Parquet).
+        data: bytes of text or of whole JSON lines, one for each entry of a JSON array; the places of samples of a
+            WebDataset shard; empty for Parquet.
+        first: number of the first line (text, JSON lines), entry (JSON) or sample, or the row group (Parquet).
         ends: whether the document ends with this piece. Only a text file can have a document of several pieces.
         size: bytes of the input file that this piece accounts for, for the progress bar.
     """
@@ -74,11 +78,16 @@ class Text:
     ends: bool
 
 
-def find(inputs: Sequence[str], form: Format = "auto") -> list[TextFile]:
+def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Kind] = SUFFIXES) -> list[TextFile]:
     """Find the files that the inputs name, in a fixed order, each once.
 
     An input is a file, a glob pattern (``**`` is allowed), or a directory. A directory stands for all files below it,
     in sorted order, without hidden files and without binary files (a zero byte in the first 8 KiB, as in git).
+
+    Args:
+        inputs: the inputs.
+        form: format of all files; ``auto``: by the suffix.
+        suffixes: suffix -> format. Other files are text.
 
     Raises:
         DataError: an input names no file.
@@ -88,7 +97,7 @@ def find(inputs: Sequence[str], form: Format = "auto") -> list[TextFile]:
     for given in inputs:
         place = Path(given)
         if place.is_dir():
-            paths = _below(place)
+            paths = _below(place, suffixes)
         elif place.exists():
             paths = [place]
         else:
@@ -96,7 +105,7 @@ def find(inputs: Sequence[str], form: Format = "auto") -> list[TextFile]:
         if not paths:
             raise DataError(f"input {given!r} names no file; give a file, a directory, or a glob in quotes.")
         for path in paths:
-            kind = SUFFIXES.get(_suffix(path), "text") if form == "auto" else form
+            kind = suffixes.get(_suffix(path), "text") if form == "auto" else form
             found.setdefault(path, TextFile(path, kind, path.stat().st_size))
     if not found:
         raise DataError("no input was given; give at least one file, directory or glob.")
@@ -107,9 +116,9 @@ def _suffix(path: Path) -> str:
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
-def _below(folder: Path) -> list[Path]:
+def _below(folder: Path, suffixes: Container[str]) -> list[Path]:
     try:
-        return [path for path in _walk(folder) if _suffix(path) in SUFFIXES or not _binary(path)]
+        return [path for path in _walk(folder) if _suffix(path) in suffixes or not _binary(path)]
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error}") from error
 
@@ -151,8 +160,8 @@ def blocks(files: Sequence[TextFile], on_bad: OnBad = "raise", skipped: list[str
                 _check(file)
             for piece in _pieces(file):
                 block.append(piece)
-                # A row group has no bytes here, and counts as a whole block.
-                size += len(piece.data) if piece.kind != "parquet" else BLOCK
+                # Row groups and samples have no bytes here, and count as a whole block.
+                size += len(piece.data) if piece.kind not in ("parquet", "webdataset") else BLOCK
                 if size >= BLOCK:
                     yield tuple(block)
                     block, size = [], 0
@@ -178,6 +187,9 @@ def _pieces(file: TextFile) -> Iterator[Piece]:
             yield from _row_groups(file)
         elif file.kind == "json":
             yield from _entries(file)
+        elif file.kind == "webdataset":
+            for first, places, size in shards.groups(file.path):
+                yield Piece(file.path, "webdataset", places, first, True, size)
         else:
             yield from _lines(file)
     except READ_ERRORS as error:
@@ -293,7 +305,7 @@ def _decode(piece: Piece) -> str:
 
 
 def records_of(block: Block) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON lines and Parquet rows of a block, each with its place (file and line) for messages.
+    """Yield the JSON lines, Parquet rows and samples of a block, each with its place (file and line) for messages.
 
     A line that is not JSON is yielded as the :class:`~megalight.errors.DataError` that says so.
 
@@ -312,6 +324,9 @@ def records_of(block: Block) -> Iterator[tuple[str, Any]]:
                 # absent keys of a row are nulls in its table
                 kept = {key: value for key, value in record.items() if value is not None}
                 yield f"{piece.path} row group {piece.first}, row {row}", kept
+            continue
+        if piece.kind == "webdataset":
+            yield from shards.records(piece.path, piece.data)
             continue
         unit = "entry" if piece.kind == "json" else "line"
         for number, line in enumerate(piece.data.split(b"\n"), piece.first):

@@ -255,6 +255,11 @@ def _check_pictures(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], 
         if pictures is not None:
             raise DataError("pictures are given, but the model reads no images; leave them out.")
         return
+    if config.video_token is not None and any(config.video_token in ids for ids in prompts):
+        raise DataError(
+            f"a prompt has the token {config.video_token}, which stands for a video in this model, and videos are not "
+            "read; show images of it."
+        )
     expected = [token == config.image_token for ids in prompts for token in ids]
     found = [False] * len(expected) if pictures is None else (pictures.source != -1).tolist()
     if expected != found:

@@ -21,7 +21,7 @@ UNBINDING = {
 PARTS = ("language.", "vision.", "projector.")
 """What names of settings begin with in models of several parts."""
 UNBINDING |= {part + name for part in PARTS for name in UNBINDING}
-UNBINDING |= {"vision.dynamic.min_pixels", "vision.dynamic.max_pixels"}
+UNBINDING |= {"vision.dynamic.min_pixels", "vision.dynamic.max_pixels", "video_token"}
 """Settings that may differ between the runs of one model, because its weights do not depend on them."""
 
 

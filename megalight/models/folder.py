@@ -15,7 +15,16 @@ from megalight.checkpoint.boxes import in_threads
 from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk.datafile import OpenFile
 from megalight.checkpoint.disk.publish import place
-from megalight.checkpoint.foreign.transformers_folder import CONFIG, file_of, files_of, header, is_folder, json_of
+from megalight.checkpoint.foreign.transformers_folder import (
+    CONFIG,
+    IMAGE_PROCESSOR,
+    PROCESSOR,
+    file_of,
+    files_of,
+    header,
+    is_folder,
+    json_of,
+)
 from megalight.checkpoint.memory import host_buffer
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
@@ -37,6 +46,8 @@ COMPANIONS = (
     GENERATION,
     TOKENIZER_CONFIG,
     CHAT_TEMPLATE,
+    IMAGE_PROCESSOR,
+    PROCESSOR,
     "tokenizer.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -204,6 +204,10 @@ def test_tokens_and_images_that_do_not_match_are_refused() -> None:
         generate(model, prompts, max_new_tokens=2)
     with pytest.raises(DataError, match="pictures stand for 16 of 25"):
         generate(model, prompts[::-1], max_new_tokens=2, pictures=pictures)
+    model.config = replace(CONFIG, video_token=7)  # type: ignore[assignment]
+    with pytest.raises(DataError, match="a prompt has the token 7, which stands for a video in this model"):
+        generate(model, [[1, 7]], max_new_tokens=2)
+    model.config = CONFIG  # type: ignore[assignment]  # it is shared
     text = GPT(LANGUAGE).double()
     initialise(text, 1)
     with pytest.raises(DataError, match="pictures are given, but the model reads no images"):

@@ -219,6 +219,12 @@ def test_parts_that_do_not_fit_are_refused(part: str, options: dict[str, Any], m
         replace(CONFIG, **{part: replace(getattr(CONFIG, part), **options)})
 
 
+@pytest.mark.parametrize("token", [IMAGE, 101, -1])
+def test_the_token_of_videos_is_another_id_of_the_vocabulary(token: int) -> None:
+    with pytest.raises(ConfigurationError, match=rf"video_token is {token}; it must be an id of the vocabulary"):
+        replace(CONFIG, video_token=token)
+
+
 def test_a_pattern_that_freezes_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"freeze has '\*\.towr\.\*', which matches no parameter"):
         VLMModule(CONFIG, freeze=["*.towr.*"]).build_model()

@@ -20,6 +20,8 @@ from megalight.checkpoint.inspection.inspect import Report, floats
 from megalight.errors import CheckpointError
 
 CONFIG = "config.json"
+IMAGE_PROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+"""Settings of the image processor: in a file of its own, or in newer folders among those of all processors."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -39,6 +41,20 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not is_folder(folder):
         raise CheckpointError(f"{folder} holds no {CONFIG}; give the folder that save_pretrained wrote.")
     return json_of(folder / CONFIG)
+
+
+def image_processor(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the settings of a folder's image processor; none if it has no such file.
+
+    Raises:
+        CheckpointError: the file is not JSON.
+    """
+    folder = place(path)
+    if (folder / PROCESSOR).is_file():
+        found = json_of(folder / PROCESSOR).get("image_processor")
+        if isinstance(found, dict):
+            return found
+    return json_of(folder / IMAGE_PROCESSOR) if (folder / IMAGE_PROCESSOR).is_file() else {}
 
 
 def tensor_names(path: str | os.PathLike[str]) -> set[str]:

@@ -31,6 +31,7 @@ class ImagePackOptions(PackOptions):
     Attributes:
         form: how an image becomes patches and tokens.
         image_token: the id of these tokens.
+        video_token: the id that stands for videos, which are not read; None: the model has none.
 
     Raises:
         ConfigurationError: ``too_long`` would cut through images.
@@ -38,6 +39,7 @@ class ImagePackOptions(PackOptions):
 
     form: Form
     image_token: int
+    video_token: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +76,7 @@ class ImageDataset(PackedDataset):
 
     Raises:
         DataError: no conversation can be used, one is too long and ``too_long`` is ``raise``, or (in reading) an image
-            is damaged.
+            is damaged, or a conversation has a video.
     """
 
     options: ImagePackOptions
@@ -157,6 +159,11 @@ class ImageDataset(PackedDataset):
             lengths, at = list[int](), 0
             for sequence, _, size in items.tolist():
                 ids = self.corpus.data.get(sequence).astype(np.int64)
+                if options.video_token is not None and (ids == options.video_token).any():
+                    raise DataError(
+                        f"{self.corpus.data.prefix}: conversation {sequence} has the token {options.video_token} of "
+                        "videos, and videos are not read. Leave it out."
+                    )
                 assert self.corpus.loss is not None
                 found = self._images(sequence)
                 # One token for an image becomes as many as it has.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalight.data.multimodal.forms import Cut
+from megalight.data.multimodal.videos import is_video
 from megalight.errors import ConfigurationError, DataError
 from megalight.imports import require
 
@@ -208,8 +209,14 @@ def decode(data: bytes, place: str) -> Any:
         raise DataError(f"{place} is refused: {error} Raise PIL.Image.MAX_IMAGE_PIXELS if it is no attack.") from error
     # Decoders raise many types for damaged files.
     except (OSError, ValueError, SyntaxError, IndexError, EOFError, MemoryError) as error:
-        raise DataError(f"{place} cannot be read as an image ({type(error).__name__}: {error}).") from error
+        raise DataError(_unreadable(data, place, error)) from error
     return image
+
+
+def _unreadable(data: bytes, place: str, error: Exception) -> str:
+    if is_video(data):
+        return f"{place} is a video, and videos are not read; give an image of it."
+    return f"{place} cannot be read as an image ({type(error).__name__}: {error})."
 
 
 def measure(data: bytes, place: str) -> tuple[int, int]:
@@ -224,7 +231,7 @@ def measure(data: bytes, place: str) -> tuple[int, int]:
             warnings.simplefilter("ignore", pillow.DecompressionBombWarning)  # `decode` refuses it
             size: tuple[int, int] = pillow.open(io.BytesIO(data)).size
     except (OSError, ValueError, SyntaxError, IndexError, EOFError, pillow.DecompressionBombError) as error:
-        raise DataError(f"{place} cannot be read as an image ({type(error).__name__}: {error}).") from error
+        raise DataError(_unreadable(data, place, error)) from error
     return size
 
 

@@ -128,6 +128,7 @@ class MultimodalDataModule(TokenDataModule):
             vocab_size=self.vocab_size,
             form=form_of(config, self.resize),
             image_token=config.image_token,
+            video_token=config.video_token,
         )
 
     collate = staticmethod(collate)

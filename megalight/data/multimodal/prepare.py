@@ -17,8 +17,9 @@ from megalight.data.chat.template import ChatTemplate, TrainOn
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.meta import image_prefix, loss_prefix, tokenizer_path
 from megalight.data.multimodal.images import decode
+from megalight.data.multimodal.videos import TOKENS, videos_of
 from megalight.data.prepare import Encoded, PrepareReport, encode_files, find_inputs, progress_bar, publish_facts
-from megalight.data.text_files import Block, Format, OnBad
+from megalight.data.text_files import ROWS, Block, Format, OnBad
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 
@@ -49,6 +50,10 @@ class _ImageEncoder(ChatEncoder):
     def encode(self, record: Any, place: str, aside: list[Any]) -> list[tuple[list[int], Any]]:
         if isinstance(record, DataError):
             raise record
+        if (where := videos_of(record)) is not None:
+            raise DataError(
+                f"{place} has a video ({where}), and videos are not read; give images of it, or leave it out."
+            )
         given = record.get("images", record.get("image")) if isinstance(record, Mapping) else None
         given = [] if given is None else given if isinstance(given, list) else [given]
         if self.image_text is not None and isinstance(record, Mapping):
@@ -61,6 +66,9 @@ class _ImageEncoder(ChatEncoder):
                 f"{place}: the text holds {self.image_token!r} {count} times, and there are {len(given)} images; each "
                 "image needs one."
             )
+        for token in TOKENS:
+            if any(self.tokenizer.vocabulary.get(token, -1) in ids for ids, _ in encoded):
+                raise DataError(f"{place} has {token!r}, which stands for a video, and videos are not read.")
         # Last, because it is most of the work.
         aside.append([self._read(each, place, number) for number, each in enumerate(given)])
         return encoded
@@ -138,7 +146,8 @@ def prepare_multimodal(
     Parquet holds them (``{"bytes": ...}``), or a list of these.
 
     Args:
-        inputs: files, directories or globs: ``.json`` (an array of rows), ``.jsonl`` or ``.parquet``.
+        inputs: files, directories or globs: ``.json`` (an array of rows), ``.jsonl``, ``.parquet``, or ``.tar``
+            (WebDataset, :mod:`megalight.data.shards`).
         output: the data prefix.
         tokenizer: the folder of a tokenizer, or a ``tokenizer.json`` file.
         images: the folder that paths of images are relative to. None: the folder of the first input file.
@@ -150,7 +159,8 @@ def prepare_multimodal(
         format: format of the inputs; ``auto`` goes by the suffix.
         workers: number of processes that tokenise and check images. Default: one per CPU, fewer for little text.
         on_bad: what happens with a row that cannot be used, a broken or missing image among the reasons: ``raise``
-            stops with an error that names file, line and image, ``skip`` lists the row in the report.
+            stops with an error that names file, line and image, ``skip`` lists the row in the report. Rows with videos
+            cannot be used.
         progress: whether to show a progress bar on standard error.
 
     Raises:
@@ -158,9 +168,7 @@ def prepare_multimodal(
             is bad.
     """
     begin = time.monotonic()
-    prefix, files, num_bytes = find_inputs(inputs, output, format, workers)
-    # For text, a `.json` file is a document; here it can only be an array of rows.
-    files = [replace(f, kind="json") if format == "auto" and f.path.suffix == ".json" else f for f in files]
+    prefix, files, num_bytes = find_inputs(inputs, output, format, workers, ROWS)
     chosen = Tokenizer.load(tokenizer)
     template = ChatTemplate.of(chosen, None if chat_template is None else read_template(chat_template))
     chosen.chat_template = template.source

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from megalight.checkpoint.foreign.transformers_folder import read_config, tensor_names
+from megalight.checkpoint.foreign.transformers_folder import image_processor, read_config, tensor_names
 from megalight.errors import ConfigurationError
 from megalight.models.config import compare
 from megalight.models.folder import Folder
@@ -41,6 +41,8 @@ class Weights:
         write_config: configuration and preferred ``model_type`` -> content of ``config.json``.
         without: configuration, and a function that returns the names of a folder's tensors -> the configuration
             without parts that ``config.json`` tells of and the folder does not hold. None: folders hold all parts.
+        processed: configuration, and the settings of a folder's image processor -> the configuration with what these
+            say. None: models of this family read no images.
     """
 
     kinds: tuple[str, ...]
@@ -48,6 +50,7 @@ class Weights:
     map: Callable[[Any], WeightMap]
     write_config: Callable[[Any, str | None], dict[str, Any]]
     without: Callable[[Any, Callable[[], Collection[str]]], Any] | None = None
+    processed: Callable[[Any, Mapping[str, Any]], Any] | None = None
 
     def config_of(self, folder: str | os.PathLike[str]) -> Any:
         """Return the configuration of the model in a folder that ``save_pretrained`` wrote.
@@ -63,6 +66,8 @@ class Weights:
                 f"{', '.join(self.kinds)}."
             )
         config = self.config(values)
+        if self.processed is not None:
+            config = self.processed(config, image_processor(folder))
         # Names are looked up only by families that ask: listing a folder reads the headers of its files.
         return config if self.without is None else self.without(config, partial(tensor_names, folder))
 

@@ -72,6 +72,8 @@ class VLMConfig:
         vision: the tower.
         projector: what connects them.
         image_token: the id in whose places features of images come. The tokens of an image are one after the other.
+        video_token: the id that stands for videos in the data of a published model. Videos are not read: tokens with
+            this id are refused. None: the model has none.
         newline: whether a learned row follows the features of each image, as LLaVA-OneVision has it.
         deepstack: layers of the tower, in ascending order, whose features have projectors of their own and are added
             to the output of the first layers of the language model, one each (https://arxiv.org/abs/2406.04334).
@@ -86,6 +88,7 @@ class VLMConfig:
     vision: VisionConfig
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     image_token: int
+    video_token: int | None = None
     newline: bool = False
     mutual: bool = False
     deepstack: tuple[int, ...] = ()
@@ -111,6 +114,12 @@ class VLMConfig:
         require(
             0 <= self.image_token < self.vocab_size,
             f"image_token is {self.image_token}; it must be an id of the vocabulary, below {self.vocab_size}.",
+        )
+        video = self.video_token
+        require(
+            video is None or (video in range(self.vocab_size) and video != self.image_token),
+            f"video_token is {video}; it must be an id of the vocabulary, below {self.vocab_size}, and not that of "
+            f"images, {self.image_token}.",
         )
         require(
             self.language.mtp is None,

@@ -133,6 +133,7 @@ def qwen3_vl(name: str, vision: VisionConfig, deepstack: tuple[int, ...]) -> VLM
         vision=vision,
         projector=ProjectorConfig(merge=2, norm="layer", hidden_size=4 * vision.hidden_size),
         image_token=151655,
+        video_token=151656,
         deepstack=deepstack,
     )
 
@@ -171,6 +172,7 @@ def qwen2_5_vl(name: str) -> VLMConfig:
         vision=qwen_tower(),
         projector=ProjectorConfig(merge=2, norm="rms", hidden_size=5120),
         image_token=151655,
+        video_token=151656,
     )
 
 
@@ -183,7 +185,8 @@ for _name, _text in {
     "llava_onevision_7b": language("qwen2_5_7b", 152128),
 }.items():
     # Qwen2, which has the shapes of Qwen2.5.
-    PRESETS.register(_name)(VLMConfig(language=_text, vision=siglip_so400m(), image_token=151646, newline=True))
+    _onevision = VLMConfig(language=_text, vision=siglip_so400m(), image_token=151646, video_token=151647, newline=True)
+    PRESETS.register(_name)(_onevision)
 
 for _name, _language in {"qwen2_5_vl_3b": "qwen2_5_3b", "qwen2_5_vl_7b": "qwen2_5_7b"}.items():
     PRESETS.register(_name)(qwen2_5_vl(_language))

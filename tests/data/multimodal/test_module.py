@@ -114,6 +114,12 @@ def test_what_is_too_long_is_dropped_or_refused(prefix: str, caplog: pytest.LogC
         options(too_long="cut_end")
 
 
+def test_conversations_with_videos_are_refused(prefix: str) -> None:
+    token = int(Corpus.open(prefix).data.get(0)[0])  # which all of them have
+    with pytest.raises(DataError, match=rf"conversation \d+ has the token {token} of videos, and videos are not read"):
+        dataset(prefix, video_token=token)[0]
+
+
 @pytest.fixture
 def sized(prepared: Callable[..., Any], tmp_path: Path) -> Any:
     """Prepare images of any size, one of which is too long a strip."""

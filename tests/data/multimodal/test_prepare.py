@@ -14,11 +14,11 @@ import pytest
 from megalight.cli.main import main
 from megalight.data.corpus import Corpus
 from megalight.data.meta import CorpusMeta
-from megalight.data.multimodal.images import decode
+from megalight.data.multimodal.images import decode, measure
 from megalight.data.multimodal.prepare import prepare_multimodal
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
-from tests.data.multimodal.conftest import png, row
+from tests.data.multimodal.conftest import TEMPLATE, png, row
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +97,12 @@ BAD = {
     "too many": (row("0.png", "<image><image>"), r"holds '<image>' 2 times, and there are 1 images"),
     "none": (row(None, "<image>"), r"holds '<image>' 1 times, and there are 0 images"),
     "a number": (row(7, "<image>"), r"image 0 is '7'; it must be the path of a file"),
+    "a video": (row(None, "what") | {"video": "a.mp4"}, r"has a video \(key 'video'\), and videos are not read"),
+    "a part": (
+        {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+        r"has a video \(a message with a part of type 'video'\)",
+    ),
+    "a film": (row("film.png", "<image>"), r"film\.png\) is a video, and videos are not read"),
     "no row": (["a"], r"entry 1 is a list; each row must be a JSON object"),
 }
 
@@ -105,6 +111,7 @@ BAD = {
 def test_bad_rows_are_refused_or_skipped(kind: str, prepared: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(png(64, 64)[:-30])
     (tmp_path / "text.png").write_text("this is text")
+    (tmp_path / "film.png").write_bytes(b"\0\0\0\x18ftypmp42" + bytes(40))
     bad, message = BAD[kind]
     rows = [GOOD[0], bad, GOOD[2]]
     with pytest.raises(DataError, match=message):
@@ -133,6 +140,25 @@ def test_a_tokenizer_without_the_image_token_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=r"the tokenizer has no token '<img>' of its own.*--image-token"):
         prepared(GOOD, image_token="<img>")
+
+
+def test_tokens_of_videos_are_refused(tmp_path: Path) -> None:
+    special = ("<image>", "<video>", "<|user|>", "<|assistant|>")
+    tokenizer = Tokenizer.train(["what is this in the picture a red thing " * 9], 275, special_tokens=special)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save(tmp_path / "tokenizer")
+    (tmp_path / "rows.json").write_text(json.dumps([row(None, "<video> what is this")]))
+    with pytest.raises(DataError, match=r"entry 0 has '<video>', which stands for a video, and videos are not read"):
+        prepare_multimodal(
+            [str(tmp_path / "rows.json")], tmp_path / "p", tokenizer=tmp_path / "tokenizer", progress=False
+        )
+
+
+@pytest.mark.parametrize("start", [b"\0\0\0\x18ftypisom", b"RIFF\0\0\0\0AVI LIST", b"\x1aE\xdf\xa3", b"\0\0\1\xba"])
+def test_videos_are_told_from_damaged_images(start: bytes) -> None:
+    for read in (decode, measure):
+        with pytest.raises(DataError, match="here is a video, and videos are not read"):
+            read(start + bytes(30), "here")
 
 
 @pytest.mark.parametrize(("text", "message"), [("{}", "holds a dict"), ("[1,", "is not JSON")])

@@ -12,7 +12,8 @@ from megalight.models.vlm.hugging_face import gemma3, internvl, llava, qwen2_5, 
 
 def settings(config: VLMConfig) -> dict[str, Any]:
     """Return plain values, equal for configurations that mean the same model."""
-    return config.to_dict() | {"language": language_settings(config.language)}
+    # What a model computes does not depend on the id of videos, which are refused.
+    return config.to_dict() | {"language": language_settings(config.language), "video_token": None}
 
 
 FAMILY = Kinds((*gemma3.KINDS, *internvl.KINDS, *qwen3.KINDS, *qwen2_5.KINDS, *llava.KINDS), settings)

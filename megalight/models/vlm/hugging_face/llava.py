@@ -14,6 +14,7 @@ from megalight.models.gpt.hugging_face import weight_map as gpt_map
 from megalight.models.kinds import Kind
 from megalight.models.vision import hugging_face as towers
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
+from megalight.models.vlm.hugging_face import videos
 from megalight.models.weights import Theirs, WeightMap
 
 PROJECTOR = {
@@ -106,7 +107,9 @@ def _llava(values: Mapping[str, Any]) -> VLMConfig:
 def _onevision(values: Mapping[str, Any]) -> VLMConfig:
     """Convert LLaVA-OneVision. Each image is one tile, as it reads several images of a conversation."""
     published = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "image_token_index": 151646}
-    return replace(_read({**published, **values}, "siglip_vision_model", "qwen2"), newline=True)
+    read = _read({**published, **values}, "siglip_vision_model", "qwen2")
+    key = "video_token_id" if "video_token_id" in values else "video_token_index"
+    return replace(read, newline=True, video_token=videos.token_from(values, key, 151647, read.vocab_size))
 
 
 def _read(values: Mapping[str, Any], tower_kind: str, text_kind: str) -> VLMConfig:
@@ -147,6 +150,7 @@ def _write(config: VLMConfig) -> dict[str, Any]:
         "projector_hidden_act": towers.activation_to(config.projector.activation),
         "multimodal_projector_bias": config.projector.bias,
         "image_token_index": config.image_token,
+        **videos.token_to(config, "video_token_index"),
         "tie_word_embeddings": config.language.tie_embeddings,
     }
 

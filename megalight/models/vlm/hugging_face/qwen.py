@@ -11,12 +11,13 @@ from megalight.models.gpt.hugging_face import config_from_transformers as gpt_fr
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vlm.config import VLMConfig
+from megalight.models.vlm.hugging_face import videos
 from megalight.models.weights import Theirs
 
 EPS = 1e-6
 """Of all norms of the towers. It is no setting of theirs."""
-IMAGE_TOKEN = 151655
-"""The id of image tokens that a ``config.json`` need not say."""
+IMAGE_TOKEN, VIDEO_TOKEN = 151655, 151656
+"""The ids that a ``config.json`` need not say."""
 
 TOWER = {
     "embed.tower.patch": "visual.patch_embed.proj",
@@ -61,6 +62,14 @@ def sizes_from(vision: Mapping[str, Any]) -> dict[str, Any]:
         "class_token": False,
         "input_norm": False,
         "norm_eps": EPS,
+    }
+
+
+def tokens_from(values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the ids of the tokens of images and videos, as arguments of ``VLMConfig``."""
+    return {
+        "image_token": values.get("image_token_id", IMAGE_TOKEN),
+        "video_token": videos.token_from(values, "video_token_id", VIDEO_TOKEN, vocab_size),
     }
 
 
@@ -110,5 +119,6 @@ def written(config: VLMConfig, model_type: str, text_type: str, **vision: Any) -
             **vision,
         },
         "image_token_id": config.image_token,
+        **videos.token_to(config, "video_token_id"),
         "tie_word_embeddings": config.language.tie_embeddings,
     }

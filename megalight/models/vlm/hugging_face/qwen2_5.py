@@ -103,7 +103,7 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
         projector=ProjectorConfig(
             merge=merge, norm="rms", norm_eps=qwen.EPS, hidden_size=merge**2 * vision["hidden_size"], activation="gelu"
         ),
-        image_token=values.get("image_token_id", qwen.IMAGE_TOKEN),
+        **qwen.tokens_from(values, language.vocab_size),
     )
 
 

@@ -92,7 +92,7 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
             hidden_size=merge**2 * vision["hidden_size"],
             activation="gelu",
         ),
-        image_token=values.get("image_token_id", qwen.IMAGE_TOKEN),
+        **qwen.tokens_from(values, language.vocab_size),
         deepstack=tuple(vision["deepstack_visual_indexes"]),
     )
 
