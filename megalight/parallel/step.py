@@ -191,8 +191,9 @@ class Step:
         """
         joined = self.joined(micro_batches)
         counts = self._count(joined, 1.0)
-        for collector in (self.side_losses, self.auxiliary, *self.counted.values()):
-            collector.begin(torch.zeros_like(counts.micro_batch_scale))
+        nothing = {name: torch.zeros_like(factor) for name, factor in counts.auxiliary_scales.items()}
+        for collector in (self.side_losses, self.auxiliary):
+            collector.begin(torch.zeros_like(counts.micro_batch_scale), nothing)
         with self.around(), torch.enable_grad():
             self._play(joined, counts)
 
