@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import low_precision_loss
 from megalight.errors import BackendError
@@ -50,6 +51,22 @@ def test_a_recipe_without_products_is_told(tmp_path: Path, monkeypatch: pytest.M
     result = json.loads(path.read_text())
     assert result["refused"] == {"nvfp4": "no products here"}
     assert [run["recipe"] for run in result["runs"]] == ["bf16", "bf16 nudged", "delayed"]
+
+
+def test_a_device_without_products_emulates_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(recipe: str, size: Any, steps: int, text: Any, device: str, emulate: bool) -> dict[str, Any]:
+        if recipe == "nvfp4" and not emulate:
+            raise BackendError("no products here")
+        return {"recipe": recipe, "emulated": emulate, "losses": [2.0, 1.0], "seconds_per_step": 0.1}
+
+    monkeypatch.setattr(low_precision_loss, "train", train)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    path = tmp_path / "loss.json"
+    assert low_precision_loss.main([str(path), "--size=small", "--recipes", "nvfp4", "delayed"]) == 0
+    result = json.loads(path.read_text())
+    assert result["refused"] == {"nvfp4": "no products here"}
+    assert {run["recipe"]: run["emulated"] for run in result["runs"][2:]} == {"nvfp4": True, "delayed": False}
 
 
 def test_a_loss_that_is_no_number_does_not_pass() -> None:
