@@ -41,19 +41,22 @@ TIMED = "mbs=1 steps=6 warmup=3"
 SHAPES = {"llama3": "vocab=128256", "qwen3-moe": QWEN3_MOE}
 SMALL_SHAPES = {"llama3": "", "qwen3-moe": "ffn=32 experts=4"}
 FULL = "optim_grads_params"
-WAYS = ("megalight", "fully-shard", "fsdp2", "mfsdp", "megalight level=optim")
+WAYS = ("megalight", "fully-shard", "fsdp2", "megalight level=optim", "mfsdp")
 """A peer, and what its step has beside the shape. Our own first: a call that is cut short has them.
 
-``mfsdp`` is the package ``megatron-fsdp``. The last one is our own data parallelism that shards the optimizer only.
+``level=optim`` is our own data parallelism that shards the optimizer only. ``mfsdp`` is the package ``megatron-fsdp``,
+and comes last: after it, the next way ran out of memory that it has alone.
 """
 
 
 def row_of(way: str, step: Step, unchecked: bool) -> dict[str, Any]:
-    """Measure one way, or return how it failed."""
+    """Measure one way, or return how it failed. ``held_gib`` is memory that earlier ways have not freed."""
     peer, _, words = way.partition(" ")
     arguments = argparse.Namespace(unchecked=unchecked, profile=None, breakdown=False)
+    forget(step)
+    held = torch.cuda.memory_allocated() / 2**30 if step.device == "cuda" else 0.0
     try:
-        return measure(arguments, way, peer, step.but(words))
+        return measure(arguments, way, peer, step.but(words)) | {"held_gib": held}
     except Exception as error:  # any: the other ways must be timed all the same
         failed = f"{type(error).__name__}: {error}"[:2000]
     forget(step)  # here, where the error no longer holds the frames that hold the tensors
@@ -100,6 +103,7 @@ def main(line: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama3")
     parser.add_argument("--layers", type=int, default=16, help="32 are the whole model: for four GPUs")
     parser.add_argument("--but", default="", help="other values of the step, as 'steps=4 seq=8192'")
+    parser.add_argument("--limit-gib", type=float, help="memory of a GPU that may be used: as if it had no more")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--unchecked", action="store_true", help="do not train the twins")
     a = parser.parse_args(line)
@@ -109,6 +113,8 @@ def main(line: Sequence[str] | None = None) -> int:
         parser.error(f"no peer of {', '.join(PEERS)} in {wrong[0]!r}")
     if step.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if a.limit_gib is not None:
+            torch.cuda.set_per_process_memory_fraction(a.limit_gib * 2**30 / torch.cuda.mem_get_info()[1])
     first, rows = os.environ.get("RANK", "0") == "0", list[dict[str, Any]]()
     for way in a.ways:
         rows.append(row_of(way, step, a.unchecked))

@@ -62,6 +62,7 @@ class Step:
     sharding: tuple[str, ...] = ()
     rank: int = 0
     base: str = ""
+    moments: str = "float32"
     device: str = "cuda"
 
     @property
@@ -201,7 +202,7 @@ def only_of(step: Step, allowed: Iterable[str]) -> str | None:
     plain = Step()
     asked = [
         name
-        for name in (*SPLITS, "recompute", "graph", "experts", "sharding", "rank", "base")
+        for name in (*SPLITS, "recompute", "graph", "experts", "sharding", "rank", "base", "moments")
         if name not in allowed and getattr(step, name) != getattr(plain, name)
     ]
     return f"this runner has no {', '.join(asked)}" if asked else None

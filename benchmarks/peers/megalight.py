@@ -242,6 +242,7 @@ def train(
         callbacks=[Steps(begin, tick), *graphs, *callbacks],
     )
     adam = AdamConfig(lr=twin_rate(step), weight_decay=0.0) if fixed else AdamConfig(lr=1e-4)
+    adam = replace(adam, exp_avg_dtype=step.moments, exp_avg_sq_dtype=step.moments)  # type: ignore[arg-type]
     module = GPTModule(replace(config_of(step), backends=BackendConfig(**with_config)), optimizer=adam)
     module.transforms += transforms_of(step)
     rows = Rows(step, steps, strategy, fixed)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
 from megalight.ops.adam import adam_step, narrow
-from megalight.ops.adam.chunked import PIECE
+from megalight.ops.adam.chunked import piece
 from megalight.ops.common import wide
 
 MomentDtype: TypeAlias = Literal["float32", "bfloat16", "float8"]
@@ -223,7 +223,8 @@ def _decoded(codes: Tensor, exponents: Tensor, second: bool) -> Tensor:
     """Return codes as bfloat16 in host memory, piece by piece, so that it takes little memory of their device."""
     found = torch.empty(codes.shape, dtype=torch.bfloat16)
     flat, room = codes.view(-1), found.view(-1)
-    for start in range(0, codes.numel(), PIECE):
-        blocks = slice(start // narrow.BLOCK, (start + PIECE) // narrow.BLOCK)
-        room[start : start + PIECE] = narrow.decode(flat[start : start + PIECE], exponents[blocks], second)
+    size = piece()
+    for start in range(0, codes.numel(), size):
+        blocks = slice(start // narrow.BLOCK, (start + size) // narrow.BLOCK)
+        room[start : start + size] = narrow.decode(flat[start : start + size], exponents[blocks], second)
     return found

@@ -104,7 +104,7 @@ def test_second_moments_follow_gradients_that_shrink(kind: str, beta2: float) ->
 def test_pieces_equal_the_reference(
     first: str, second: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "PIECE", 128)
+    monkeypatch.setattr(chunked, "SHARE", 128)
     check_narrow_adam(chunked.adam_step, "cpu", 1003, first, second, dtype=dtype)
 
 

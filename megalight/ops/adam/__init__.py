@@ -45,7 +45,11 @@ def _torch_why_not(spec: Spec) -> str | None:
 
 
 def _chunked_why_not(spec: Spec) -> str | None:
-    return None if spec.contiguous and spec.dtype.itemsize >= 4 else "needs contiguous parameters of 32 or 64 bits"
+    if not spec.contiguous or spec.dtype.itemsize < 4:
+        return "needs contiguous parameters of 32 or 64 bits"
+    if spec.device != "cpu" and _torch_why_not(spec) is None:
+        return f"torch's kernel updates whole tensors on {spec.device}"
+    return None
 
 
 def _triton_why_not(spec: Spec) -> str | None:
@@ -58,7 +62,7 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 ADAM.register(Backend("triton", lazy("megalight.ops.adam.triton", "adam_step"), 20, _triton_why_not))
 ADAM.register(Backend("torch", native.adam_step, 10, _torch_why_not))
-ADAM.register(Backend("chunked", chunked.adam_step, 5, _chunked_why_not))
+ADAM.register(Backend("chunked", chunked.adam_step, 15, _chunked_why_not))
 ADAM.register(Backend("reference", reference.adam_step, 0, serve_all))
 
 

@@ -1,19 +1,25 @@
-"""One Adam step with torch's fused kernels on moments or gradients in fewer bits: piece by piece.
+"""One Adam step with torch's fused kernels, piece by piece: for hosts, and for moments or gradients in fewer bits.
 
-A piece is widened, updated and rounded back while it is in the cache, and takes little memory. This is the step of
-parameters in host memory.
+A piece is scaled or widened, updated, and rounded while it is in the caches of the cores. Whole tensors would take the
+memory of a scaled gradient, which the host zeroes anew in each step, and one more pass for every such change.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalight.ops.adam import narrow, native
 
-PIECE = 1 << 20
-"""Elements. Each thread of a host of 16 cores then works on 256 KiB per tensor, and finds them in its own cache."""
+SHARE = 1 << 17
+"""Elements of a piece for each thread: 512 KiB per tensor, so that those of a step about fit into a core's cache."""
+
+
+def piece() -> int:
+    """Return the number of elements of a piece, a multiple of :data:`.narrow.BLOCK`."""
+    return SHARE * torch.get_num_threads()
 
 
 def adam_step(
@@ -28,10 +34,11 @@ def adam_step(
     **options: Any,
 ) -> None:
     """Update pieces in turn; see :func:`megalight.ops.adam.adam_step`."""
+    size = piece()
     flat = [tensor.view(-1) for tensor in (param, grad, exp_avg, exp_avg_sq)]
-    for start in range(0, param.numel(), PIECE):
-        own, gradient, *moments = (tensor[start : start + PIECE] for tensor in flat)
-        blocks = slice(start // narrow.BLOCK, (start + PIECE) // narrow.BLOCK)
+    for start in range(0, param.numel(), size):
+        own, gradient, *moments = (tensor[start : start + size] for tensor in flat)
+        blocks = slice(start // narrow.BLOCK, (start + size) // narrow.BLOCK)
         shared = [None if each is None else each[blocks] for each in exponents]
         wide = [
             narrow.read(moment, each, bool(second)).to(param.dtype)
@@ -42,7 +49,7 @@ def adam_step(
             gradient.to(param.dtype),
             *wide,
             step=step,
-            out=None if out is None else out.view(-1)[start : start + PIECE],
+            out=None if out is None else out.view(-1)[start : start + size],
             **options,
         )
         for second, (moment, each, values) in enumerate(zip(moments, shared, wide, strict=True)):
