@@ -6,12 +6,13 @@ import argparse
 import math
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 
 from megalight.errors import LayoutError
 from megalight.parallel.pipeline.grammar import parse
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.schedules import SCHEDULES, build, chosen, waste
-from megalight.parallel.pipeline.timeline import Costs, simulate
+from megalight.parallel.pipeline.timeline import Costs, Timeline, simulate
 
 MAX_DRAWN = 32
 """A picture of more ranks does not fit on a screen."""
@@ -35,6 +36,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}")
     group.add_argument("--micro-batches", type=int, help="micro-batches of a step (default: two per rank)")
+    group.add_argument("-o", "--output", type=Path, help="path of an image of the step under every schedule")
     group.add_argument("--group-size", type=int, help="micro-batches in a row through a chunk (default: one per rank)")
 
 
@@ -86,7 +88,7 @@ def pipeline_of(arguments: argparse.Namespace, degrees: Mapping[str, int] | None
 
 
 def print_pipeline(layout: PipelineLayout, arguments: argparse.Namespace) -> None:
-    """Print what each stage holds, the bubble of every schedule, and a picture of the chosen one.
+    """Print what each stage holds, the bubble of every schedule, and a picture of the chosen one; draw an image.
 
     Raises:
         LayoutError: the schedule cannot run on this layout, or ``--head-cost`` is negative.
@@ -101,6 +103,7 @@ def print_pipeline(layout: PipelineLayout, arguments: argparse.Namespace) -> Non
     drawn = simulate(build(arguments.schedule, pp, vpp, count, arguments.group_size), costs)
     print(f"{layout.num_layers} layers on pp={pp}, vpp={vpp}: {layout}\n{layout.draw()}\n")
     print(f"{count} micro-batches; a backward takes as long as two forwards, half of it for weight gradients")
+    trained: dict[str, Timeline] = {}
     for name, schedule in SCHEDULES.items():
         if reason := schedule.why_not(pp, vpp, arguments.group_size):
             print(f"  {name:<12}  {reason}")
@@ -109,7 +112,14 @@ def print_pipeline(layout: PipelineLayout, arguments: argparse.Namespace) -> Non
             live = "" if name == "forward_only" else f", activations of at most {max(timeline.peak)} chunks in memory"
             takes = "" if costs is None else f", as long as {float(timeline.total):.1f} forwards of a layer"
             print(f"  {name:<12}  bubble {timeline.bubble:.1%} of the work{takes}{live}")
+            if live:
+                trained[name] = timeline
     if warning := waste(pp, vpp, count, arguments.group_size):
         print(f"  {warning}")
     if pp <= MAX_DRAWN:
         print(f"\n{chosen(arguments.schedule, vpp)}:\n{drawn.draw(shutil.get_terminal_size((160, 24)).columns)}")
+    if arguments.output is not None:
+        from megalight.cli import timeline_image  # needs matplotlib
+
+        timeline_image.save(trained, arguments.output)
+        print(f"\n{arguments.output}")

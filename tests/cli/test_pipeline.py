@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from megalight.cli.main import main
+
+BUBBLES = [("1f1b", 38), ("zero_bubble", 12), ("combined", 38)]
+"""Of 4 ranks and 8 micro-batches: ``3 / 8``, and a third of it where gradients of weights fill in."""
 
 
 def doctor(*words: str) -> int:
@@ -71,6 +77,29 @@ def test_a_mesh_and_its_stages_together(capsys) -> None:
     text = capsys.readouterr().out
     assert ["3", "1", "0", "0", "1"] in [line.split() for line in text.splitlines()]
     assert "2 layers on pp=2, vpp=1: Et|tL" in text
+
+
+def test_an_image_has_a_panel_for_each_schedule_that_trains(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    image = tmp_path / "new" / "step.svg"
+    words = ["--layers", "8", "--pipeline-parallel", "4", "--micro-batches", "8", "--output", str(image)]
+    assert doctor(*words) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(image)
+    text = image.read_text()
+    # A number per action: forward and backward of 8 micro-batches on 4 ranks, twice with two parts, once with three.
+    numbers = re.findall(r"font-size: 6px[^>]*>(\d)</text>", text)
+    assert sorted(numbers) == sorted("01234567" * 4 * (2 + 3 + 2))
+    titles = re.findall(r">([\w ]+: bubble \d+% of the work)<", text)
+    assert titles == [f"{name}: bubble {share}% of the work" for name, share in BUBBLES]
+    assert doctor(*words[:-2], "--output", str(tmp_path / "again.svg")) == 0
+    assert (tmp_path / "again.svg").read_text() == text
+
+
+def test_an_image_needs_stages(tmp_path: Path, capsys) -> None:
+    image = tmp_path / "step.svg"
+    assert doctor("--layout", "tp=2,dp=2", "--output", str(image)) == 2
+    assert "add --layers N" in capsys.readouterr().err
+    assert not image.exists()
 
 
 def test_many_ranks_are_not_drawn(capsys) -> None:

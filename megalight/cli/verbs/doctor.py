@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Both kinds of layout share one option: only degrees have an equals sign.
     degrees = parse_layout(arguments.layout) if arguments.layout and "=" in arguments.layout else None
     layout = pipeline_of(arguments, degrees)
+    if arguments.output is not None and layout is None:
+        raise LayoutError("--output draws the stages of a pipeline; add --layers N, or a layout: --layout 'Et|tt|tL'.")
     if degrees:
         _print_layout(degrees)
     if layout:
