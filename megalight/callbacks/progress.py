@@ -17,6 +17,9 @@ from megalight.callbacks.timing.meter import StepMeter, Window, current_loss, la
 from megalight.callbacks.timing.throughput import rates
 from megalight.errors import ConfigurationError
 
+BAR = "{l_bar}{bar:12}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+"""The bar in terminals: of fixed width, so that the values have room. They include speed and time left."""
+
 
 class StepProgress(TQDMProgressBar):
     """Shows loss, learning rate, gradient norm, speed, memory and the time that is left.
@@ -45,13 +48,20 @@ class StepProgress(TQDMProgressBar):
             raise ConfigurationError(f"interval_s is {interval_s}; it must be at least 0 seconds.")
         self.interval_s = interval_s
         self.show = tuple(show)
-        notebook = "ipykernel" in sys.modules
-        self.plain = plain if plain is not None else not (notebook or sys.stdout.isatty())
+        self._notebook = "ipykernel" in sys.modules
+        self.plain = plain if plain is not None else not (self._notebook or sys.stdout.isatty())
         self._meter: StepMeter | None = None
         self._window: Window | None = None
         self._marked = 0.0
         self._marked_step = 0
         self._rate: Tensor | float | None = None
+
+    def init_train_tqdm(self) -> Tqdm:
+        """Make the bar of training."""
+        bar = super().init_train_tqdm()
+        if not self._notebook:  # there the bar is a widget beside the text
+            bar.bar_format = BAR
+        return bar
 
     def on_train_start(self, *args: Any) -> None:
         """Start measuring."""
@@ -113,7 +123,7 @@ class StepProgress(TQDMProgressBar):
             # The end of an epoch waits anyway, so the last values may.
             while (window := self._meter.poll(wait=True)) is not None:
                 self._window = window
-                self._tell(trainer, pl_module, int(self.total_train_batches) - 1)
+                self._tell(trainer, pl_module, trainer.fit_loop.batch_idx)
 
     def on_train_end(self, *args: Any) -> None:
         """Close the bar and stop measuring."""
@@ -144,8 +154,11 @@ class StepProgress(TQDMProgressBar):
         if self.plain:
             assert self._meter is not None
             return self._meter.due(trainer, max(int(trainer.log_every_n_steps), 1))  # type: ignore[attr-defined]
+        step = trainer.global_step
+        # The last step in any case, since its values stay on the screen.
+        in_time = time.monotonic() - self._marked >= self.interval_s or step == last_step(trainer)
         # Not twice for the same step, which accumulates several batches.
-        return trainer.global_step > self._marked_step and time.monotonic() - self._marked >= self.interval_s
+        return step > self._marked_step and in_time
 
     def _values(self, trainer: pl.Trainer, outputs: Any) -> dict[str, Tensor | float]:
         loss = current_loss(trainer, outputs)
@@ -170,20 +183,22 @@ class StepProgress(TQDMProgressBar):
 
 
 def figures(window: Window, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
-    """Return the values of a window as short texts with units, and the time that is left at this speed."""
+    """Return the values of a window as short texts with units, and the time that is left at this speed.
+
+    Those that most users look for come first: a terminal cuts the line off at its width.
+    """
     texts = {name: ("{:.3g}" if name == "lr" else "{:.4f}").format(value) for name, value in window.values.items()}
     units = {
         "tokens_per_s": ("tok/s", "{:,.0f}"),
-        "tflop_per_s_per_device": ("TFLOP/s/dev", "{:.3g}"),
         "mfu_percent": ("MFU", "{:.1f}%"),
-        "step_time_s": ("s/step", "{:.3g}"),
         "data_wait_percent": ("data wait", "{:.0f}%"),
         "memory_gib": ("GiB", "{:.2f}"),
+        "step_time_s": ("s/step", "{:.3g}"),
+        "tflop_per_s_per_device": ("TFLOP/s/dev", "{:.3g}"),
     }
     speeds = rates(window, trainer, module)
-    texts |= {short: form.format(speeds[name]) for name, (short, form) in units.items() if name in speeds}
     steps = last_step(trainer)
     if steps is not None and "step_time_s" in speeds:
         left = max(0, steps - window.step) * speeds["step_time_s"]
         texts["left"] = str(datetime.timedelta(seconds=round(left)))
-    return texts
+    return texts | {short: form.format(speeds[name]) for name, (short, form) in units.items() if name in speeds}

@@ -81,6 +81,26 @@ def test_the_bar_shows_the_same(capsys):
         assert part in text
 
 
+def test_the_last_state_of_the_bar_is_that_of_the_last_step(capsys):
+    torch.manual_seed(1)
+    # Ends in the middle of an epoch of 12 batches. No refresh is due by time.
+    fit(callbacks=[StepProgress(interval_s=1000, plain=False)], max_steps=7)
+    shown = "".join(capsys.readouterr())
+    torch.manual_seed(1)
+    fit(callbacks=[StepProgress(plain=True)], max_steps=7, log_every_n_steps=1)
+    losses = re.findall(r"  loss (\d\.\d+)", capsys.readouterr().out)
+    assert len(losses) == 7
+    assert re.findall(r" (\d+)/12 \[\d+:\d+, loss=(\d\.\d{4})", shown)[-1] == ("7", losses[-1])
+
+
+def test_what_users_look_for_fits_into_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    fit(callbacks=[StepProgress(interval_s=0, plain=False)], limit_val_batches=0)
+    line = re.split(r"[\r\n]+", "".join(capsys.readouterr()).strip())[-1][:100]
+    for part in ("12/12", "loss=", "lr=", "left=0:00:0", "tok/s="):
+        assert part in line
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_lightnings_own_bar_shows_the_loss_too(accumulate):
     class Bar(TQDMProgressBar):
