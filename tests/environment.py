@@ -66,4 +66,4 @@ def trainer(strategy: MegatronStrategy, root: str = "/nonexistent", **options: A
     }
     torch.manual_seed(0)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Lightning sets it for the first job's number of ranks
-    return pl.Trainer(strategy=strategy, plugins=[PoolEnvironment()], **{**defaults, **options})
+    return pl.Trainer(strategy=strategy, **{"plugins": [PoolEnvironment()], **defaults, **options})

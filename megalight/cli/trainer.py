@@ -76,7 +76,7 @@ class MegalightTrainer(pl.Trainer):
             logger = "csv,tensorboard" if has("tensorboard") else "csv"
         if isinstance(logger, str):
             logger = named_loggers(logger, kwargs.get("default_root_dir") or ".")
-        # Lightning would requeue inside a signal handler, which the strategy refuses.
+        # One way to be requeued: our scripts do it when `Preemption` has stopped the run.
         if isinstance(strategy, MeshStrategy) and SLURMEnvironment.detect():
             kwargs["plugins"] = with_slurm(kwargs.get("plugins"))
         super().__init__(strategy=strategy, logger=logger, **kwargs)
@@ -136,8 +136,8 @@ def check_strategy_name(name: str) -> None:
 def with_slurm(plugins: Any) -> list[Any]:
     """Return the plugins with SLURM's environment, without Lightning's requeueing, unless an environment is given.
 
-    Lightning saves and requeues inside a signal handler, which MegatronStrategy refuses;
-    :class:`~megalight.callbacks.Preemption` saves at the end of a step.
+    The scripts of ``megalight launch`` requeue the job when :class:`~megalight.callbacks.Preemption` has saved and
+    stopped the run.
     """
     # The user's own environment decides, whatever it is.
     given = list(plugins) if isinstance(plugins, list | tuple) else [] if plugins is None else [plugins]

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.pytorch.loops.progress import _OptimizationProgress
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
@@ -38,6 +39,7 @@ USED = {
     "trainer.fit_loop.epoch_loop.automatic_optimization._on_before_zero_grad": "hooks and counters before zeroing",
     "trainer.fit_loop.epoch_loop.automatic_optimization._optimizer_zero_grad": "the module's hook, and a counter",
     "trainer._signal_connector._sigterm_notifier_fn": "issues a collective inside a signal handler",
+    "trainer._signal_connector._slurm_sigusr_handler_fn": "saves and requeues the job, inside a signal handler",
     "trainer.received_sigterm": "read and set at step boundaries",
     "trainer._signal_connector.received_sigterm": "the field behind trainer.received_sigterm",
     "lightning.fabric.utilities.imports._IS_INTERACTIVE": "whether this is a notebook",
@@ -126,32 +128,61 @@ def entries_at(step: int) -> dict[str, Any]:
 
 
 class SigtermAgreement:
-    """Handles SIGTERM without a device sync per step and without collectives in the signal handler.
+    """Handles SIGTERM and SLURM's requeueing without a device sync per step and without work in the signal handler.
 
-    The handler only sets a flag. Every ``every_n_steps`` steps, all ranks combine their flags. If any flag is set, all
-    ranks stop at the same step boundary with Lightning's own ``SIGTERMException``.
+    The handlers only set flags. Every ``every_n_steps`` steps, all ranks combine their flags. If SIGTERM has reached
+    any rank, all ranks stop at the same step boundary with Lightning's own ``SIGTERMException``. If SLURM has announced
+    the end of the job to any rank, all ranks save there, and Lightning requeues the job. Training goes on until it
+    ends.
 
     Args:
         agree: combines a flag over all ranks on the host: True if any is True.
+        finish_saves: waits for a save beside training.
     """
 
-    def __init__(self, trainer: pl.Trainer, agree: Callable[[bool], bool], every_n_steps: int) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, agree: Callable[[bool], bool], finish_saves: Callable[[], None], every_n_steps: int
+    ) -> None:
         self.trainer = trainer
         self.agree = agree
+        self.finish_saves = finish_saves
         self.every_n_steps = every_n_steps
         self.told = False
         self._calls = 0
+        self._steps = 0
+        self._requeue: Callable[..., None] | None = None
+        self._announced = 0
 
     def install(self) -> None:
-        """Replace Lightning's per-step broadcast and its signal handler, on this trainer only."""
-        self.trainer._signal_connector._sigterm_notifier_fn = self._handle  # type: ignore[method-assign,assignment]
+        """Replace Lightning's per-step broadcast and its signal handlers, on this trainer only."""
+        connector = self.trainer._signal_connector
+        connector._sigterm_notifier_fn = self._handle  # type: ignore[method-assign,assignment]
         self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._check  # type: ignore[method-assign]
+        environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._requeue = connector._slurm_sigusr_handler_fn
+            connector._slurm_sigusr_handler_fn = self._announce  # type: ignore[method-assign,assignment]
 
     def uninstall(self) -> None:
         """Restore Lightning's own methods."""
         for owner in (self.trainer._signal_connector, self.trainer.fit_loop.epoch_loop):
-            for name in ("_sigterm_notifier_fn", "_broadcast_sigterm_tensor"):
+            for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "_broadcast_sigterm_tensor"):
                 owner.__dict__.pop(name, None)
+
+    def at_step(self) -> None:
+        """Before the first batch of an optimizer step: save and requeue the job if SLURM has announced its end."""
+        if self._requeue is None:
+            return
+        self._steps += 1
+        # Alone, nobody is asked; else all ranks ask at the same steps.
+        if (self.trainer.world_size == 1 or self._steps % self.every_n_steps == 0) and self.agree(self._announced > 0):
+            number, self._announced = self._announced or signal.SIGUSR1, 0
+            self.finish_saves()  # or this save might be left out, because another is under way
+            self._requeue(number, None)
+            self.finish_saves()  # the job may be ended at any time from here on
+
+    def _announce(self, signum: int, frame: Any) -> None:
+        self._announced = signum
 
     def _handle(self, signum: int, frame: Any) -> None:
         # pass the signal on once to the processes that this one started

@@ -72,7 +72,8 @@ class MegatronStrategy(FolderCheckpoints):
         data_parallel: how the replicas of the model share gradients and optimizer state.
         checkpoints: how checkpoints are written.
         plan: how the model is split. None: the module's own ``plan()``, or the plan registered for the model's class.
-        sigterm_every_n_steps: number of steps between checks whether any rank received SIGTERM.
+        sigterm_every_n_steps: number of steps between checks whether any rank received SIGTERM, or SLURM's signal that
+            the job will be requeued.
         process_group_backend: ``gloo`` or ``nccl``. None: decide by the device.
         timeout_seconds: timeout of collectives in seconds.
         start_method: how ``devices=N`` starts processes without torchrun or SLURM: ``popen`` re-runs the script,
@@ -198,7 +199,6 @@ class MegatronStrategy(FolderCheckpoints):
 
     def _configure_launcher(self) -> None:
         self.grid(self.num_nodes * self.num_processes)  # refuse before a process starts
-        refusals.check_environment(self.cluster_environment)
         self._launcher = launchers.launcher(self, self.start_method)
 
     def setup_environment(self) -> None:
@@ -302,7 +302,9 @@ class MegatronStrategy(FolderCheckpoints):
         on_shards = not ordinary.is_needed(self.lightning_module, self.optimizers)
         # The backward is part of `training_step`, so Lightning must not run it again.
         _lightning.skip_backward(trainer, on_shards)
-        self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
+        self._sigterm = _lightning.SigtermAgreement(
+            trainer, self.any_rank, self.finish_saves, self.sigterm_every_n_steps
+        )
         self._sigterm.install()
         self.begin_saving(trainer)
         if not on_shards:
@@ -403,12 +405,15 @@ class MegatronStrategy(FolderCheckpoints):
         """
         assert self._stepper is not None
         self.check_saves()
+        trainer = self._trainer
+        window = int(trainer.accumulate_grad_batches)
+        begins = trainer.fit_loop.batch_idx % window == 0
+        if begins and self._sigterm is not None:
+            self._sigterm.at_step()
         if self.engine is None:
             return self._stepper.own("training_step", args)
-        trainer = self._trainer
         # Lightning skips its own zero_grad with the backward, so do it at the start of each accumulation window
-        window = int(trainer.accumulate_grad_batches)
-        if trainer.fit_loop.batch_idx % window == 0:
+        if begins:
             self._follow_optimizer()
             _lightning.zero_grad(trainer, self.optimizers[0])
             self._stepper.zero_grad()

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins import CheckpointIO
 from torch import nn
 
 from megalight.errors import ConfigurationError
@@ -21,15 +20,6 @@ def check_checkpoint_io(plugin: CheckpointIO | None) -> None:
         raise ConfigurationError(
             f"{type(plugin).__name__} cannot be used: MegatronStrategy writes sharded checkpoint folders itself. "
             "Remove the CheckpointIO plugin."
-        )
-
-
-def check_environment(environment: ClusterEnvironment | None) -> None:
-    """Refuse environments that requeue jobs inside a signal handler."""
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-        raise ConfigurationError(
-            "SLURM auto-requeue saves inside a signal handler, which can interrupt a collective. Pass "
-            "plugins=[SLURMEnvironment(auto_requeue=False)] and add megalight.callbacks.Preemption()."
         )
 
 

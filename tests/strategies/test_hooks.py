@@ -11,6 +11,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,15 +20,18 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
+from megalight import checkpoint
 from megalight.strategies import DataParallel, MegatronStrategy, _lightning
 from megalight.strategies.hooks import defines
 from megalight.strategies.setup import reads_weights_between_steps
-from tests.environment import trainer
-from tests.strategies.regression import Plain, batches, strategy
+from tests.environment import PoolEnvironment, trainer
+from tests.strategies.regression import Plain, batches, samples, strategy, weights
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
 from tests.workers import run
 
@@ -256,7 +260,9 @@ def test_private_names_mean_what_they_did() -> None:
     assert list(inspect.signature(epoch_loop._broadcast_sigterm_tensor).parameters) == ["self"]
     connector = importlib.import_module("lightning.pytorch.trainer.connectors.signal_connector")._SignalConnector
     assert "self._sigterm_notifier_fn" in inspect.getsource(connector.register_signal_handlers)
-    assert list(inspect.signature(connector._sigterm_notifier_fn).parameters)[1:] == ["signum", "_"]
+    assert "self._slurm_sigusr_handler_fn" in inspect.getsource(connector.register_signal_handlers)
+    for handler in (connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn):
+        assert list(inspect.signature(handler).parameters)[1:] == ["signum", "_"]
     assert "strategy._layer_sync" in inspect.getsource(_AcceleratorConnector)
     assert "strategy._configure_launcher()" in inspect.getsource(_AcceleratorConnector)
     assert "_zero_grad_fn is not None" in inspect.getsource(Closure.closure)
@@ -317,6 +323,68 @@ def test_all_ranks_stop_at_the_same_step(rank: int) -> None:
 
 def test_one_rank_stops_at_once() -> None:
     assert run(_stopped, 1, 0) == [("stopped", 3)]
+
+
+class Slurm(PoolEnvironment, SLURMEnvironment):
+    """The worker pool as a job of SLURM, which signals SIGUSR1 some time before the job ends."""
+
+
+class Announced(pl.Callback):
+    """One rank gets SIGUSR1 in the middle of its fourth batch, the second one of an accumulation window."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.batches = 0
+
+    def on_after_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.batches += 1
+        if self.batches == 4 and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+class Whole(Plain):
+    """Its optimizer needs whole parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.02)
+
+
+def _requeued(kind: type[Plain], rank: int, root: str) -> tuple[list[Any], list[str], int, list[int], bool]:
+    """Train with a signal, then as the job's next start.
+
+    Returns:
+        commands, folders, the saved step, the batches of both runs, whether their weights are equal.
+    """
+    commands: list[Any] = []
+    connector: Any = importlib.import_module("lightning.pytorch.trainer.connectors.signal_connector")
+    options = {"accumulate_grad_batches": 2, "max_steps": 8, "limit_val_batches": 0, "default_root_dir": root}
+    # Equal batches: this loader begins anew when training resumes.
+    row = tuple(part[0] for part in samples(1))
+    same = DataLoader([row] * 80, batch_size=2)  # type: ignore[arg-type]
+    ends, counts = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connector, "call", lambda command: commands.append(command) or 0)
+        for name, value in {"JOB_ID": "4711", "JOB_NAME": "train", "NTASKS": "1"}.items():
+            patch.setenv(f"SLURM_{name}", value)  # Lightning looks for its checkpoint only on SLURM
+        for told in (Announced(rank), Announced(-1)):
+            how = strategy("no_shard", sigterm_every_n_steps=2)
+            runner = trainer(how, plugins=[Slurm()], callbacks=[told], **options)
+            module = kind()
+            runner.fit(module, same)
+            ends.append(weights(module))
+            counts.append(told.batches)
+            assert "_slurm_sigusr_handler_fn" not in vars(runner._signal_connector)
+    folders = sorted(os.listdir(root))
+    saved = checkpoint.open(f"{root}/{folders[0]}").common["global_step"]
+    return commands, folders, saved, counts, ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "rank"), [(Plain, 1, 0), (Plain, 2, 1), (Whole, 1, 0)])
+def test_jobs_of_slurm_are_saved_and_requeued(kind: type[Plain], ranks: int, rank: int, tmp_path: Path) -> None:
+    """Alone before the next step; else where all ranks ask each other, though one alone was told."""
+    requeue, step = ["scontrol", "requeue", "4711"], 2 if ranks == 1 else 3
+    for number, told in enumerate(run(_requeued, ranks, kind, rank, str(tmp_path))):
+        assert told == ([] if number else [requeue], ["hpc_ckpt_1.ckpt"], step, [16, 16 - 2 * step], True)
 
 
 class Between(pl.Callback):

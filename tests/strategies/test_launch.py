@@ -198,12 +198,6 @@ def test_a_slurm_task_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("slurm")
-def test_slurm_requeueing_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"auto_requeue=False.*megalight\.callbacks\.Preemption"):
-        quiet(MegatronStrategy(), tmp_path)
-
-
-@pytest.mark.usefixtures("slurm")
 def test_another_number_of_slurm_tasks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"1 processes were started.*asks for 2.*srun --ntasks-per-node 2"):
         quiet(MegatronStrategy(), tmp_path, devices=2, plugins=[SLURMEnvironment(auto_requeue=False)])

@@ -11,7 +11,6 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
@@ -248,14 +247,6 @@ def _compiled() -> None:
 def test_backward_that_nobody_may_call() -> None:
     with pytest.raises(ConfigurationError, match="whose training_step has done it already"):
         MegatronStrategy().backward(torch.zeros(()), None)
-
-
-def test_requeueing_in_a_signal_handler() -> None:
-    how = MegatronStrategy(
-        cluster_environment=SLURMEnvironment(auto_requeue=True), parallel_devices=[torch.device("cpu")]
-    )
-    with pytest.raises(ConfigurationError, match=r"auto_requeue=False.*Preemption"):
-        how._configure_launcher()
 
 
 def test_tensor_parallelism_needs_a_plan() -> None:
