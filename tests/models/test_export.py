@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.progress import Progress
 from torch import Tensor
 
 from megalight import checkpoint
@@ -135,6 +136,26 @@ def test_the_command_goes_both_ways(
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in tensors(half).items())
     assert main(["convert", str(tmp_path / "ours.ckpt"), str(tmp_path / "half")]) == 2
     assert "is there already; remove it" in capsys.readouterr().err
+
+
+def test_the_bar_comes_to_its_end(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows how much is to be read, and reaches that as the last tensor is."""
+    bars: list[Progress] = []
+    real = Progress.__init__
+
+    def made(self: Progress, *columns: Any, **options: Any) -> None:
+        real(self, *columns, **options)
+        bars.append(self)
+
+    monkeypatch.setattr(Progress, "__init__", made)
+    ours = str(tmp_path / "ours.ckpt")
+    for words in ([str(folders("llama")), ours], [ours, "back"], [ours, "flat.ckpt", "--to", "dp_reshardable"]):
+        assert main(["convert", words[0], str(tmp_path / words[1]), *words[2:]]) == 0
+        (task,) = bars.pop().tasks
+        elements = sum(tensor.numel() for tensor in tensors(model_of("llama")).values())
+        assert (task.completed, task.total) == (elements, elements)
 
 
 def _export_from(path: Path, folder: Path) -> list[str]:

@@ -11,7 +11,6 @@ from megalight.checkpoint.disk.manifest import DP_RESHARDABLE
 from megalight.checkpoint.loading import open as open_checkpoint
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.saving import save
-from megalight.checkpoint.sources.combine import Watched
 from megalight.checkpoint.sources.flat import canonical
 from megalight.checkpoint.view import View, views_of_source
 from megalight.parallel.source import Source
@@ -21,7 +20,7 @@ WEIGHTS = "model."
 
 
 def rewrite(
-    path: str | os.PathLike[str], output: str | os.PathLike[str], scheme: str, report: Callable[[int], None]
+    path: str | os.PathLike[str], output: str | os.PathLike[str], scheme: str, watched: Callable[[Source], Source]
 ) -> None:
     """Write everything in a checkpoint again by another scheme. One process calls it.
 
@@ -32,13 +31,13 @@ def rewrite(
         path: the checkpoint.
         output: the folder to write.
         scheme: the format to write. Flat state (``dp_reshardable``) is written for weights that are not split.
-        report: called with the number of elements that were read, now and then.
+        watched: is given the source of all tensors, and returns one that tells of what is read.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or ``output`` cannot be written.
     """
     opened = open_checkpoint(path)
-    source = Watched(canonical(opened), report)
+    source = watched(canonical(opened))
     # All ranks that saved it, though one process writes: their random states must not be lost.
     states = {rank: opened.rank_state(rank) for rank in range(opened.world_size)}
     names = [name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")]

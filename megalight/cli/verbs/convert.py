@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING
 
 from megalight.cli import weights_keys
+
+if TYPE_CHECKING:
+    from megalight.parallel.source import Source
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMS = {
@@ -58,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megalight.checkpoint.disk.publish import absolute, check_new
     from megalight.checkpoint.foreign.transformers_folder import is_folder
+    from megalight.checkpoint.sources.combine import Watched
     from megalight.cli.newest import newest_in
     from megalight.errors import ConfigurationError
     from megalight.models.eagle.export import holds_draft
@@ -92,15 +98,20 @@ def run(arguments: argparse.Namespace) -> int:
     to = arguments.to or ("checkpoint" if foreign else "transformers")
     with Progress(console=Console(stderr=True), transient=True, disable=arguments.quiet) as bar:
         task = bar.add_task("converting", total=None)
+
+        def watched(source: Source) -> Source:
+            bar.update(task, total=sum(prod(stored.shape) for stored in source.tensors.values()))
+            return Watched(source, lambda count: bar.advance(task, count))
+
         if to in MODELS:
-            _convert_model(arguments, to, lambda count: bar.advance(task, count))
+            _convert_model(arguments, to, watched)
         # These options change values, and the other formats promise the same ones.
         elif arguments.dtype or arguments.ema or arguments.average:
             raise ConfigurationError(f"--to {to} keeps all as it is; --dtype, --ema and --average change weights.")
         else:
             from megalight.checkpoint.sources.rewrite import rewrite
 
-            rewrite(arguments.source, arguments.output, to, lambda count: bar.advance(task, count))
+            rewrite(arguments.source, arguments.output, to, watched)
     print(f"{arguments.output}: a {FORMS[to]}")
     return 0
 
@@ -169,12 +180,11 @@ def _convert_quantized(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _convert_model(arguments: argparse.Namespace, to: str, report: Callable[[int], None]) -> None:
+def _convert_model(arguments: argparse.Namespace, to: str, watched: Callable[[Source], Source]) -> None:
     from dataclasses import replace
 
     import torch
 
-    from megalight.checkpoint.sources.combine import Watched
     from megalight.models.export import export
     from megalight.models.stored import averaged, open_model, save_model
 
@@ -182,8 +192,8 @@ def _convert_model(arguments: argparse.Namespace, to: str, report: Callable[[int
     models = [open_model(path, ema=arguments.ema, keys=keys) for path in (arguments.source, *arguments.average)]
     model = averaged(models) if arguments.average else models[0]
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    watched = replace(model, weights=Watched(model.weights, report))
+    model = replace(model, weights=watched(model.weights))
     if to == "transformers":
-        export(watched, arguments.output, dtype=dtype)
+        export(model, arguments.output, dtype=dtype)
     else:
-        save_model(watched, arguments.output, dtype)
+        save_model(model, arguments.output, dtype)
