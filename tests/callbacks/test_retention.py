@@ -126,6 +126,7 @@ for step in count(simple.step_of(newest) + 1 if newest else 1):
     print(step, flush=True)
 """
 READERS = """
+import os
 import sys
 import torch
 from megalight import checkpoint
@@ -133,6 +134,7 @@ from megalight.checkpoint.disk.publish import place
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 torch.set_num_threads(1)
+os.nice(5)  # they never rest, and on a busy machine the saver would hardly begin
 folder = place(sys.argv[1])
 while True:
     for path in checkpoint.finished(folder):
@@ -143,6 +145,10 @@ while True:
             assert any(word in str(error) for word in ("nothing is there", "missing", "removed")), error
         print("read", flush=True)
 """
+
+
+LIMIT_SECONDS = 240
+"""To begin, which means importing torch, and to save or read once."""
 
 
 def drain(pipe: Iterable[str], into: list[str]) -> None:
@@ -166,9 +172,11 @@ class Child:
             thread.start()
 
     def until(self, lines: int) -> None:
-        """Wait until it has written so many lines."""
+        """Wait until it has written so many lines. What it said of errors is shown if it ends, or takes too long."""
+        end = time.monotonic() + LIMIT_SECONDS
         while len(self.lines) < lines:
             assert self.process.poll() is None, self.end()
+            assert time.monotonic() < end, f"{len(self.lines)} of {lines} lines in {LIMIT_SECONDS} s; {self.end()}"
             time.sleep(0.005)
 
     def end(self) -> str:
@@ -210,6 +218,7 @@ def churn(folder: str, rounds: int, seed: int) -> None:
     assert len(checkpoint.finished(folder)) == 2
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(5))
 def test_readers_and_kills_beside_removals(seed: int, tmp_path: Path) -> None:
@@ -217,6 +226,7 @@ def test_readers_and_kills_beside_removals(seed: int, tmp_path: Path) -> None:
     churn(str(tmp_path), 4, seed)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_readers_and_kills_beside_removals_in_a_store(seed: int, server: str) -> None:  # noqa: F811

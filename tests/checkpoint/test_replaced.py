@@ -54,6 +54,30 @@ def test_without_a_lock_it_is_an_error_and_never_a_mixture(tmp_path: Path, monke
     assert all((value == -1).all() for value in values.values())
 
 
+def test_a_removal_leaves_a_newer_one_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the lock of the folder that was there, and another run has put a new one in its place."""
+    path, opened, real = tmp_path / "last.ckpt", list[checkpoint.Checkpoint](), checkpoint.disk.publish.locked
+    save(path, 1)
+
+    def replaced(root: Path) -> int | None:
+        lock = real(root)
+        if not opened:
+            with monkeypatch.context() as patch:
+                patch.setattr(checkpoint.disk.publish, "locked", real)
+                save(path, 2)
+            opened.append(checkpoint.open(path))
+        return lock
+
+    monkeypatch.setattr(checkpoint.disk.publish, "locked", replaced)
+    assert not checkpoint.remove(path)
+    values = tensors(-1)
+    opened[0].fill(checkpoint.targets_of(views(values)))
+    assert all((value == 2).all() for value in values.values())
+    opened[0].release()
+    assert checkpoint.remove(path)
+    assert not path.exists()
+
+
 def test_errors_name_the_path_that_was_opened(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     save(path, 1)

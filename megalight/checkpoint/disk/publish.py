@@ -187,6 +187,10 @@ def removed(path: Any) -> bool:
     trash, root = _temporary(path, "removed"), actual(path)
     try:
         lock = locked(root)
+        # Another run has replaced it before the lock was there: its readers hold that one.
+        while lock is not None and not os.path.samestat(os.fstat(lock), os.stat(root)):
+            os.close(lock)
+            lock = locked(root)
     except BlockingIOError:
         return False
     except FileNotFoundError:

@@ -246,7 +246,11 @@ def _check_files(root: Address, manifest: Manifest) -> None:
 @publish.actual.register
 def _actual(path: Address) -> Address:
     """The newest save of this path that is published; the path itself where a folder was copied there by hand."""
-    sealed = [save for save in (path, *_saves(path)) if _sealed(save)]
+    return _newest(path, [save for save in (path, *_saves(path)) if _sealed(save)])
+
+
+def _newest(path: Address, sealed: list[Address]) -> Address:
+    # The manifest of a single one need not be read.
     return max(sealed, key=_order, default=path) if len(sealed) != 1 else sealed[0]
 
 
@@ -269,8 +273,14 @@ def _reading(root: Address) -> None:
 
 @publish.removed.register
 def _removed(path: Address) -> bool:
-    for save in (*_saves(path), path):
-        _delete(save)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        # One by one, never the whole: another run may be writing a save of this path, or begin to.
+        for part in sorted(path.iterdir(), key=lambda part: part.name != manifests.NAME):
+            if not part.name.startswith(_TOKEN) or _sealed(part) or _left(part):
+                _delete(part)
+    # Some stores have folders of their own, which stay when they are empty.
+    with suppress(OSError):
+        path.store.rmdir(path.key)
     return True
 
 
@@ -379,17 +389,26 @@ def _clean(path: Address) -> None:
 
     Also what a killed removal left: its manifest is gone, so nobody reads it.
     """
-    current = _actual(path)
-    for save in _saves(path):
+    saves = _saves(path)
+    # Each is asked once, and before: another run may publish its save and end at any moment.
+    dead = {save for save in saves if _dead(save)}
+    sealed = [save for save in (path, *saves) if _sealed(save)]
+    current = _newest(path, sealed)
+    for save in saves:
         # A sealed one was replaced, and its deletion was cut short. Another run may be writing one that is not.
-        if save != current and (_sealed(save) or _dead(save) or _abandoned(save)):
+        if save != current and (save in sealed or save in dead or _abandoned(save)):
             _delete(save)
     for other in _named(path.parent):
         for save in _saves(other) if other != path else []:
-            # Asked in this order: a process may publish its save and end between the two questions.
-            dead = _dead(save)
-            if not _sealed(save) and (dead or _abandoned(save)):
+            if _left(save):
                 _delete(save)
+
+
+def _left(save: Address) -> bool:
+    """Whether a save is a leftover: it is not published, and nobody is writing it."""
+    # Asked first: a process may publish its save and end between the two questions.
+    dead = _dead(save)
+    return not _sealed(save) and (dead or _abandoned(save))
 
 
 def _machine() -> str:

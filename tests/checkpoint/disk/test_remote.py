@@ -256,6 +256,59 @@ def test_a_save_that_ends_meanwhile_is_no_leftover(folder: Address, monkeypatch:
 
 
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
+@pytest.mark.parametrize("question", ["_dead", "_sealed"])
+def test_a_save_of_the_same_path_may_end_meanwhile(
+    folder: Address, question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run publishes it, newer than what is there, after any question about it. Only then it is the checkpoint."""
+    path = folder / "a.ckpt"
+    for step in (1, 2):
+        simple.save(folder / f"{step}", step)
+        (save,) = remote._saves(folder / f"{step}")
+        path.store.mv(save.key, f"{path.key}/{save.name}", recursive=True)
+    other = path / save.name
+    manifest = other / "manifest.json"
+    contents, sealed, asked = manifest.read_bytes(), remote._sealed, 0
+    answers = {"_dead": lambda save: asked >= at and save == other, "_sealed": sealed}
+
+    def ends(found: Address) -> bool:
+        nonlocal asked
+        answer: bool = answers[question](found)
+        asked += found == other
+        if asked == at and not manifest.exists():
+            write_file(manifest, contents)  # and its process ends
+        return answer
+
+    for name, answer in {**answers, question: ends}.items():
+        monkeypatch.setattr(remote, name, answer)
+    for at in range(1, 9):
+        manifest.store.rm_file(manifest.key)  # not published yet
+        asked = 0
+        remote._clean(path)
+        if asked < at:
+            break
+        assert simple.step_of(path) == 2
+    assert at > 1
+
+
+@BOTH
+def test_a_removal_leaves_what_another_run_is_writing(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "a.ckpt"
+    simple.save(path, 1)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(publish, "machine", lambda: "another")
+        partial = remote.RemotePartial(path)
+    write_file(partial.folder / "data/0-0.safetensors", b"half")
+    assert checkpoint.remove(path)
+    assert names(folder) == ["a.ckpt/*/data/0-0.safetensors"]
+    assert not checkpoint.is_complete(path)
+    now = time.time()
+    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    assert checkpoint.remove(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
 def test_a_save_under_way_costs_others_one_question(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one for each of its files, which are many on many ranks."""
     with monkeypatch.context() as elsewhere:
