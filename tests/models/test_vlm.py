@@ -50,8 +50,15 @@ def test_the_family_builds_the_model_from_plain_values() -> None:
 
 
 SIZES = {"llava_1_5_7b": 7.1, "llava_1_5_13b": 13.3, "llava_onevision_0_5b": 0.9, "llava_onevision_7b": 8.0}
-SIZES |= {"gemma3_4b": 4.3, "internvl3_1b": 0.9, "internvl3_2b": 2.1, "qwen3_vl_4b": 4.4, "qwen3_vl_8b": 8.8}
-"""Name of a preset -> billions of parameters."""
+SIZES |= {"gemma3_4b": 4.3, "gemma3_12b": 12.2, "gemma3_27b": 27.4}
+SIZES |= {"internvl3_1b": 0.9, "internvl3_2b": 2.1, "internvl3_8b": 7.9}
+SIZES |= {"qwen2_5_vl_3b": 3.8, "qwen2_5_vl_7b": 8.3}
+SIZES |= {"qwen3_vl_2b": 2.1, "qwen3_vl_4b": 4.4, "qwen3_vl_8b": 8.8, "qwen3_vl_32b": 33.4}
+"""Name of a preset -> billions of parameters, as the pages of the models give them."""
+
+
+def test_every_preset_has_a_published_size() -> None:
+    assert set(SIZES) == set(family("vlm").presets)
 
 
 @pytest.mark.parametrize("name", SIZES)

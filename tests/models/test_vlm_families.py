@@ -227,6 +227,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         | {"num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 4096, "patch_size": 16}
         | {"spatial_merge_size": 2, "temporal_patch_size": 2},
     },
+    # Qwen/Qwen3-VL-4B-Instruct
+    "qwen3_vl_4b": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "text_config": {"model_type": "qwen3_vl_text", "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560}
+        | {"intermediate_size": 9728, "max_position_embeddings": 262144, "num_attention_heads": 32}
+        | {"num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 5000000}
+        | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}}
+        | {"attention_bias": False, "vocab_size": 151936, "tie_word_embeddings": True},
+        "tie_word_embeddings": True,
+        "vision_config": {"model_type": "qwen3_vl", "deepstack_visual_indexes": [5, 11, 17], "depth": 24}
+        | {"hidden_act": "gelu_pytorch_tanh", "hidden_size": 1024, "in_channels": 3, "intermediate_size": 4096}
+        | {"num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2560, "patch_size": 16}
+        | {"spatial_merge_size": 2, "temporal_patch_size": 2},
+    },
     # OpenGVLab/InternVL3-8B-hf
     "internvl3_8b": {
         "model_type": "internvl",
@@ -244,6 +260,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         | {"intermediate_size": 4096, "layer_norm_eps": 1e-6, "layer_scale_init_value": 0.1, "norm_type": "layer_norm"}
         | {"num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": [14, 14], "use_mean_pooling": True}
         | {"attention_bias": True, "use_qk_norm": False},
+    },
+    # google/gemma-3-27b-it
+    "gemma3_27b": {
+        "model_type": "gemma3",
+        "image_token_index": 262144,
+        "mm_tokens_per_image": 256,
+        "text_config": {"head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text"}
+        | {"num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16}
+        | {
+            "query_pre_attn_scalar": 168,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304}
+        | {"model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14}
+        | {"vision_use_head": False},
     },
     # google/gemma-3-4b-it
     "gemma3_4b": {

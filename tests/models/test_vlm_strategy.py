@@ -31,7 +31,7 @@ from megalight.parallel.transform import apply_transforms
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 from tests.environment import trainer
-from tests.models.vlm_samples import CONFIG, GEMMA, INTERN, LANGUAGE, QWEN, QWEN3, batch, small
+from tests.models.vlm_samples import CONFIG, GEMMA, INTERN, LANGUAGE, QWEN, QWEN3, RADIO, batch, small
 from tests.strategies.training import (
     ADAM,
     CLIP,
@@ -74,6 +74,9 @@ CONFIGS = {
         language=replace(QWEN.language, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True))),
     ),
     "frozen": CONFIG,
+    "radio": RADIO,
+    # As DINOv2 with registers: a class token, too, and each patch is a token.
+    "registers": small(register_tokens=2, patch_bias=True, input_norm=False, layer_scale=0.5),
     "plain": small(class_token=False, patch_bias=True, input_norm=False, output_norm=True, activation="gelu_tanh"),
 }
 FREEZE = {
@@ -222,8 +225,14 @@ CHOSEN = [
     ("gemma", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("intern", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("intern", "one", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("radio", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("registers", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
 ]
 FULL = [
+    ("radio", "none", 2, {**SP, "micro_batch_size": 1}),
+    ("radio", "one", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("registers", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("registers", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
     ("deep", "mixed", 4, {**SP, "pipeline_parallel": 2, "pipeline_layout": "E|t|tt|tL", "micro_batch_size": 1}),
     ("qwen3", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
     ("qwen3", "none", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),

@@ -89,20 +89,25 @@ INTERN = VLMConfig(
     image_token=IMAGE,
 )
 """As InternVL: class tokens that no square of patches has, learned factors of sublayers, norms over all heads."""
+RADIO = replace(
+    CONFIG,
+    vision=replace(SQUARES, register_tokens=3, qkv_bias=True),
+    projector=ProjectorConfig(merge=2, norm="rms", norm_joined=True),
+)
+"""As RADIO: registers without a position, and squares of patches that are one token."""
 SIZES = [(8, 16), (16, 24), (8, 8), (24, 8)]
 """Height and width of images of it, which have 2, 6, 1 and 3 tokens. The second has two windows."""
 
 
-def images(
-    counts: tuple[int, ...], generator: torch.Generator, vision: VisionConfig = VISION, merge: int = 1
-) -> Images:
+def images(counts: tuple[int, ...], generator: torch.Generator, config: VLMConfig = CONFIG) -> Images:
     """Random pictures of these numbers per sample."""
-    number, rows = sum(counts), vision.num_patches if merge > 1 else vision.num_rows
+    vision, alone = config.vision, config.added_rows > 0
+    number, rows = sum(counts), vision.num_patches if alone else vision.num_rows
     pixels = torch.randn(number, rows, vision.patch_values, generator=generator, dtype=torch.float64)
-    if vision.class_token and merge == 1:
+    if vision.class_token and not alone:
         pixels[:, 0] = 0
     positions = torch.arange(rows).repeat(number)
-    return Images(pixels.flatten(0, 1), positions, (rows,) * number, counts, joined=merge**2)
+    return Images(pixels.flatten(0, 1), positions, (rows,) * number, counts, joined=config.projector.merge**2)
 
 
 def batch(
@@ -120,10 +125,10 @@ def batch(
             tokens[row, start : start + size] = config.image_token
     labels = torch.randint(0, config.image_token, shape, generator=generator)
     mask = (torch.rand(shape, generator=generator) < 0.7).float() * (tokens != config.image_token)
-    first, merge = length // 3 if config.mutual else length // 2, config.projector.merge
+    first = length // 3 if config.mutual else length // 2
     text = TokenBatch(tokens, labels, mask, ((first, length - first),) * len(counts))
-    found = images(counts, generator, config.vision, merge)
-    options = {"class_token": config.vision.class_token and merge == 1, "newline": config.newline}
+    found = images(counts, generator, config)
+    options = {"class_token": config.vision.class_token and not config.added_rows, "newline": config.newline}
     return with_images(text, found, config.image_token, **options)
 
 

@@ -114,6 +114,7 @@ FULL = [
     ("language_adapters", "none", {"ranks": 2}, {"ranks": 1}),
     ("experts", "mixed", {"ranks": 2, **SP}, {"ranks": 4, **SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
     ("experts", "one", {"ranks": 2}, {"ranks": 2, "expert_parallel": 2}),
+    ("radio", "mixed", {"ranks": 2}, {"ranks": 1}),
     ("gemma", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
     ("intern", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
     ("intern", "mixed", {"ranks": 2}, {"ranks": 1}),

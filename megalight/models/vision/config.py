@@ -30,6 +30,8 @@ class VisionConfig:
         resample: what new pixels are made of: ``bicubic`` or ``bilinear`` (Gemma-3).
         activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS`.
         class_token: whether a learned row comes before the patches of an image.
+        register_tokens: number of further learned rows of each image, which have no position and give no features
+            (https://arxiv.org/abs/2309.16588; RADIO has them).
         patch_bias: whether the projection of patches has a bias.
         input_norm: whether to normalise the rows before the first layer (CLIP).
         output_norm: whether to normalise the rows after the last layer (SigLIP).
@@ -59,6 +61,7 @@ class VisionConfig:
     resample: Literal["bicubic", "bilinear"] = "bicubic"
     activation: str = "quick_gelu"
     class_token: bool = True
+    register_tokens: int = 0
     patch_bias: bool = False
     input_norm: bool = True
     output_norm: bool = False
@@ -95,6 +98,7 @@ class VisionConfig:
             self._check_dynamic(self.dynamic)
         require_choice("vision.resize", self.resize, ("crop", "pad", "stretch"))
         require_choice("vision.resample", self.resample, ("bicubic", "bilinear"))
+        require(self.register_tokens >= 0, f"vision.register_tokens is {self.register_tokens}; it must be at least 0.")
         require(self.tiles >= 1, f"vision.tiles is {self.tiles}; it must be at least 1, the whole image.")
         require_choice("vision.norm", self.norm, ("layer", "rms"))
         for name in ("mean", "std"):
@@ -132,8 +136,9 @@ class VisionConfig:
         require(self.tiles == 1, f"vision.tiles is {self.tiles} with vision.dynamic; images stay whole: set it to 1.")
         require(self.margin == 0, f"vision.margin is {self.margin} with vision.dynamic; patches cover images: set 0.")
         require(
-            not self.class_token,
-            "vision.class_token is true with vision.dynamic; rows of such images are patches alone: set it to false.",
+            not self.class_token and not self.register_tokens,
+            f"vision.class_token is {self.class_token} and vision.register_tokens {self.register_tokens} with "
+            "vision.dynamic; rows of such images are patches alone: set them to false and 0.",
         )
         require(
             self.head_dim % 4 == 0,
@@ -162,9 +167,14 @@ class VisionConfig:
         return (self.image_size // self.patch_size) ** 2
 
     @property
-    def num_rows(self) -> int:
-        """Rows of an image in the tower: its patches, and its class token."""
+    def num_positions(self) -> int:
+        """Places of an image that have an embedding: its patches, and its class token."""
         return self.num_patches + self.class_token
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an image in the tower: its patches, its class token, and its registers."""
+        return self.num_positions + self.register_tokens
 
     @property
     def patch_values(self) -> int:

@@ -39,15 +39,15 @@ class Pictures:
     Attributes:
         pixels: ``[P, patch_values]``, normalised: a patch is ``[channels, height, width]``. A row of a class token has
             any values.
-        positions: ``[P]`` int64: the row of each patch in the table of positions. Class tokens have 0. For images of
-            any size ``[2, P]``: the row and the column of each patch in its image; with a table of positions also the
-            rows and columns of that image, ``[4, P]``.
+        positions: ``[P]`` int64: the row of each patch in the table of positions. Class tokens have 0, registers the
+            numbers behind the table. For images of any size ``[2, P]``: the row and the column of each patch in its
+            image; with a table of positions also the rows and columns of that image, ``[4, P]``.
         sequences: how the rows divide into images. A row sees the other rows of its image.
         source: ``[T]`` int64: for each token, the row whose features replace it, -1 for text, or ``NEWLINE``. Rows are
             counted after those have been joined that the projector joins.
         windows: how the rows divide into windows; None for towers without windows.
-        patches: ``[P']`` int64: the rows that the projector reads, where it joins patches and class tokens are between
-            them. None: all rows.
+        patches: ``[P']`` int64: the rows that the projector reads, where class tokens or registers are between those
+            of patches, and the data has none for them. None: all rows.
         runs: where the tokens of each image are in prompts: the first one, and their number. Batches have them in their
             sequences.
     """
@@ -109,6 +109,31 @@ class ClassToken(nn.Module):
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
         """``positions [P], hidden [P, h] -> [P, h]``."""
         return torch.where((positions == 0)[:, None], self.weight, hidden)
+
+
+class RegisterTokens(nn.Module):
+    """Learned rows of each image, at the positions from ``first`` on.
+
+    Args:
+        count: of an image.
+        first: how many positions patches and class token have.
+        hidden_size: width.
+        std: standard deviation of the initial values.
+
+    Attributes:
+        weight: ``[count, h]``.
+    """
+
+    def __init__(self, count: int, first: int, hidden_size: int, std: float) -> None:
+        super().__init__()
+        self.first = first
+        self.weight = nn.Parameter(torch.empty(count, hidden_size))
+        self.initializers: dict[str, Initializer] = {"weight": Normal(std)}
+
+    def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
+        """``positions [P], hidden [P, h] -> [P, h]``."""
+        rows = F.embedding((positions - self.first).clamp(min=0), self.weight)
+        return torch.where((positions >= self.first)[:, None], rows, hidden)
 
 
 class PositionTable(nn.Module):
@@ -224,6 +249,7 @@ class VisionTower(nn.Module):
     Attributes:
         patch: from pixels to hidden states.
         class_token: the row before the patches, or None.
+        registers: further rows of each image, or None.
         position: embedding of the place of a patch in its image, or None.
         rotary: rotary embedding of this place, or None. It has no parameters.
         input_norm, output_norm: norms before the first and after the last layer, or None.
@@ -240,9 +266,12 @@ class VisionTower(nn.Module):
             config.channels, config.patch_size, size, bias=config.patch_bias, std=std, frames=frames
         )
         self.class_token = ClassToken(size, std) if config.class_token else None
+        self.registers: RegisterTokens | None = None
+        if config.register_tokens:
+            self.registers = RegisterTokens(config.register_tokens, config.num_positions, size, std)
         self.position: Embedding | PositionTable | None = None
         if config.dynamic is None:
-            self.position = Embedding(config.num_rows, size, std)
+            self.position = Embedding(config.num_positions, size, std)
         elif config.dynamic.table:
             self.position = PositionTable(config.dynamic.table, size, std)
         self.rotary = build_rotary(config)
@@ -258,7 +287,10 @@ class VisionTower(nn.Module):
             hidden = self.class_token(pictures.positions, hidden)
         if self.position is not None:
             # A row for each patch, as of hidden states.
-            hidden = hidden + self.position(pictures.positions.t())
+            places = pictures.positions.t()
+            hidden = hidden + self.position(places if self.registers is None else places % self.registers.first)
+        if self.registers is not None:  # which have no position
+            hidden = self.registers(pictures.positions, hidden)
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
         tables = {} if self.rotary is None else {ROTARY: self.rotary(pictures.positions[:2], hidden.dtype)}

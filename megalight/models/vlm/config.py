@@ -200,6 +200,16 @@ class VLMConfig:
         )
 
     @property
+    def added_rows(self) -> int:
+        """Rows of an image that the tower adds to those of the data, which has patches alone then.
+
+        Where it adds none, the data has a row for a class token.
+        """
+        vision = self.vision
+        alone = self.projector.merge > 1 or vision.register_tokens > 0
+        return vision.num_rows - vision.num_patches if alone else 0
+
+    @property
     def image_tokens(self) -> int:
         """Tokens of an image, with a newline: the fewest that it can have, if images have sizes of their own."""
         if self.vision.dynamic is not None:

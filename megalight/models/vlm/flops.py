@@ -74,7 +74,6 @@ def flops_of_images(
     projector = first * size * (wide if own.layers == 1 else inner)
     if own.layers == 2:
         projector += trained.projector.of_weights * inner * wide
-    if config.vision.class_token and joined > 1:  # rows of the tower alone
-        lengths = [length + 1 for length in lengths]
+    lengths = [length + config.added_rows for length in lengths]
     projectors = 1 + len(config.deepstack)
     return tower.flops_of_images(config.vision, lengths, windows, trained.tower) + projectors * projector * features

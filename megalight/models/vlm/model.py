@@ -31,8 +31,8 @@ class Projector(nn.Module):
         own, wide = own or config.projector, config.language.hidden_size
         inner, std = own.hidden_size or wide, own.init.std
         self.joined, self.pool, self.norm_joined = own.merge**2, own.pool, own.norm_joined
-        # A class token is no part of a square.
-        self.patches = PatchRows() if config.vision.class_token and own.merge > 1 else None
+        # A class token is no part of a square, and registers give no features.
+        self.patches = PatchRows() if config.added_rows else None
         size = config.vision.hidden_size
         joined = size if own.pool else size * self.joined
         self.norm = build_norm(own, joined if own.norm_joined else size, config.vision.backends.norm)
@@ -62,7 +62,7 @@ class Projector(nn.Module):
 
 
 class PatchRows(nn.Module):
-    """Takes the rows of patches out of those of a tower with class tokens. It has no parameters."""
+    """Takes the rows of patches out of those of a tower with class tokens or registers. It has no parameters."""
 
     def forward(self, features: Tensor, patches: Tensor) -> Tensor:
         """``features [P, h], patches [P'] -> [P', h]``."""
@@ -195,7 +195,10 @@ def project(
     """Return what the projector makes of all rows, ``[P, h]``, and then what each deep projector makes of its tap."""
     last, *tapped = tower(pictures)
     projectors = () if deep is None else tuple(deep.values())
-    further = [each.get_submodule("projector")(features) for each, features in zip(projectors, tapped, strict=True)]
+    further = [
+        each.get_submodule("projector")(features, pictures.patches)
+        for each, features in zip(projectors, tapped, strict=True)
+    ]
     return projector(last, pictures.patches), *further
 
 

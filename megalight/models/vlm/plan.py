@@ -14,11 +14,12 @@ TOWER = Plan(
         # Pixels and positions are whole, so each module takes its share of the rows.
         "*tower.patch": SequenceRegion(split_input=True),
         "*tower.class_token": SequenceRegion(split_input=True),
+        "*tower.registers": SequenceRegion(split_input=True),
         "*tower.position": SequenceRegion(split_input=True),
         LayerScale: SequenceRegion(),
         # Images are not cut for context parallelism: each rank reads the rows that its share of the text has.
         "*tower.layers.*.attention.inner": Dropout(split=True),
-        # Squares of patches begin anew where class tokens are left out.
+        # Rows of patches begin anew where class tokens and registers are left out.
         "*projector.patches": Boundary(enter="join", leave="split"),
         "*projector.proj": SequenceRegion(),
         "*projector.up": Column(),

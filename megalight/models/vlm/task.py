@@ -28,8 +28,8 @@ def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int
         multiple: the number of rows of features is a multiple of this.
     """
     device, joined = images.pixels.device, config.projector.merge**2
-    if config.vision.class_token and joined > 1:
-        return _with_class_tokens(config, images, source, multiple)
+    if config.added_rows:
+        return _with_added_rows(config, images, source, multiple)
     rows = PackedSequences.of_lengths(images.lengths or (joined,), device).pad_to(multiple * joined)
     windows = None
     if config.vision.dynamic is not None and config.vision.dynamic.window:
@@ -40,18 +40,19 @@ def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int
     return Pictures(pixels, F.pad(images.positions, (0, missing)), rows, source, windows)
 
 
-def _with_class_tokens(config: VLMConfig, images: Images, source: Tensor, multiple: int) -> Pictures:
-    """Return images of patches alone, with the row of a class token before each, which no square of patches has."""
+def _with_added_rows(config: VLMConfig, images: Images, source: Tensor, multiple: int) -> Pictures:
+    """Return images of patches alone, with the rows of a class token and of registers before those of each."""
     device, joined, number = images.pixels.device, config.projector.merge**2, len(images.lengths)
-    each = config.vision.num_patches
-    lengths = (each + 1,) * number or (joined,)
-    rows = PackedSequences.of_lengths(lengths, device).pad_to(multiple * joined)
-    pixels = F.pad(
-        normalised(images.pixels, config.vision).view(number, each, config.vision.patch_values), (0, 0, 1, 0)
-    ).flatten(0, 1)
-    positions = F.pad(images.positions.view(number, each) + 1, (1, 0)).flatten()
+    vision, added, each = config.vision, config.added_rows, config.vision.num_patches
+    rows = PackedSequences.of_lengths((each + added,) * number or (joined,), device).pad_to(multiple * joined)
+    pixels = normalised(images.pixels, vision).view(number, each, vision.patch_values)
+    pixels = F.pad(pixels, (0, 0, added, 0)).flatten(0, 1)
+    # The class token has the first place in the table, and registers have those behind it.
+    places = torch.arange(added, device=device)
+    places = (places + (places >= vision.class_token) * each).expand(number, added)
+    positions = torch.cat([places, images.positions.view(number, each) + vision.class_token], dim=1).flatten()
     missing = rows.num_tokens - len(pixels)
-    patches = torch.arange(number * (each + 1), device=device).view(number, each + 1)[:, 1:].flatten()
+    patches = torch.arange(number * (each + added), device=device).view(number, each + added)[:, added:].flatten()
     features = max(len(patches), joined)
     # Any rows, where there is no image, and as padding.
     patches = F.pad(patches, (0, features + -features % (multiple * joined) - len(patches)))
