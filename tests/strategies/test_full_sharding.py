@@ -112,7 +112,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def _beside(what: str, level: str) -> dict[str, Any]:
+def _beside(what: str, level: str, **data_parallel: Any) -> dict[str, Any]:
     options = dict(BESIDE[what])
     callbacks: list[pl.Callback] = []
     if what == "average":
@@ -123,7 +123,8 @@ def _beside(what: str, level: str) -> dict[str, Any]:
         recipe = LowPrecisionOptions(recipe=what.split()[-1], emulate=True)
         options["precision_plugin"] = MegatronLowPrecision(recipe, "64-true")
     config = replace(CONFIGS["mha"], num_layers=3, hidden_size=64, ffn_hidden_size=64)
-    return fit(config, options={"level": level}, extra_callbacks=callbacks, micro_batch_size=1, **options)
+    sharding = {"level": level, **data_parallel}
+    return fit(config, options=sharding, extra_callbacks=callbacks, micro_batch_size=1, **options)
 
 
 def _with_each_level(what: str) -> list[dict[str, Any]]:

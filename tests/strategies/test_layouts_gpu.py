@@ -42,6 +42,12 @@ STRICT = [
     Row("gqa", 8, pp=2, vpp=2, dp=2, level="optim_grads_params"),
 ]
 """Rows that also run in bf16 with every wait for the device an error in the middle of the run."""
+PUSHED = [
+    Row("gqa", 5, dp=2, level="optim_grads_params"),
+    Row("gqa", 8, pp=2, vpp=2, dp=2, level="optim_grads_params"),
+    Row("tied", 6, dp=4, level="optim_grads_params", packed=True),
+]
+"""Rows whose units copy engines gather as well."""
 
 STEPS = 3
 
@@ -56,14 +62,14 @@ class Strict(pl.Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _train(row: Row, strict: bool) -> dict[str, Any]:
+def _train(row: Row, strict: bool, gathers: str = "plain") -> dict[str, Any]:
     options: dict[str, Any] = {"accelerator": "cuda"}
     if strict:
         options |= {"precision": "bf16-mixed", "log_every_n_steps": 1000}
     return fit(
         replace(MODELS[row.config], num_layers=row.layers),
         9 if strict else STEPS,
-        options={"level": row.level},
+        options={"level": row.level, "gathers": gathers},
         trainer_options=options,
         extra_callbacks=[Strict()] if strict else [],
         packed=row.packed,
@@ -72,8 +78,9 @@ def _train(row: Row, strict: bool) -> dict[str, Any]:
 
 
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
-    plain, strict = ([row for row in rows if row.world == world] for rows in (ROWS, STRICT))
-    return [(_train, (row, False)) for row in plain] + [(_train, (row, True)) for row in strict]
+    plain, strict, pushed = ([row for row in rows if row.world == world] for rows in (ROWS, STRICT, PUSHED))
+    ordinary = [(_train, (row, False)) for row in plain] + [(_train, (row, True)) for row in strict]
+    return ordinary + [(_train, (row, strict, "symmetric")) for row in pushed for strict in (False, True)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -81,6 +88,14 @@ def test_layout_over_nccl_trains_the_same_model(row: Row) -> None:
     found = runs_of(jobs, row.world).outcome((row, False))
     model = replace(MODELS[row.config], num_layers=row.layers)
     assert_same_run(found, by_hand(model, STEPS, device="cuda", packed=row.packed))
+
+
+@pytest.mark.parametrize("row", PUSHED, ids=str)
+def test_copy_engines_gather_the_same_parameters(row: Row) -> None:
+    found = runs_of(jobs, row.world).outcome((row, False, "symmetric"))
+    model = replace(MODELS[row.config], num_layers=row.layers)
+    assert_same_run(found, by_hand(model, STEPS, device="cuda", packed=row.packed))
+    assert len(runs_of(jobs, row.world).outcome((row, True, "symmetric"))["losses"]) == 9
 
 
 @pytest.mark.parametrize("row", STRICT, ids=str)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,16 @@ from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
 from megalight.parallel.data_parallel.layout import BucketLayout, Kind, level_of, plan_buckets
 from megalight.parallel.data_parallel.masters import check_masters, masters_of
-from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers, UnitMemory, choose, free_memory
+from megalight.parallel.data_parallel.memory import (
+    GRADIENT_TURNS,
+    Room,
+    TurnBuffers,
+    UnitMemory,
+    choose,
+    free_memory,
+)
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
+from megalight.parallel.data_parallel.pushes import Gathers, Pushes
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.route import Route
 from megalight.parallel.data_parallel.units import Units
@@ -83,6 +92,7 @@ class DataParallelEngine:
         optimizer_offload_fraction: at least this share of the masters is in host memory, in whole buckets; their
             optimizer state comes to be there, too.
         check_for_nan: whether :meth:`finish_grad_sync` raises on all ranks if a gradient is NaN or infinite.
+        gathers: how parameters of units are gathered: ``plain`` (collectives) or ``symmetric`` (copy engines).
         nccl_ub: how NCCL knows the flat buffers: ``off``, ``local`` or ``symmetric``. See
             :class:`~megalight.parallel.data_parallel.user_buffers.UserBuffers`.
 
@@ -96,7 +106,8 @@ class DataParallelEngine:
 
     Raises:
         ConfigurationError: a level or reduction does not exist, or the two do not fit together; or ``max_ctas`` is set
-            and the backend is not NCCL; or ``nccl_ub`` cannot be had; or ``master_dtype`` can hold no parameter.
+            and the backend is not NCCL; or ``nccl_ub`` or ``gathers`` cannot be had; or ``master_dtype`` can hold no
+            parameter.
     """
 
     def __init__(
@@ -124,6 +135,7 @@ class DataParallelEngine:
         optimizer_offload_fraction: float = 0.0,
         check_for_nan: bool = False,
         nccl_ub: Registration = "off",
+        gathers: Gathers = "plain",
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
@@ -141,6 +153,7 @@ class DataParallelEngine:
         self._overlap = overlap_grad_reduce
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
         self._route, self._units = route or Route(), units
+        self._pushes = Pushes(device) if gathers == "symmetric" and self.level.parameters else None
         self._user_buffers = UserBuffers(nccl_ub if mesh.everyone is not None else "off", device)
         self.device = device
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
@@ -169,7 +182,8 @@ class DataParallelEngine:
         # Level `optim_grads` shards gradients only, and a model may have units whose parameters are all frozen.
         if self.main_gradients.of_units.buckets or sharded:
             turns = self.unit_memory.turns
-            self.units = Units(units, sharded, self.main_gradients.of_units, self.device, self._route, turns)
+            gradients = self.main_gradients.of_units
+            self.units = Units(units, sharded, gradients, self.device, self._route, turns, self._pushes)
             self._parameters.residency = self.units.residency
             # Parameters outside of units may still be in flight when somebody asks for all parameters.
             self.units.sync = self._parameters.sync
@@ -199,7 +213,7 @@ class DataParallelEngine:
             self.unit_memory = choose(layouts, self.level.parameters, *self._choices, free)
             if self.level.parameters:
                 turns = self._route.turns(self._units, self.unit_memory.turns)
-                params = TurnBuffers(layouts, turns, device, allocating)
+                params = TurnBuffers(layouts, turns, device, allocating, self._room(groups))
             if self.unit_memory.reduce_each:
                 turns = self._route.turns(self._units, GRADIENT_TURNS, backward_only=True)
                 grads = TurnBuffers(layouts, turns, device, allocating)
@@ -232,6 +246,19 @@ class DataParallelEngine:
             for index, layout in enumerate(layouts)
         ]
 
+    def _room(self, groups: Mapping[Any, Groups]) -> Room | None:
+        """Return what makes buffers of units that peers fill, over the groups of each kind."""
+        if self._pushes is None:
+            return None
+        pushes = self._pushes
+
+        def make(layout: BucketLayout, numel: int, dtype: torch.dtype) -> Tensor:
+            group = groups[layout.kind.mesh, layout.kind.data].shards
+            assert group is not None, "a unit is sharded over several ranks"
+            return pushes.room(numel, dtype, group)
+
+        return make
+
     def _reduces_by_unit(self, layout: BucketLayout) -> bool:
         return layout.kind.unit is not None and self.unit_memory.reduce_each
 
@@ -247,12 +274,14 @@ class DataParallelEngine:
         layouts = plan_buckets([info.parameter.numel() for info in infos], kinds)
         allocating = self._user_buffers.allocating
         turns = self._route.turns(self._units, self.unit_memory.turns)
-        memory = TurnBuffers(layouts, turns, infos[0].parameter.device, allocating)
+        ways = {(kind.mesh, kind.data): kind for kind in kinds}
+        groups = {key: _groups(kind, max_ctas) for key, kind in ways.items()}
+        memory = TurnBuffers(layouts, turns, infos[0].parameter.device, allocating, self._room(groups))
         return [
             FlatParameters(
                 layout,
                 infos,
-                _groups(layout.kind, max_ctas),
+                groups[layout.kind.mesh, layout.kind.data],
                 True,
                 memory.take(layout, layout.kind.param_dtype),
                 allocating=allocating,

@@ -6,7 +6,7 @@ before the engine takes its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -114,6 +114,9 @@ def free_memory(device: torch.device, everyone: ProcessGroup | None) -> int | No
     return int(free)
 
 
+Room = Callable[[BucketLayout, int, torch.dtype], Tensor]
+
+
 class TurnBuffers:
     """Memory that buckets of different units use in turn: per kind and turn, as large as the largest one needs it.
 
@@ -121,6 +124,7 @@ class TurnBuffers:
         layouts: the buckets.
         turns: the turn of each unit (:meth:`.route.Route.turns`).
         allocating: a context in which it is allocated.
+        room: makes ``(numel, dtype)`` of memory for a bucket's layout itself; None: torch does.
     """
 
     def __init__(
@@ -129,8 +133,10 @@ class TurnBuffers:
         turns: Sequence[int],
         device: torch.device,
         allocating: Allocating = nullcontext,
+        room: Room | None = None,
     ) -> None:
         self._turns = turns
+        self._room = room
         self._allocating = allocating
         self._device = device
         self._flat: dict[tuple[object, ...], Tensor] = {}
@@ -146,9 +152,14 @@ class TurnBuffers:
         key = self._key(layout)
         if key not in self._flat:
             # NaN, not zero: what is read before it is gathered or written then shows in the loss at once.
+            size = self._largest[key]
             with self._allocating():
-                self._flat[key] = torch.full((self._largest[key],), torch.nan, dtype=dtype, device=self._device)
+                made = self._room(layout, size, dtype) if self._room else self._new(size, dtype)
+            self._flat[key] = made.fill_(torch.nan)
         return self._flat[key][: layout.numel]
+
+    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
 
     def _key(self, layout: BucketLayout) -> tuple[object, ...]:
         # Neighbours get different turns, so one is gathered while the other one computes. Chunks share memory.

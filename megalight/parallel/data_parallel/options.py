@@ -13,6 +13,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import ParamInfo
 from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.data_parallel.layout import level_of
+from megalight.parallel.data_parallel.pushes import Gathers
 from megalight.parallel.data_parallel.route import Route
 from megalight.parallel.data_parallel.user_buffers import Registration
 from megalight.parallel.mesh import ParallelMesh
@@ -66,6 +67,8 @@ class DataParallel:
         nccl_ub: whether NCCL knows the flat buffers, and so sends from them and receives into them without own copies:
             ``off``; ``local``, each rank for itself; ``symmetric``, as windows that all ranks reach. It needs
             GPUs. NVLink multicast stays as ``NCCL_NVLS_ENABLE`` of the environment says.
+        gathers: how parameters of units are gathered: ``plain``, by collectives, or ``symmetric``: the GPUs of one host
+            copy into each other's memory with their copy engines, which use no multiprocessor.
         overlap_grad_reduce: reduce buckets while the backward pass still runs.
         overlap_param_gather: gather parameters while the next forward pass already runs.
     """
@@ -86,6 +89,7 @@ class DataParallel:
     optimizer_offload_fraction: float = 0.0
     check_for_nan: bool = False
     nccl_ub: Registration = "off"
+    gathers: Gathers = "plain"
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
 
@@ -102,6 +106,15 @@ class DataParallel:
         if self.nccl_ub not in get_args(Registration):
             raise ConfigurationError(
                 f"data_parallel.nccl_ub={self.nccl_ub!r}; it must be one of {', '.join(get_args(Registration))}."
+            )
+        if self.gathers not in get_args(Gathers):
+            raise ConfigurationError(
+                f"data_parallel.gathers={self.gathers!r}; it must be one of {', '.join(get_args(Gathers))}."
+            )
+        if self.gathers == "symmetric" and self.nccl_ub != "off":
+            raise ConfigurationError(
+                f"data_parallel.gathers='symmetric' with nccl_ub={self.nccl_ub!r}: a buffer of units is either in "
+                "memory of NCCL or in that of copy engines. Leave one of the two out."
             )
         # Such messages travel from memory that is made for each of them, so registered gradients would do nothing.
         if self.nccl_ub != "off" and (self.reduce_dtype or self.reduce_scatter_with_fp32_accumulation):
@@ -159,6 +172,11 @@ class DataParallel:
                     f"data_parallel.{name}={getattr(self, name)} with level {self.level!r}, which shards no "
                     "parameters; leave it out, or use level 'optim_grads_params'."
                 )
+        if self.gathers == "symmetric" and not self.shards_parameters:
+            raise ConfigurationError(
+                f"data_parallel.gathers='symmetric' with level {self.level!r}, which shards no parameters; leave it "
+                "out, or use level 'optim_grads_params'."
+            )
         if not self.replicate_optimizer and self.replicate == 1:
             raise ConfigurationError(
                 "data_parallel.replicate_optimizer=False with replicate=1: there are no groups of replicas that could "
@@ -202,4 +220,5 @@ class DataParallel:
             optimizer_offload_fraction=self.optimizer_offload_fraction,
             check_for_nan=self.check_for_nan,
             nccl_ub=self.nccl_ub,
+            gathers=self.gathers,
         )

@@ -9,6 +9,7 @@ import torch
 
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.gather import gather
+from megalight.parallel.data_parallel.pushes import Pushes
 from megalight.parallel.data_parallel.streams import side_stream
 
 
@@ -23,6 +24,7 @@ class Residency:
         units: the buckets of each unit, in the order of the forward pass.
         turn_of: the turn of each unit (:meth:`.route.Route.turns`), which has buffers of its own.
         first: the units of the first pass of a step, in order.
+        pushes: the buffers that copy engines fill; None: collectives do.
 
     Attributes:
         turns: number of units that have memory at a time.
@@ -35,8 +37,10 @@ class Residency:
         device: torch.device,
         turn_of: Sequence[int],
         first: Sequence[int],
+        pushes: Pushes | None = None,
     ) -> None:
         self.units = units
+        self.pushes = pushes
         self.turn_of = turn_of
         self.turns = max(turn_of) + 1
         self.first = first
@@ -66,15 +70,19 @@ class Residency:
             self._hide(before)
         self._present[turn] = unit
         if self._stream is None:
-            works = [gather(b.params, b.own_params, b.unit_group) for b in self.units[unit] if b.unit_group]
-            self._arriving[unit] = partial(_wait_all, [work.wait for work in works])
+            self._arriving[unit] = partial(_wait_all, [self._start(bucket) for bucket in self.units[unit]])
             return
         # On its own stream, after all computation with the parameters that these replace.
         with self._stream.after_computation():
             for bucket in self.units[unit]:
-                if bucket.unit_group is not None:
-                    gather(bucket.params, bucket.own_params, bucket.unit_group).wait()
+                self._start(bucket)()
         self._arriving[unit] = self._stream.done()
+
+    def _start(self, bucket: FlatParameters) -> Callable[[], object]:
+        """Start to gather a bucket; return a function that waits for it."""
+        if bucket.unit_group is None or (self.pushes is not None and self.pushes.gather(bucket)):
+            return _nothing
+        return gather(bucket.params, bucket.own_params, bucket.unit_group).wait
 
     def hold(self, unit: int) -> None:
         """Make a unit's parameters available now. On CUDA the current stream waits, not the host."""
@@ -149,6 +157,9 @@ class Residency:
         wait = self._arriving.pop(unit, None)
         if wait is not None:
             wait()
+
+
+def _nothing() -> None: ...
 
 
 def _wait_all(waits: Sequence[Callable[[], object]]) -> None:

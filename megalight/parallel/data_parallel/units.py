@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megalight.imports import in_backward
 from megalight.parallel.data_parallel.buffers import FlatParameters
+from megalight.parallel.data_parallel.pushes import Pushes
 from megalight.parallel.data_parallel.residency import Residency
 from megalight.parallel.data_parallel.route import Pass, Route
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
@@ -66,6 +67,7 @@ class Units:
         device: torch.device,
         route: Route,
         turns: int,
+        pushes: Pushes | None = None,
     ) -> None:
         self._order: list[int] = []
         """The unit of each place in the forward pass."""
@@ -93,7 +95,7 @@ class Units:
         if self.buckets:
             own = [[b for b in self.buckets if b.layout.kind.unit == unit] for unit in range(len(modules))]
             first = [self._order[place] for place in self._chunk[0]]
-            self.residency = Residency(own, device, route.turns(modules, turns), first)
+            self.residency = Residency(own, device, route.turns(modules, turns), first, pushes)
         for place, module in enumerate(self.modules):
             remove_hooks(module)
             # Hooks know the place in the forward pass, not the unit: a unit

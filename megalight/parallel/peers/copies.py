@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.parallel.graphs.capturing import capturing
+from megalight.parallel.capturing import capturing
 from megalight.parallel.peers import driver
 from megalight.parallel.peers.memory import Flag, Slot
 

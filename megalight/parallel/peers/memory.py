@@ -28,6 +28,8 @@ BUFFERS = "TORCH_SYMMMEM"
 """Environment variables that torch reads when it allocates symmetric memory."""
 SLOTS = 2
 """Number of slots where the user asks for no other, used in turn: one is filled while peers still read the other."""
+BOUNDARY = 256
+"""Bytes: slots of an exact size are multiples of it."""
 MOST_VIEWS = 256
 """Largest number of cached views of a memory; each shape of micro-batch has its own."""
 
@@ -85,11 +87,14 @@ class PeerMemory:
     Args:
         group: ranks of one host.
         slots: number of slots.
+        exact: slots have no more bytes than are asked for. Otherwise sizes are powers of two, so that they grow in few
+            steps.
     """
 
-    def __init__(self, group: ProcessGroup, slots: int = SLOTS) -> None:
+    def __init__(self, group: ProcessGroup, slots: int = SLOTS, exact: bool = False) -> None:
         self.group = group
         self.slots = slots
+        self.exact = exact
         self.rank, self.size = group.rank(), group.size()
         # Each rank begins with another neighbour: otherwise all would push to rank 0 at once.
         self.others = tuple((self.rank + step) % self.size for step in range(1, self.size))
@@ -135,8 +140,7 @@ class PeerMemory:
             words = self._allocate(self.slots * len(Flag) * self.size * 4, free=True)
             self._flags = list(words.buffer_ptrs)
         if nbytes > self.capacity:
-            # Powers of two: capacities grow in few steps.
-            self.capacity = 1 << (nbytes - 1).bit_length()
+            self.capacity = -(-nbytes // BOUNDARY) * BOUNDARY if self.exact else 1 << (nbytes - 1).bit_length()
             self._handle = self._allocate(self.slots * self.capacity)
             # Views of the old memory would write where no peer reads any more.
             self._views.clear()
@@ -162,7 +166,7 @@ class PeerMemory:
         if key not in self._views:
             if len(self._views) >= MOST_VIEWS:
                 self._views.clear()
-            # Capacities are powers of two, so a slot begins at a whole element of any dtype.
+            # A slot begins at a whole element of any dtype: capacities are powers of two, or multiples of BOUNDARY.
             first = place * self.capacity // dtype.itemsize + offset
             self._views[key] = self._handle.get_buffer(rank, shape, dtype, first)
         return self._views[key]

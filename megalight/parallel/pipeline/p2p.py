@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.parallel.graphs.capturing import capturing
+from megalight.parallel.capturing import capturing
 
 MAX_CTAS = 2
 """Multiprocessors that one message may occupy.

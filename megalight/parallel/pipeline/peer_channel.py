@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.parallel.graphs.capturing import capturing
+from megalight.parallel.capturing import capturing
 from megalight.parallel.peers.copies import Copies
 from megalight.parallel.peers.memory import Flag, PeerMemory, Slot
 from megalight.parallel.peers.watch import Watch

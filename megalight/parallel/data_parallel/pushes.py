@@ -1,0 +1,115 @@
+"""Gather the parameters of units by copy engines: each rank pushes its shard into the buffers of its peers.
+
+Copies occupy no multiprocessor, so the computation beside them keeps all of them. Buffers lie in symmetric memory
+(:mod:`megalight.parallel.peers`). A rank may push into a buffer once its owner no longer computes with the unit that
+was there. All ranks gather the same units in the same order, so each wait is for something that the peer has queued
+before its own wait.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel.buffers import FlatParameters
+from megalight.parallel.ending import FAILED
+from megalight.parallel.peers import driver, memory
+from megalight.parallel.peers.copies import Copies
+from megalight.parallel.peers.memory import Flag, PeerMemory, Slot
+from megalight.parallel.peers.watch import Watch
+
+Gathers: TypeAlias = Literal["plain", "symmetric"]
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Memory that units use in turn, with the same memory of the peers.
+
+    Attributes:
+        used: a unit has been there, so peers must be told when it is no longer needed.
+    """
+
+    memory: PeerMemory
+    watch: Watch
+    used: bool = False
+
+
+class Pushes:
+    """The buffers of units, and the copies into those of peers.
+
+    Args:
+        device: of the buffers.
+
+    Raises:
+        ConfigurationError: it has no symmetric memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if (reason := memory.why_not(device.type)) is not None:
+            raise _refusal(reason)
+        self._copies = Copies()
+        self._buffers: dict[int, _Buffer] = {}
+        # Copies may still be on their way when a run is dropped, and they must not meet memory that is gone.
+        weakref.finalize(self, _finish, device).atexit = False
+
+    def room(self, numel: int, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
+        """Allocate a buffer ``[numel]``. The ranks of the group call this together, and in the same order.
+
+        Raises:
+            ConfigurationError: they cannot reach each other's memory.
+        """
+        # All ranks come to the same answer.
+        if (reason := memory.unreachable(group)) is not None:
+            raise _refusal(reason)
+        made = PeerMemory(group, slots=1, exact=True)
+        made.reserve(numel * dtype.itemsize)
+        own = made.view(made.rank, 0, (numel,), dtype, 0)
+        self._buffers[own.data_ptr()] = _Buffer(made, Watch(made))
+        return own
+
+    def gather(self, bucket: FlatParameters) -> bool:
+        """Gather a bucket on the current stream, which waits until all shards are there.
+
+        Returns:
+            whether the bucket lies in one of the buffers; if not, nothing has happened.
+
+        Raises:
+            MegalightError: in an earlier call, a peer was missing.
+        """
+        buffer = self._buffers.get(bucket.params.data_ptr())
+        if buffer is None:
+            return False
+        buffer.watch.check()
+        slot, others, stream = Slot(buffer.memory, 0), buffer.memory.others, torch.cuda.current_stream()
+        if buffer.used:
+            driver.raise_flags(stream, slot.flags_at(Flag.FREE, others))
+        buffer.used = True
+        spin = self._copies.spin
+        spin.wait_with(buffer.watch, slot.flags(Flag.FREE, others), buffer.memory)
+        own, first = bucket.own_params, bucket.kept[0]
+        for to in others:
+            driver.copy(stream, slot.view(to, tuple(own.shape), own.dtype, first), own)
+            # Stream order makes the flag visible only after the data.
+            driver.raise_flags(stream, slot.flags_at(Flag.READY, (to,)))
+        driver.copy(stream, bucket.params[slice(*bucket.kept)], own)
+        spin.wait_with(buffer.watch, slot.flags(Flag.READY, others), buffer.memory)
+        return True
+
+
+def _refusal(reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"data_parallel.gathers='symmetric': it {reason}. Set gathers='plain', or replicate, so that the ranks of a "
+        "group are on one host."
+    )
+
+
+def _finish(device: torch.device) -> None:
+    # After an error the device may wait for peers that are gone.
+    if device.type == "cuda" and not FAILED.is_set():
+        torch.cuda.synchronize(device)

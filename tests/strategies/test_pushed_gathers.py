@@ -1,0 +1,98 @@
+"""Units whose parameters copy engines gather train the same model as one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel import DataParallel, pushes
+from megalight.parallel.data_parallel.buffers import FlatParameters
+from megalight.strategies import Pipeline
+from tests.parallel.tensor.overlap.shared_files import symmetric_on_cpu
+from tests.strategies.test_full_sharding import CASES, FULL, _beside, _expected, _trained
+from tests.strategies.training import assert_same_gradients, assert_same_run
+from tests.workers import run
+
+NAMES = ("two layers", "tied", "three ranks", "whole gradients", "host", "full recompute", "tp", "hybrid")
+MORE: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {
+    "no prefetch": (2, "gqa", 3, FULL, {"data_parallel": {"prefetch": 0}}),
+    "pipeline": (4, "gqa", 4, FULL, {"pipeline_parallel": 2}),
+    "zero bubble": (4, "gqa", 4, FULL, {"pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
+}
+SELECTED = {name: CASES[name] for name in NAMES} | MORE
+
+
+@contextmanager
+def _counted() -> Any:
+    """Count the gathers that go through buffers of peers."""
+    done: list[bool] = []
+    gather = pushes.Pushes.gather
+
+    def count(self: pushes.Pushes, bucket: FlatParameters) -> bool:
+        done.append(gather(self, bucket))
+        return done[-1]
+
+    pushes.Pushes.gather = count  # type: ignore[method-assign]
+    try:
+        yield done
+    finally:
+        pushes.Pushes.gather = gather  # type: ignore[method-assign]
+
+
+def _pushed(config: str, layers: int, level: str, options: dict[str, Any]) -> dict[str, Any]:
+    given = {**options, "data_parallel": {**options.get("data_parallel", {}), "gathers": "symmetric"}}
+    with symmetric_on_cpu(), _counted() as done:
+        found = _trained(config, layers, level, given)
+    assert done
+    assert all(done), "a unit was gathered by a collective"
+    return found
+
+
+@pytest.mark.parametrize("case", SELECTED)
+def test_equals_one_device(case: str) -> None:
+    world, config, layers, level, options = SELECTED[case]
+    expected = _expected(config, layers)
+    for found in run(_pushed, world, config, layers, level, options):
+        assert_same_run(found, expected)
+        assert_same_gradients(found["gradients"], expected["gradients"])
+
+
+def _both_ways(what: str) -> list[dict[str, Any]]:
+    with symmetric_on_cpu(), _counted() as done:
+        pushed = _beside(what, FULL, gathers="symmetric")
+    assert any(done)
+    return [_beside(what, FULL), pushed]
+
+
+@pytest.mark.parametrize("what", ["average", "adapters", "eight bits tensorwise"])
+def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
+    """Averaged weights in validation, frozen weights, and 8-bit products."""
+    for plain, pushed in run(_both_ways, 2, what):
+        np.testing.assert_array_equal(pushed["losses"], plain["losses"])
+        assert pushed["metrics"].items() >= {k: v for k, v in plain["metrics"].items() if k.endswith("loss")}.items()
+        for name, value in plain["final"].items():
+            np.testing.assert_array_equal(pushed["final"][name], value, err_msg=name)
+
+
+def test_who_cannot_push_is_told() -> None:
+    with pytest.raises(ConfigurationError, match=r"gathers='symmetric': it .*Set gathers='plain'"):
+        pushes.Pushes(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataParallel(gathers="sideways"), r"gathers='sideways'; it must be one of plain, symmetric"),  # type: ignore[arg-type]
+        (lambda: DataParallel(gathers="symmetric", nccl_ub="local"), r"gathers='symmetric' with nccl_ub='local'"),
+        (lambda: DataParallel(gathers="symmetric").check("1f1b"), r"with level 'optim', which shards no parameters"),
+    ],
+)
+def test_options_that_do_not_fit(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
