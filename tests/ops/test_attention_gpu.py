@@ -147,7 +147,9 @@ def test_soft_caps(
         ([100, 140], [300, 212], True, 50, None),
     ],
 )
-@pytest.mark.parametrize("sizes", [(8, 2, 128, 128), (6, 6, 80, 80), (4, 2, 256, 256), (4, 4, 192, 128)])
+@pytest.mark.parametrize(
+    "sizes", [(8, 2, 128, 128), (4, 2, 64, 128), (6, 6, 80, 80), (4, 2, 256, 256), (4, 4, 192, 128)]
+)
 def test_triton(
     lengths: list[int],
     keys: list[int] | None,

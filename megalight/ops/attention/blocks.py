@@ -1,0 +1,143 @@
+"""What the Triton kernels of attention share: blocks of tokens and of heads, masks, and soft caps."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.imports import require
+from megalight.ops.jit import Value, constexpr, jit, next_power, tl
+from megalight.types import to_device
+
+Descriptor: Any = require("triton.tools.tensor_descriptor", "a Triton kernel").TensorDescriptor
+
+LOG2E = math.log2(math.e)
+
+WIDE = 128
+"""Features of a head above which blocks are smaller."""
+
+
+@jit
+def tanh(x: Value, FAST: constexpr) -> Any:
+    """Return the tangent; ``FAST``: by the instruction of NVIDIA's GPUs."""
+    if FAST:
+        # One instruction, with an error of 2^-11: less than that of a weight in bfloat16.
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:  # noqa: RET505  # a branch of the compiler
+        return 1 - 2 / (tl.exp2(2 * 1.4426950408889634 * x) + 1)
+
+
+@jit
+def visible(places: Value, keys: Value, num_keys: Value, window: Value, CAUSAL: constexpr, WINDOW: constexpr) -> Any:
+    """Return which queries see which keys; ``places`` and ``keys`` broadcast to the block."""
+    seen = keys < num_keys
+    if CAUSAL:
+        seen &= places >= keys
+    if WINDOW:
+        seen &= places - keys <= window
+    return seen
+
+
+@jit
+def sequence(table: Value, starts: Value, key_starts: Value, block: Value) -> Any:
+    """Return first token and length of the queries and of the keys of a block's sequence, and its first row."""
+    sequence = tl.load(table + 2 * block)
+    first = tl.load(table + 2 * block + 1)
+    start = tl.load(starts + sequence)
+    key_start = tl.load(key_starts + sequence)
+    length = tl.load(starts + sequence + 1) - start
+    return start, length, key_start, tl.load(key_starts + sequence + 1) - key_start, first
+
+
+@jit
+def keys_of(
+    first: Value, length: Value, num_keys: Value, window: Value,
+    CAUSAL: constexpr, WINDOW: constexpr, ROWS: constexpr, COUNT: constexpr,
+) -> Any:  # fmt: skip
+    """Return the keys that a block of queries sees as three ranges; all rows see all keys of the second."""
+    place = first + num_keys - length
+    stop = num_keys
+    whole = num_keys // COUNT * COUNT
+    if CAUSAL:
+        stop = tl.minimum(num_keys, place + ROWS)
+        whole = tl.minimum(whole, (place + 1) // COUNT * COUNT)
+    begin = 0
+    edge = 0
+    if WINDOW:
+        begin = tl.maximum(place - window, 0) // COUNT * COUNT
+        edge = tl.cdiv(tl.maximum(place + ROWS - 1 - window, 0), COUNT) * COUNT
+    edge = tl.minimum(tl.maximum(edge, begin), stop)
+    return begin, edge, tl.maximum(whole, edge), stop
+
+
+def describable(x: Tensor) -> bool:
+    """Return whether the hardware can load blocks of a view: rows begin at multiples of 16 bytes."""
+    bytes_ = [stride * x.element_size() for stride in x.stride()[:-1]]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(size and size % 16 == 0 for size in bytes_)
+
+
+def described(x: Tensor, rows: int) -> Any:
+    """Return the descriptor of blocks of ``rows`` tokens of one head."""
+    return Descriptor.from_tensor(x, [rows, 1, next_power(x.shape[-1])])
+
+
+def shape_of(narrow: dict[str, Any], wide: dict[str, Any], q: Tensor, v: Tensor) -> dict[str, Any]:
+    """Return the sizes of blocks for these heads."""
+    features, values = next_power(q.shape[-1]), next_power(v.shape[-1])
+    return {**(wide if max(features, values) > WIDE else narrow), "FEATURES": features, "VALUES": values}
+
+
+def factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """Return the factor of products, and that of capped scores. Scores are in units of log 2."""
+    return (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+
+
+def flags(q: Tensor, k: Tensor, causal: bool, window: int | None, softcap: float | None) -> dict[str, Any]:
+    """Return the choices that kernels are compiled for."""
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "CAUSAL": causal,
+        "WINDOW": window is not None,
+        "CAPPED": softcap is not None,
+        "FAST": q.device.type == "cuda",
+    }
+
+
+# Cached by lengths, which are on the host: all layers of a pass share their tables.
+@lru_cache(maxsize=64)
+def query_blocks(
+    lengths: tuple[int, ...], keys: tuple[int, ...], rows: int, causal: bool, window: int | None, device: torch.device
+) -> Tensor:
+    """Return sequence and first row of each block of queries, ``[n, 2]`` int32; those that see most come first."""
+    blocks = []
+    for sequence, (length, count) in enumerate(zip(lengths, keys, strict=True)):
+        for first in range(0, length, rows):
+            place = first + count - length
+            stop = min(count, place + rows) if causal else count
+            blocks.append((stop - (0 if window is None else max(0, place - window)), sequence, first))
+    return _table(blocks, device)
+
+
+@lru_cache(maxsize=64)
+def key_blocks(
+    lengths: tuple[int, ...], keys: tuple[int, ...], size: int, causal: bool, window: int | None, device: torch.device
+) -> Tensor:
+    """Return sequence and first key of each block of keys, as above."""
+    blocks = []
+    for sequence, (length, count) in enumerate(zip(lengths, keys, strict=True)):
+        for first in range(0, count, size):
+            shift = count - length
+            stop = length if window is None else min(length, first + size + window - shift)
+            blocks.append((stop - (max(0, first - shift) if causal else 0), sequence, first))
+    return _table(blocks, device)
+
+
+def _table(blocks: list[tuple[int, int, int]], device: torch.device) -> Tensor:
+    blocks.sort(key=lambda block: -block[0])
+    # Made in inference mode, it could not be used in a backward pass.
+    with torch.inference_mode(False):
+        return to_device([value for block in blocks for value in block[1:]], torch.int32, device).view(-1, 2)
