@@ -1,7 +1,7 @@
 """The convolution in tiles of tokens and channels: one kernel forward, one backward.
 
 Taps are few, so a tile reads its neighbours' rows again; they are in the cache. The backward computes what goes into
-SiLU again, for its own tokens and for the later ones that read them: nothing but the input is kept.
+SiLU again: nothing but the input is kept. It goes through a strip of tokens in order, and reads every row once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ TILE = 64
 """Channels of a program at most."""
 TOKENS = 16
 """Tokens that a program computes at once."""
-STRIP = 32
-"""Tiles of tokens, one after another, of a program of the backward, which writes its weight gradients once."""
+ROW = 128
+"""Channels of a program of the backward, one warp."""
+STRIP = 128
+"""Tokens, one after another, of a program of the backward, which writes its weight gradients once."""
+AHEAD = 4
+"""Tokens whose rows it loads at once."""
 
 
 @jit
@@ -87,6 +91,21 @@ def _forward(
 
 
 @jit
+def _row(
+    pointer: Value, stride: Value, token: Value, begin: Value, stop: Value, channel: Value, within: Value
+) -> Value:
+    """Load a token's channels in float32; 0 for tokens outside of ``begin`` and ``stop``."""
+    inside = within & (token >= begin) & (token < stop)
+    return tl.load(pointer + tl.cast(token, tl.int64) * stride + channel, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
+def _none() -> Any:
+    """Return a tuple to add to. (Its type is not known to type checkers.)"""
+    return ()
+
+
+@jit
 def _backward(
     grad_y: Value,
     x: Value,
@@ -102,46 +121,81 @@ def _backward(
     TAPS: constexpr,
     BIAS: constexpr,
     SILU: constexpr,
-    TOKENS: constexpr,
-    TILE: constexpr,
+    ROW: constexpr,
     STRIP: constexpr,
-    COLUMNS: constexpr,
+    AHEAD: constexpr,
 ) -> None:
-    """Write the gradient of some rows, and each strip's share of those of weight and bias."""
+    """Write the gradient of a strip of rows, and the strip's share of those of weight and bias.
+
+    Tokens come one after another. What a token reads again, and what is still to come for the gradients of the tokens
+    that it reads, stays in registers.
+    """
     strip = tl.program_id(0)
-    channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    column = tl.arange(0, COLUMNS)
-    sums = tl.zeros((TILE, COLUMNS), tl.float32)
-    whole = tl.zeros((TILE,), tl.float32)
-    for step in range(STRIP):
-        token = (strip * STRIP + step) * TOKENS + tl.arange(0, TOKENS)
-        grad = tl.zeros((TOKENS, TILE), tl.float32)
-        for tap in tl.static_range(TAPS):
-            # the token that reads this one with this tap
-            reader = token + tap
-            place = tl.load(positions + reader, mask=reader < tokens, other=-1)
-            reads = tl.where(place >= tap, reader, -1)
-            given = _rows(grad_y, channels, reads, tokens, channel, channels)
-            if SILU:
-                before = _filtered(
-                    x, weight, bias, stride, reads, tokens, place, channel, channels, TAPS, BIAS, TOKENS, TILE
-                )
-                share = tl.sigmoid(before)
-                given *= share * (1 + before * (1 - share))
-            factor = tl.load(weight + channel * TAPS + (TAPS - 1 - tap), mask=channel < channels, other=0.0)
-            grad += factor.to(tl.float32)[None, :] * given
-            # A pair of tokens belongs to the one that is read: each pair is counted once.
-            own = _rows(x, stride, token, tokens, channel, channels)
-            sums += tl.where(column == TAPS - 1 - tap, tl.sum(given * own, 0)[:, None], 0.0)
-            if tap == 0:
-                whole += tl.sum(given, 0)
-        inside = (token < tokens)[:, None] & (channel < channels)[None, :]
-        target = grad_x + token.to(tl.int64)[:, None] * channels + channel[None, :]
-        tl.store(target, grad.to(grad_x.dtype.element_ty), mask=inside)
-    inside = (channel < channels)[:, None] & (column < TAPS)[None, :]
-    tl.store(grad_weight + (strip * channels + channel)[:, None] * TAPS + column[None, :], sums, mask=inside)
+    channel = tl.program_id(1) * ROW + tl.arange(0, ROW)
+    within = channel < channels
+    begin = strip * STRIP
+    stop = tl.minimum(begin + STRIP, tokens)
+    offset = 0.0
     if BIAS:
-        tl.store(grad_bias + strip * channels + channel, whole, mask=channel < channels)
+        offset = tl.load(bias + channel, mask=within, other=0.0).to(tl.float32)
+    none = tl.zeros((ROW,), tl.float32)
+    factors = _none()
+    past = _none()
+    open_ = _none()
+    sums = _none()
+    for tap in tl.static_range(TAPS):
+        factors += (tl.load(weight + channel * TAPS + (TAPS - 1 - tap), mask=within, other=0.0).to(tl.float32),)
+        sums += (none,)
+        if tap > 0:
+            # the tokens before, the nearest first
+            past += (_row(x, stride, begin - tap, 0, tokens, channel, within),)
+            open_ += (none,)
+    whole = none
+    # The tokens after the strip still read from it.
+    for first in range(begin, begin + STRIP + TAPS - 1, AHEAD):
+        own = _none()
+        given = _none()
+        for step in tl.static_range(AHEAD):
+            own += (_row(x, stride, first + step, begin, tokens, channel, within),)
+            given += (_row(grad_y, channels, first + step, begin, tokens, channel, within),)
+        for step in tl.static_range(AHEAD):
+            token = first + step
+            place = tl.load(positions + token, mask=token < tokens, other=-1)
+            # The packed tokens are one row: a sequence reads nothing of the one before.
+            read = _none()
+            read += (own[step],)
+            for tap in tl.static_range(1, TAPS):
+                read += (tl.where(place > 0, past[tap - 1], 0.0),)
+            grad = given[step]
+            if SILU:
+                before = none + offset
+                for tap in tl.static_range(TAPS):
+                    before += factors[tap] * read[tap]
+                share = tl.sigmoid(before)
+                grad *= share * (1 + before * (1 - share))
+            # A pair of tokens counts in the strip of the one that reads.
+            counted = grad * tl.where(token < stop, 1.0, 0.0)
+            whole += counted
+            more = _none()
+            added = _none()
+            for tap in tl.static_range(TAPS):
+                more += (sums[tap] + counted * read[tap],)
+                if tap == 0:
+                    added += (factors[tap] * grad,)
+                else:
+                    added += (open_[tap - 1] + factors[tap] * tl.where(place >= tap, grad, 0.0),)
+            sums = more
+            done = token - (TAPS - 1)
+            target = grad_x + tl.cast(done, tl.int64) * channels + channel
+            last = added[TAPS - 1].to(grad_x.dtype.element_ty)
+            tl.store(target, last, mask=within & (done >= begin) & (done < stop))
+            past = read[: TAPS - 1]
+            open_ = added[: TAPS - 1]
+    row = tl.cast(strip, tl.int64) * channels + channel
+    for tap in tl.static_range(TAPS):
+        tl.store(grad_weight + row * TAPS + (TAPS - 1 - tap), sums[tap], mask=within)
+    if BIAS:
+        tl.store(grad_bias + row, whole, mask=within)
 
 
 def _options(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> dict[str, Any]:
@@ -168,18 +222,20 @@ class _Conv(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, positions = ctx.saved_tensors
         tokens, channels = x.shape
-        options = _options(x, weight, bias, ctx.silu)
-        taps, strips = weight.shape[1], cdiv(tokens, TOKENS * STRIP)
+        taps, strips = weight.shape[1], cdiv(tokens, STRIP)
         grad_x = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
         grad_weight = torch.empty(strips, channels, taps, dtype=torch.float32, device=x.device)
         grad_bias = None if bias is None else grad_weight.new_empty(strips, channels)
-        _backward[(strips, cdiv(channels, options["TILE"]))](
+        _backward[(strips, cdiv(channels, ROW))](
             *(grad_y.contiguous(), x, weight, bias, positions, grad_x, grad_weight, grad_bias),
             *(tokens, channels, x.stride(0)),
-            **options,
+            TAPS=taps,
+            BIAS=bias is not None,
+            SILU=ctx.silu,
+            ROW=ROW,
             STRIP=STRIP,
-            COLUMNS=next_power(taps),
-            num_warps=4,
+            AHEAD=AHEAD,
+            num_warps=1,
         )
         # Shares are summed in a fixed order: the result is the same in every run.
         whole = grad_weight.sum(0).to(weight.dtype)
