@@ -21,6 +21,7 @@ from megalight.ops.attention import reference as attention_reference
 from megalight.ops.causal_conv import reference as conv_reference
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
+from megalight.ops.delta_rule import reference as rule_reference
 from megalight.ops.divergence import Projection
 from megalight.ops.divergence import chunked as chunked_divergence
 from megalight.ops.divergence import native as native_divergence
@@ -124,6 +125,49 @@ def check_ssd(
         return out
 
     check(strided, lambda *tensors: ssd_reference.ssd(*tensors, positions), inputs)
+
+
+def rule_inputs(
+    device: str, dtype: torch.dtype, tokens: int, sizes: tuple[int, int, int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``sizes``: heads, groups, features of a key and of a value. Keys have length 1; some rates are 0 and 1."""
+    heads, groups, width, size = sizes
+    q, k = (torch.nn.functional.normalize(torch.randn(tokens, groups, width, device=device), dim=-1) for _ in range(2))
+    v, decay = torch.randn(tokens, heads, size, device=device), -torch.rand(tokens, heads, device=device).square()
+    beta = (torch.rand(tokens, heads, device=device) * 1.4 - 0.2).clamp(0, 1)
+    return q.to(dtype), k.to(dtype), v.to(dtype), decay, beta
+
+
+def check_delta_rule(
+    module: Any, device: str, dtype: torch.dtype, lengths: Sequence[int], sizes: tuple[int, int, int, int]
+) -> None:
+    """``sizes`` as in :func:`rule_inputs`. Inputs are parts of wider rows, as in a model."""
+    heads, groups, width, size = sizes
+    tokens, sequences = sum(lengths), PackedSequences.of_lengths(list(lengths), device)
+    inputs = rule_inputs(device, dtype, tokens, sizes)
+
+    def strided(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        packed = torch.cat([v.flatten(1), q.flatten(1), k.flatten(1)], 1)
+        parts = torch.split(packed, [heads * size, groups * width, groups * width], 1)
+        v, q, k = (part.view(tokens, -1, each) for part, each in zip(parts, (size, width, width), strict=True))
+        out: Tensor = module.delta_rule(q, k, v, decay, beta, sequences)
+        return out
+
+    check(strided, lambda *tensors: rule_reference.delta_rule(*tensors, sequences), inputs)
+
+
+def check_delta_rule_continued(
+    module: Any, device: str, dtype: torch.dtype, lengths: Sequence[int], sizes: tuple[int, int, int, int]
+) -> None:
+    heads, _, width, size = sizes
+    inputs = rule_inputs(device, dtype, sum(lengths), sizes)
+    states = torch.randn(len(lengths), heads, width, size, device=device)
+    found = module.continued(*inputs, lengths, states)
+    exact = rule_reference.continued(*(t.double() for t in inputs), lengths, states.double())
+    for actual, expected in zip(found, exact, strict=True):
+        assert error(actual, expected) <= TOLERANCE[dtype]
+    assert found[0].dtype == dtype
+    assert found[1].dtype == torch.float32
 
 
 def check_causal_conv(

@@ -85,6 +85,7 @@ def main() -> None:
     from megalight.ops.attention_merge import triton as blocks
     from megalight.ops.causal_conv import triton as convolutions
     from megalight.ops.cross_entropy import triton as rows
+    from megalight.ops.delta_rule import triton as rules
     from megalight.ops.divergence import KINDS as DIVERGENCES
     from megalight.ops.divergence import triton as divergences
     from megalight.ops.divergence.rows import Measure
@@ -180,6 +181,11 @@ def main() -> None:
         keys, queries = leaf(256, groups, width), leaf(256, groups, width)
         factor = leaf(heads, dtype=torch.float32)
         through(scans.ssd(leaf(256, heads, size), *steps, keys, queries, factor, torch.arange(256)))
+    packed_rows = PackedSequences.of_lengths([100, 156])
+    for heads, groups, width, size in ((32, 16, 128, 128), (6, 3, 20, 100)):
+        decays, rates = (torch.rand(256, heads).requires_grad_() for _ in range(2))
+        keys, queries = leaf(256, groups, width), leaf(256, groups, width)
+        through(rules.delta_rule(queries, keys, leaf(256, heads, size), decays, rates, packed_rows))
 
 
 def mixture_of_experts() -> None:

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from megalight.imports import has
+from megalight.ops.delta_rule import reference as rule_reference
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, amax_of, known
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.rotary import rotary_table
+from megalight.types import PackedSequences
 from tests.ops import checks
 
 pytestmark = [
@@ -54,11 +56,36 @@ def test_ssd(lengths: list[int], sizes: tuple[int, int, int, int], monkeypatch: 
     checks.check_ssd(module, "cpu", torch.float32, lengths, sizes)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sizes"), [([5, 1, 40, 20], (4, 2, 10, 20)), ([32, 32], (1, 1, 16, 40)), ([31, 1, 10], (2, 2, 20, 4))]
+)
+def test_delta_rule(lengths: list[int], sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("delta_rule")
+    monkeypatch.setattr(module, "CHUNK", 16)
+    monkeypatch.setattr(module, "NARROWEST", 16)
+    monkeypatch.setattr(module, "VALUES", 16)
+    monkeypatch.setattr(module, "PART", 16)
+    checks.check_delta_rule(module, "cpu", torch.float32, lengths, sizes)
+    checks.check_delta_rule_continued(module, "cpu", torch.float32, lengths, sizes)
+
+
+def test_delta_rule_of_equal_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst case of the triangular system: powers of its matrix would be huge, and its inverse is small."""
+    module, (q, k, v, decay, beta) = kernels("delta_rule"), checks.rule_inputs("cpu", torch.float32, 64, (1, 1, 16, 16))
+    monkeypatch.setattr(module, "CHUNK", 64)
+    inputs = (q, k[:1].expand_as(k).contiguous(), v, torch.zeros_like(decay), torch.ones_like(beta))
+    sequences = PackedSequences.of_lengths([64])
+    found = module.delta_rule(*inputs, sequences)
+    exact = rule_reference.delta_rule(*(t.double() for t in inputs), sequences)
+    assert checks.error(found, exact) <= checks.TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize(("lengths", "channels", "taps"), [([5, 1, 60, 33], 20, 4), ([64, 2], 70, 2), ([90], 3, 5)])
 def test_causal_conv(lengths: list[int], channels: int, taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels("causal_conv")
     monkeypatch.setattr(module, "TOKENS", 16)
-    monkeypatch.setattr(module, "STRIP", 2)
+    monkeypatch.setattr(module, "STRIP", 32)
+    monkeypatch.setattr(module, "ROW", 64)
     checks.check_causal_conv(module, "cpu", torch.float32, lengths, channels, taps)
 
 
@@ -88,6 +115,42 @@ def test_gated_norm(rows: int, groups: int, group: int) -> None:
 def test_attention(lengths: list[int], keys: Any, causal: bool, window: Any, softcap: Any, sunk: bool) -> None:
     module, sizes = kernels("attention"), (2, 1, 24, 16) if sunk else (4, 2, 16, 16)
     checks.check_attention(module, "cpu", torch.float32, lengths, keys, causal, window, softcap, sizes, sunk)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "keys", "causal", "window", "softcap", "sunk"),
+    [
+        ([70, 1, 90], None, True, None, None, False),
+        ([40, 70], None, False, None, 4.0, False),
+        ([130, 33], None, True, 20, None, True),
+        ([33], None, True, 0, None, False),
+        ([90], None, False, 20, 3.0, False),
+        ([7, 40], [33, 90], True, 15, None, False),
+        ([7, 64], [99, 64], True, None, None, False),
+    ],
+)
+def test_attention_with_long_sequences(
+    lengths: list[int], keys: Any, causal: bool, window: Any, softcap: Any, sunk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 64 features have a kernel of their own for the gradients of keys and values."""
+    module, own = kernels("attention"), importlib.import_module("megalight.ops.attention.keys")
+    ran = []
+    monkeypatch.setattr(own, "BLOCKS", own.BLOCKS | {"ROWS": 16, "KEYS": 32})
+    monkeypatch.setattr(own, "LONG", 0)
+    monkeypatch.setattr(own, "run", lambda *args, run=own.run: ran.append(True) or run(*args))
+    checks.check_attention(module, "cpu", torch.float32, lengths, keys, causal, window, softcap, (4, 2, 64, 64), sunk)
+    assert ran
+
+
+def test_attention_chooses_the_kernel_of_keys() -> None:
+    kernels("attention")
+    own = importlib.import_module("megalight.ops.attention.keys")
+    few, many = PackedSequences.of_lengths([600]), PackedSequences.of_lengths([100] * 6)
+    head, odd = torch.zeros(600, 1, 64), torch.zeros(600, 1, 96)
+    assert own.serves(head, head, few)
+    assert not own.serves(odd, head, few)
+    assert not own.serves(head, odd, few)
+    assert not own.serves(head, head, many)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "dim"), [(4, 2, 8, 8), (3, 1, 10, 6)])

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops import causal_conv, gated_norm
-from tests.ops.checks import check_causal_conv, check_gated_norm, check_latent_heads
+from megalight.ops import causal_conv, delta_rule, gated_norm
+from tests.ops.checks import (
+    check_causal_conv,
+    check_delta_rule,
+    check_delta_rule_continued,
+    check_gated_norm,
+    check_latent_heads,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -18,6 +24,16 @@ def test_causal_conv(lengths: list[int], channels: int, taps: int, dtype: torch.
     from megalight.ops.causal_conv import triton
 
     check_causal_conv(triton, "cuda", dtype, lengths, channels, taps)
+
+
+@pytest.mark.parametrize("lengths", [[512], [5, 1, 260, 333], [127, 1, 200], [64, 64]])
+@pytest.mark.parametrize("sizes", [(4, 2, 128, 128), (6, 3, 100, 20), (2, 2, 64, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_delta_rule(lengths: list[int], sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    from megalight.ops.delta_rule import triton
+
+    check_delta_rule(triton, "cuda", dtype, lengths, sizes)
+    check_delta_rule_continued(triton, "cuda", dtype, lengths, sizes)
 
 
 @pytest.mark.parametrize(("rows", "groups", "group"), [(999, 8, 1024), (4099, 3, 100), (70, 1, 8192)])
@@ -43,3 +59,7 @@ def test_triton_is_chosen() -> None:
     assert causal_conv.CAUSAL_CONV.select(causal_conv.Spec("cuda", exact, exact, 4)).name == "reference"
     assert gated_norm.GATED_NORM.select(gated_norm.Spec("cuda", half, half, 1024)).name == "triton"
     assert gated_norm.GATED_NORM.select(gated_norm.Spec("cuda", half, half, 1024, True)).name == "reference"
+    for op in (delta_rule.DELTA_RULE, delta_rule.CONTINUED):
+        assert op.select(delta_rule.Spec("cuda", half, 128, 128)).name == "triton"
+        assert op.select(delta_rule.Spec("cuda", half, 256, 128)).name == "reference"
+        assert op.select(delta_rule.Spec("cuda", torch.float32, 128, 128)).name == "reference"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalight.ops.common import serve_all
+from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.delta_rule import reference
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
@@ -31,15 +31,36 @@ class Spec(NamedTuple):
 
 
 DELTA_RULE: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("delta_rule")
-REGISTRIES = (DELTA_RULE,)
+CONTINUED: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("delta_rule_continued")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (DELTA_RULE, CONTINUED)
 EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128)
 
+WIDEST = 128
+"""Most features of keys and of values whose states fit into the registers of the kernels."""
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    if spec.dtype not in HALF:
+        return f"serves bfloat16 and float16, not {spec.dtype}"
+    if max(spec.key_dim, spec.value_dim) > WIDEST:
+        return f"serves heads of at most {WIDEST} features, not {spec.key_dim} and {spec.value_dim}"
+    return triton_why_not(spec.device, spec.dtype)
+
+
+DELTA_RULE.register(Backend("triton", lazy("megalight.ops.delta_rule.triton", "delta_rule"), 20, _triton_why_not))
+CONTINUED.register(Backend("triton", lazy("megalight.ops.delta_rule.triton", "continued"), 20, _triton_why_not))
+CONTINUED.register(Backend("reference", reference.continued, 0, serve_all))
 DELTA_RULE.register(Backend("reference", reference.delta_rule, 0, serve_all))
 
 
 @remembered
 def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
     return DELTA_RULE.select(spec, backend).fn
+
+
+@remembered
+def _choose_continued(spec: Spec) -> Callable[..., tuple[Tensor, Tensor]]:
+    return CONTINUED.select(spec).fn
 
 
 def delta_rule(
@@ -76,4 +97,8 @@ def delta_rule_continued(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sequences: PackedSequences, states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Continue sequences from their states ``[n, H, K, V]``; return outputs and states, as in :func:`delta_rule`."""
-    return reference.continued(q, k, v, decay, beta, sequences.lengths, states)
+    # Decoding is one product per token. The kernels that take a state have no gradients.
+    if torch.is_grad_enabled() or max(sequences.lengths) == 1:
+        return reference.continued(q, k, v, decay, beta, sequences.lengths, states)
+    spec = Spec(v.device.type, v.dtype, k.shape[-1], v.shape[-1])
+    return _choose_continued(spec)(q, k, v, decay, beta, sequences.lengths, states)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
+from megalight.ops.recurrence import decays, load_matrix, load_rows
 
 CHUNK = 128
 """Tokens per chunk. Longer chunks mean fewer states in memory, and more products within a chunk."""
@@ -24,30 +25,6 @@ ROWS = 64
 """Tokens of a chunk that a program computes at once; a divisor of ``CHUNK``."""
 PASSED = 256
 """Elements of a state that a program passes from chunk to chunk."""
-
-
-@jit
-def _rows(pointer: Value, stride: Value, token: Value, tokens: Value, width: Value, BLOCK: constexpr) -> Value:
-    """Load ``[ROWS, BLOCK]`` of consecutive features; 0 outside of ``tokens`` and ``width``."""
-    feature = tl.arange(0, BLOCK)
-    inside = (token < tokens)[:, None] & (feature < width)[None, :]
-    return tl.load(pointer + token.to(tl.int64)[:, None] * stride + feature[None, :], mask=inside, other=0.0)
-
-
-@jit
-def _matrix(pointer: Value, rows: Value, columns: Value, ROWS: constexpr, COLUMNS: constexpr) -> Value:
-    """Load a contiguous ``[rows, columns]`` as ``[ROWS, COLUMNS]``; 0 outside."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    return tl.load(pointer + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-
-
-@jit
-def _decays(total_i: Value, total_j: Value, start_i: Value, start_j: Value, i: Value, j: Value) -> Value:
-    """Return the decay from token ``j`` to token ``i``, ``[i, j]``; 0 for later tokens and other sequences."""
-    seen = (i[:, None] >= j[None, :]) & (start_i[:, None] == start_j[None, :])
-    # Masked before the exponential: the difference of later tokens is positive, and may overflow.
-    return tl.exp(tl.where(seen, total_i[:, None] - total_j[None, :], float("-inf")))
 
 
 @jit
@@ -88,8 +65,8 @@ def _states(
         weight = tl.exp(tl.where(counts, last - total, float("-inf"))) * tl.load(dt + token * heads + head)
     else:
         weight = tl.exp(tl.where(start < first, total, float("-inf")))
-    values = _rows(x + head * x_head, x_token, token, tokens, size, SIZE)
-    others = _rows(keys + head // per * keys_group, keys_token, token, tokens, width, WIDTH)
+    values = load_rows(x + head * x_head, x_token, token, tokens, size, SIZE)
+    others = load_rows(keys + head // per * keys_group, keys_token, token, tokens, width, WIDTH)
     weighted = (values.to(tl.float32) * weight[:, None]).to(values.dtype)
     state = tl.dot(tl.trans(weighted), others, input_precision="ieee")
     row, column = tl.arange(0, SIZE), tl.arange(0, WIDTH)
@@ -167,20 +144,22 @@ def _outputs(
     i = first + begin + tl.arange(0, ROWS)
     total_i = tl.load(totals + i * heads + head)
     start_i = tl.load(starts + i)
-    query = _rows(queries + head // per * queries_group, queries_token, i, tokens, width, WIDTH)
+    query = load_rows(queries + head // per * queries_group, queries_token, i, tokens, width, WIDTH)
     # from the state before the chunk
     reach = tl.exp(tl.where(start_i < first, total_i, float("-inf")))
-    state = _matrix(states + ((first // CHUNK).to(tl.int64) * heads + head) * size * width, size, width, SIZE, WIDTH)
+    state = load_matrix(
+        states + ((first // CHUNK).to(tl.int64) * heads + head) * size * width, size, width, SIZE, WIDTH
+    )
     out = tl.dot(query, tl.trans(state.to(query.dtype)), input_precision="ieee") * reach[:, None]
     for place in range(0, begin + ROWS, ROWS):
         j = first + place + tl.arange(0, ROWS)
-        decay = _decays(total_i, tl.load(totals + j * heads + head), start_i, tl.load(starts + j), i, j)
-        key = _rows(keys + head // per * keys_group, keys_token, j, tokens, width, WIDTH)
-        value = _rows(x + head * x_head, x_token, j, tokens, size, SIZE)
+        decay = decays(total_i, tl.load(totals + j * heads + head), start_i, tl.load(starts + j), i, j)
+        key = load_rows(keys + head // per * keys_group, keys_token, j, tokens, width, WIDTH)
+        value = load_rows(x + head * x_head, x_token, j, tokens, size, SIZE)
         weight = tl.dot(query, tl.trans(key), input_precision="ieee") * decay
         weight *= tl.load(dt + j * heads + head)[None, :]
         out += tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-    own = _rows(x + head * x_head, x_token, i, tokens, size, SIZE)
+    own = load_rows(x + head * x_head, x_token, i, tokens, size, SIZE)
     out += tl.load(d + head) * own.to(tl.float32)
     feature = tl.arange(0, SIZE)
     target = y + (i.to(tl.int64)[:, None] * heads + head) * size + feature[None, :]
@@ -236,15 +215,15 @@ def _grad_inputs(
     total_j = tl.load(totals + place_j)
     start_j = tl.load(starts + j)
     step = tl.load(dt + place_j)
-    value = _rows(x + head * x_head, x_token, j, tokens, size, SIZE)
-    key = _rows(keys + head // per * keys_group, keys_token, j, tokens, width, WIDTH)
-    grad_own = _rows(grad_y + head * size, heads * size, j, tokens, size, SIZE)
+    value = load_rows(x + head * x_head, x_token, j, tokens, size, SIZE)
+    key = load_rows(keys + head // per * keys_group, keys_token, j, tokens, width, WIDTH)
+    grad_own = load_rows(grad_y + head * size, heads * size, j, tokens, size, SIZE)
     # through the state after the chunk
     last = tl.load(totals + (first + CHUNK - 1) * heads + head)
     counts = start_j == tl.load(starts + first + CHUNK - 1)
     to_end = tl.exp(tl.where(counts, last - total_j, float("-inf")))
     chunk = (first // CHUNK).to(tl.int64)
-    state = _matrix(grad_states + (chunk * heads + head) * size * width, size, width, SIZE, WIDTH)
+    state = load_matrix(grad_states + (chunk * heads + head) * size * width, size, width, SIZE, WIDTH)
     later = tl.dot(key, tl.trans(state.to(key.dtype)), input_precision="ieee") * to_end[:, None]
     wide = value.to(tl.float32)
     through = tl.sum(wide * later, 1)
@@ -252,9 +231,9 @@ def _grad_inputs(
     pairs = tl.zeros((ROWS,), tl.float32)
     for place in range(begin, CHUNK, ROWS):
         i = first + place + tl.arange(0, ROWS)
-        decay = _decays(tl.load(totals + i * heads + head), total_j, tl.load(starts + i), start_j, i, j)
-        query = _rows(queries + head // per * queries_group, queries_token, i, tokens, width, WIDTH)
-        grad_i = _rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
+        decay = decays(tl.load(totals + i * heads + head), total_j, tl.load(starts + i), start_j, i, j)
+        query = load_rows(queries + head // per * queries_group, queries_token, i, tokens, width, WIDTH)
+        grad_i = load_rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
         weight = tl.dot(query, tl.trans(key), input_precision="ieee") * decay
         both = weight * tl.dot(grad_i, tl.trans(value), input_precision="ieee")
         grad += tl.dot(tl.trans(weight).to(grad_i.dtype), grad_i, input_precision="ieee")
@@ -313,11 +292,11 @@ def _grad_queries(
     grad = tl.zeros((ROWS, WIDTH), tl.float32)
     for head in range(group * per, group * per + per):
         total_i = tl.load(totals + i * heads + head)
-        grad_i = _rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
+        grad_i = load_rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
         reach = tl.exp(tl.where(start_i < first, total_i, float("-inf")))
-        state = _matrix(states + (chunk * heads + head) * size * width, size, width, SIZE, WIDTH).to(grad_i.dtype)
+        state = load_matrix(states + (chunk * heads + head) * size * width, size, width, SIZE, WIDTH).to(grad_i.dtype)
         earlier = tl.dot(grad_i, state, input_precision="ieee") * reach[:, None]
-        query = _rows(queries + group * queries_group, queries_token, i, tokens, width, WIDTH).to(tl.float32)
+        query = load_rows(queries + group * queries_group, queries_token, i, tokens, width, WIDTH).to(tl.float32)
         tl.store(read + i * heads + head, tl.sum(earlier * query, 1))
         grad += earlier
     for place in range(0, begin + ROWS, ROWS):
@@ -327,11 +306,11 @@ def _grad_queries(
         weight = tl.zeros((ROWS, ROWS), tl.float32)
         for head in range(group * per, group * per + per):
             total_i, total_j = tl.load(totals + i * heads + head), tl.load(totals + j * heads + head)
-            decay = _decays(total_i, total_j, start_i, start_j, i, j) * tl.load(dt + j * heads + head)[None, :]
-            grad_i = _rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
-            value = _rows(x + head * x_head, x_token, j, tokens, size, SIZE)
+            decay = decays(total_i, total_j, start_i, start_j, i, j) * tl.load(dt + j * heads + head)[None, :]
+            grad_i = load_rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
+            value = load_rows(x + head * x_head, x_token, j, tokens, size, SIZE)
             weight += tl.dot(grad_i, tl.trans(value), input_precision="ieee") * decay
-        key = _rows(keys + group * keys_group, keys_token, j, tokens, width, WIDTH)
+        key = load_rows(keys + group * keys_group, keys_token, j, tokens, width, WIDTH)
         grad += tl.dot(weight.to(key.dtype), key, input_precision="ieee")
     feature = tl.arange(0, WIDTH)
     target = grad_queries + (i.to(tl.int64)[:, None] * (heads // per) + group) * width + feature[None, :]
@@ -373,10 +352,12 @@ def _grad_keys(
     grad = tl.zeros((ROWS, WIDTH), tl.float32)
     for head in range(group * per, group * per + per):
         total_j = tl.load(totals + j * heads + head)
-        value = _rows(x + head * x_head, x_token, j, tokens, size, SIZE)
+        value = load_rows(x + head * x_head, x_token, j, tokens, size, SIZE)
         last = tl.load(totals + (first + CHUNK - 1) * heads + head)
         to_end = tl.exp(tl.where(counts, last - total_j, float("-inf"))) * tl.load(dt + j * heads + head)
-        state = _matrix(grad_states + (chunk * heads + head) * size * width, size, width, SIZE, WIDTH).to(value.dtype)
+        state = load_matrix(grad_states + (chunk * heads + head) * size * width, size, width, SIZE, WIDTH).to(
+            value.dtype
+        )
         grad += tl.dot(value, state, input_precision="ieee") * to_end[:, None]
     for place in range(begin, CHUNK, ROWS):
         i = first + place + tl.arange(0, ROWS)
@@ -385,11 +366,11 @@ def _grad_keys(
         weight = tl.zeros((ROWS, ROWS), tl.float32)
         for head in range(group * per, group * per + per):
             total_i, total_j = tl.load(totals + i * heads + head), tl.load(totals + j * heads + head)
-            decay = _decays(total_i, total_j, start_i, start_j, i, j) * tl.load(dt + j * heads + head)[None, :]
-            grad_i = _rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
-            value = _rows(x + head * x_head, x_token, j, tokens, size, SIZE)
+            decay = decays(total_i, total_j, start_i, start_j, i, j) * tl.load(dt + j * heads + head)[None, :]
+            grad_i = load_rows(grad_y + head * size, heads * size, i, tokens, size, SIZE)
+            value = load_rows(x + head * x_head, x_token, j, tokens, size, SIZE)
             weight += tl.dot(grad_i, tl.trans(value), input_precision="ieee") * decay
-        query = _rows(queries + group * queries_group, queries_token, i, tokens, width, WIDTH)
+        query = load_rows(queries + group * queries_group, queries_token, i, tokens, width, WIDTH)
         grad += tl.dot(tl.trans(weight).to(query.dtype), query, input_precision="ieee")
     feature = tl.arange(0, WIDTH)
     target = grad_keys + (j.to(tl.int64)[:, None] * (heads // per) + group) * width + feature[None, :]
