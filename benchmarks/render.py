@@ -42,7 +42,8 @@ HEADLINES = (
 )  # fmt: skip
 """Rows of the README's table."""
 
-PEAKS = {"NVIDIA H200": {"bf16": 989, "fp8": 1979}}
+HOPPER = {"bf16": 989, "fp8": 1979}
+PEAKS = {"NVIDIA H200": HOPPER, "NVIDIA H100 80GB HBM3": HOPPER}
 """Dense TFLOP/s by the vendor's data sheet."""
 
 PLACES = (*PARTS[:-1], "computing", PARTS[-1], "idle", "accounted")
