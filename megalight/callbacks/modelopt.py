@@ -16,7 +16,7 @@ from megalight.checkpoint.disk.publish import absolute, check_new
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.module import MegalightModule
-from megalight.plugins.modelopt import Quantizers, Search, check_device, uncalibrated
+from megalight.plugins.modelopt import Quantizers, Search, check_device, needs_calibration, uncalibrated
 
 
 class ModelOptQuantization(pl.Callback):
@@ -91,7 +91,10 @@ class ModelOptQuantization(pl.Callback):
         """Begin to calibrate, unless a checkpoint has brought what calibration finds."""
         model = _parallel_model(trainer)
         # Of all ranks: a pipeline stage without quantized layers takes part in the messages of the others.
-        if trainer.strategy.any_rank(bool(uncalibrated(model))):  # type: ignore[attr-defined]
+        any_rank = trainer.strategy.any_rank  # type: ignore[attr-defined]
+        # Formats that find all scales in each pass have nothing to calibrate, and are saved as they are.
+        needs_none = not self._calibrates and not any_rank(needs_calibration(model))
+        if any_rank(bool(uncalibrated(model))) or needs_none:
             if self.save_to is not None:
                 # Before the passes: a save replaces a checkpoint of the same name, which may be another model's.
                 target = absolute(self.save_to)

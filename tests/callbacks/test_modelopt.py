@@ -299,14 +299,14 @@ def change(transform: Quantizers, **config: Any) -> None:
     ("transform", "config", "message"),
     [
         (Quantizers("FP8_DEFAULT"), {}, r"no preset 'FP8_DEFAULT'.*FP8_DEFAULT_CFG"),
-        (Quantizers("NVFP4_DEFAULT_CFG"), {}, "has blocks of elements"),
+        (Quantizers("MAMBA_MOE_NVFP4_CONSERVATIVE_CFG"), {}, "names modules of other models"),
         (Quantizers("MAMBA_MOE_FP8_CONSERVATIVE_CFG"), {}, "names modules of other models"),
         (Quantizers("NVFP4_AWQ_FULL_CFG"), {}, "calibrates by 'awq_full'"),
         (Quantizers(kv="INT8_KV"), {}, "no preset 'INT8_KV'"),
         (Quantizers(kv="NVFP4_KV_ROTATE_CFG"), {}, "kv='NVFP4_KV_ROTATE_CFG' is not supported.*FP8_KV_CFG"),
         (Quantizers("FP8_KV_CFG"), LATENT, "LatentAttention over InnerAttention, which does not keep"),
         (Quantizers("general/ptq/fp8"), {}, "library has no recipe 'general/ptq/fp8'.*fp8_default-kv_fp8"),
-        (Quantizers("general/ptq/nvfp4_omlp_only-kv_fp8"), {}, "has blocks of elements"),
+        (Quantizers("general/ptq/nvfp4_omlp_only-kv_fp8"), {}, "names modules of other models"),
         (Quantizers("general/speculative_decoding/eagle3"), {}, "is not one of quantization by fixed rules"),
     ],
 )

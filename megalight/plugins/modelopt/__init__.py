@@ -6,6 +6,7 @@ Importing this folder does not import the package: that happens when a model is 
 from __future__ import annotations
 
 from megalight.parallel.transform import register as register_transform
+from megalight.plugins.modelopt.calibration import needs_calibration as needs_calibration
 from megalight.plugins.modelopt.calibration import uncalibrated as uncalibrated
 from megalight.plugins.modelopt.formats import Choice as Choice
 from megalight.plugins.modelopt.formats import FormatSearch as FormatSearch

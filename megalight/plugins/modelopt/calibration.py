@@ -25,6 +25,11 @@ def uncalibrated(model: ParallelModel) -> list[str]:
     return [place.name for (place, _), good in zip(found, known, strict=True) if not good]
 
 
+def needs_calibration(model: ParallelModel) -> bool:
+    """Return whether any quantizer of this rank keeps an ``amax``."""
+    return next(amaxes(model.root), None) is not None
+
+
 class Calibration:
     """Collects magnitudes between :meth:`begin` and :meth:`finish`; the forward passes between them round nothing.
 

@@ -127,17 +127,19 @@ def _put(
     layer: Any = torch.nn.Module()
     layer.weight = torch.nn.Parameter(matrix.weight.detach(), requires_grad=False)
     layer.weight_quantizer, layer.input_quantizer = matrix.weight_quantizer, matrix.input_quantizer
-    form, block = utils.get_quantization_format(layer), utils.get_weight_block_size(layer)
-    scale, second = utils.get_weight_scaling_factor(layer), utils.get_weight_scaling_factor_2(layer)
     _, first = rounds(matrix.weight_quantizer)[0]
-    if first.block_sizes and -2 in first.block_sizes:
+    height = int((first.block_sizes or {}).get(-2, 1))
+    try:
+        form, block = utils.get_quantization_format(layer), utils.get_weight_block_size(layer)
+    except NotImplementedError as error:
         raise ConfigurationError(
-            f"{matrix.path} has square blocks ({form}), whose scales megalight convert cannot write. Quantize with "
-            "FP8_DEFAULT_CFG or FP8_PER_CHANNEL_PER_TOKEN_CFG for a folder."
-        )
+            f"ModelOpt has no files for the format of {matrix.path} ({error}). Quantize with another preset for a "
+            "folder."
+        ) from error
+    scale, second = utils.get_weight_scaling_factor(layer), utils.get_weight_scaling_factor_2(layer)
     if block:
         # Until a quantizer has run, it does not know how many blocks a row has.
-        scale = scale.reshape(len(layer.weight), -1)
+        scale = scale.reshape(len(layer.weight) // height, -1)
     beside = {
         "weight_scale_2": second,
         "input_scale": utils.get_activation_scaling_factor(layer),
@@ -152,16 +154,21 @@ def _put(
     for name, size in zip(names, sizes, strict=True):
         rows = slice(start, start + size)
         start += size
-        # One scale for the whole layer, or some for each row.
-        own = scale[rows] if scale.ndim and len(scale) == len(layer.weight) else scale
         module = _module(table, name)
+        if size % height:
+            raise ConfigurationError(f"{name} has {size} rows, which blocks of {height} rows do not divide ({form}).")
+        # One scale for the whole layer, or some for each row or each block of rows.
+        own = scale
+        if scale.ndim and len(scale) * height == len(layer.weight):
+            own = scale[rows.start // height : rows.stop // height]
         try:
             codes = utils.to_quantized_weight(layer.weight.detach()[rows], own, form, second, block)
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise ConfigurationError(f"{name} cannot be packed as {form}: {error}") from error
         tensors[f"{module}.weight"] = codes
-        # one number has no dims in these files
-        tensors[f"{module}.weight_scale"] = (own if block else own.squeeze()).clone()
+        # One number has no dims in these files, and squares of a weight have four.
+        written = own[:, None, :, None] if height > 1 else own if block else own.squeeze()
+        tensors[f"{module}.weight_scale"] = written.clone()
         for leaf, value in beside.items():
             if value is not None:
                 tensors[f"{module}.{leaf}"] = value.squeeze().clone()

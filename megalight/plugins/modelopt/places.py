@@ -83,6 +83,12 @@ class Place:
         return (1, 0) if self.quantizer.axis is not None else (0, 0)
 
     @property
+    def rounds_blocks(self) -> bool:
+        """Whether it rounds now, to blocks of floating-point elements with narrow scales."""
+        quantizer = self.quantizer
+        return bool(quantizer.is_enabled and quantizer._if_quant and "scale_bits" in (quantizer.block_sizes or {}))
+
+    @property
     def has_amax(self) -> bool:
         """Whether it keeps an ``amax``: not those that find it anew for each token or block, or know it."""
         quantizer = self.quantizer

@@ -23,6 +23,12 @@ SERVED = (
     "INT4_AWQ_CFG",
     "W4A8_AWQ_BETA_CFG",
     "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "NVFP4_DEFAULT_CFG",
+    "NVFP4_AWQ_LITE_CFG",
+    "W4A8_NVFP4_FP8_CFG",
+    "MXFP4_DEFAULT_CFG",
+    "MXFP6_DEFAULT_CFG",
+    "MXFP8_DEFAULT_CFG",
     "general/ptq/fp8_default-kv_fp8",
     "general/ptq/fp8_default-kv_fp8_cast",
     "general/ptq/int4_blockwise_weight_only",
@@ -185,7 +191,9 @@ def _why_not(method: str | None, rules: list[dict[str, Any]]) -> str | None:
             # `{-1: None}` with dynamic scales: a scale for each token, found in the forward pass.
             of_rows = blocks.get("type") == "static" and set(blocks) == {-1, "type"}
             squares = set(blocks) == {-1, -2}
-            if of_rows or squares:
+            # Blocks of floating-point elements, whose scales are found anew in each pass.
+            scaled = blocks.get("type") == "dynamic" and set(blocks) == {-1, "type", "scale_bits"}
+            if of_rows or squares or scaled:
                 continue
             if any(size is not None for key, size in blocks.items() if key != "type") or "scale_bits" in blocks:
                 return f"has blocks of elements in {pattern}"

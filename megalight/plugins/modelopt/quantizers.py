@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from megalight.parallel.transform import ModelTransform
 from megalight.plugins.modelopt.insertion import KINDS, apply_rules, convert, empty
 from megalight.plugins.modelopt.places import matrices, places
 from megalight.plugins.modelopt.presets import Preset
-from megalight.plugins.modelopt.specs import check_tokens
+from megalight.plugins.modelopt.specs import check_blocks, check_tokens
 
 NAMED = "megalight_quantized"
 """Attribute of a model: path of each module that gets quantizers -> its preset."""
@@ -147,11 +148,18 @@ class Quantizers(ModelTransform):
             )
         for preset in presets.values():
             for chunk in model.chunks if preset.only_cuda else ():
-                # a model may be loaded and exported elsewhere
-                chunk.register_forward_pre_hook(lambda *_, preset=preset: check_device(preset, model.device))
+                # a model may be calibrated, loaded and exported elsewhere
+                chunk.register_forward_pre_hook(partial(_check_rounding, preset, model))
         for matrix in matrices(model.root):
             check_tokens(model, matrix)
+            check_blocks(model, matrix)
         return empty(model)
+
+
+def _check_rounding(preset: Preset, model: ParallelModel, *_: object) -> None:
+    """Raise if a pass would round to what the device cannot."""
+    if model.device.type != "cuda" and any(place.rounds_blocks for place in places(model.root)):
+        check_device(preset, model.device)
 
 
 def check_device(preset: Preset, device: torch.device) -> None:

@@ -259,6 +259,9 @@ class _Searched:
                 if quantizer.amax is not None:
                     read(quantizer, matrix.weight)
                 quantizer.enable_quant()
+            whole = [quantizer.amax for quantizer in first if quantizer.amax is not None and quantizer.amax.ndim == 0]
+            # one number for a weight that several ranks hold
+            agree(whole, self.model.mesh, ("etp" if self.site.stacked else "tp",), _MAX)
             error = (again() - y).to(self.losses.dtype)
             if self.sum_error is not None:
                 agree([error], self.model.mesh, (self.sum_error,), _SUM)

@@ -8,7 +8,7 @@ from math import prod
 from megalight.errors import ConfigurationError
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.shard import Piece, ShardSpec
-from megalight.plugins.modelopt.places import Matrix, Place, Site
+from megalight.plugins.modelopt.places import Matrix, Place, Site, rounds
 
 
 def rows_are_split(spec: ShardSpec) -> bool:
@@ -50,13 +50,7 @@ def amax_spec(model: ParallelModel, place: Place) -> ShardSpec:
             name = f"{around}{expert}.{matrix.parameter}_weight_quantizer{place.part}.amax"
         return replace(ShardSpec.replicated(name, (), owner=first), data=spec.data)
     features = spec.shape[1]
-    for piece in spec.pieces:
-        if piece.size[0] % height or (width and piece.size[1] % width):
-            raise ConfigurationError(
-                f"{piece.name} has {piece.size[0]} rows of {piece.size[1]} features on this rank, and blocks of "
-                f"{f'{height} x ' if height > 1 else ''}{width} features do not divide them. Use a preset without "
-                "blocks, or a layout that does not split this weight."
-            )
+    _check_division(spec, height, width)
     block = (height, width or features)
 
     def numbers(piece: Piece) -> Piece:
@@ -77,6 +71,28 @@ def amax_spec(model: ParallelModel, place: Place) -> ShardSpec:
     rows, columns = spec.shape[0] // block[0], spec.shape[1] // block[1]
     shape = (rows, 1, columns, 1) if height > 1 else (rows * columns, 1)
     return ShardSpec(tuple(map(numbers, spec.pieces)), shape, spec.data)
+
+
+def _check_division(spec: ShardSpec, height: int, width: int) -> None:
+    for piece in spec.pieces:
+        if piece.size[0] % height or (width and piece.size[1] % width):
+            raise ConfigurationError(
+                f"{piece.name} has {piece.size[0]} rows of {piece.size[1]} features on this rank, and blocks of "
+                f"{f'{height} x ' if height > 1 else ''}{width} features do not divide them. Use a preset without "
+                "blocks, or a layout that does not split this weight."
+            )
+
+
+def check_blocks(model: ParallelModel, matrix: Matrix) -> None:
+    """Raise if blocks whose scales are found in each pass do not divide the features of this rank.
+
+    Raises:
+        ConfigurationError: a block would end within the features of another rank.
+    """
+    for _, quantizer in rounds(matrix.weight_quantizer):
+        sizes = (quantizer.block_sizes or {}) if quantizer.is_enabled else {}
+        if "scale_bits" in sizes:
+            _check_division(matrix_spec(model, matrix), 1, int(sizes[-1]))
 
 
 def check_tokens(model: ParallelModel, matrix: Matrix) -> None:
