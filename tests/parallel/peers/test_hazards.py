@@ -1,0 +1,110 @@
+"""Messages of pipelines and gathers of units through slots: no copy overtakes what it must not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from megalight.parallel.data_parallel.pushes import Pushes
+from megalight.parallel.peers import memory
+from megalight.parallel.peers.memory import Flag
+from megalight.parallel.pipeline.peer_channel import Line, PeerChannel, offsets
+from tests.parallel.peers.hazards import Place, Stream, World, play
+
+ROWS, WIDTH, MESSAGES = 2, 4, 7
+
+
+def messages(world: World) -> None:
+    """Two ranks send each other one message after another, from memory that is used again; slots grow in between."""
+    rank = world.local.rank
+    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
+    line = Line(group)
+    out, into = (PeerChannel(1 - rank, group, group, line) for _ in range(2))
+    for rows in (ROWS, 40 * ROWS):
+        tensor, buffer = (Place.private(world, (rows, WIDTH)) for _ in range(2))
+        assert line.slot(0, offsets([tensor])[-1]) is None  # type: ignore[list-item]  # as in a first run
+        line.prepare(2)
+        for _ in range(MESSAGES):
+            world.access(tensor, write=True)
+            sent = out.send([tensor])  # type: ignore[list-item]
+            (found,) = into.receive([buffer]).wait()  # type: ignore[list-item]
+            world.access(found, write=False)  # type: ignore[arg-type]
+            sent.wait()
+    # One rank alone sends: nothing that comes back tells it how far the other one is.
+    for _ in range(MESSAGES):
+        if rank:
+            (found,) = into.receive([buffer]).wait()  # type: ignore[list-item]
+            world.access(found, write=False)  # type: ignore[arg-type]
+        else:
+            world.access(tensor, write=True)
+            out.send([tensor]).wait()  # type: ignore[list-item]
+
+
+def gathers(world: World) -> None:
+    """Two units in one buffer and one in another, gathered ahead of computation; then all shards change."""
+    rank, size = world.local.rank, world.size
+    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: size)
+    pushes = Pushes(torch.device("cpu"))
+    compute, side = world.local.stream, Stream()
+    buffers = []
+    for _ in range(2):
+        pushes.room(size, torch.float32, group)
+        cells = np.empty(size, dtype=object)
+        # The second memory of each buffer has its data; the first one has its flags.
+        cells[:] = [(world.local.made, rank, row) for row in range(size)]
+        buffers.append(Place(world, cells, 1))
+    kept = (rank, rank + 1)
+    units: list[Any] = [
+        SimpleNamespace(params=buffers[turn], own_params=Place.private(world, (1, 1)), kept=kept) for turn in (0, 1, 0)
+    ]
+
+    def fetch(unit: Any) -> Any:
+        side.wait_stream(compute)
+        world.local.stream = side
+        assert pushes.gather(unit)
+        world.local.stream = compute
+        return side.record_event()
+
+    for _ in range(3):
+        for unit in units:  # the optimizer
+            world.access(unit.own_params, write=True)
+        coming = fetch(units[0])
+        for number, unit in enumerate(units):
+            compute.wait_event(coming)
+            if number + 1 < len(units):
+                coming = fetch(units[number + 1])
+            world.access(unit.params, write=False)
+        # Own shards have left before they change: the last event is behind all copies.
+        compute.wait_event(side.record_event())
+
+
+@pytest.fixture(autouse=True)
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "why_not", lambda device: None)
+    monkeypatch.setattr(memory, "unreachable", lambda group: None)
+
+
+def test_messages_are_ordered() -> None:
+    assert play(2, messages) == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gathers_are_ordered(size: int) -> None:
+    assert play(size, gathers) == []
+
+
+@pytest.mark.parametrize("calls", [messages, gathers])
+@pytest.mark.parametrize("kind", [Flag.FREE, Flag.READY])
+def test_every_flag_is_needed(calls: Any, kind: Flag) -> None:
+    assert play(2, calls, (1, kind))
+
+
+@pytest.mark.parametrize("calls", [messages, gathers])
+def test_every_wait_for_a_stream_is_seen(calls: Any) -> None:
+    with patch.object(Stream, "wait_stream", lambda self, other: None):
+        assert play(2, calls)
