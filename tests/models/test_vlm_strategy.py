@@ -31,7 +31,7 @@ from megalight.parallel.transform import apply_transforms
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 from tests.environment import trainer
-from tests.models.vlm_samples import CONFIG, GEMMA, INTERN, LANGUAGE, QWEN, QWEN3, RADIO, batch, small
+from tests.models.vlm_samples import CONFIG, GEMMA, HUGE, INTERN, LANGUAGE, QWEN, QWEN3, RADIO, batch, small
 from tests.strategies.training import (
     ADAM,
     CLIP,
@@ -92,7 +92,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 RATES = {"rates": {"*.tower.*": 0.1, "*.projector.*": 10.0, "*.embed.word.*": 0.5}}
 """Name of a case -> pattern -> factor of the learning rate."""
 CONFIGS |= dict.fromkeys((*ADAPTERS, *RATES), CONFIG)
-COUNTS = {"mixed": [(1, 0, 2, 3), (0, 0, 1, 0), (3, 1, 0, 1)], "none": [(0, 0, 0, 0)], "one": [(0, 0, 0, 1)]}
+COUNTS = {
+    "mixed": [(1, 0, 2, 3), (0, 0, 1, 0), (3, 1, 0, 1)],
+    "none": [(0, 0, 0, 0)],
+    "one": [(0, 0, 0, 1)],
+    "many": [(4, 4, 3, 4), (4, 0, 4, 4)],
+    "huge": [(HUGE, 0, 1, 1), (0, 1, 0, HUGE)],
+}
 """Images of each row of each step."""
 
 
@@ -229,6 +235,13 @@ CHOSEN = [
     ("registers", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
 ]
 FULL = [
+    ("llava", "many", 2, {**SP, "micro_batch_size": 1}),
+    ("llava", "many", 4, {"micro_batch_size": 1}),
+    ("intern", "many", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("qwen", "huge", 4, {"micro_batch_size": 1}),
+    ("qwen", "huge", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("deep_qwen", "huge", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("qwen3", "huge", 2, {**SP, "micro_batch_size": 2}),
     ("radio", "none", 2, {**SP, "micro_batch_size": 1}),
     ("radio", "one", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("registers", "mixed", 2, {**SP, "micro_batch_size": 2}),

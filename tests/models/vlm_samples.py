@@ -95,6 +95,8 @@ RADIO = replace(
     projector=ProjectorConfig(merge=2, norm="rms", norm_joined=True),
 )
 """As RADIO: registers without a position, and squares of patches that are one token."""
+HUGE = -1
+"""In place of a number of images: one that is most of its row."""
 SIZES = [(8, 16), (16, 24), (8, 8), (24, 8)]
 """Height and width of images of it, which have 2, 6, 1 and 3 tokens. The second has two windows."""
 
@@ -136,11 +138,9 @@ def _of_any_size(counts: tuple[int, ...], seed: int, length: int, config: VLMCon
     """The same with images of several sizes; none is in two documents."""
     random, form = np.random.default_rng(seed), form_of(config)
     assert isinstance(form, DynamicForm)
-    sizes = iter(range(seed, seed + sum(counts)))
-    cuts = [
-        [form.divided(random.integers(0, 256, (*SIZES[next(sizes) % 4], 3), np.uint8)) for _ in range(count)]
-        for count in counts
-    ]
+    sizes = iter(range(seed, seed + sum(map(abs, counts))))
+    own_sizes = [[(40, 32) if count == HUGE else SIZES[next(sizes) % 4] for _ in range(abs(count))] for count in counts]
+    cuts = [[form.divided(random.integers(0, 256, (*size, 3), np.uint8)) for size in own] for own in own_sizes]
     tokens = torch.from_numpy(random.integers(0, config.image_token, (len(counts), length)))
     for row, own in enumerate(cuts):
         for number, cut in enumerate(own):
@@ -148,7 +148,7 @@ def _of_any_size(counts: tuple[int, ...], seed: int, length: int, config: VLMCon
             tokens[row, start : start + len(cut.source)] = config.image_token
     labels = torch.from_numpy(random.integers(0, config.image_token, (len(counts), length)))
     mask = torch.from_numpy(random.random((len(counts), length)) < 0.7).float() * (tokens != config.image_token)
-    documents = ((length // 3, length - length // 3),) * len(counts)
+    documents = tuple((length,) if count == HUGE else (length // 3, length - length // 3) for count in counts)
     return with_cuts(TokenBatch(tokens, labels, mask, documents), cuts, config.image_token, form)
 
 

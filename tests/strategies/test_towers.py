@@ -12,10 +12,14 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
+from megalight import checkpoint
 from megalight.callbacks import EMA, Adapters
 from megalight.callbacks.graphs import reasons_against
 from megalight.errors import ConfigurationError, DataError, LayoutError
+from megalight.inference import generate
+from megalight.inference.pictures import with_pictures
 from megalight.models.gpt.module import GPTModule
+from megalight.models.saved import saved_model
 from megalight.models.transforms import Fused
 from megalight.models.vlm.module import VLMModule
 from megalight.parallel.context.options import ContextOptions
@@ -30,9 +34,10 @@ from megalight.strategies import (
     Side,
 )
 from megalight.towers.arriving import Arrivals
+from tests.data.multimodal.conftest import png
 from tests.environment import trainer
 from tests.models.test_vlm_strategy import CONFIGS, Shares, WithData, by_hand, fit
-from tests.models.vlm_samples import CONFIG, QWEN, batch
+from tests.models.vlm_samples import CONFIG, IMAGE, QWEN, batch
 from tests.strategies.test_checkpoint_formats import contents
 from tests.strategies.training import (
     ADAM,
@@ -218,6 +223,46 @@ def test_runs_go_on_in_any_layout(
     assert any(name.startswith("ema.model.embed.tower.") for name in stored)
     for name, value in whole.items():
         torch.testing.assert_close(stored[name], value, rtol=1e-9, atol=1e-12)
+
+
+def _adapted(options: dict[str, Any], steps: int, save: str, resume: str | None = None) -> list[float]:
+    """Train adapters of both towers up to a step, and save."""
+    options, losses = dict(options), Losses()
+    strategy = options.pop("kind", MegatronStrategy)(micro_batch_size=1, **options)
+    module = WithData(CONFIG, optimizer=ADAM, seed=SEED)
+    callbacks = [losses, Adapters(rank=3, alpha=6.0, targets=["layers.*", "projector.*"])]
+    runner = trainer(strategy, callbacks=callbacks, max_steps=steps, use_distributed_sampler=False)
+    runner.fit(module, ckpt_path=resume)
+    runner.save_checkpoint(save)
+    return losses.losses
+
+
+@pytest.mark.parametrize("order", [(APART, TOGETHER), (TOGETHER, BESIDE)], ids=["apart-together", "together-beside"])
+def test_adapters_go_on_in_any_layout(order: tuple[tuple[int, dict[str, Any]], ...], tmp_path: Path) -> None:
+    (ranks, options), (later_ranks, later) = order
+    half, end, alone = (str(tmp_path / name) for name in ("half", "end", "alone"))
+    expected = run(_adapted, 1, {}, 3, alone)[0]
+    first = run(_adapted, ranks, options, 2, half)[0]
+    second = run(_adapted, later_ranks, later, 3, end, half)[0]
+    assert [*first, *second] == pytest.approx(expected, rel=1e-9)
+    stored, whole = contents(end), contents(alone)
+    assert any(".lora_" in name and ".tower." in name for name in stored)
+    assert stored.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(stored[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", [APART, BESIDE], ids=["apart", "beside"])
+def test_checkpoints_of_either_layout_generate(layout: tuple[int, dict[str, Any]], tmp_path: Path) -> None:
+    """The tokens after prompts with images are those of a run on one device."""
+    pytest.importorskip("PIL")
+    answers = []
+    for name, (ranks, options) in {"own": layout, "alone": (1, {})}.items():
+        run(go_on, ranks, options, 2, str(tmp_path / name))
+        model = saved_model(checkpoint.open(tmp_path / name), dtype=torch.float64).root.eval()
+        asked, pictures, axes = with_pictures(model.config, [[1, IMAGE, 5, 6], [7]], [[png(16, 8)], []])
+        answers.append(generate(model, asked, max_new_tokens=8, temperature=0, pictures=pictures, axis_positions=axes))
+    assert answers[0] == answers[1]
 
 
 def small(**options: Any) -> MegatronTowersStrategy:

@@ -76,6 +76,10 @@ CHOSEN = [
 ]
 FULL = [
     ("qwen3", "mixed", 4, SP, CP),
+    ("qwen", "huge", 2, {}, SP),
+    ("qwen", "huge", 4, {}, {**SP, **CP}),
+    ("deep_qwen", "huge", 2, {}, VPP),
+    ("llava", "many", 4, {}, PP),
     ("frozen", "mixed", 2, {}, SP),
     ("language_adapters", "mixed", 4, TP, PP),
     ("tower_adapters", "one", 2, SP, {}),

@@ -24,6 +24,9 @@ from megalight.errors import ConfigurationError, DataError
 from megalight.models.vlm.module import VLMModule
 from megalight.optim import AdamConfig
 from megalight.strategies import MegatronStrategy
+from tests.data.chat.test_module import Rows
+from tests.data.gpt.test_module import every_step
+from tests.data.gpt.test_module import trainer as reading
 from tests.data.multimodal.conftest import png, row
 from tests.environment import trainer
 from tests.models.vlm_samples import CONFIG, LANGUAGE, QWEN
@@ -221,3 +224,40 @@ def test_training_and_validation_from_files(prefix: str, tmp_path: Path, image_t
     for rank in run(_train, 2, mixed, {"micro_batch_size": 1}):
         assert rank == pytest.approx(alone, rel=1e-9)
     assert isinstance(collate([dataset(text.prefix)[0]]), ImageTextBatch)
+
+
+class Pictures(Rows):
+    """Writes down tokens and pixels of whole rows; it has the sizes of images of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = replace(CONFIG, image_token=2, language=replace(LANGUAGE, vocab_size=300, max_sequence_length=96))
+
+    def note(self, stage: str, batch: Any) -> Any:
+        images, source = batch.parts()
+        parts = (batch.tokens, source, images.pixels, torch.tensor(images.counts))
+        self.rows[stage].append([hash(each.numpy().tobytes()) for each in parts])
+        return self.layer(self.layer.weight).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*`ckpt_path`, callbacks used:UserWarning")
+def test_a_blend_resumes_after_any_step_with_the_same_images(
+    prefix: str, tmp_path: Path, image_tokenizer: Path
+) -> None:
+    lines = '{"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "a thing"}]}\n' * 20
+    (tmp_path / "text.jsonl").write_text(lines)
+    text = prepare_chat([str(tmp_path / "text.jsonl")], tmp_path / "text", tokenizer=image_tokenizer, progress=False)
+
+    def read(checkpoint: Path | None = None, **more: Any) -> list[list[int]]:
+        reader = Pictures()
+        mixed = {prefix: 3.0, text.prefix: 1.0}
+        data = MultimodalDataModule(data=mixed, split="1", global_batch_size=2, sequence_length=96)
+        reading(max_steps=5, **more).fit(reader, data, ckpt_path=checkpoint)
+        return reader.rows["train"]
+
+    full = read(callbacks=[every_step(tmp_path / "saved")])
+    assert len(full) == 5
+    assert len({tuple(row) for row in full}) > 3
+    saved = sorted((tmp_path / "saved").iterdir(), key=lambda path: int(path.stem.partition("=")[2]))
+    for step, path in enumerate(saved, 1):
+        assert read(path) == full[step:], step
