@@ -152,7 +152,7 @@ def twin(shape: Shape) -> Shape:
         hidden_size=config.projector.merge**2 * vision.hidden_size if dynamic is not None else 0,
     )
     sizes = ((112, 112),) if dynamic is None else ((112, 168), (56, 140))
-    small = replace(config, language=language, vision=vision, projector=projector, image_token=2047)
+    small = replace(config, language=language, vision=vision, projector=projector, image_token=2047, video_token=None)
     return Shape(small, sizes, 256, 1, 2)
 
 
