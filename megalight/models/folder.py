@@ -55,8 +55,11 @@ COMPANIONS = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+    "tiktoken.model",
+    "chat_template.json",
+    "video_preprocessor_config.json",
 )
-"""Files that go with the weights of a model, in a folder and in our checkpoints."""
+"""Files that go with the weights of a model, in a folder and in our checkpoints. None of them is code."""
 
 
 @dataclass(frozen=True)

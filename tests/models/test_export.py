@@ -286,6 +286,9 @@ def test_tokenizer_and_settings_go_along(
     (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(settings))
     config = json.loads((tmp_path / "theirs" / "tokenizer_config.json").read_text())
     (tmp_path / "theirs" / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ 1 }}"}))
+    also = {name: name.encode() for name in ("preprocessor_config.json", "processor_config.json", "tiktoken.model")}
+    for name, content in {**also, "modeling.py": b"raise SystemExit"}.items():
+        (tmp_path / "theirs" / name).write_bytes(content)
 
     save_model(open_model(tmp_path / "theirs"), tmp_path / "ours.ckpt")
     export(open_model(tmp_path / "ours.ckpt"), tmp_path / "back")
@@ -294,6 +297,8 @@ def test_tokenizer_and_settings_go_along(
     assert again.generation_config.temperature == 0.6
     auto_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert auto_tokenizer.chat_template == "{{ 1 }}"
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in also} == also
+    assert not (tmp_path / "back" / "modeling.py").exists(), "code is not carried along"
     assert auto_tokenizer("to be").input_ids == tokenizer.encode("to be")
 
     files = {**model.files, **tokenizer.files()}
