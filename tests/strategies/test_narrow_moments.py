@@ -1,0 +1,76 @@
+"""Runs with Adam's moments in 16 and 8 bits go on bit by bit from every format of checkpoint, wherever moments lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalight import checkpoint
+from megalight.parallel.data_parallel import DataParallel
+from megalight.strategies import Checkpoints, MegatronFSDPStrategy, MegatronStrategy
+from tests.environment import trainer
+from tests.strategies.training import ADAM, BASE, SEED, WithData
+from tests.workers import run
+
+HALF, STEPS = 2, 4
+Strategy = MegatronStrategy | MegatronFSDPStrategy
+
+
+def _strategy(kind: str, fraction: float, saves: Checkpoints) -> Strategy:
+    shared = DataParallel(optimizer_offload_fraction=fraction)
+    if kind == "fsdp":
+        return MegatronFSDPStrategy(data_parallel=shared, micro_batch_size=2, checkpoints=saves)
+    layout: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True} if kind == "tp" else {}
+    return MegatronStrategy(data_parallel=shared, micro_batch_size=2, checkpoints=saves, **layout)
+
+
+def _fit(strategy: Strategy, moments: tuple[str, str], steps: int, path: str | None) -> tuple[Any, dict[str, Tensor]]:
+    adam = replace(ADAM, exp_avg_dtype=moments[0], exp_avg_sq_dtype=moments[1])  # type: ignore[arg-type]
+    module = WithData(BASE, optimizer=adam, seed=SEED)
+    module.steps = STEPS
+    options: dict[str, Any] = {"max_steps": steps, "limit_val_batches": 0, "use_distributed_sampler": False}
+    runner = trainer(strategy, precision="bf16-mixed", gradient_clip_val=1.0, **options)
+    runner.fit(module, ckpt_path=path)
+    strategy.sync_parameters()
+    assert strategy.parallel_model is not None
+    with strategy.parallel_model.full_parameters():
+        return runner, {name: p.detach().clone() for name, p in module.model.named_parameters()}
+
+
+def _resumed(kind: str, moments: tuple[str, str], folder: str, saves: Checkpoints) -> tuple[bool, bool]:
+    """Whether a run that went on elsewhere has the weights of one that never stopped; whether it moved at all."""
+    _, straight = _fit(_strategy(kind, 0.0, saves), moments, STEPS, None)
+    runner, half = _fit(_strategy(kind, 0.0, saves), moments, HALF, None)
+    runner.save_checkpoint(folder)
+    runner.strategy.teardown()
+    _, resumed = _fit(_strategy(kind, 1.0, saves), moments, STEPS, folder)
+    same = all(torch.equal(resumed[name], value) for name, value in straight.items())
+    return same, any(not torch.equal(half[name], value) for name, value in straight.items())
+
+
+@pytest.mark.parametrize("moments", [("bfloat16", "float8"), ("float8", "float8")], ids="-".join)
+@pytest.mark.parametrize(
+    ("kind", "saves"),
+    [
+        ("dp", Checkpoints(format="dp_reshardable")),
+        ("tp", Checkpoints(format="fully_reshardable")),
+        ("fsdp", Checkpoints(format="fsdp_dtensor")),
+        ("fsdp", Checkpoints(format="fully_reshardable", async_save="per_save")),
+    ],
+)
+def test_a_run_goes_on_with_its_moments_on_the_host(
+    kind: str, saves: Checkpoints, moments: tuple[str, str], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "half")
+    for same, moved in run(_resumed, 2, kind, moments, path, saves):
+        assert moved
+        assert same
+    stored = {
+        tensor.dtype for name, tensor in checkpoint.open(path).tensors.items() if name.startswith("optimizer.exp_avg")
+    }
+    assert stored == {"bfloat16"}
