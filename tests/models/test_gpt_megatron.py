@@ -531,6 +531,8 @@ def test_optimizer_state_of_a_retired_format_is_named(
         ({"mtp_num_layers": 2, "mtp_hsm": True}, "depths of multi-token prediction that mix hidden states"),
         ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "Sinkhorn's algorithm cannot be imported"),
         ({"position_embedding_type": "mrope"}, "'mrope'; it has no counterpart"),
+        ({"window_size": (7, 7)}, r"window_size is \(7, 7\); windows that end at the token itself"),
+        ({"window_size": [-1, 0]}, r"window_size is \(-1, 0\)"),
     ],
 )
 def test_other_models_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -561,6 +563,14 @@ def test_arguments_become_options() -> None:
     exact = config_of(vars(arguments(GPT2, bias_gelu_fusion=False)))
     assert exact.activation == "gelu"
     assert config_of(vars(arguments(LLAMA, softmax_type="off-by-one"))).attention.softmax == "off-by-one"
+    for freq, pattern in ((3, (True, True, False)), ([1, 0, 1], (True, False, True)), (None, (True,))):
+        limits = {"window_size": (7, 0), "window_attn_skip_freq": freq}
+        windows = AttentionConfig(qk_norm=True, window=7, window_pattern=pattern)
+        assert config_of(vars(arguments(LLAMA, **limits))).attention == windows
+    assert config_of(vars(arguments(LLAMA, window_size=(-1, -1)))) == LLAMA
+    for freq, pattern in ((3, (True, True, False)), ([0, 1, 0], (True, False, True))):
+        unrotated = config_of(vars(arguments(LLAMA, no_rope_freq=freq)))
+        assert unrotated == replace(LLAMA, position=replace(LLAMA.position, pattern=pattern))
     mixed = config_of(vars(arguments(EXPERTS, moe_layer_freq=2)))
     assert [mixed.has_experts(layer) for layer in range(3)] == [True, False, True]
     with pytest.raises(CheckpointError, match="lack 'num_layers'"):

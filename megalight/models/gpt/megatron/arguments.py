@@ -26,8 +26,6 @@ REFUSED = {
     "apply_residual_connection_post_layernorm": "residual connections behind the norm",
     "rotary_seq_len_interpolation_factor": "interpolated rotary positions",
     "heterogeneous_layers_config_path": "layers of several kinds",
-    "window_size": "sliding windows",
-    "no_rope_freq": "layers without rotary positions",
     "qk_l2_norm": "L2 norms of queries and keys",
     "moe_apply_probs_on_input": "experts with weighted inputs",
     "glu_linear_offset": "gates with an offset",
@@ -86,12 +84,14 @@ def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
                 fraction=get("rotary_percent") or 1.0,
                 interleaved=bool(get("rotary_interleaved")),
                 scaling=RotaryScaling(factor=get("rope_scaling_factor") or 8.0) if get("use_rope_scaling") else None,
+                pattern=_rotating(get("no_rope_freq")),
             ),
             attention=AttentionConfig(
                 qkv_bias=bias or bool(get("add_qkv_bias")),
                 proj_bias=bias,
                 qk_norm=bool(get("qk_layernorm")),
                 softmax=get("softmax_type") or "vanilla",
+                **_windows(arguments),
             ),
             layer_pattern=pattern,
             mamba=_mamba(arguments) if "M" in symbols else None,
@@ -100,6 +100,27 @@ def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
         )
     except KeyError as missing:
         raise CheckpointError(f"the arguments in {COMMON} lack {missing}; is it a GPT of Megatron-LM?") from None
+
+
+def _rotating(freq: int | Sequence[int] | None) -> tuple[bool, ...]:
+    """Return which layers rotate: ``4`` leaves out every fourth, and in a list 1 stands for a layer that does not."""
+    if isinstance(freq, int):
+        return (True,) * (freq - 1) + (False,) if freq else (True,)
+    return tuple(not left_out for left_out in freq or (0,))
+
+
+def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window and which layers have it, in the words of :class:`AttentionConfig`."""
+    size, freq = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
+    if not size or tuple(size) == (-1, -1):
+        return {}
+    left, right = size
+    if right != 0 or left < 0:
+        raise ConfigurationError(
+            f"window_size is {tuple(size)}; windows that end at the token itself can be imported: (earlier tokens, 0)."
+        )
+    pattern = (True,) if freq is None else freq if isinstance(freq, int) else tuple(map(bool, freq))
+    return {"window": left, "window_pattern": pattern}
 
 
 def _patterns(arguments: Mapping[str, Any]) -> tuple[str, list[str]]:
