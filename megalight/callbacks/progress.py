@@ -16,6 +16,7 @@ from megalight.callbacks.optimizer_monitor import learning_rate
 from megalight.callbacks.timing.meter import StepMeter, Window, current_loss, last_step
 from megalight.callbacks.timing.throughput import rates
 from megalight.errors import ConfigurationError
+from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 
 BAR = "{l_bar}{bar:12}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 """The bar in terminals: of fixed width, so that the values have room. They include speed and time left."""
@@ -24,7 +25,8 @@ BAR = "{l_bar}{bar:12}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 class StepProgress(TQDMProgressBar):
     """Shows loss, learning rate, gradient norm, speed, memory and the time that is left.
 
-    It is a bar in terminals and notebooks, and plain lines elsewhere.
+    It is a bar in terminals and notebooks, and plain lines elsewhere. While a checkpoint is written beside training, it
+    names it, and says for how long.
 
     Values are copied from the device asynchronously and shown when they have arrived. Lightning's own bar reads its
     metrics with ``.item()``, which makes the host wait for the device at every refresh.
@@ -196,6 +198,10 @@ def figures(window: Window, trainer: pl.Trainer, module: pl.LightningModule) -> 
         "step_time_s": ("s/step", "{:.3g}"),
         "tflop_per_s_per_device": ("TFLOP/s/dev", "{:.3g}"),
     }
+    strategy = trainer.strategy
+    saving = strategy.save_under_way if isinstance(strategy, FolderCheckpoints) else None
+    if saving is not None:
+        texts["saving"] = f"{saving.path.name} {time.time() - saving.begun:.0f} s"
     speeds = rates(window, trainer, module)
     steps = last_step(trainer)
     if steps is not None and "step_time_s" in speeds:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.callbacks import EMA, Preemption, Retention, preemption
+from megalight.callbacks import EMA, Preemption, Retention, StepProgress, preemption
 from megalight.checkpoint.background.saves import Pending
 from megalight.checkpoint.background.shared import SharedMemory
 from megalight.errors import CheckpointError, ConfigurationError
@@ -207,6 +210,40 @@ def test_the_log_says_that_a_save_began_late(tmp_path: Path, monkeypatch: pytest
     late = rf"saved {two} in \S+ s; training waited \S+ s for it; it began \S+ s late, after {one}"
     assert re.fullmatch(late, told[1])
     assert re.fullmatch(rf"saved {three} in \S+ s; training waited \S+ s for it", told[2])
+
+
+def _shown(folder: str) -> str:
+    """One save, which takes from the end of the first step to that of the third."""
+    gate, path = Path(f"{folder}/gate"), f"{folder}/one.ckpt"
+
+    def opens(_: pl.Trainer) -> None:
+        gate.touch()
+        while not checkpoint.is_complete(path):
+            time.sleep(0.01)
+        time.sleep(0.5)  # its worker tells the trainer next
+
+    steps = [At(1, lambda trainer: trainer.save_checkpoint(path)), At(3, opens)]
+    module = WithData(GQA, optimizer=ADAM, seed=SEED)
+    module.steps = 5
+    runner = trainer(
+        MegatronStrategy(micro_batch_size=1, checkpoints=Checkpoints(async_save="persistent")),
+        callbacks=[*steps, StepProgress(plain=True)],
+        enable_progress_bar=True,
+        log_every_n_steps=1,
+        max_steps=5,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+    )
+    with fault(f"gate:{gate}"), contextlib.redirect_stdout(io.StringIO()) as told:
+        runner.fit(module)
+    return told.getvalue()
+
+
+def test_the_bar_names_the_save_under_way(tmp_path: Path) -> None:
+    (told,) = run(_shown, 1, str(tmp_path))
+    lines = {int(found[1]): line for line in told.splitlines() if (found := re.match(r"step (\d+)/5", line))}
+    assert re.search(r"  saving one\.ckpt \d+ s", lines[2]), told
+    assert "saving" not in lines[5], told
 
 
 def test_what_was_to_be_removed_is_not_forgotten_when_a_save_cannot_begin(tmp_path: Path) -> None:

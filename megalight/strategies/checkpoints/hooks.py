@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from megalight import checkpoint as folders
+from megalight.checkpoint.background.saves import Pending
 from megalight.checkpoint.disk.publish import changed, place
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.run import STATE
@@ -144,6 +145,11 @@ class FolderCheckpoints(MeshStrategy):
         """
         if self._beside is not None:
             self._beside.finish()
+
+    @property
+    def save_under_way(self) -> Pending | None:
+        """The save beside training that is not published yet, if there is one."""
+        return None if self._beside is None else self._beside.background.pending
 
     def abort_saves(self) -> None:
         """Kill the worker process of this rank at once and forget its save; what is published stays.
