@@ -1,7 +1,8 @@
 """Compare a student that learns from the demo's teacher with the same student trained alone, on the same batches.
 
     make demo
-    python benchmarks/distillation.py RESULT.json [--demo runs/demo] [--steps 200]
+    python benchmarks/distillation.py RESULT.json [--demo runs/demo] [--steps 200] [--curves runs/curves]
+    megalight plot runs/curves/* --metric val_loss --output docs/assets/distillation.svg
 
 Both are the model of recipes/distill.yaml, with equal initial values. The validation loss is the cross entropy of the
 same held-out text. The exit code is 0 if the last one of the distilled student is lower.
@@ -79,12 +80,21 @@ def train(loss: dict[str, Any] | None, demo: Path, steps: int, every: int) -> li
     return curve.losses
 
 
+def write_curves(folder: Path, about: dict[str, Any]) -> None:
+    """Write the losses of each run as Lightning's CSVLogger does, which counts steps from 0."""
+    for name, run in about["runs"].items():
+        rows = [f"{step - 1},{loss}" for step, loss in zip(about["steps"], run["val_losses"], strict=True)]
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "metrics.csv").write_text("\n".join(["step,val_loss", *rows, ""]), encoding="utf-8")
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"), help="folder of a finished demo run")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=20, help="steps between validations")
+    parser.add_argument("--curves", type=Path, help="folder for the losses of both runs, for `megalight plot`")
     arguments = parser.parse_args(words)
     about: dict[str, Any] = {
         "command": f"python benchmarks/distillation.py RESULT.json --steps {arguments.steps} --every {arguments.every}",
@@ -98,6 +108,8 @@ def main(words: Sequence[str] | None = None) -> int:
         about["runs"][name] = {"val_losses": losses}
         print(f"{name:10} {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
         arguments.result.write_text(json.dumps(about) + "\n", encoding="utf-8")
+    if arguments.curves is not None:
+        write_curves(arguments.curves, about)
     final = {name: run["val_losses"][-1] for name, run in about["runs"].items()}
     return 0 if final["distilled"] < final["alone"] else 1
 

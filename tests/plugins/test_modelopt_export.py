@@ -25,6 +25,7 @@ from megalight.plugins.modelopt.package import modelopt
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer
+from tests.plugins.modelopt_schema import check_folder
 from tests.workers import run
 
 pytest.importorskip("modelopt")
@@ -47,9 +48,19 @@ NAMES = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig"),
     "deepseek": ("DeepseekV3ForCausalLM", "DeepseekV3Config"),
+    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
 }
 EXPERTS = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "llama4": {
+        **{"num_local_experts": 4, "intermediate_size": 64, "intermediate_size_mlp": 256, "head_dim": 32},
+        **{
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 8,
+            "num_experts_per_tok": 1,
+        },
+    },
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
     "deepseek": {
         **{"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64},
@@ -71,7 +82,7 @@ def theirs(kind: str) -> Any:
     torch.manual_seed(0)
     more: dict[str, Any] = {} if kind == "llama" else {"head_dim": 128 if kind == "square" else 32}
     if kind in EXPERTS:
-        more |= EXPERTS[kind] | {"num_experts_per_tok": 2, "output_router_logits": False}
+        more |= {"num_experts_per_tok": 2, "output_router_logits": False} | EXPERTS[kind]
     return model(config(**{**SIZES, **more, "architectures": [names[0]]})).float()
 
 
@@ -103,6 +114,7 @@ def calibrate(folder: str, preset: str, output: str, kv: str | None = None) -> N
         ("qwen3_moe", "NVFP4_DEFAULT_CFG"),
         ("qwen3_moe", "FP8_DEFAULT_CFG"),
         ("deepseek", "FP8_DEFAULT_CFG"),
+        ("llama4", "FP8_DEFAULT_CFG"),
         pytest.param("mixtral", "INT8_DEFAULT_CFG", marks=pytest.mark.full),
         pytest.param("qwen3", "FP8_PER_CHANNEL_PER_TOKEN_CFG", marks=pytest.mark.full),
         pytest.param("llama", "INT8_SMOOTHQUANT_CFG", marks=pytest.mark.full),
@@ -133,6 +145,11 @@ def test_files_are_those_of_modelopt(kind: str, preset: str, tmp_path: Path) -> 
     ours, wanted = (json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs"))
     assert ours["quantization_config"] == wanted["quantization_config"]
     assert kv is None or wanted["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    check_folder(tmp_path / "ours", tmp_path / "plain")
+    before, decoded = load_file(tmp_path / "plain" / "model.safetensors"), plain_weights(tmp_path / "ours")
+    for name, value in decoded.items():
+        assert float((value - before[name]).norm()) <= 0.15 * float(before[name].norm()), name
+    assert decoded.keys() == before.keys()
     compare(preset, kv, *(load_file(tmp_path / who / "model.safetensors") for who in ("ours", "theirs")))
 
 
@@ -169,6 +186,37 @@ def compare(preset: str, kv: str | None, ours: dict[str, torch.Tensor], wanted: 
             assert float((ours[name].float() != value.float()).float().mean()) < 0.02, name
         else:
             torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def mix(folder: str, output: str) -> None:
+    batches = [TokenBatch(row[:, :-1], row[:, 1:], torch.ones(2, 16)) for row in rows()]
+    layers = {
+        "layers.*.mlp.down": "INT8_DEFAULT_CFG",
+        "layers.0.attention.*": "none",
+        "layers.1.mlp.gate_up": "INT4_AWQ_CFG",
+    }
+    runner = trainer(
+        MegatronStrategy(),
+        callbacks=[ModelOptQuantization(save_to=output, layers=layers)],
+        use_distributed_sampler=False,
+        precision="32-true",
+    )
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    runner.validate(GPTModule(weights=folder), loader, verbose=False)
+
+
+def test_layers_of_a_folder_have_their_own_formats(tmp_path: Path) -> None:
+    theirs("llama").save_pretrained(tmp_path / "plain")
+    run(mix, 1, str(tmp_path / "plain"), str(tmp_path / "quantized"), timeout=240)
+    assert export_quantized(tmp_path / "quantized", tmp_path / "ours") == 10
+    check_folder(tmp_path / "ours", tmp_path / "plain")
+    found = json.loads((tmp_path / "ours" / "hf_quant_config.json").read_text())["quantization"]
+    assert found["quant_algo"] == "MIXED_PRECISION"
+    formats = {name: each["quant_algo"] for name, each in found["quantized_layers"].items()}
+    assert formats["model.layers.1.self_attn.q_proj"] == "FP8"
+    assert formats["model.layers.0.mlp.down_proj"] == "W8A8_SQ_PER_CHANNEL"
+    assert formats["model.layers.1.mlp.up_proj"] == "W4A16_AWQ"
+    assert not any("layers.0.self_attn" in name for name in formats)
 
 
 @pytest.mark.parametrize("preset", ["INT4_AWQ_CFG", "W4A8_AWQ_BETA_CFG", "FP8_PER_CHANNEL_PER_TOKEN_CFG"])

@@ -77,11 +77,15 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
     table = weights.map(config)
     held = tuple(f"{place.name}." for place in places(model.root))
     plain = {name: tensor for name, tensor in canonical_tensors(model.root).items() if not name.startswith(held)}
-    tensors = table.write(plain)
     layers: dict[str, Any] = {}
-    count = 0
+    stacks = _stacks(table, model.root)
+    scales = dict[str, Tensor]()
+    for stack in stacks.values():
+        scales |= _put_stack(plain, layers, table, stack, model.root)
+    tensors = table.write(plain) | scales
+    count = sum(map(len, stacks.values()))
     for matrix in matrices(model.root):
-        if matrix.weight_quantizer.is_enabled:
+        if matrix.weight_quantizer.is_enabled and (matrix.path, matrix.parameter) not in stacks:
             count += _put(tensors, layers, table, matrix, model.root)
     # Layers that keep their dtype are named too: readers must not take them for quantized ones.
     for layer_path, module in model.root.named_modules():
@@ -124,9 +128,7 @@ def _put(
     """Replace a matrix, which may be several fused ones, by codes and scales; return their number."""
     utils = modelopt("torch.export.quant_utils")
     holder: Any = root.get_submodule(matrix.path)
-    layer: Any = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(matrix.weight.detach(), requires_grad=False)
-    layer.weight_quantizer, layer.input_quantizer = matrix.weight_quantizer, matrix.input_quantizer
+    layer = _layer(matrix)
     _, first = rounds(matrix.weight_quantizer)[0]
     height = int((first.block_sizes or {}).get(-2, 1))
     try:
@@ -148,7 +150,7 @@ def _put(
     if matrix.index is None:
         names, sizes = _names(matrix.path, holder), getattr(holder, "section_sizes", [len(layer.weight)])
     else:
-        names = [f"{matrix.path}.{matrix.index}.{name}.weight" for name in holder.projections[matrix.parameter]]
+        names = _expert_names(matrix, root)
         sizes = [len(layer.weight) // len(names)] * len(names)
     start = 0
     for name, size in zip(names, sizes, strict=True):
@@ -175,6 +177,58 @@ def _put(
         layers[f"{module}.quantization"] = form
         layers[f"{module}.awq_block_size"] = block
     return len(names)
+
+
+def _stacks(table: WeightMap, root: torch.nn.Module) -> dict[tuple[str, str], list[Matrix]]:
+    """Return the quantized stacks of experts that ``transformers`` holds as one tensor each, by path and parameter."""
+    found: dict[tuple[str, str], list[Matrix]] = {}
+    for matrix in matrices(root):
+        stacked = matrix.index is not None and table.theirs(_expert_names(matrix, root)[0]).stack
+        if stacked and matrix.weight_quantizer.is_enabled:
+            found.setdefault((matrix.path, matrix.parameter), []).append(matrix)
+    return found
+
+
+def _put_stack(
+    plain: dict[str, Tensor], layers: dict[str, Any], table: WeightMap, stack: list[Matrix], root: torch.nn.Module
+) -> dict[str, Tensor]:
+    """Replace the matrices of a stack by codes, before they are stacked; return their scales, one for all experts.
+
+    Raises:
+        ConfigurationError: the format is another than FP8 with one scale.
+    """
+    utils, first = modelopt("torch.export.quant_utils"), stack[0]
+    form = utils.get_quantization_format(_layer(first))
+    whole = table.theirs(_expert_names(first, root)[0]).name
+    if form != "fp8":
+        raise ConfigurationError(
+            f"{whole} in transformers is a stack of experts, which megalight convert writes in FP8 with one scale "
+            f"alone, and these are {form}. Quantize with FP8_DEFAULT_CFG for a folder."
+        )
+    scale = torch.stack([utils.get_weight_scaling_factor(_layer(matrix)).squeeze() for matrix in stack]).amax()
+    for matrix in stack:
+        names = _expert_names(matrix, root)
+        for name, part in zip(names, matrix.weight.detach().chunk(len(names)), strict=True):
+            plain[name] = utils.to_quantized_weight(part, scale, form)
+    layers[f"{whole.rpartition('.')[0]}.quantization"] = form
+    return {
+        f"{whole}_weight_scale": scale,
+        f"{whole}_input_scale": utils.get_activation_scaling_factor(_layer(first)).squeeze().clone(),
+    }
+
+
+def _layer(matrix: Matrix) -> Any:
+    """Return a matrix as a layer of ModelOpt's exporter."""
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(matrix.weight.detach(), requires_grad=False)
+    layer.weight_quantizer, layer.input_quantizer = matrix.weight_quantizer, matrix.input_quantizer
+    return layer
+
+
+def _expert_names(matrix: Matrix, root: torch.nn.Module) -> list[str]:
+    """Return the canonical names of one expert's matrices in a stack."""
+    holder: Any = root.get_submodule(matrix.path)
+    return [f"{matrix.path}.{matrix.index}.{name}.weight" for name in holder.projections[matrix.parameter]]
 
 
 def _put_scales(tensors: dict[str, Tensor], table: WeightMap, root: torch.nn.Module) -> str | None:

@@ -35,9 +35,13 @@ def plain_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
         tensors |= load_file(file)
     if not tensors:
         raise CheckpointError(f"{os.fspath(folder)} holds no *.safetensors; give a folder of megalight convert.")
-    found = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in SCALES}
-    for name in [name for name in tensors if name.endswith(".weight_scale")]:
-        module = name.removesuffix(".weight_scale")
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALES)}
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        module, parting = name.removesuffix("weight_scale")[:-1], name.removesuffix("weight_scale")[-1]
+        if parting == "_":
+            # a stack of experts
+            found[module] = tensors[module].float() * tensors[name].float()
+            continue
         weight = decode(tensors[f"{module}.weight"], tensors[name], tensors.get(f"{module}.weight_scale_2"))
         if f"{module}.pre_quant_scale" in tensors:
             # it multiplies inputs
