@@ -17,7 +17,7 @@ from torch import Tensor
 from megalight import checkpoint
 from megalight.checkpoint.disk.files import Place, sync_directory, write_file
 from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new, place
-from megalight.checkpoint.foreign.transformers_folder import is_folder, json_object, read_config
+from megalight.checkpoint.foreign.transformers_folder import is_folder, json_of, read_config
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.sources.combine import Held
 from megalight.checkpoint.sources.precision import FullPrecision
@@ -236,7 +236,7 @@ def _modules(known: Family, config: Any) -> tuple[dict[str, str], set[str]]:
 
 
 def _read_config(folder: Place) -> dict[str, Any]:
-    values = json_object((folder / CONFIG).read_bytes(), str(folder / CONFIG))
+    values = json_of(folder / CONFIG)
     for name, possible in DEFAULTS.items():
         if values.get(name, possible[0]) not in possible:
             raise ConfigurationError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -178,6 +179,9 @@ def test_damaged_folders(tmp_path: Path) -> None:
         (tmp_path / "theirs" / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=message):
             import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "out.ckpt")
+    os.truncate(tmp_path / "theirs" / CONFIG, 1 << 40)  # more than the memory
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json has 1099511627776 bytes; at most 104857600"):
+        import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "out.ckpt")
     assert not (tmp_path / "out.ckpt").exists()
 
 
