@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench import measure
 from benchmarks.render import OURS
 from benchmarks.rows import ROWS, Row
-from megalight.ops.stored import FORMATS
 
 AIM = 1.3
 """Times the tokens per second of the best peer."""
@@ -36,7 +35,7 @@ def rows_of(layers: int | None, tiny: bool) -> list[tuple[str, Row]]:
     """Return peer and row of each process, in order."""
     row = ROWS["tiny-cpu-lora" if tiny else "llama3-8b-lora"]
     row = replace(row, step=replace(row.step, layers=layers or row.step.layers))
-    stored = [replace(row, step=replace(row.step, base=form)) for form in FORMATS]
+    stored = [replace(row, step=replace(row.step, base=form)) for form in ("int8", "nf4")]
     return [*((peer, row) for peer in (OURS, *row.peers)), *((OURS, each) for each in stored)]
 
 

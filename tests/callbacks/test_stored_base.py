@@ -16,10 +16,12 @@ from megalight import checkpoint
 from megalight.callbacks import Adapters
 from megalight.errors import ConfigurationError
 from megalight.inference import load_model
-from megalight.models.gpt import GPT
+from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.stored import held_model, save_model
 from megalight.models.transforms import LoRA, StoredBase
 from megalight.models.transforms.merge import merge_checkpoint
 from megalight.nn import Linear
+from megalight.nn.init import initialise
 from megalight.nn.moe import MoEConfig
 from megalight.ops.stored import Codes, stored_of
 from megalight.parallel.transform import ModelTransform
@@ -32,6 +34,18 @@ from tests.workers import run
 
 LORA: dict[str, Any] = {"rank": 3, "targets": ["q", "v", "down"], "alpha": 6.0}
 BLOCK = 4
+WIDE = replace(CONFIGS["gqa"], ffn_hidden_size=64)
+"""Blocks of 16 features divide each half of a row."""
+
+
+def block_of(form: str) -> int:
+    return 16 if form == "nvfp4" else BLOCK
+
+
+def drawn(config: GPTConfig) -> GPT:
+    model = GPT(config).double()
+    initialise(model, SEED, "model.")
+    return model
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,7 @@ class Rounded(ModelTransform):
     def with_values(self, model: Any) -> None:
         for path, layer in model.root.named_modules():
             if isinstance(layer, Linear) and path.startswith("layers."):
-                layer.weight.copy_(Codes(layer.weight, self.form, BLOCK).values())
+                layer.weight.copy_(Codes(layer.weight, self.form, block_of(self.form)).values())
 
 
 class Seen(pl.Callback):
@@ -70,8 +84,9 @@ def train(
     """Two steps with codes, or one of the whole model without."""
     losses, gradients = Seen(), Kept()
     save = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    lora = Adapters(**LORA, base=form, block=BLOCK, save_base=False) if form else None
-    module = WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED, weights=base)
+    nvfp4 = form == "nvfp4"
+    lora = Adapters(**LORA, base=form, block=None if nvfp4 else BLOCK, save_base=False) if form else None
+    module = WithData(WIDE if nvfp4 else CONFIGS["gqa"], optimizer=ADAM, seed=SEED, weights=base)
     runner = trainer(
         MegatronStrategy(micro_batch_size=1, **layout),
         callbacks=[losses, gradients, save, *([lora] if lora else [])],
@@ -104,9 +119,9 @@ def one(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_the_run_is_that_of_the_decoded_weights() -> None:
     """torch alone: the same model with codes, and with the codes' values as plain weights."""
-    for form in ("int8", "nf4"):
+    for form in ("int8", "nf4", "nvfp4"):
         plain = by_hand(CONFIGS["gqa"], 2, transforms=[LoRA(**LORA), Rounded(form)])
-        codes = by_hand(CONFIGS["gqa"], 2, transforms=[LoRA(**LORA), StoredBase(form, BLOCK)])
+        codes = by_hand(CONFIGS["gqa"], 2, transforms=[LoRA(**LORA), StoredBase(form, block_of(form))])
         np.testing.assert_allclose(codes["losses"], plain["losses"], rtol=1e-11)
         assert_same_gradients(codes["gradients"], plain["gradients"])
         assert codes["losses"] != by_hand(CONFIGS["gqa"], 2, transforms=[LoRA(**LORA)])["losses"]
@@ -127,6 +142,17 @@ def test_a_layout_trains_the_same_adapters(
     np.testing.assert_allclose(found["losses"], one["losses"], rtol=1e-9)
     assert_same_gradients(found["gradients"], one["gradients"])
     assert found["stored"] == one["stored"] // layout.get("pipeline_parallel", 1)
+
+
+def test_the_second_scale_is_that_of_the_whole_weight(tmp_path: Path) -> None:
+    """NVFP4 under a layout that splits rows and columns: as on one device."""
+    base = str(tmp_path / "base")
+    save_model(held_model("gpt", WIDE, drawn(WIDE)), base)
+    one = run(train, 1, str(tmp_path / "one"), "nvfp4", {}, base)[0]
+    layout = {"tensor_parallel": 2, "sequence_parallel": True}
+    found = run(train, 2, str(tmp_path / "two"), "nvfp4", layout, base, timeout=240)[0]
+    np.testing.assert_allclose(found["losses"], one["losses"], rtol=1e-9)
+    assert_same_gradients(found["gradients"], one["gradients"])
 
 
 def test_memory_is_that_of_the_codes(base: str, one: dict[str, Any]) -> None:

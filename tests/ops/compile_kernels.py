@@ -136,7 +136,7 @@ def main() -> None:
             divergences.gradient_(logits, teacher, labels, found, slopes, target, target, measure)
     for form in ("int8", "nf4"):
         codes = Codes(torch.randn(8, 256).to(HALF), form, 64)
-        stored.decode(codes.data, codes.scales, form)
+        stored.decode(codes.data, codes.scales, form, HALF)
     for lr, scale, out in ((0.1, None, None), (torch.tensor(0.1), torch.tensor(1.0), torch.empty(4096, dtype=HALF))):
         state = torch.rand(4, 4096).unbind()
         adam.adam_step(

@@ -264,7 +264,7 @@ def test_divergence(kind: str, own: bool, softcap: bool, block: int, monkeypatch
     checks.check_divergence(rows, "cpu", torch.float32, kind, (11, 77, 16), own=own, softcap=softcap)
 
 
-@pytest.mark.parametrize("form", ["int8", "nf4"])
+@pytest.mark.parametrize("form", ["int8", "nf4", "nvfp4"])
 def test_decode(form: str) -> None:
     checks.check_decode(kernels("stored").decode, "cpu", form, torch.float32)
 

@@ -37,16 +37,34 @@ def test_each_element_gets_the_nearest_value() -> None:
         torch.testing.assert_close(Codes(weight, form, 4).values(), nearest.view(3, 8), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("form", ["int8", "nf4"])
-def test_products_and_gradients_are_those_of_the_decoded_weight(form: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nvfp4_has_the_values_of_modelopt(dtype: torch.dtype) -> None:
+    modelopt = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+    weight[3, 16:32] = 0
+    # ties of codes, below even and below odd ones
+    middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    weight[0, :16] = torch.tensor([6.0, *middles, *(-middle for middle in middles), 0.0])
+    packed, scale, second = modelopt.NVFP4QTensor.quantize(weight.clone(), 16)
+    wanted = packed.dequantize(dtype=dtype, scale=scale, double_scale=second, block_sizes={-1: 16})
+    codes = Codes(weight, "nvfp4", 16)
+    assert torch.equal(codes.scales.view(torch.uint8), scale.view(torch.uint8))
+    assert torch.equal(codes.values(), wanted)
+    # 4 bits, and 8 for each 16 features
+    assert codes.nbytes == weight.numel() // 2 + weight.numel() // 16 + 4
+    assert not bool(Codes(torch.zeros(2, 16), "nvfp4", 16).values().any())
+
+
+@pytest.mark.parametrize(("form", "block"), [("int8", 4), ("nf4", 4), ("nvfp4", 16)])
+def test_products_and_gradients_are_those_of_the_decoded_weight(form: str, block: int) -> None:
     torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(6, 8, dtype=torch.float64), requires_grad=False)
-    plain, bias = Codes(weight, form, 4).values(), torch.randn(6, dtype=torch.float64)
-    codes = store(weight, form, 4)
+    weight = nn.Parameter(torch.randn(6, 32, dtype=torch.float64), requires_grad=False)
+    plain, bias = Codes(weight, form, block).values(), torch.randn(6, dtype=torch.float64)
+    codes = store(weight, form, block)
     assert stored_of(weight) is codes
     assert weight.untyped_storage().nbytes() == 8
     assert bool(weight.isnan().all())
-    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
     y, expected = linear(x, weight, bias), F.linear(x, plain, bias)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
     grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (y, expected)]
@@ -55,7 +73,10 @@ def test_products_and_gradients_are_those_of_the_decoded_weight(form: str) -> No
         torch.testing.assert_close(linear(x, weight), F.linear(x, plain), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("form", "block", "rule"), [("int3", 4, "no format 'int3'"), ("int8", 3, "must be even")])
+@pytest.mark.parametrize(
+    ("form", "block", "rule"),
+    [("int3", 4, "no format 'int3'"), ("int8", 3, "must be even"), ("nvfp4", 32, "one scale for 16")],
+)
 def test_refusals(form: str, block: int, rule: str) -> None:
     with pytest.raises(ConfigurationError, match=rule):
         Codes(torch.zeros(2, 8), form, block)

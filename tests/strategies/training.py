@@ -20,6 +20,7 @@ from megalight.nn.canonical import parts
 from megalight.nn.init import initialise
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.optim import AdamConfig
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import Loss, TokenBatch
@@ -233,7 +234,7 @@ def by_hand(
     apply_transforms(model, transforms)
     initialise(model, SEED, "model.")
     for transform in transforms:
-        transform.with_values(SimpleNamespace(root=model))  # type: ignore[arg-type]
+        transform.with_values(SimpleNamespace(root=model, mesh=ParallelMesh(1, 0)))  # type: ignore[arg-type]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for p in trained.values() if p.ndim > 1]
     vectors = [p for p in trained.values() if p.ndim == 1]

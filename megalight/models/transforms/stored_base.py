@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.transforms.lora import linear_layers, matches
 from megalight.nn import Linear
 from megalight.nn.moe import Experts
 from megalight.ops.parameter import precision_of
-from megalight.ops.stored import check, store, stored_of
+from megalight.ops.stored import NVFP4_BLOCK, check, store, stored_of
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.row import RowLinear
@@ -38,8 +39,8 @@ class StoredBase(ModelTransform):
     whoever loads the adapters uses the weights that they were trained on, in their own dtype.
 
     Args:
-        form: ``int8`` or ``nf4``.
-        block: number of input features with one scale.
+        form: ``int8``, ``nf4`` or ``nvfp4``.
+        block: number of input features with one scale; None: 64, and 16 for ``nvfp4``.
 
     Raises:
         ConfigurationError: the format is unknown, or the block is odd.
@@ -49,9 +50,12 @@ class StoredBase(ModelTransform):
     training_only: ClassVar[str | None] = "stored_base."
 
     form: str = "int8"
-    block: int = 64
+    block: int | None = None
 
     def __post_init__(self) -> None:
+        if self.block is None:
+            object.__setattr__(self, "block", NVFP4_BLOCK if self.form == "nvfp4" else 64)
+        assert self.block is not None
         check(self.block, self.form, self.block)
 
     def change(self, model: nn.Module) -> None:
@@ -102,7 +106,17 @@ class StoredBase(ModelTransform):
                     f"{self.form} codes. Use one of the two."
                 )
             if stored_of(layer.weight) is None:
-                store(layer.weight, self.form, self.block)
+                assert self.block is not None
+                store(layer.weight, self.form, self.block, self._largest(layer.weight, model))
+
+    def _largest(self, weight: Tensor, model: ParallelModel) -> Tensor | None:
+        """Return the largest magnitude of a weight whose parts may be on several ranks, if the format needs it."""
+        if self.form != "nvfp4":
+            return None
+        largest = weight.abs().amax()
+        if model.mesh.size("tp") > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, model.mesh.group("tp"))
+        return largest
 
     def _layers(self, root: nn.Module) -> Iterator[tuple[str, Linear | ColumnLinear | RowLinear]]:
         for path, module in root.named_modules():
@@ -110,6 +124,7 @@ class StoredBase(ModelTransform):
                 yield path, module
 
     def _check(self, path: str, features: int) -> None:
+        assert self.block is not None
         try:
             check(features, self.form, self.block)
         except ConfigurationError as error:

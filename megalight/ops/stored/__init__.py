@@ -4,16 +4,19 @@ A weight ``[out, in]`` is cut into blocks of features along each row. Each block
 
 - ``int8``: ``w = scale * code``, codes from -127 to 127, the scale is the block's largest magnitude / 127;
 - ``nf4``: ``w = scale * LEVELS[code]``, two codes in a byte, the scale is the block's largest magnitude. The levels are
-  quantiles of a normal distribution, as in the paper.
+  quantiles of a normal distribution, as in the paper;
+- ``nvfp4``: ``w = second * scale * E2M1[code]``, two codes in a byte, blocks of 16. Scales are FP8 (E4M3), and
+  ``second`` is one float32 for the weight, so that the largest scale is 448. Values are those of ModelOpt's
+  ``NVFP4QTensor``.
 
-Scales have the weight's own dtype, and codes are chosen for the rounded scale. Products read the decoded weight, which
-exists for one product at a time. Gradients go through it to the input, and the weight has none.
+Other scales have the weight's own dtype, and codes are chosen for the rounded scale. Products read the decoded weight,
+which exists for one product at a time. Gradients go through it to the input, and the weight has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,10 +25,13 @@ from megalight.errors import ConfigurationError
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.parameter import ParameterState, state_of
 from megalight.ops.stored import reference
-from megalight.ops.stored.reference import levels_of
+from megalight.ops.stored.reference import E2M1, levels_of
 from megalight.registry import Backend, BackendRegistry, remembered
 
-FORMATS = ("int8", "nf4")
+FORMATS = ("int8", "nf4", "nvfp4")
+NVFP4_BLOCK = 16
+NVFP4_SCALES = 2.0**-9, 448.0
+"""Smallest and largest scale of a block in FP8."""
 
 
 class Spec(NamedTuple):
@@ -35,7 +41,8 @@ class Spec(NamedTuple):
     dtype: torch.dtype
 
 
-DECODE: BackendRegistry[Spec, Callable[[Tensor, Tensor, str], Tensor]] = BackendRegistry("decode")
+Decode: TypeAlias = Callable[[Tensor, Tensor, str, torch.dtype], Tensor]
+DECODE: BackendRegistry[Spec, Decode] = BackendRegistry("decode")
 REGISTRIES = (DECODE,)
 EXAMPLE = Spec("cpu", torch.bfloat16)
 
@@ -49,20 +56,21 @@ DECODE.register(Backend("reference", reference.decode, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[[Tensor, Tensor, str], Tensor]:
+def _choose(spec: Spec, backend: str) -> Decode:
     return DECODE.select(spec, backend).fn
 
 
-def decode(data: Tensor, scales: Tensor, form: str, backend: str = "auto") -> Tensor:
-    """Return the weight ``[out, in]`` of codes, in the dtype of the scales.
+def decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype | None = None, backend: str = "auto") -> Tensor:
+    """Return the weight ``[out, in]`` of codes.
 
     Args:
-        data: ``[out, in / block, block]`` int8 for ``int8``; ``[out, in / block, block / 2]`` uint8 for ``nf4``.
+        data: ``[out, in / block, block]`` int8 for ``int8``; ``[out, in / block, block / 2]`` uint8 for the others.
         scales: ``[out, in / block]``.
-        form: ``int8`` or ``nf4``.
+        form: one of the formats.
+        dtype: of the weight; None: that of the scales.
         backend: name of a backend.
     """
-    return _choose(Spec(data.device.type, scales.dtype), backend)(data, scales, form)
+    return _choose(Spec(data.device.type, scales.dtype), backend)(data, scales, form, dtype or scales.dtype)
 
 
 class Codes:
@@ -70,16 +78,22 @@ class Codes:
 
     Args:
         weight: ``[out, in]``, floating point, not NaN.
-        form: ``int8`` or ``nf4``.
+        form: one of the formats.
         block: number of features with one scale; it divides ``in``.
+        largest: for ``nvfp4``: the largest magnitude, 0-dim, if ranks hold parts of the weight; None: that of
+            ``weight``.
 
     Raises:
         ConfigurationError: the block does not divide the features, or the format is unknown.
     """
 
-    def __init__(self, weight: Tensor, form: str, block: int) -> None:
+    def __init__(self, weight: Tensor, form: str, block: int, largest: Tensor | None = None) -> None:
         check(weight.shape[-1], form, block)
-        self.form, self.shape = form, weight.shape
+        self.form, self.shape, self.dtype = form, weight.shape, weight.dtype
+        self.second: Tensor | None = None
+        if form == "nvfp4":
+            self._round_twice(weight, weight.detach().abs().amax() if largest is None else largest)
+            return
         blocks = weight.detach().reshape(weight.shape[0], -1, block)
         largest = blocks.abs().amax(-1)
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -93,17 +107,44 @@ class Codes:
             levels = levels_of(wide, weight.device)
             # the nearest level: the number of midpoints below
             nearest = torch.bucketize(parts, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
-            self.data = nearest[..., ::2] << 4 | nearest[..., 1::2]
+            self.data = _paired(nearest)
+
+    def _round_twice(self, weight: Tensor, largest: Tensor) -> None:
+        """Choose scales of blocks in FP8, then codes for the rounded scales."""
+        low, high = NVFP4_SCALES
+        # A weight of zeros has any scale.
+        self.second = torch.where(largest > 0, largest, torch.ones_like(largest)).float() / (E2M1[-1] * high)
+        blocks = weight.detach().reshape(weight.shape[0], -1, NVFP4_BLOCK)
+        steps = blocks.abs().amax(-1).float() / (E2M1[-1] * self.second)
+        steps = torch.where(steps > 0, steps, torch.ones_like(steps)).clamp(low, high)
+        self.scales = steps.to(torch.float8_e4m3fn)
+        parts = blocks.to(torch.promote_types(weight.dtype, torch.float32)) / self._steps[..., None]
+        levels = parts.new_tensor(E2M1)
+        middles = (levels[1:] + levels[:-1]) / 2
+        sizes = parts.abs()
+        # Ties go to the even code: those below an even one go up.
+        nearest = torch.bucketize(sizes, middles) + torch.isin(sizes, middles[1::2])
+        self.data = _paired((nearest + 8 * (parts < 0)).to(torch.uint8))
+
+    @property
+    def _steps(self) -> Tensor:
+        """What multiplies the levels of each block."""
+        return self.scales if self.second is None else self.scales.float() * self.second
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return self.data.nbytes + self.scales.nbytes
+        return self.data.nbytes + self.scales.nbytes + (0 if self.second is None else self.second.nbytes)
 
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the decoded weight ``[out, in]``, in the dtype of the scales or another."""
-        found = decode(self.data, self.scales, self.form)
+        """Return the decoded weight ``[out, in]``, in its own dtype or another."""
+        found = decode(self.data, self._steps, self.form, self.dtype)
         return found if dtype is None else found.to(dtype)
+
+
+def _paired(codes: Tensor) -> Tensor:
+    """Put two codes in a byte; the high half comes first."""
+    return codes[..., ::2] << 4 | codes[..., 1::2]
 
 
 def check(features: int, form: str, block: int) -> None:
@@ -116,6 +157,8 @@ def check(features: int, form: str, block: int) -> None:
         raise ConfigurationError(f"there is no format {form!r} of stored weights; choose one of {', '.join(FORMATS)}.")
     if block < 2 or block % 2:
         raise ConfigurationError(f"block={block} must be even and at least 2; 64 is usual.")
+    if form == "nvfp4" and block != NVFP4_BLOCK:
+        raise ConfigurationError(f"block={block}, and nvfp4 has one scale for {NVFP4_BLOCK} features. Leave block out.")
     if features % block:
         raise ConfigurationError(
             f"rows of {features} features cannot be cut into blocks of {block}: the block must divide the features "
@@ -123,9 +166,9 @@ def check(features: int, form: str, block: int) -> None:
         )
 
 
-def store(weight: Tensor, form: str, block: int) -> Codes:
+def store(weight: Tensor, form: str, block: int, largest: Tensor | None = None) -> Codes:
     """Store a frozen parameter as codes, and free its own memory; it keeps shape and dtype, and reads NaN."""
-    codes = Codes(weight, form, block)
+    codes = Codes(weight, form, block, largest)
     state_of(weight).stored = codes
     # Strides of 0: one element serves the whole shape.
     weight.data = weight.new_full((1,) * weight.ndim, torch.nan).expand(weight.shape)

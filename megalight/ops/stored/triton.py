@@ -36,15 +36,15 @@ def _decode(
     tl.store(out + place, (value * scale).to(out.dtype.element_ty), mask=here)
 
 
-def decode(data: Tensor, scales: Tensor, form: str) -> Tensor:
+def decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -> Tensor:
     """See :func:`megalight.ops.stored.decode`."""
-    halves = form == "nf4"
+    halves = form != "int8"
     features = data.shape[2] * (2 if halves else 1)
-    out = torch.empty(data.shape[0], data.shape[1] * features, dtype=scales.dtype, device=data.device)
+    out = torch.empty(data.shape[0], data.shape[1] * features, dtype=dtype, device=data.device)
     _decode[(cdiv(out.numel(), BLOCK),)](
         data,
         scales,
-        levels_of(scales.dtype, data.device),
+        levels_of(scales.dtype, data.device, form if halves else "nf4"),
         out,
         out.numel(),
         FEATURES=features,
