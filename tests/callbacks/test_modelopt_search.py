@@ -197,6 +197,17 @@ def test_experts_share_the_scales_of_one_search(world: int, layout: dict[str, An
     )
 
 
+@pytest.mark.parametrize("preset", ["W4A8_AWQ_BETA_CFG", pytest.param("INT8_SMOOTHQUANT_CFG", marks=pytest.mark.full)])
+def test_experts_round_alike_in_every_layout(preset: str, tmp_path: Path) -> None:
+    """Two roundings of each weight, and scales of inputs that are rounded too."""
+    wanted = run(validate, 1, "moe", preset, {}, None, None, timeout=240)[0]
+    layout = SP | {"expert_tensor_parallel": 2}
+    found = run(validate, 2, "moe", preset, layout, str(tmp_path / "q"), None, timeout=240)[0]
+    assert found == pytest.approx(wanted, rel=1e-9)
+    again = run(validate, 2, "moe", preset, {"expert_parallel": 2}, None, str(tmp_path / "q"), timeout=240)[0]
+    assert again == [pytest.approx(wanted[1], rel=1e-9)]
+
+
 def adapted() -> str:
     runner = trainer(
         MegatronStrategy(),
