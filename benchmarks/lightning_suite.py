@@ -46,7 +46,7 @@ KNOWN = {
     r"precision='16-true' is not supported": "refused: `16-true`",
     r"KeyError: 'SLURM_": "SLURM's environment without its variables, which every strategy of several ranks asks for",
     r"test_loop_state_on_exception.*zero_grad": "gradients are zeroed before a step: one that raises has been counted",
-    r"test_trainer_model_hook_system_fit": "compares all hooks: gradients are zeroed first, `state_dict` is read lazily",
+    r"test_trainer_model_hook_system_fit": "compares all hooks: gradients are zeroed earlier",
     r"Is a directory": "opens or writes a checkpoint as one file, by itself",
     r"Invalid cross-device link": "lets every rename fail; a checkpoint is published by a rename within its folder",
     r"is a single file, as other": "refused: going on from the single file of another strategy",
