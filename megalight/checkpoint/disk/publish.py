@@ -187,20 +187,23 @@ def removed(path: Any) -> bool:
     trash, root = _temporary(path, "removed"), actual(path)
     try:
         lock = locked(root)
-        # Another run has replaced it before the lock was there: its readers hold that one.
-        while lock is not None and not os.path.samestat(os.fstat(lock), os.stat(root)):
-            os.close(lock)
-            lock = locked(root)
     except BlockingIOError:
         return False
     except FileNotFoundError:
         return True
     try:
+        # Another run has replaced it before the lock was there: its readers hold that one.
+        while lock is not None and not os.path.samestat(os.fstat(lock), os.stat(root)):
+            old, lock = lock, None
+            os.close(old)
+            lock = locked(root)
         # Renamed before it is deleted: at every moment there is a whole checkpoint of this name, or none.
         os.rename(root, trash)
         # The rename reaches the disk before anything is deleted.
         sync_directory(path.parent)
         delete(trash)
+    except BlockingIOError:
+        return False
     except FileNotFoundError:
         pass
     finally:

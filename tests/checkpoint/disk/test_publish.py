@@ -300,3 +300,22 @@ def test_files_that_other_ranks_wrote_elsewhere_are_missed(tmp_path: Path) -> No
     record = files.FileRecord(3, "")
     with pytest.raises(CheckpointError, match=r"data/1-0\.safetensors is missing"):
         manifest.check_files(tmp_path, manifest.Manifest({"data/1-0.safetensors": record}, 0, 2, {}, ""))
+
+
+def test_a_folder_that_goes_while_it_is_locked_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run removes it between the lock and the look at what is locked."""
+    folder = tmp_path / "a.ckpt"
+    folder.mkdir()
+    locked = publish.locked
+
+    def vanishing(root: Path) -> int | None:
+        found = locked(root)
+        os.rmdir(root)
+        return found
+
+    monkeypatch.setattr(publish, "locked", vanishing)
+    before = len(os.listdir("/proc/self/fd"))
+    assert publish.removed(folder)
+    assert len(os.listdir("/proc/self/fd")) == before
