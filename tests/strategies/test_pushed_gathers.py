@@ -14,7 +14,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallel, pushes
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.strategies import Pipeline
-from tests.parallel.tensor.overlap.shared_files import symmetric_on_cpu
+from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.test_full_sharding import CASES, FULL, _beside, _expected, _trained
 from tests.strategies.training import assert_same_gradients, assert_same_run
 from tests.workers import run

@@ -26,7 +26,7 @@ from megalight.parallel.tensor.shared import Shared
 from megalight.parallel.turns import Abandoned, Turns
 from tests.parallel.expert import test_dispatch, test_overlap
 from tests.parallel.expert.model import build
-from tests.parallel.tensor.overlap.shared_files import symmetric_on_cpu
+from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.workers import run
 
 

@@ -20,8 +20,8 @@ from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.options import Messages, Pipeline
 from megalight.parallel.pipeline.peer_channel import BOUNDARY, PeerChannel, offsets
 from megalight.types import Loss
+from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.pipeline.test_executor import WIDTH, Chunk
-from tests.parallel.tensor.overlap.shared_files import symmetric_on_cpu
 from tests.workers import run
 
 ROWS = ((3, 3, 3), (3, 3, 3), (7, 1, 2, 5))

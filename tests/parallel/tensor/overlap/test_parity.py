@@ -18,7 +18,7 @@ from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.row import RowLinear
 from megalight.parallel.tensor.shared import Shared
-from tests.parallel.tensor.overlap.shared_files import symmetric_on_cpu
+from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.test_apply import BASE, VARIANTS, batch, jitter, parity, twin
 from tests.workers import run
 
