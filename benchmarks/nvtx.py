@@ -54,10 +54,12 @@ def microseconds_per_range() -> float:
 
 
 class Wide(pl.LightningModule):
-    """A model with so many blocks that the cost of ranges could show, and so much work that the GPU is busy."""
+    """A model with so many blocks that the cost of ranges could show, and so much work that the GPU is busy.
 
-    def __init__(self) -> None:
-        super().__init__()
+    Its weights are drawn on the GPU: drawing them on the host would take longer than all steps.
+    """
+
+    def configure_model(self) -> None:
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)
         )
