@@ -66,6 +66,14 @@ def _seeds() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _device_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give unused device memory back after each GPU test, because other processes of tests share the device."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def poison() -> Iterator[None]:
     """Fill new memory (``torch.empty`` and similar) with NaN, so that a read before the first write gives NaN."""

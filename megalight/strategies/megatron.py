@@ -265,6 +265,8 @@ class MegatronStrategy(FolderCheckpoints):
             self._stepper = self.make_stepper(module, model, before_backward)
             self._stepper.step.frozen = setup.build_frozen(self, module)
             self._setup_of = module
+        else:
+            setup.return_metrics(module, self.root_device)
         assert self._stepper is not None and self.parallel_model is not None
         # in fit, the engine allocates the storage of the parameters and then fills in their values
         if fitting:

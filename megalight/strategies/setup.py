@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
+from torchmetrics import Metric
 
 from megalight.models.module import MegalightModule
 from megalight.optim import shard_optimizer
@@ -37,6 +38,13 @@ log = logging.getLogger(__name__)
 
 SPLIT = "megalight_model"
 """Attribute of a split root with its parallel model, so that another Trainer in this process can continue with it."""
+
+
+def return_metrics(module: pl.LightningModule, device: torch.device) -> None:
+    """Move the module's metrics to the device. Lightning's loops leave logged metrics on the CPU when they end."""
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part.to(device)
 
 
 def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> ParallelModel:

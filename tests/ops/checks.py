@@ -76,10 +76,12 @@ def check(
     inputs: Sequence[Tensor],
     unused: Sequence[int] = (),
     poison: bool = True,
+    sums: Sequence[int] = (),
 ) -> None:
     """Outputs and the gradients of all ``inputs`` equal the reference's in float64; outputs ``unused`` get none.
 
-    ``poison`` is for kernels of our own: it changes which algorithms torch's choose.
+    ``poison`` is for kernels of our own: it changes which algorithms torch's choose. ``sums`` are inputs whose gradient
+    is a sum over all tokens, of terms that cancel: they may be off by twice as much.
     """
     dtype = inputs[0].dtype
     own = [t.detach().clone().requires_grad_() for t in inputs]
@@ -102,7 +104,7 @@ def check(
         assert a.grad.dtype == a.dtype
         assert e.grad is not None
         found = error(a.grad, e.grad, scale)
-        assert found <= TOLERANCE[dtype], f"gradient of input {index}: {found}"
+        assert found <= TOLERANCE[dtype] * (1 + (index in sums)), f"gradient of input {index}: {found}"
 
 
 def check_ssd(
@@ -252,7 +254,8 @@ def check_attention(
         out: Tensor = module.attention(q, k, v, *options, *sink)
         return out
 
-    check(strided, lambda q, k, v, *sink: attention_reference.attention(q, k, v, *options, *sink), inputs)
+    reference = lambda q, k, v, *sink: attention_reference.attention(q, k, v, *options, *sink)  # noqa: E731
+    check(strided, reference, inputs, sums=[3])
 
 
 def check_norms(

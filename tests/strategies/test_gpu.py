@@ -82,3 +82,25 @@ def test_no_step_waits_for_the_device() -> None:
 def test_losses_are_those_of_one_device_by_hand() -> None:
     reference = by_hand(CONFIGS["tied"], 3, torch.float64, "cuda")["losses"]
     np.testing.assert_allclose(fit("64-true", 3, strict=False), reference, rtol=1e-9)
+
+
+def test_a_module_is_validated_again_and_again() -> None:
+    """Lightning moves metrics to the CPU at the end of each loop."""
+    module = GPTModule(CONFIGS["tied"], optimizer=ADAM, seed=SEED)
+    trainer = pl.Trainer(
+        accelerator="cuda",
+        devices=1,
+        strategy=MegatronStrategy(micro_batch_size=1),
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, *(DataLoader(Batches(2), batch_size=None) for _ in range(2)))
+    losses = [
+        trainer.validate(module, DataLoader(Batches(2), batch_size=None), verbose=False)[0]["val_loss"]
+        for _ in range(2)
+    ]
+    assert losses[0] == losses[1] > 0
