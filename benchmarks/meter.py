@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.breakdown import breakdown
 from benchmarks.step import Step
+from megalight.parallel.peers.memory import held
 
 
 def synchronize() -> None:
@@ -39,7 +40,8 @@ def forget(step: Step) -> None:
 def peak_gib(step: Step) -> float:
     """Return the peak of memory since :func:`forget`. On CPU, the peak of the process since its start."""
     if step.device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
+        # Symmetric memory is not torch's allocator's. It stays as long as what uses it, so it is there at the peak.
+        return (torch.cuda.max_memory_allocated() + held()) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

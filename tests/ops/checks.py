@@ -37,6 +37,7 @@ from megalight.ops.rotary import rotary_table
 from megalight.ops.ssd import reference as ssd_reference
 from megalight.ops.stored import Codes
 from megalight.ops.stored import reference as stored_reference
+from megalight.ops.sum_terms import reference as sum_terms_reference
 from megalight.types import PackedSequences
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
@@ -201,6 +202,26 @@ def check_gated_norm(module: Any, device: str, dtype: torch.dtype, rows: int, gr
         return out
 
     check(partial(run, module.gated_norm), partial(run, gated_norm_reference.gated_norm), (y, wider, weight))
+
+
+def check_sum_terms(module: Any, device: str, dtype: torch.dtype, out_dtype: torch.dtype, ranks: int) -> None:
+    """Terms at equal distances in one memory; each rank has its own term elsewhere, or where the sum goes."""
+    size = 5001
+    for place in range(ranks):
+        slot, own = (
+            torch.randn(ranks - 1, size + 7, device=device).to(dtype),
+            torch.randn(size, device=device).to(dtype),
+        )
+        others = [row[:size] for row in slot]
+        for add in (False, True):
+            found, exact = (torch.randn(size, device=device).to(out_dtype).copy_(own) for _ in range(2))
+            module.sum_terms(found, own, others, place, add)
+            sum_terms_reference.sum_terms(exact, own, others, place, add)
+            assert torch.equal(found, exact)
+        if dtype == out_dtype:
+            sum_terms_reference.sum_terms(exact, own, others, place, False)
+            module.sum_terms(own, own, others, place, False)
+            assert torch.equal(own, exact)
 
 
 def check_latent_heads(

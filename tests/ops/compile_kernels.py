@@ -100,6 +100,7 @@ def main() -> None:
     from megalight.ops.ssd import triton as scans
     from megalight.ops.stored import Codes
     from megalight.ops.stored import triton as stored
+    from megalight.ops.sum_terms import triton as terms
     from megalight.types import PackedSequences
 
     for size, dtype in ((63, HALF), (128, HALF), (4096, HALF), (4096, torch.float32), (14336, HALF)):
@@ -171,6 +172,10 @@ def main() -> None:
     for groups, size, dtype in ((8, 1024, HALF), (1, 8192, HALF), (1, 2048, torch.float32), (3, 100, HALF)):
         gated = leaf(64, groups * size, dtype=dtype), leaf(64, groups * size, dtype=dtype)
         through(gated_norms.gated_norm(*gated, leaf(groups * size, dtype=dtype), size, 1e-5))
+    for ranks in (2, 8):
+        for add in (False, True):
+            own_term, *other_terms = torch.zeros(ranks, 4096, dtype=HALF)
+            terms.sum_terms(torch.zeros(4096), own_term, other_terms, 1, add)
     for heads, own, shared, values in ((128, 128, 64, 128), (5, 24, 10, 20)):
         cos, sin = torch.randn(2, 8, shared // 2)
         through(latent_heads.join_keys(leaf(8, heads, own + values), leaf(8, shared), own))

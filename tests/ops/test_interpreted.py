@@ -94,6 +94,12 @@ def test_latent_heads(sizes: tuple[int, int, int, int]) -> None:
     checks.check_latent_heads(kernels("latent_heads"), "cpu", torch.float32, *sizes)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sum_terms(ranks: int) -> None:
+    checks.check_sum_terms(kernels("sum_terms"), "cpu", torch.float32, torch.float32, ranks)
+    checks.check_sum_terms(kernels("sum_terms"), "cpu", torch.bfloat16, torch.float32, ranks)
+
+
 @pytest.mark.parametrize(("rows", "groups", "group"), [(9, 2, 63), (300, 3, 16), (3, 1, 2100)])
 def test_gated_norm(rows: int, groups: int, group: int) -> None:
     checks.check_gated_norm(kernels("gated_norm"), "cpu", torch.float32, rows, groups, group)

@@ -12,6 +12,7 @@ from tests.ops.checks import (
     check_delta_rule_continued,
     check_gated_norm,
     check_latent_heads,
+    check_sum_terms,
 )
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +35,15 @@ def test_delta_rule(lengths: list[int], sizes: tuple[int, int, int, int], dtype:
 
     check_delta_rule(triton, "cuda", dtype, lengths, sizes)
     check_delta_rule_continued(triton, "cuda", dtype, lengths, sizes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sum_terms(dtype: torch.dtype, ranks: int) -> None:
+    from megalight.ops.sum_terms import triton
+
+    check_sum_terms(triton, "cuda", dtype, torch.float32, ranks)
+    check_sum_terms(triton, "cuda", dtype, dtype, ranks)
 
 
 @pytest.mark.parametrize(("rows", "groups", "group"), [(999, 8, 1024), (4099, 3, 100), (70, 1, 8192)])

@@ -101,7 +101,7 @@ def _expected(config: GPTConfig, micro_batch_size: int | None) -> dict[str, Any]
     return by_hand(config, micro_batch_size=micro_batch_size)
 
 
-def _trained(layout: str, level: str, share: float) -> dict[str, Any]:
+def _trained(layout: str, level: str, share: float, **more: Any) -> dict[str, Any]:
     _, config, options = LAYOUTS[layout]
     options = dict(options)
     # These belong to the level where parameters are sharded, and say nothing on the others.
@@ -109,7 +109,7 @@ def _trained(layout: str, level: str, share: float) -> dict[str, Any]:
     if level != "optim_grads_params":
         every.pop("reduce_each_micro_batch", None)
     gradients = Gradients()
-    data_parallel = {"level": level, "optimizer_offload_fraction": share, "bucket_size": 2000, **every}
+    data_parallel = {"level": level, "optimizer_offload_fraction": share, "bucket_size": 2000, **every, **more}
     found = fit(config, options=data_parallel, extra_callbacks=[gradients], **{"micro_batch_size": 1, **options})
     return {**found, "gradients": gradients.first}
 

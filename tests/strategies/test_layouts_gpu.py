@@ -47,7 +47,7 @@ PUSHED = [
     Row("gqa", 8, pp=2, vpp=2, dp=2, level="optim_grads_params"),
     Row("tied", 6, dp=4, level="optim_grads_params", packed=True),
 ]
-"""Rows whose units copy engines gather as well."""
+"""Rows whose units copy engines gather and reduce as well."""
 
 STEPS = 3
 
@@ -62,14 +62,14 @@ class Strict(pl.Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _train(row: Row, strict: bool, gathers: str = "plain") -> dict[str, Any]:
+def _train(row: Row, strict: bool, way: str = "plain") -> dict[str, Any]:
     options: dict[str, Any] = {"accelerator": "cuda"}
     if strict:
         options |= {"precision": "bf16-mixed", "log_every_n_steps": 1000}
     return fit(
         replace(MODELS[row.config], num_layers=row.layers),
         9 if strict else STEPS,
-        options={"level": row.level, "gathers": gathers},
+        options={"level": row.level, "gathers": way, "reductions": way},
         trainer_options=options,
         extra_callbacks=[Strict()] if strict else [],
         packed=row.packed,
@@ -91,7 +91,7 @@ def test_layout_over_nccl_trains_the_same_model(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", PUSHED, ids=str)
-def test_copy_engines_gather_the_same_parameters(row: Row) -> None:
+def test_copy_engines_move_the_same_parameters_and_gradients(row: Row) -> None:
     found = runs_of(jobs, row.world).outcome((row, False, "symmetric"))
     model = replace(MODELS[row.config], num_layers=row.layers)
     assert_same_run(found, by_hand(model, STEPS, device="cuda", packed=row.packed))

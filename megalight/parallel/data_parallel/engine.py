@@ -29,11 +29,13 @@ from megalight.parallel.data_parallel.memory import (
     free_memory,
 )
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
-from megalight.parallel.data_parallel.pushes import Gathers, Pushes
+from megalight.parallel.data_parallel.pushed_sums import PushedSums
+from megalight.parallel.data_parallel.pushes import Pushes
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.route import Route
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.data_parallel.user_buffers import Registration, UserBuffers
+from megalight.parallel.data_parallel.ways import Choice, Way
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -92,13 +94,16 @@ class DataParallelEngine:
         optimizer_offload_fraction: at least this share of the masters is in host memory, in whole buckets; their
             optimizer state comes to be there, too.
         check_for_nan: whether :meth:`finish_grad_sync` raises on all ranks if a gradient is NaN or infinite.
-        gathers: how parameters of units are gathered: ``plain`` (collectives) or ``symmetric`` (copy engines).
+        gathers: how parameters of units are gathered: ``plain`` (collectives), ``symmetric`` (copy engines) or
+            ``auto`` (copy engines where GPUs reach each other's memory).
+        reductions: how gradients are summed over the ranks that divide them: likewise.
         nccl_ub: how NCCL knows the flat buffers: ``off``, ``local`` or ``symmetric``. See
             :class:`~megalight.parallel.data_parallel.user_buffers.UserBuffers`.
 
     Attributes:
         host: the masters in host memory. An optimizer's step is between ``host.begin()`` and :meth:`publish`.
-        unit_memory: what was chosen for ``prefetch`` and ``reduce_each_micro_batch``, and why.
+        unit_memory: what was chosen for ``prefetch``, ``reduce_each_micro_batch``, ``gathers`` and ``reductions``, and
+            why.
         units: the modules whose parameters or gradients are sharded; None: there are none.
         main_gradients: the gradient side. Code that replays recorded passes reports to it.
         shards: this rank's part of every bucket, in bucket order (last parameters of the model first).
@@ -106,8 +111,8 @@ class DataParallelEngine:
 
     Raises:
         ConfigurationError: a level or reduction does not exist, or the two do not fit together; or ``max_ctas`` is set
-            and the backend is not NCCL; or ``nccl_ub`` or ``gathers`` cannot be had; or ``master_dtype`` can hold no
-            parameter.
+            and the backend is not NCCL; or ``nccl_ub``, ``gathers`` or ``reductions`` cannot be had; or
+            ``master_dtype`` can hold no parameter.
     """
 
     def __init__(
@@ -135,7 +140,8 @@ class DataParallelEngine:
         optimizer_offload_fraction: float = 0.0,
         check_for_nan: bool = False,
         nccl_ub: Registration = "off",
-        gathers: Gathers = "plain",
+        gathers: Way = "plain",
+        reductions: Way = "plain",
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
@@ -146,17 +152,26 @@ class DataParallelEngine:
         # twice, and count it twice in the norm.
         every = distinct(params)
         self.infos = [info for info in every if info.parameter.requires_grad]
-        self._reducer = Reducer(self.level.state, reduce_dtype, reduction)
         self.unit_memory = UnitMemory(1, True, {})
         self._choices = prefetch, reduce_each_micro_batch
         self._offload = optimizer_offload_fraction
         self._overlap = overlap_grad_reduce
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
         self._route, self._units = route or Route(), units
-        self._pushes = Pushes(device) if gathers == "symmetric" and self.level.parameters else None
+        against = None if nccl_ub == "off" else f"nccl_ub={nccl_ub!r}: NCCL has the buffers"
+        self._gathers, self._reductions = Choice("gathers", gathers, against), Choice("reductions", reductions, against)
+        summing = self.level.gradients or (self.level.state and reductions != "auto")
+        self._pushed_sums = PushedSums(device) if summing and self._reductions.on(device) else None
+        self._reducer = Reducer(self.level.state, reduce_dtype, reduction, self._pushed_sums)
+        self._pushes = Pushes(device) if self.level.parameters and self._gathers.on(device) else None
         self._user_buffers = UserBuffers(nccl_ub if mesh.everyone is not None else "off", device)
         self.device = device
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
+        self._reserve_slots()
+        used = {self._gathers: self._pushes, self._reductions: self._pushed_sums}
+        self.unit_memory.reasons.update(
+            {choice.option: choice.told() for choice, engines in used.items() if engines or choice.way == "auto"}
+        )
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
         self.main_gradients = MainGradients(
             self.buckets,
@@ -252,12 +267,25 @@ class DataParallelEngine:
             return None
         pushes = self._pushes
 
-        def make(layout: BucketLayout, numel: int, dtype: torch.dtype) -> Tensor:
+        def make(layout: BucketLayout, numel: int, dtype: torch.dtype) -> Tensor | None:
             group = groups[layout.kind.mesh, layout.kind.data].shards
             assert group is not None, "a unit is sharded over several ranks"
+            if not self._gathers.over(group):
+                return None
             return pushes.room(numel, dtype, group)
 
         return make
+
+    def _reserve_slots(self) -> None:
+        """Let copy engines sum the gradients of units; those of all buckets, if none is reduced by units."""
+        if self._pushed_sums is None:
+            return
+        # Others may be sent at different times on different ranks: those of a parameter that a rank does not use come
+        # last there. Where they met gradients of units, ranks would wait for each other.
+        for bucket in [bucket for bucket in self.buckets if bucket.shards_grads] or self.buckets:
+            if bucket.shard_group is not None and self._reductions.over(bucket.shard_group):
+                itemsize = (self._reducer.wire_dtype or bucket.grads.dtype).itemsize
+                self._pushed_sums.reserve(bucket.shard_group, (bucket.kept[1] - bucket.kept[0]) * itemsize)
 
     def _reduces_by_unit(self, layout: BucketLayout) -> bool:
         return layout.kind.unit is not None and self.unit_memory.reduce_each

@@ -38,7 +38,7 @@ class UnitMemory:
         prefetch: number of units that are gathered ahead of the one that computes.
         reduce_each: every micro-batch reduces gradients, so that only shards of them stay. False: whole gradients stay
             until the last micro-batch of a step reduces them.
-        reasons: name of each choice -> what was chosen, and why.
+        reasons: name of each choice -> what was chosen, and why. The engine adds its own.
     """
 
     prefetch: int
@@ -114,7 +114,7 @@ def free_memory(device: torch.device, everyone: ProcessGroup | None) -> int | No
     return int(free)
 
 
-Room = Callable[[BucketLayout, int, torch.dtype], Tensor]
+Room = Callable[[BucketLayout, int, torch.dtype], Tensor | None]
 
 
 class TurnBuffers:
@@ -124,7 +124,7 @@ class TurnBuffers:
         layouts: the buckets.
         turns: the turn of each unit (:meth:`.route.Route.turns`).
         allocating: a context in which it is allocated.
-        room: makes ``(numel, dtype)`` of memory for a bucket's layout itself; None: torch does.
+        room: makes ``(numel, dtype)`` of memory for a bucket's layout itself; None, or if it returns None: torch does.
     """
 
     def __init__(
@@ -154,7 +154,8 @@ class TurnBuffers:
             # NaN, not zero: what is read before it is gathered or written then shows in the loss at once.
             size = self._largest[key]
             with self._allocating():
-                made = self._room(layout, size, dtype) if self._room else self._new(size, dtype)
+                made = self._room(layout, size, dtype) if self._room else None
+                made = self._new(size, dtype) if made is None else made
             self._flat[key] = made.fill_(torch.nan)
         return self._flat[key][: layout.numel]
 

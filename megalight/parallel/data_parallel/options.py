@@ -13,9 +13,9 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import ParamInfo
 from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.data_parallel.layout import level_of
-from megalight.parallel.data_parallel.pushes import Gathers
 from megalight.parallel.data_parallel.route import Route
 from megalight.parallel.data_parallel.user_buffers import Registration
+from megalight.parallel.data_parallel.ways import Way
 from megalight.parallel.mesh import ParallelMesh
 
 Level = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -68,7 +68,12 @@ class DataParallel:
             ``off``; ``local``, each rank for itself; ``symmetric``, as windows that all ranks reach. It needs
             GPUs. NVLink multicast stays as ``NCCL_NVLS_ENABLE`` of the environment says.
         gathers: how parameters of units are gathered: ``plain``, by collectives, or ``symmetric``: the GPUs of one host
-            copy into each other's memory with their copy engines, which use no multiprocessor.
+            copy into each other's memory with their copy engines, which use no multiprocessor. ``auto``: ``symmetric``
+            where the GPUs reach each other's memory, else ``plain``; the log says why.
+        reductions: how gradients are summed over ranks: ``plain``, by collectives, or ``symmetric``: copy engines carry
+            the terms between the GPUs of one host, and the owner of a shard sums them in float32, in the order of
+            ranks. They travel in the dtype of ``reduce_dtype``. With level ``no_shard`` nobody owns a shard. ``auto``:
+            ``symmetric`` for gradients of units where the GPUs reach each other's memory, else ``plain``.
         overlap_grad_reduce: reduce buckets while the backward pass still runs.
         overlap_param_gather: gather parameters while the next forward pass already runs.
     """
@@ -89,7 +94,8 @@ class DataParallel:
     optimizer_offload_fraction: float = 0.0
     check_for_nan: bool = False
     nccl_ub: Registration = "off"
-    gathers: Gathers = "plain"
+    gathers: Way = "plain"
+    reductions: Way = "plain"
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
 
@@ -107,14 +113,20 @@ class DataParallel:
             raise ConfigurationError(
                 f"data_parallel.nccl_ub={self.nccl_ub!r}; it must be one of {', '.join(get_args(Registration))}."
             )
-        if self.gathers not in get_args(Gathers):
-            raise ConfigurationError(
-                f"data_parallel.gathers={self.gathers!r}; it must be one of {', '.join(get_args(Gathers))}."
-            )
+        for name in ("gathers", "reductions"):
+            if getattr(self, name) not in get_args(Way):
+                raise ConfigurationError(
+                    f"data_parallel.{name}={getattr(self, name)!r}; it must be one of {', '.join(get_args(Way))}."
+                )
         if self.gathers == "symmetric" and self.nccl_ub != "off":
             raise ConfigurationError(
                 f"data_parallel.gathers='symmetric' with nccl_ub={self.nccl_ub!r}: a buffer of units is either in "
                 "memory of NCCL or in that of copy engines. Leave one of the two out."
+            )
+        if self.reductions == "symmetric" and self.nccl_ub != "off":
+            raise ConfigurationError(
+                f"data_parallel.reductions='symmetric' with nccl_ub={self.nccl_ub!r}: NCCL would know the buffers of "
+                "gradients, and copy engines send them. Leave one of the two out."
             )
         # Such messages travel from memory that is made for each of them, so registered gradients would do nothing.
         if self.nccl_ub != "off" and (self.reduce_dtype or self.reduce_scatter_with_fp32_accumulation):
@@ -127,6 +139,11 @@ class DataParallel:
             raise ConfigurationError(
                 "data_parallel.reduce_scatter_with_fp32_accumulation=True needs gradients that are reduce-scattered, "
                 "and level 'no_shard' all-reduces them; use level 'optim', or reduce_dtype='float32'."
+            )
+        if self.reductions == "symmetric" and self.level == "no_shard":
+            raise ConfigurationError(
+                "data_parallel.reductions='symmetric' needs ranks that own shards of gradients, and level 'no_shard' "
+                "has none; use level 'optim', or leave it out."
             )
         if self.replicate > 1 and self.level == "no_shard":
             raise ConfigurationError(
@@ -221,4 +238,5 @@ class DataParallel:
             check_for_nan=self.check_for_nan,
             nccl_ub=self.nccl_ub,
             gathers=self.gathers,
+            reductions=self.reductions,
         )

@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.ending import FAILED
-from megalight.parallel.peers import driver, memory
+from megalight.parallel.peers import driver
 from megalight.parallel.peers.copies import Copies
 from megalight.parallel.peers.memory import Flag, PeerMemory, Slot
 from megalight.parallel.peers.watch import Watch
-
-Gathers: TypeAlias = Literal["plain", "symmetric"]
 
 
 @dataclass(eq=False)
@@ -45,28 +41,19 @@ class Pushes:
 
     Args:
         device: of the buffers.
-
-    Raises:
-        ConfigurationError: it has no symmetric memory.
     """
 
     def __init__(self, device: torch.device) -> None:
-        if (reason := memory.why_not(device.type)) is not None:
-            raise _refusal(reason)
         self._copies = Copies()
         self._buffers: dict[int, _Buffer] = {}
         # Copies may still be on their way when a run is dropped, and they must not meet memory that is gone.
-        weakref.finalize(self, _finish, device).atexit = False
+        weakref.finalize(self, finish, device).atexit = False
 
     def room(self, numel: int, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
         """Allocate a buffer ``[numel]``. The ranks of the group call this together, and in the same order.
 
-        Raises:
-            ConfigurationError: they cannot reach each other's memory.
+        They must reach each other's memory (:meth:`.ways.Choice.over`).
         """
-        # All ranks come to the same answer.
-        if (reason := memory.unreachable(group)) is not None:
-            raise _refusal(reason)
         made = PeerMemory(group, slots=1, exact=True)
         made.reserve(numel * dtype.itemsize)
         own = made.view(made.rank, 0, (numel,), dtype, 0)
@@ -102,14 +89,8 @@ class Pushes:
         return True
 
 
-def _refusal(reason: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"data_parallel.gathers='symmetric': it {reason}. Set gathers='plain', or replicate, so that the ranks of a "
-        "group are on one host."
-    )
-
-
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait for the copies of a run that is dropped."""
     # After an error the device may wait for peers that are gone.
     if device.type == "cuda" and not FAILED.is_set():
         torch.cuda.synchronize(device)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.imports import torch_distributed
 from megalight.parallel.data_parallel.buffers import Bucket, FlatShard
+from megalight.parallel.data_parallel.pushed_sums import PushedSums
 
 REDUCTIONS = ("sum", "accumulate_fp32")
 
@@ -28,12 +29,15 @@ class Reducer:
         reduction: ``"sum"`` leaves the sum to the collective. ``"accumulate_fp32"`` exchanges the intervals
             (all-to-all, with the same number of bytes) and sums them here in float32, so that the sum of low-precision
             gradients loses no precision, however many ranks there are.
+        pushed: sums the gradients of the groups that it serves, in float32 whatever ``reduction`` says; None: none.
 
     Raises:
         ConfigurationError: an unknown reduction, or ``accumulate_fp32`` without scattering.
     """
 
-    def __init__(self, scatter: bool, wire_dtype: torch.dtype | None, reduction: str) -> None:
+    def __init__(
+        self, scatter: bool, wire_dtype: torch.dtype | None, reduction: str, pushed: PushedSums | None = None
+    ) -> None:
         if reduction not in REDUCTIONS:
             raise ConfigurationError(f"reduction {reduction!r} is unknown; use one of {', '.join(REDUCTIONS)}.")
         if reduction == "accumulate_fp32" and not scatter:
@@ -44,6 +48,7 @@ class Reducer:
         self.scatter = scatter
         self.wire_dtype = wire_dtype
         self.exchange = reduction == "accumulate_fp32"
+        self._pushed = pushed
 
     def start(self, bucket: Bucket) -> Callable[[], Tensor]:
         """Start reducing ``bucket.grads`` over the bucket's group.
@@ -52,6 +57,10 @@ class Reducer:
             a function that waits and returns the reduced gradients of this rank's interval: a slice of the buffer, or
             with scattering a new tensor if they were summed in a wider dtype.
         """
+        if self._pushes(bucket):
+            own, dtype = bucket.own_grads, self.sum_dtype(bucket.grads.dtype)
+            # Sums in a wider dtype stay wide: the optimizer reads them before they are rounded.
+            return self._push(bucket, own if own.dtype == dtype else torch.empty_like(own, dtype=dtype), add=False)
         return self._start(bucket, bucket.own_grads)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -68,6 +77,8 @@ class Reducer:
         Returns:
             a function that waits and returns the sums. The gradients must not change before.
         """
+        if self._pushes(bucket):
+            return self._push(bucket, bucket.own_grads, add=not first)
         sums, dtype = bucket.own_grads, bucket.grads.dtype
         finish = self._start(bucket, sums if first and sums.dtype == dtype else torch.empty_like(sums, dtype=dtype))
 
@@ -79,12 +90,35 @@ class Reducer:
 
         return add
 
+    def _pushes(self, bucket: Bucket) -> bool:
+        return self.scatter and self._pushed is not None and self._pushed.serves(bucket.shard_group)
+
+    def _sent(self, bucket: Bucket) -> Tensor:
+        """Return the gradients as they are sent: the buffer itself, unless another dtype is asked for."""
+        return bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
+
+    def _push(self, bucket: Bucket, sums: Tensor, add: bool) -> Callable[[], Tensor]:
+        """Sum this rank's interval into ``sums``, or add it there. Streams wait for it, not the host."""
+        assert self._pushed is not None
+        assert bucket.shard_group is not None
+        sent = self._sent(bucket)
+        if bucket.replica_group is None:
+            self._pushed.sum(sent, bucket.shard_group, sums, add)
+            return lambda: sums
+        term = sums.new_empty(bucket.kept[1] - bucket.kept[0], dtype=self.sum_dtype(bucket.grads.dtype))
+        self._pushed.sum(sent, bucket.shard_group, term, add=False)
+        own = sum_replicas(term, bucket)
+        if add:
+            sums.add_(own)
+        else:
+            sums.copy_(own)
+        return lambda: sums
+
     def _start(self, bucket: Bucket, out: Tensor) -> Callable[[], Tensor]:
         """Start reducing; ``out``: where this rank's interval goes, in the dtype of the buffer."""
         if bucket.group is None:
             return lambda: out
-        # Without another dtype, the buffer itself is sent and summed in place.
-        sent = bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
+        sent = self._sent(bucket)
         # A single holder of all shards, as in pure replication: the
         # collective itself must sum in the wide dtype.
         if self.exchange and bucket.shard_group is None:  # nothing to exchange: the sum itself is in float32

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,14 @@ def unreachable(group: ProcessGroup) -> str | None:
     return "needs GPUs that reach each other's memory (NVLink)" if any(found) else None
 
 
+_MADE: WeakSet[PeerMemory] = WeakSet()
+
+
+def held() -> int:
+    """Return the bytes of symmetric memory that this process has. They are not among those of torch's allocator."""
+    return sum(memory.nbytes for memory in _MADE)
+
+
 class PeerMemory:
     """Slots of symmetric memory that grow; all ranks request equal sizes in the same order.
 
@@ -105,6 +114,12 @@ class PeerMemory:
         self._kept: list[Tensor] = []
         """All memory ever allocated: peers may still read memory that was replaced by a larger one."""
         self._views: dict[tuple[Any, ...], Tensor] = {}
+        _MADE.add(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all memory of this rank."""
+        return sum(memory.nbytes for memory in self._kept)
 
     @property
     def has_flags(self) -> bool:

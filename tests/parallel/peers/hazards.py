@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -208,6 +209,12 @@ def play(size: int, calls: Callable[[World], None], forgotten: tuple[int, Flag] 
     def cleared() -> None:
         world.local.clearing = False
 
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        before, world.local.stream = world.local.stream, stream
+        yield
+        world.local.stream = before
+
     together = threading.Barrier(size, timeout=30)
 
     def rendezvous(memory: Any, group: Any) -> Handle:
@@ -223,6 +230,7 @@ def play(size: int, calls: Callable[[World], None], forgotten: tuple[int, Flag] 
     fakes = {
         "current_stream": lambda: world.local.stream,
         "Stream": Stream,
+        "stream": on,
         "current_device": lambda: 0,
         "default_stream": lambda device: SimpleNamespace(synchronize=cleared),
     }

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -121,6 +121,7 @@ def symmetric_on_cpu() -> Iterator[None]:
         current_stream=lambda: stream,
         default_stream=lambda device: stream,
         Stream=Stream,
+        stream=nullcontext,
         current_device=lambda: 0,
     )
     with ExitStack() as stack:

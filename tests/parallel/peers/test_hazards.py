@@ -1,4 +1,4 @@
-"""Messages of pipelines and gathers of units through slots: no copy overtakes what it must not."""
+"""Messages of pipelines, gathers of units and sums of gradients through slots: no copy overtakes what it must not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megalight.parallel.data_parallel import pushed_sums
+from megalight.parallel.data_parallel.pushed_sums import PushedSums
 from megalight.parallel.data_parallel.pushes import Pushes
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import Flag
@@ -83,28 +85,68 @@ def gathers(world: World) -> None:
         compute.wait_event(side.record_event())
 
 
+class _Group(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def sums(world: World) -> None:
+    """Gradients in two buffers in turn, summed beside the computation; the first time each sum is overwritten."""
+    rank, size = world.local.rank, world.size
+    group: Any = _Group(rank=lambda: rank, size=lambda: size)
+    pushed = PushedSums(torch.device("cpu"))
+    piece = memory.BOUNDARY // 4
+    pushed.reserve(group, memory.BOUNDARY)
+    compute, side = world.local.stream, Stream()
+    length = 2 * piece + 3  # three pieces and two slots
+    gradients = [Place.private(world, (size * length, 1)) for _ in range(2)]
+    shards = [Place.private(world, (length, 1)) for _ in range(2)]
+    done: list[Any] = [None, None]
+    for unit in range(6):
+        turn = unit % 2
+        if done[turn]:
+            compute.wait_event(done[turn])
+        world.access(gradients[turn], write=True)
+        side.wait_stream(compute)
+        world.local.stream = side
+        pushed.sum(gradients[turn], group, shards[turn], add=unit >= 2)  # type: ignore[arg-type]
+        world.local.stream = compute
+        done[turn] = side.record_event()
+    for turn in range(2):
+        compute.wait_event(done[turn])
+        world.access(shards[turn], write=False)
+
+
+def _note(out: Any, own: Any, others: Any, place: int, *, add: bool) -> None:
+    for term in (own, *others):
+        assert term.shape == out.shape
+        out.world.access(term, write=False)
+    out.world.access(out, write=True)
+
+
 @pytest.fixture(autouse=True)
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "why_not", lambda device: None)
     monkeypatch.setattr(memory, "unreachable", lambda group: None)
+    monkeypatch.setattr(pushed_sums, "sum_terms", _note)
 
 
 def test_messages_are_ordered() -> None:
     assert play(2, messages) == []
 
 
+@pytest.mark.parametrize("calls", [gathers, sums])
 @pytest.mark.parametrize("size", [2, 3])
-def test_gathers_are_ordered(size: int) -> None:
-    assert play(size, gathers) == []
+def test_units_are_ordered(size: int, calls: Any) -> None:
+    assert play(size, calls) == []
 
 
-@pytest.mark.parametrize("calls", [messages, gathers])
+@pytest.mark.parametrize("calls", [messages, gathers, sums])
 @pytest.mark.parametrize("kind", [Flag.FREE, Flag.READY])
 def test_every_flag_is_needed(calls: Any, kind: Flag) -> None:
     assert play(2, calls, (1, kind))
 
 
-@pytest.mark.parametrize("calls", [messages, gathers])
+@pytest.mark.parametrize("calls", [messages, gathers, sums])
 def test_every_wait_for_a_stream_is_seen(calls: Any) -> None:
     with patch.object(Stream, "wait_stream", lambda self, other: None):
         assert play(2, calls)
