@@ -44,8 +44,7 @@ FULL = "optim_grads_params"
 WAYS = ("megalight", "fully-shard", "fsdp2", "megalight level=optim", "mfsdp")
 """A peer, and what its step has beside the shape. Our own first: a call that is cut short has them.
 
-``level=optim`` is our own data parallelism that shards the optimizer only. ``mfsdp`` is the package ``megatron-fsdp``,
-and comes last: after it, the next way ran out of memory that it has alone.
+``level=optim`` is our own data parallelism that shards the optimizer only. ``mfsdp`` is the package ``megatron-fsdp``.
 """
 
 

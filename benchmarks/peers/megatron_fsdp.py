@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from benchmarks.meter import Meter, leaving_nothing
 from benchmarks.peers import world_size
 from benchmarks.peers.sharded_llama import Sharded, ShardedLlama
 from benchmarks.step import Step
@@ -18,6 +19,15 @@ class Runner(ShardedLlama):
     """bfloat16 parameters and messages, float32 masters and sums, two buffers of units in turn."""
 
     package = "megatron_fsdp"
+
+    def check(self, step: Step) -> dict[str, Any]:
+        with leaving_nothing(step):
+            return super().check(step)
+
+    def run(self, step: Step, meter: Meter) -> None:
+        # It keeps parameters and optimizer state after the last reference of ours is gone.
+        with leaving_nothing(step):
+            super().run(step, meter)
 
     def why_not(self, step: Step) -> str | None:
         if step.device != "cuda" or step.precision != "bf16":

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import dense_step, full_sharding
+from benchmarks import dense_step, full_sharding, meter
 from benchmarks.peers import fsdp2, sharded_llama
 from benchmarks.peers.fsdp2 import Runner
 from benchmarks.step import Step
@@ -103,3 +103,12 @@ def test_what_failed_is_told_and_its_memory_is_free_for_the_next() -> None:
         row = full_sharding.row_of("megalight level=optim", Step(device="cpu"), unchecked=True)
     assert row == {"peer": "megalight level=optim", "failed": "OutOfMemoryError: CUDA out of memory"}
     assert held[0]() is None
+
+
+def test_what_a_package_still_holds_is_freed() -> None:
+    step = Step(device="cpu")
+    mine, held = torch.ones(5), list[torch.Tensor]()
+    with meter.leaving_nothing(step):
+        held += [torch.ones(1000), torch.nn.Parameter(torch.ones(7)), mine[1:]]
+    assert [tensor.untyped_storage().nbytes() for tensor in held] == [0, 0, 20]
+    assert mine.sum() == 5
