@@ -84,7 +84,7 @@ def with_pictures(
     form = form_of(config, resize)
     cuts = [
         [
-            form.cut(decode(read(image, place), place))
+            form.among(len(own)).cut(decode(read(image, place), place))
             for index, image in enumerate(own)
             for place in [f"prompt {number}, image {index}"]
         ]

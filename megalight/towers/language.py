@@ -31,7 +31,8 @@ class LanguageTask:
         sequences = batch.sequences.pad_to(self.multiple)
         arrived = None
         if task.has_embedding(model):
-            arrived = Arrived(self.features(batch), task.source_of(batch, sequences))
+            images, _ = batch.parts()
+            arrived = Arrived(self.features(batch), task.source_of(batch, sequences), images.mixtures)
         return task.forward(model, batch, sequences, carry, arrived)
 
     def loss_step(self, carry: dict[str, Tensor], batch: ImageTextBatch) -> Loss:

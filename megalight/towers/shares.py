@@ -40,6 +40,7 @@ def take(images: Images, chosen: Sequence[int]) -> Images:
         lengths=tuple(images.lengths[index] for index in chosen),
         counts=(len(chosen),),
         windows=tuple(images.windows[index] for index in chosen) if images.windows else (),
+        mixtures=None,  # which are made of features of all images, beside the language model
     )
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from megalight import checkpoint
 from megalight.cli.main import main
-from megalight.data.multimodal.images import NEWLINE
+from megalight.data.multimodal.forms import NEWLINE
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 from megalight.inference import ParallelGPT, TextGenerator, generate
@@ -71,7 +71,12 @@ INTERN = replace(
     vision=replace(samples.INTERN.vision, init=InitConfig(std=0.4)),
     projector=replace(samples.INTERN.projector, init=InitConfig(std=0.4)),
 )
-CONFIGS = {"llava": CONFIG, "qwen": QWEN, "qwen3": QWEN3, "gemma": GEMMA, "intern": INTERN}
+TILES = replace(
+    samples.TILES,
+    language=replace(samples.TILES.language, num_layers=4, init=InitConfig(std=0.4)),
+    vision=replace(samples.TILES.vision, init=InitConfig(std=0.4)),
+)
+CONFIGS = {"llava": CONFIG, "qwen": QWEN, "qwen3": QWEN3, "gemma": GEMMA, "intern": INTERN, "tiles": TILES}
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalight.data.multimodal.batch import Images, ImageTextBatch, with_images
-from megalight.data.multimodal.images import NEWLINE
+from megalight.data.multimodal.forms import NEWLINE
 from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.family import family
 from megalight.models.gpt import MultiTokenConfig, PositionConfig
@@ -50,6 +50,7 @@ def test_the_family_builds_the_model_from_plain_values() -> None:
 
 
 SIZES = {"llava_1_5_7b": 7.1, "llava_1_5_13b": 13.3, "llava_onevision_0_5b": 0.9, "llava_onevision_7b": 8.0}
+SIZES |= {"llava_next_7b": 7.1, "llava_next_13b": 13.3}
 SIZES |= {"gemma3_4b": 4.3, "gemma3_12b": 12.2, "gemma3_27b": 27.4}
 SIZES |= {"internvl3_1b": 0.9, "internvl3_2b": 2.1, "internvl3_8b": 7.9}
 SIZES |= {"qwen2_5_vl_3b": 3.8, "qwen2_5_vl_7b": 8.3}

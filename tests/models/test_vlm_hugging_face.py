@@ -69,7 +69,8 @@ def theirs(kind: str = "llava", dtype: torch.dtype = torch.float32, **options: A
         options = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1, **options}
     shared = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE, **options}
     if kind == "onevision":
-        config = transformers.LlavaOnevisionConfig(video_token_index=IMAGE - 1, **shared)
+        grids = [[SIDE + 2, SIDE + 2]]
+        config = transformers.LlavaOnevisionConfig(video_token_index=IMAGE - 1, image_grid_pinpoints=grids, **shared)
         model = transformers.LlavaOnevisionForConditionalGeneration._from_config(config, attn_implementation="eager")
     else:
         config = transformers.LlavaConfig(**shared)

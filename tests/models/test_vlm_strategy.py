@@ -31,7 +31,7 @@ from megalight.parallel.transform import apply_transforms
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 from tests.environment import trainer
-from tests.models.vlm_samples import CONFIG, GEMMA, HUGE, INTERN, LANGUAGE, QWEN, QWEN3, RADIO, batch, small
+from tests.models.vlm_samples import CONFIG, GEMMA, HUGE, INTERN, LANGUAGE, QWEN, QWEN3, RADIO, TILES, batch, small
 from tests.strategies.training import (
     ADAM,
     CLIP,
@@ -74,6 +74,7 @@ CONFIGS = {
         language=replace(QWEN.language, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True))),
     ),
     "frozen": CONFIG,
+    "tiles": TILES,
     "radio": RADIO,
     # As DINOv2 with registers: a class token, too, and each patch is a token.
     "registers": small(register_tokens=2, patch_bias=True, input_norm=False, layer_scale=0.5),
@@ -216,6 +217,8 @@ CHOSEN = [
     ("onevision", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("onevision", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("onevision", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("tiles", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("tiles", "mixed", 4, {"context_parallel": 2, "micro_batch_size": 1}),
     ("tower_adapters", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("tower_adapters", "one", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("language_adapters", "mixed", 2, {**SP, "micro_batch_size": 1}),
@@ -235,6 +238,8 @@ CHOSEN = [
     ("registers", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
 ]
 FULL = [
+    ("tiles", "one", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("tiles", "mixed", 2, {"sharded": True, "micro_batch_size": 2}),
     ("llava", "many", 2, {**SP, "micro_batch_size": 1}),
     ("llava", "many", 4, {"micro_batch_size": 1}),
     ("intern", "many", 2, {"context_parallel": 2, "micro_batch_size": 2}),

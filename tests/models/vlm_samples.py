@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from megalight.data.multimodal.batch import Images, ImageTextBatch, with_cuts, with_images
-from megalight.data.multimodal.dynamic import DynamicForm
 from megalight.data.multimodal.models import form_of
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.vision import VisionConfig
+from megalight.models.vision.anyres_config import AnyResConfig
 from megalight.models.vision.dynamic_config import DynamicConfig
 from megalight.models.vlm import ProjectorConfig, VLMConfig
 from megalight.ops.rotary import RotaryAxes
@@ -95,6 +96,14 @@ RADIO = replace(
     projector=ProjectorConfig(merge=2, norm="rms", norm_joined=True),
 )
 """As RADIO: registers without a position, and squares of patches that are one token."""
+TILES = replace(
+    CONFIG,
+    vision=replace(
+        VISION, resize="pad", anyres=AnyResConfig(grids=((1, 1), (1, 2), (2, 1), (3, 1)), most=1, alone=True)
+    ),
+    newline=True,
+)
+"""As LLaVA-OneVision, and a class token: one image has tiles, whose features are shrunk where they are two or more."""
 HUGE = -1
 """In place of a number of images: one that is most of its row."""
 SIZES = [(8, 16), (16, 24), (8, 8), (24, 8)]
@@ -116,7 +125,7 @@ def batch(
     counts: tuple[int, ...] = (1, 0, 2, 3), *, seed: int = 0, length: int = 24, config: VLMConfig = CONFIG
 ) -> ImageTextBatch:
     """Rows with these numbers of images at random places, in two documents each; image tokens have no loss."""
-    if config.vision.dynamic is not None:
+    if config.vision.dynamic is not None or config.vision.anyres is not None:
         return _of_any_size(counts, seed, length, config)
     generator = torch.Generator().manual_seed(seed)
     size, shape = config.image_tokens, (len(counts), length)
@@ -137,10 +146,12 @@ def batch(
 def _of_any_size(counts: tuple[int, ...], seed: int, length: int, config: VLMConfig) -> ImageTextBatch:
     """The same with images of several sizes; none is in two documents."""
     random, form = np.random.default_rng(seed), form_of(config)
-    assert isinstance(form, DynamicForm)
     sizes = iter(range(seed, seed + sum(map(abs, counts))))
     own_sizes = [[(40, 32) if count == HUGE else SIZES[next(sizes) % 4] for _ in range(abs(count))] for count in counts]
-    cuts = [[form.divided(random.integers(0, 256, (*size, 3), np.uint8)) for size in own] for own in own_sizes]
+    cuts = [
+        [form.among(len(own)).cut(Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8))) for size in own]
+        for own in own_sizes
+    ]
     tokens = torch.from_numpy(random.integers(0, config.image_token, (len(counts), length)))
     for row, own in enumerate(cuts):
         for number, cut in enumerate(own):

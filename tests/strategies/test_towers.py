@@ -64,6 +64,7 @@ CHOSEN = [
     ("deep_qwen", "mixed", 4, Side(ranks=2, **TP), VPP),
     ("aligned", "mixed", 3, Side(), CP),
     ("qwen3", "mixed", 4, Side(ranks=2, **SP), PP),
+    ("tiles", "mixed", 4, Side(ranks=2), SP),
     ("both_adapters", "mixed", 3, Side(), SP),
     ("language_adapters", "mixed", 2, Side(), {}),
     ("experts", "mixed", 3, Side(), {"expert_parallel": 2}),
@@ -93,6 +94,7 @@ FULL = [
 ]
 BESIDE_LAYOUTS = [
     ("qwen3", "mixed", 2, Side(), SP),
+    ("tiles", "mixed", 2, Side(), SP),
     ("both_adapters", "mixed", 2, Side(**TP), {}),
     ("experts", "mixed", 2, Side(**SP), {"expert_parallel": 2}),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 
@@ -12,13 +12,51 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalight.data.multimodal.forms import Cut, Form, axis_positions, sources
-from megalight.data.multimodal.images import NEWLINE
+from megalight.data.multimodal.forms import NEWLINE, Cut, Form, axis_positions, shifted, sources
 from megalight.errors import DataError
 from megalight.types import PackedSequences, TokenBatch
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
 """For each row, where the tokens of each image are: the first one, and their number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mixtures:
+    """Further rows of features: each is a mixture of four.
+
+    Attributes:
+        rows: ``[M, 4]`` int64: rows of features of all images.
+        shares: ``[M, 4]`` float64: the share of each, which sum to 1.
+        counts: mixtures of each sample.
+    """
+
+    rows: Tensor
+    shares: Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of_cuts(cls, cuts: Sequence[Sequence[Cut]]) -> Mixtures | None:
+        """Return those of the images of each sample; None if there are none."""
+        rows, shares, first = list[NDArray[np.int64]](), list[NDArray[np.float64]](), 0
+        for cut in (cut for own in cuts for cut in own):
+            rows.append(cut.mixed_rows + first)
+            shares.append(cut.mixed_shares)
+            first += cut.features
+        counts = tuple(sum(len(cut.mixed_rows) for cut in own) for own in cuts)
+        if not any(counts):
+            return None
+        return cls(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(shares)), counts)
+
+    def of_samples(self, start: int, stop: int, features: int) -> tuple[Mixtures | None, int]:
+        """Return those of some samples, and the number before them. ``features``: rows of features before them."""
+        first, last = sum(self.counts[:start]), sum(self.counts[:stop])
+        if first == last:
+            return None, first
+        return Mixtures(self.rows[first:last] - features, self.shares[first:last], self.counts[start:stop]), first
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Mixtures:
+        """Return the same with both tensors changed, such as moved."""
+        return replace(self, rows=change(self.rows), shares=change(self.shares))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +72,7 @@ class Images:
         counts: images of each sample, where each tile is one.
         windows: for each image, the rows of its windows; empty: there are none.
         joined: how many rows after each other are one row of features.
+        mixtures: further rows of features, which some tokens stand for; None: there are none.
     """
 
     pixels: Tensor
@@ -42,6 +81,7 @@ class Images:
     counts: tuple[int, ...]
     windows: tuple[tuple[int, ...], ...] = ()
     joined: int = 1
+    mixtures: Mixtures | None = None
 
     def __post_init__(self) -> None:
         """Check that the numbers agree.
@@ -84,19 +124,27 @@ class Images:
             tuple(sum(cut.tiles for cut in own) for own in cuts),
             tuple(cut.windows for cut in every) if any(cut.windows for cut in every) else (),
             form.merge**2,
+            Mixtures.of_cuts(cuts),
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Images:
         """Copy to ``device``."""
-        pixels, positions = (each.to(device, non_blocking=non_blocking) for each in (self.pixels, self.positions))
-        return replace(self, pixels=pixels, positions=positions)
+        return self.map(lambda each: each.to(device, non_blocking=non_blocking))
 
-    def of_samples(self, start: int, stop: int) -> tuple[Images, int]:
-        """Return the images of some samples, and the number of rows of features before them."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> Images:
+        """Return the same with all tensors changed, such as moved."""
+        mixtures = None if self.mixtures is None else self.mixtures.map(change)
+        return replace(self, pixels=change(self.pixels), positions=change(self.positions), mixtures=mixtures)
+
+    def of_samples(self, start: int, stop: int) -> tuple[Images, int, int]:
+        """Return the images of some samples, and the numbers of rows of features and of mixtures before them."""
         bounds = [0, *accumulate(self.counts)]
         first, last = bounds[start], bounds[stop]
         rows = [0, *accumulate(self.lengths)]
-        here = slice(rows[first], rows[last])
+        here, before = slice(rows[first], rows[last]), rows[first] // self.joined
+        mixtures, mixed = None, 0
+        if self.mixtures is not None:
+            mixtures, mixed = self.mixtures.of_samples(start, stop, before)
         part = replace(
             self,
             pixels=self.pixels[here],
@@ -104,8 +152,9 @@ class Images:
             lengths=self.lengths[first:last],
             counts=self.counts[start:stop],
             windows=self.windows[first:last],
+            mixtures=mixtures,
         )
-        return part, rows[first] // self.joined
+        return part, before, mixed
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +163,8 @@ class ImageTextBatch(TokenBatch):
 
     Attributes:
         images: the images.
-        source: ``[B, S]`` int64: for each token, the row of features of ``images`` that replaces it, -1 for text, or
-            ``NEWLINE``: a learned row replaces it.
+        source: ``[B, S]`` int64: for each token, the row of features of ``images`` that replaces it, -1 for text,
+            ``NEWLINE``: a learned row replaces it, or ``MIXED`` less the number of a mixture.
         runs: where the tokens of each image are. A context-parallel share has none.
     """
 
@@ -145,10 +194,8 @@ class ImageTextBatch(TokenBatch):
         parts: list[TokenBatch] = []
         for number, text in enumerate(super().split(size)):
             start, stop = number * size, number * size + len(text)
-            held, before = images.of_samples(start, stop)
-            own = source[start:stop]
-            moved = torch.where(own >= 0, own - before, own)
-            parts.append(_with(text, held, moved, self.runs[start:stop]))
+            held, before, mixed = images.of_samples(start, stop)
+            parts.append(_with(text, held, shifted(source[start:stop], -before, -mixed), self.runs[start:stop]))
         return parts
 
     def context_share(self, rank: int, size: int, multiple: int = 1, ahead: int = 0) -> TokenBatch:
@@ -171,8 +218,7 @@ class ImageTextBatch(TokenBatch):
     def pin_memory(self) -> TokenBatch:
         """Copy to page-locked host memory."""
         images, source = self.parts()
-        pinned = replace(images, pixels=images.pixels.pin_memory(), positions=images.positions.pin_memory())
-        return _with(super().pin_memory(), pinned, source.pin_memory(), self.runs)
+        return _with(super().pin_memory(), images.map(Tensor.pin_memory), source.pin_memory(), self.runs)
 
 
 def _with(text: TokenBatch, images: Images, source: Tensor, runs: Runs = ()) -> ImageTextBatch:
@@ -252,7 +298,7 @@ def with_cuts(text: TokenBatch, cuts: Sequence[Sequence[Cut]], image_token: int,
     images = Images.of_cuts(cuts, form)
     if len(cuts) != len(text):
         raise DataError(f"there are {len(text)} rows of tokens, and images of {len(cuts)} rows.")
-    source, axes, first = torch.full_like(text.tokens, -1), list[Tensor](), 0
+    source, axes, first, mixed = torch.full_like(text.tokens, -1), list[Tensor](), 0, 0
     for number, (tokens, own) in enumerate(zip(text.tokens, cuts, strict=True)):
         places, needed = (tokens == image_token).nonzero().flatten(), sum(len(cut.source) for cut in own)
         if len(places) != needed:
@@ -260,8 +306,9 @@ def with_cuts(text: TokenBatch, cuts: Sequence[Sequence[Cut]], image_token: int,
                 f"row {number} has {len(places)} image tokens (id {image_token}), and its {len(own)} images have "
                 f"{needed}."
             )
-        source[number, places] = torch.from_numpy(sources(own, first))
+        source[number, places] = torch.from_numpy(sources(own, first, mixed))
         first += sum(cut.features for cut in own)
+        mixed += sum(len(cut.mixed_rows) for cut in own)
         if form.axes:
             lengths = text.document_lengths[number] if text.document_lengths else (len(tokens),)
             begins = accumulate((len(cut.source) for cut in own[:-1]), initial=0)

@@ -17,7 +17,7 @@ from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import Sample
 from megalight.data.gpt.dataset import collate as collate_text
 from megalight.data.multimodal.batch import Images, ImageTextBatch, document_positions, runs_of
-from megalight.data.multimodal.forms import Cut, Form, sources
+from megalight.data.multimodal.forms import Cut, Form, shifted, sources
 from megalight.data.multimodal.images import decode, measure
 from megalight.errors import ConfigurationError, DataError
 
@@ -55,8 +55,8 @@ class ImageSample(Sample):
 
     Attributes:
         cuts: the images.
-        source: ``[S]`` int64: for each token, the row of features of these that it stands for, -1 for text, or
-            ``NEWLINE``.
+        source: ``[S]`` int64: for each token, the row of features of these that it stands for, -1 for text,
+            ``NEWLINE``, or a mixture.
         axis_positions: ``[3, S]`` int64: positions of the tokens on several axes, or None.
         form: what cut the images.
     """
@@ -130,11 +130,12 @@ class ImageDataset(PackedDataset):
             return np.diff(bounds) * form.fixed_tokens, none
         tokens, strange, told = np.zeros_like(bounds[1:]), none, ""
         for number in range(len(tokens)):
+            own = form.among(int(bounds[number + 1] - bounds[number]))
             for image in range(bounds[number], bounds[number + 1]):
                 place = f"{images.prefix}, image {image}"
                 size = measure(images.get(image).tobytes(), place)
                 try:
-                    tokens[number] += form.num_tokens(*size)
+                    tokens[number] += own.num_tokens(*size)
                 except DataError as error:
                     if self.options.too_long == "raise":
                         raise DataError(
@@ -150,7 +151,7 @@ class ImageDataset(PackedDataset):
     def _row(self, items: NDArray[np.int64]) -> ImageSample:
         options, images = self.options, self.corpus.images
         s, form = options.sequence_length, options.form
-        source, cuts, features = np.full(s, -1, np.int64), list[Cut](), 0
+        source, cuts, features, mixed = np.full(s, -1, np.int64), list[Cut](), 0, 0
         grids: list[tuple[int, tuple[int, int]]] = []
         if images is None:
             text = super()._row(items)
@@ -177,9 +178,10 @@ class ImageDataset(PackedDataset):
                 tokens[here], labels[here] = ids[:-1], ids[1:]
                 # The model reads features there, and has none to predict.
                 mask[here] = loss[1:] * (ids[1:] != options.image_token)
-                own = sources(found, features)
+                own = sources(found, features, mixed)
                 cuts += found
                 features += sum(cut.features for cut in found)
+                mixed += sum(len(cut.mixed_rows) for cut in found)
                 # A last token of an image may only be a label, so that tokens can be fewer than rows.
                 places = np.flatnonzero(ids[:-1] == options.image_token)
                 source[at + places] = own[: len(places)]
@@ -200,19 +202,16 @@ class ImageDataset(PackedDataset):
         images = self.corpus.images
         assert images is not None
         first, last = images.documents[sequence : sequence + 2].tolist()
-        return [
-            self.options.form.cut(decode(images.get(i).tobytes(), f"{images.prefix}, image {i}"))
-            for i in range(first, last)
-        ]
+        form = self.options.form.among(last - first)
+        return [form.cut(decode(images.get(i).tobytes(), f"{images.prefix}, image {i}")) for i in range(first, last)]
 
 
 def collate(samples: Sequence[ImageSample]) -> ImageTextBatch:
     """Stack samples to the rows of a batch, with the images of all of them end to end."""
     text = collate_text(samples)
-    starts = np.cumsum([0, *(sum(cut.features for cut in sample.cuts) for sample in samples)])
-    source = np.stack(
-        [np.where(x.source >= 0, x.source + start, x.source) for x, start in zip(samples, starts, strict=False)]
-    )
+    rows = np.cumsum([0, *(sum(cut.features for cut in sample.cuts) for sample in samples)])
+    mixed = np.cumsum([0, *(sum(len(cut.mixed_rows) for cut in sample.cuts) for sample in samples)])
+    source = np.stack([shifted(x.source, first, other) for x, first, other in zip(samples, rows, mixed, strict=False)])
     images = Images.of_cuts([sample.cuts for sample in samples], samples[0].form)
     axes = [sample.axis_positions for sample in samples if sample.axis_positions is not None]
     return ImageTextBatch(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.multimodal.forms import Cut
+from megalight.data.multimodal.forms import Cut, Form
 from megalight.data.multimodal.images import rgb
 from megalight.errors import DataError
 from megalight.imports import require
@@ -74,6 +74,10 @@ class DynamicForm:
             scale = sqrt(self.min_pixels / pixels)
             found = [ceil(side * scale / unit) * unit for side in (width, height)]
         return found[0], found[1]
+
+    def among(self, count: int) -> Form:
+        """Return this form: it does not depend on the number of images."""
+        return self
 
     def num_tokens(self, width: int, height: int) -> int:
         """Return the tokens of an image with so many pixels: one for each square of patches."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 AXES = 3
 """Axes of positions of tokens of images: time, height and width."""
+
+NEWLINE = -2
+"""In the place of a row's number: a token of an image that stands for a learned row."""
+
+MIXED = -3
+"""In the place of a row's number: the first mixture of rows. That with number ``m`` is ``MIXED - m``."""
+
+
+A = TypeVar("A", bound=Any)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,11 +30,14 @@ class Cut:
         pixels: ``[rows, channels * height * width]`` uint8. A row of a class token is zeros.
         positions: ``[rows]`` int64: the row of each patch in the tower's table of positions; or ``[2, rows]``: its row
             and its column in the image; or ``[4, rows]``: and the rows and columns of the image.
-        source: ``[tokens]`` int64: for each token of the image, the row of features that it stands for, or ``NEWLINE``.
+        source: ``[tokens]`` int64: for each token of the image, the row of features that it stands for, ``NEWLINE``, or
+            ``MIXED`` less the number of a mixture.
         grid: rows and columns of tokens.
         windows: rows of each window, in order; empty: there are none.
         features: rows of features, fewer than ``rows`` where the projector joins some.
         tiles: of so many parts of equal size, one after the other, each is an image of its own for the tower.
+        mixed_rows: ``[M, 4]`` int64: the rows of features that each mixture is made of.
+        mixed_shares: ``[M, 4]`` float64: the share of each, which sum to 1.
     """
 
     pixels: NDArray[np.uint8]
@@ -35,6 +47,8 @@ class Cut:
     windows: tuple[int, ...] = ()
     features: int = 0
     tiles: int = 1
+    mixed_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 4), np.int64))
+    mixed_shares: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 4)))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", self.features or len(self.pixels))
@@ -78,6 +92,10 @@ class Form(Protocol):
         """Tokens of an image, if all have as many."""
         ...
 
+    def among(self, count: int) -> Form:
+        """Return the form of the images of a conversation that has so many."""
+        ...
+
     def num_tokens(self, width: int, height: int) -> int:
         """Return the tokens of an image with so many pixels.
 
@@ -99,12 +117,31 @@ class Form(Protocol):
         ...
 
 
-def sources(cuts: Sequence[Cut], first: int = 0) -> NDArray[np.int64]:
-    """Return the row of features of each token of several images, of which the first begins with row ``first``."""
+def shifted(source: A, rows: int, mixed: int) -> A:
+    """Return sources, an array or a tensor, with other images before them.
+
+    Args:
+        source: for each token, the row of features that it stands for, -1 for text, ``NEWLINE``, or a mixture.
+        rows: rows of features before.
+        mixed: mixtures before.
+    """
+    found: A = source + (source >= 0) * rows - (source <= MIXED) * mixed
+    return found
+
+
+def sources(cuts: Sequence[Cut], first: int = 0, mixed: int = 0) -> NDArray[np.int64]:
+    """Return the source of each token of several images.
+
+    Args:
+        cuts: the images.
+        first: the row of features with which the first one begins.
+        mixed: the number of its first mixture.
+    """
     found = [np.zeros(0, np.int64)]
     for cut in cuts:
-        found.append(np.where(cut.source >= 0, cut.source + first, cut.source))
+        found.append(shifted(cut.source, first, mixed))
         first += cut.features
+        mixed += len(cut.mixed_rows)
     return np.concatenate(found)
 
 

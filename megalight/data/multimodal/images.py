@@ -11,13 +11,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.multimodal.forms import Cut
+from megalight.data.multimodal.forms import NEWLINE, Cut, Form
 from megalight.data.multimodal.videos import is_video
 from megalight.errors import ConfigurationError, DataError
 from megalight.imports import require
-
-NEWLINE = -2
-"""In the place of a row's number: a token of an image that stands for a learned row."""
 
 Resize = Literal["crop", "pad", "stretch"]
 
@@ -83,6 +80,10 @@ class ImageForm:
         """Tokens of an image, if all have as many."""
         return self.square_tokens if self.tiles == 1 else None
 
+    def among(self, count: int) -> Form:
+        """Return this form: it does not depend on the number of images."""
+        return self
+
     def num_tokens(self, width: int, height: int) -> int:
         """Return the tokens of an image with so many pixels."""
         columns, rows = self.arrangement(width, height)
@@ -107,14 +108,14 @@ class ImageForm:
         """Return the rows and tokens of a Pillow image."""
         coloured = rgb(image, self.channels)
         if self.tiles == 1:
-            return self.divided(self._array(self._square(coloured)))
+            return self.divided(self.squared(coloured))
         columns, rows = self.arrangement(*image.size)
-        size, kernel = self.size, self._filter
-        large = self._array(coloured.resize((columns * size, rows * size), kernel))
+        size, kernel = self.size, self.filter
+        large = self.array(coloured.resize((columns * size, rows * size), kernel))
         squares = large.reshape(rows, size, columns, size, self.channels).swapaxes(1, 2)
         squares = squares.reshape(-1, size, size, self.channels)
         if len(squares) > 1:
-            squares = np.concatenate([squares, self._array(coloured.resize((size, size), kernel))[None]])
+            squares = np.concatenate([squares, self.array(coloured.resize((size, size), kernel))[None]])
         return self.divided(squares.reshape(-1, size, self.channels))
 
     def divided(self, pixels: NDArray[np.uint8]) -> Cut:
@@ -132,13 +133,19 @@ class ImageForm:
 
     def patches(self, image: Any) -> NDArray[np.uint8]:
         """``[rows, channels * patch * patch]`` of a Pillow image in one square."""
-        return self._rows(self._array(self._square(rgb(image, self.channels))))
+        return self._rows(self.squared(rgb(image, self.channels)))
+
+    def squared(self, image: Any) -> NDArray[np.uint8]:
+        """``[size, size, channels]`` of a Pillow image with these colours, in one square."""
+        return self.array(self._square(image))
 
     @property
-    def _filter(self) -> Any:
+    def filter(self) -> Any:
+        """Pillow's filter for resizing."""
         return getattr(_pillow().Resampling, self.resample.upper())
 
-    def _array(self, image: Any) -> NDArray[np.uint8]:
+    def array(self, image: Any) -> NDArray[np.uint8]:
+        """``[height, width, channels]`` of a Pillow image with these colours."""
         return np.asarray(image).reshape(image.height, image.width, self.channels)
 
     def _order(self) -> NDArray[np.int64]:
@@ -166,7 +173,7 @@ class ImageForm:
         if self.resize == "crop":
             short = min(width, height)
             scaled = tuple(max(self.size, int(side * self.size / short)) for side in (width, height))
-            image = image.resize(scaled, self._filter)
+            image = image.resize(scaled, self.filter)
             left, top = ((side - self.size) // 2 for side in scaled)
             return image.crop((left, top, left + self.size, top + self.size))
         if self.resize == "pad" and width != height:
@@ -174,7 +181,7 @@ class ImageForm:
             square = pillow.new(image.mode, (long, long), (127,) * self.channels if self.channels == 3 else 127)
             square.paste(image, ((long - width) // 2, (long - height) // 2))
             image = square
-        return image.resize(size, self._filter)
+        return image.resize(size, self.filter)
 
 
 def _with_whole(squares: int) -> int:

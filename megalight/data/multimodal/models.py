@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megalight.data.multimodal.anyres import AnyResForm
 from megalight.data.multimodal.dynamic import DynamicForm
 from megalight.data.multimodal.forms import Form
 from megalight.data.multimodal.images import ImageForm, Resize
@@ -18,7 +19,7 @@ def form_of(config: Any, resize: Resize | None = None) -> Form:
     """
     vision, axes = config.vision, config.position.axes is not None
     if (dynamic := vision.dynamic) is None:
-        return ImageForm(
+        square = ImageForm(
             size=vision.image_size,
             patch=vision.patch_size,
             channels=vision.channels,
@@ -30,6 +31,9 @@ def form_of(config: Any, resize: Resize | None = None) -> Form:
             resample=vision.resample,
             axes=axes,
         )
+        if (anyres := vision.anyres) is None:
+            return square
+        return AnyResForm(square=square, grids=anyres.grids, most=anyres.most, alone=anyres.alone)
     return DynamicForm(
         patch=vision.patch_size,
         merge=config.projector.merge,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from megalight.models.config import DropoutConfig, InitConfig, require, require_choice
 from megalight.models.gpt.config import BackendConfig
+from megalight.models.vision.anyres_config import AnyResConfig
 from megalight.models.vision.dynamic_config import DynamicConfig
 
 
@@ -26,6 +27,7 @@ class VisionConfig:
         channels: colours of a pixel.
         tiles: an image is divided into up to so many squares of ``image_size`` pixels, and the whole image follows;
             see :class:`~megalight.data.multimodal.images.ImageForm`. 1: it is one square.
+        anyres: how images of any shape become squares of ``image_size`` with a grid of tiles. None: by ``tiles``.
         resize: how an image becomes this square: ``crop``, ``pad`` or ``stretch``.
         resample: what new pixels are made of: ``bicubic`` or ``bilinear`` (Gemma-3).
         activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS`.
@@ -57,6 +59,7 @@ class VisionConfig:
     margin: int = 0
     channels: int = 3
     tiles: int = 1
+    anyres: AnyResConfig | None = None
     resize: Literal["crop", "pad", "stretch"] = "crop"
     resample: Literal["bicubic", "bilinear"] = "bicubic"
     activation: str = "quick_gelu"
@@ -96,6 +99,11 @@ class VisionConfig:
             self._check_fixed()
         else:
             self._check_dynamic(self.dynamic)
+        require(
+            self.anyres is None or (self.tiles == 1 and self.dynamic is None),
+            f"vision.anyres is set with vision.tiles {self.tiles} or vision.dynamic; each says how images of other "
+            "shapes are read. Leave one out.",
+        )
         require_choice("vision.resize", self.resize, ("crop", "pad", "stretch"))
         require_choice("vision.resample", self.resample, ("bicubic", "bilinear"))
         require(self.register_tokens >= 0, f"vision.register_tokens is {self.register_tokens}; it must be at least 0.")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalight.data.multimodal.batch import Mixtures
 from megalight.models.vision.config import VisionConfig
 from megalight.nn import (
     MLP,
@@ -43,11 +44,13 @@ class Pictures:
             numbers behind the table. For images of any size ``[2, P]``: the row and the column of each patch in its
             image; with a table of positions also the rows and columns of that image, ``[4, P]``.
         sequences: how the rows divide into images. A row sees the other rows of its image.
-        source: ``[T]`` int64: for each token, the row whose features replace it, -1 for text, or ``NEWLINE``. Rows are
-            counted after those have been joined that the projector joins.
+        source: ``[T]`` int64: for each token, the row whose features replace it, -1 for text, ``NEWLINE``, or
+            ``MIXED`` less the number of a mixture. Rows are counted after those have been joined that the projector
+            joins.
         windows: how the rows divide into windows; None for towers without windows.
         patches: ``[P']`` int64: the rows that the projector reads, where class tokens or registers are between those
             of patches, and the data has none for them. None: all rows.
+        mixtures: further rows of features, behind those of the projector. None: there are none.
         runs: where the tokens of each image are in prompts: the first one, and their number. Batches have them in their
             sequences.
     """
@@ -58,6 +61,7 @@ class Pictures:
     source: Tensor
     windows: PackedSequences | None = None
     patches: Tensor | None = None
+    mixtures: Mixtures | None = None
     runs: tuple[tuple[int, int], ...] = ()
 
 

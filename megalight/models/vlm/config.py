@@ -74,7 +74,8 @@ class VLMConfig:
         image_token: the id in whose places features of images come. The tokens of an image are one after the other.
         video_token: the id that stands for videos in the data of a published model. Videos are not read: tokens with
             this id are refused. None: the model has none.
-        newline: whether a learned row follows the features of each image, as LLaVA-OneVision has it.
+        newline: whether a learned row follows the features of each image, or each line of its tiles, as
+            LLaVA-OneVision has it.
         deepstack: layers of the tower, in ascending order, whose features have projectors of their own and are added
             to the output of the first layers of the language model, one each (https://arxiv.org/abs/2406.04334).
         mutual: whether the tokens of an image see each other in the language model, as in Gemma-3. Attention is causal
@@ -156,9 +157,9 @@ class VLMConfig:
                 "divide the side.",
             )
             require(
-                vision.tiles == 1 or self.position.axes is None,
-                f"vision.tiles is {vision.tiles} with language.position.axes; the tokens of tiles have no rows and "
-                "columns in the whole image. Set tiles to 1.",
+                (vision.tiles == 1 and vision.anyres is None) or self.position.axes is None,
+                f"vision.tiles is {vision.tiles}, or vision.anyres is set, with language.position.axes; the tokens of "
+                "tiles have no rows and columns in the whole image. Set tiles to 1, and leave anyres out.",
             )
             return
         require(
@@ -190,8 +191,9 @@ class VLMConfig:
             f"mutual is true with mixers {', '.join(map(str, sorted(map(str, mixers))))}; all layers need attention.",
         )
         require(
-            self.vision.dynamic is None and not self.newline,
-            "mutual is true with vision.dynamic or newline; it is for images of one size, without a newline.",
+            self.vision.dynamic is None and self.vision.anyres is None and not self.newline,
+            "mutual is true with vision.dynamic, vision.anyres or newline; it is for images of one size, without a "
+            "newline.",
         )
         require(
             longest is None or longest + 1 >= self.image_tokens,

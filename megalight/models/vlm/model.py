@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalight.data.multimodal.images import NEWLINE
+from megalight.data.multimodal.batch import Mixtures
+from megalight.data.multimodal.forms import MIXED, NEWLINE
 from megalight.errors import DataError
 from megalight.models.gpt.model import GPT, Output
 from megalight.models.vision.model import Pictures, VisionTower
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 from megalight.nn import Activation, LayerNorm, Linear, RMSNorm, TokenEmbedding
 from megalight.nn.init import Initializer, Normal
+from megalight.ops.common import wide
 from megalight.types import PackedSequences
 
 
@@ -86,10 +88,12 @@ class Arrived:
         features: ``[P, (1 + N) h]``: what the projector returns, and beside it what each of ``N`` deep projectors
             returns; at least one row.
         source: ``[T]`` int64, as in :class:`~megalight.models.vision.model.Pictures`.
+        mixtures: further rows of features.
     """
 
     features: Tensor
     source: Tensor
+    mixtures: Mixtures | None = None
 
 
 class ImageRows(nn.Module):
@@ -171,14 +175,15 @@ class ImageTextEmbedding(TokenEmbedding):
         hidden = super().forward(tokens, positions, token_types)
         if pictures is None:
             return hidden
-        features, *deep = self._features(pictures)
-        merged: Tensor = self.images(pictures.source, features, hidden)
+        features, *deep = (mixed(each, pictures.mixtures) for each in self._features(pictures))
+        source = among(pictures.source, features, pictures.mixtures)
+        merged: Tensor = self.images(source, features, hidden)
         if self.newline is not None:
-            merged = self.newline(pictures.source, merged)
+            merged = self.newline(source, merged)
         if not deep:
             return merged
         nothing = torch.zeros_like(hidden)
-        return merged, torch.stack([self.images(pictures.source, each, nothing) for each in deep])
+        return merged, torch.stack([self.images(source, each, nothing) for each in deep])
 
     def _features(self, pictures: Pictures | Arrived) -> tuple[Tensor, ...]:
         if isinstance(pictures, Arrived):
@@ -187,6 +192,26 @@ class ImageTextEmbedding(TokenEmbedding):
             return arrived.chunk(1 + self.num_deep, dim=1)
         assert self.tower is not None and self.projector is not None, "features of this model arrive"
         return project(self.tower, self.projector, self.deep, pictures)
+
+
+def mixed(features: Tensor, mixtures: Mixtures | None) -> Tensor:
+    """Return features ``[P, h]`` and behind them ``M`` mixtures of these, ``[P + M, h]``."""
+    if mixtures is None:
+        return features
+    # One corner after the other: all four at once would need four times the memory.
+    kind = wide(features.dtype)
+    shares = mixtures.shares.to(kind)
+    corners = zip(mixtures.rows.unbind(1), shares.unbind(1), strict=True)
+    parts = [features.index_select(0, rows) * share[:, None] for rows, share in corners]
+    return torch.cat([features, sum(parts[1:], parts[0]).to(features.dtype)])
+
+
+def among(source: Tensor, features: Tensor, mixtures: Mixtures | None) -> Tensor:
+    """Return the source of each token, ``[T]``, in which mixtures are rows at the end of ``features [P + M, h]``."""
+    if mixtures is None:
+        return source
+    first = len(features) - len(mixtures.rows)
+    return torch.where(source <= MIXED, first + MIXED - source, source)
 
 
 def project(

@@ -84,9 +84,10 @@ class VLMModule(FamilyModule[VLMConfig]):
         return task.forward(model, batch, sequences, carry, pictures)
 
     def _pictures(self, batch: ImageTextBatch, source: Tensor) -> Pictures | Arrived:
+        images, _ = batch.parts()
         if self.arrivals is not None:
-            return Arrived(self.arrivals(batch), source)
-        return task.pictures_of(self.config, batch.parts()[0], source, self.token_multiple)
+            return Arrived(self.arrivals(batch), source, images.mixtures)
+        return task.pictures_of(self.config, images, source, self.token_multiple)
 
     def count_images(self, batch: ImageTextBatch) -> None:
         """Add a micro-batch to those whose images :meth:`flops_per_token` counts."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.presets import preset
+from megalight.models.vision.anyres_config import AnyResConfig
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vision.dynamic_config import DynamicConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
@@ -47,6 +48,12 @@ def siglip_so400m(num_layers: int = 26, image_size: int = 384, **options: Any) -
         std=(0.5, 0.5, 0.5),
         **options,
     )
+
+
+def onevision_tower() -> VisionConfig:
+    """Configure the tower of LLaVA-OneVision (https://arxiv.org/abs/2408.03326): up to 6 x 6 tiles of 384 pixels."""
+    grids = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
+    return siglip_so400m(anyres=AnyResConfig(grids=grids, most=9, alone=True), resize="pad")
 
 
 def qwen_tower() -> VisionConfig:
@@ -178,14 +185,21 @@ def qwen2_5_vl(name: str) -> VLMConfig:
 
 for _name, _language in {"llava_1_5_7b": "llama2_7b", "llava_1_5_13b": "llama2_13b"}.items():
     # Vicuna, a Llama 2 whose vocabulary LLaVA pads.
-    PRESETS.register(_name)(VLMConfig(language=language(_language, 32064), vision=clip_large(), image_token=32000))
+    _llava = VLMConfig(language=language(_language, 32064), vision=clip_large(), image_token=32000)
+    PRESETS.register(_name)(_llava)
+    # LLaVA-NeXT, also called LLaVA-1.6: tiles of the same size.
+    _tiles = AnyResConfig(grids=((1, 2), (2, 1), (2, 2), (3, 1), (1, 3)))
+    _next = replace(_llava, vision=replace(_llava.vision, anyres=_tiles), newline=True)
+    PRESETS.register(_name.replace("1_5", "next"))(_next)
 
 for _name, _text in {
     "llava_onevision_0_5b": language("qwen2_5_0_5b", 152000),
     "llava_onevision_7b": language("qwen2_5_7b", 152128),
 }.items():
     # Qwen2, which has the shapes of Qwen2.5.
-    _onevision = VLMConfig(language=_text, vision=siglip_so400m(), image_token=151646, video_token=151647, newline=True)
+    _onevision = VLMConfig(
+        language=_text, vision=onevision_tower(), image_token=151646, video_token=151647, newline=True
+    )
     PRESETS.register(_name)(_onevision)
 
 for _name, _language in {"qwen2_5_vl_3b": "qwen2_5_3b", "qwen2_5_vl_7b": "qwen2_5_7b"}.items():

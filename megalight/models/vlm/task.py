@@ -37,7 +37,8 @@ def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int
         windows = PackedSequences.of_lengths(parts or (joined,), device).pad_to(multiple * joined)
     missing = rows.num_tokens - len(images.pixels)
     pixels = F.pad(normalised(images.pixels, config.vision), (0, 0, 0, missing))
-    return Pictures(pixels, F.pad(images.positions, (0, missing)), rows, source, windows)
+    positions = F.pad(images.positions, (0, missing))
+    return Pictures(pixels, positions, rows, source, windows, mixtures=images.mixtures)
 
 
 def _with_added_rows(config: VLMConfig, images: Images, source: Tensor, multiple: int) -> Pictures:
@@ -56,7 +57,8 @@ def _with_added_rows(config: VLMConfig, images: Images, source: Tensor, multiple
     features = max(len(patches), joined)
     # Any rows, where there is no image, and as padding.
     patches = F.pad(patches, (0, features + -features % (multiple * joined) - len(patches)))
-    return Pictures(F.pad(pixels, (0, 0, 0, missing)), F.pad(positions, (0, missing)), rows, source, patches=patches)
+    pixels, positions = F.pad(pixels, (0, 0, 0, missing)), F.pad(positions, (0, missing))
+    return Pictures(pixels, positions, rows, source, patches=patches, mixtures=images.mixtures)
 
 
 def forward(

@@ -15,10 +15,12 @@ import torch
 from megalight.data.chat.module import SFTDataModule
 from megalight.data.chat.prepare import prepare_chat
 from megalight.data.corpus import Corpus
-from megalight.data.multimodal.batch import ImageTextBatch, with_images
+from megalight.data.multimodal.batch import ImageTextBatch, with_cuts, with_images
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
 from megalight.data.multimodal.dynamic import DynamicForm
-from megalight.data.multimodal.images import NEWLINE, ImageForm, decode
+from megalight.data.multimodal.forms import MIXED, NEWLINE
+from megalight.data.multimodal.images import ImageForm, decode
+from megalight.data.multimodal.models import form_of
 from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.vlm.module import VLMModule
@@ -29,7 +31,7 @@ from tests.data.gpt.test_module import every_step
 from tests.data.gpt.test_module import trainer as reading
 from tests.data.multimodal.conftest import png, row
 from tests.environment import trainer
-from tests.models.vlm_samples import CONFIG, LANGUAGE, QWEN
+from tests.models.vlm_samples import CONFIG, LANGUAGE, QWEN, TILES
 from tests.workers import run
 
 FORM = ImageForm(size=8, patch=4)
@@ -57,6 +59,29 @@ def options(length: int = 96, **changes: Any) -> ImagePackOptions:
 def dataset(prefix: str, **changes: Any) -> ImageDataset:
     corpus = Corpus.open(prefix)
     return ImageDataset(corpus, range(len(corpus.data)), options(**changes))
+
+
+def test_only_an_image_without_others_has_tiles(prepared: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "long.png").write_bytes(png(8, 24))
+    (tmp_path / "small.png").write_bytes(png())
+    rows = [row("long.png", "<image>what is this"), row(["long.png", "small.png"], "<image> and <image>")]
+    prefix = str(prepared([*rows, row(None, "what is this"), row("small.png", "<image>")]).prefix)
+    form = form_of(replace(TILES, image_token=2))
+    found = dataset(prefix, form=form, packing=False)
+    batch = collate([found[i] for i in range(len(found))])
+    images, source = batch.parts()
+    by_counts = dict(zip(images.counts, source, strict=True))
+    # The whole and three tiles, whose 6 x 2 features become 3 x 1; two squares; the whole and one tile.
+    assert sorted(images.counts) == [0, 2, 2, 4]
+    tiled = by_counts[4][by_counts[4] != -1]
+    assert (tiled >= 0).sum() == 4
+    assert (tiled <= MIXED).sum() == 3
+    assert (tiled == NEWLINE).sum() == 3
+    assert images.mixtures is not None
+    assert sum(images.mixtures.counts) == len(images.mixtures.rows) == 3
+    by_hand = with_cuts(batch, [found[i].cuts for i in range(len(found))], 2, form)
+    assert torch.equal(source, by_hand.source)
+    assert [part.images.mixtures is None for part in batch.split(1)] == [count != 4 for count in images.counts]
 
 
 def test_rows_hold_each_conversation_once_with_its_images(prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""LLaVA-1.5, LLaVA with SigLIP, and LLaVA-OneVision in ``transformers``: names of tensors and configurations."""
+"""LLaVA-1.5, with SigLIP, LLaVA-NeXT and LLaVA-OneVision in ``transformers``: names of tensors and configurations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
 from megalight.models.kinds import Kind
 from megalight.models.vision import hugging_face as towers
+from megalight.models.vision.anyres_config import AnyResConfig
+from megalight.models.vision.config import VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 from megalight.models.vlm.hugging_face import videos
 from megalight.models.weights import Theirs, WeightMap
@@ -63,6 +65,15 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
 """What a ``config.json`` need not say of its language model: the published ones of LLaVA leave out most sizes."""
 
 
+GRIDS = {
+    "llava_next": ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3)),
+    "llava_onevision": tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7)),
+}
+"""Rows and columns of tiles, which a ``config.json`` need not say."""
+MOST = re.compile(r"anyres_max_(\d+)")
+"""Their ``vision_aspect_ratio``, with the number of tiles from which features are shrunk."""
+
+
 def weight_map(config: VLMConfig) -> WeightMap:
     """Return where LLaVA keeps the tensors of a model."""
     language = gpt_map(config.language)
@@ -105,11 +116,41 @@ def _llava(values: Mapping[str, Any]) -> VLMConfig:
 
 
 def _onevision(values: Mapping[str, Any]) -> VLMConfig:
-    """Convert LLaVA-OneVision. Each image is one tile, as it reads several images of a conversation."""
+    """Convert LLaVA-OneVision."""
     published = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "image_token_index": 151646}
     read = _read({**published, **values}, "siglip_vision_model", "qwen2")
     key = "video_token_id" if "video_token_id" in values else "video_token_index"
-    return replace(read, newline=True, video_token=videos.token_from(values, key, 151647, read.vocab_size))
+    ratio = values.get("vision_aspect_ratio", "anyres_max_9")
+    most = MOST.fullmatch(ratio)
+    require(most is not None, f"vision_aspect_ratio is {ratio!r}; anyres_max_N is read, such as anyres_max_9.")
+    assert most is not None
+    tiles = AnyResConfig(grids=_grids(values, "llava_onevision", read.vision), most=int(most[1]), alone=True)
+    return replace(
+        read,
+        vision=replace(read.vision, anyres=tiles, resize="pad"),
+        newline=True,
+        video_token=videos.token_from(values, key, 151647, read.vocab_size),
+    )
+
+
+def _next(values: Mapping[str, Any]) -> VLMConfig:
+    """Convert LLaVA-NeXT, which divides each image into tiles."""
+    published = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default", "image_token_index": 32000}
+    read = _read({**published, **values}, "clip_vision_model", "llama")
+    tiles = AnyResConfig(grids=_grids(values, "llava_next", read.vision))
+    return replace(read, vision=replace(read.vision, anyres=tiles), newline=True)
+
+
+def _grids(values: Mapping[str, Any], kind: str, vision: VisionConfig) -> tuple[tuple[int, int], ...]:
+    points, size = values.get("image_grid_pinpoints"), vision.image_size
+    if points is None:
+        return GRIDS[kind]
+    strange = [point for point in points if any(side % size for side in point)]
+    require(
+        not strange,
+        f"image_grid_pinpoints has {strange[:3]}; sides are multiples of the tower's image_size, {size}.",
+    )
+    return tuple((height // size, width // size) for height, width in points)
 
 
 def _read(values: Mapping[str, Any], tower_kind: str, text_kind: str) -> VLMConfig:
@@ -136,6 +177,21 @@ def _read(values: Mapping[str, Any], tower_kind: str, text_kind: str) -> VLMConf
     )
 
 
+def _to_next(config: VLMConfig) -> dict[str, Any]:
+    return {**_write(config), "image_grid_pinpoints": pinpoints(config.vision)}
+
+
+def _to_onevision(config: VLMConfig) -> dict[str, Any]:
+    anyres = config.vision.anyres
+    return _to_next(config) | ({} if anyres is None else {"vision_aspect_ratio": f"anyres_max_{anyres.most}"})
+
+
+def pinpoints(vision: VisionConfig) -> list[list[int]]:
+    """Return heights and widths of grids of tiles, in pixels."""
+    grids = () if vision.anyres is None else vision.anyres.grids
+    return [[count * vision.image_size for count in grid] for grid in grids]
+
+
 def _to_llava(config: VLMConfig) -> dict[str, Any]:
     return {"image_seq_length": config.image_tokens, **_write(config)}
 
@@ -156,6 +212,7 @@ def _write(config: VLMConfig) -> dict[str, Any]:
 
 
 KINDS = (
-    Kind("llava_onevision", "LlavaOnevisionForConditionalGeneration", _newline, weight_map, _onevision, _write),
+    Kind("llava_onevision", "LlavaOnevisionForConditionalGeneration", _newline, weight_map, _onevision, _to_onevision),
+    Kind("llava_next", "LlavaNextForConditionalGeneration", _newline, weight_map, _next, _to_next),
     Kind("llava", "LlavaForConditionalGeneration", _always, weight_map, _llava, _to_llava),
 )
