@@ -14,7 +14,15 @@ from torch.distributed import ProcessGroup
 from megalight.checkpoint.disk.files import Entry, Place, sync_directory, write_file
 from megalight.checkpoint.disk.part import naming, write_tensors
 from megalight.checkpoint.disk.publish import Unfinished, absolute, begin_folder, check_new, delete
-from megalight.checkpoint.foreign.transformers_folder import CONFIG, INDEX, WEIGHTS, is_folder, json_object
+from megalight.checkpoint.foreign.transformers_folder import (
+    CONFIG,
+    IMAGE_PROCESSOR,
+    INDEX,
+    PROCESSOR,
+    WEIGHTS,
+    is_folder,
+    json_object,
+)
 from megalight.checkpoint.memory import dtype_name
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.sources.streaming import Wanted, stream
@@ -191,6 +199,8 @@ def _tokens(ids: Any, vocab_size: int) -> Any:
 def files_beside(model: StoredModel, values: dict[str, Any]) -> dict[str, bytes]:
     """Return the files beside the weights: those that came with the model, settings for generation, ``config.json``.
 
+    Of a model that reads images, also how these are prepared.
+
     Special tokens are filled in. They come from the settings for generation that training began with, or else from the
     tokenizer.
     """
@@ -204,6 +214,10 @@ def files_beside(model: StoredModel, values: dict[str, Any]) -> dict[str, bytes]
     values |= {key: value for key, value in known.items() if values[key] is None}
     if model.family.generates and not generation:
         files[GENERATION] = _json({key: values[key] for key in SPECIAL if values[key] is not None})
+    processors = _weights(model.family).processors
+    # A folder that training began with has said it itself.
+    if processors is not None and not files.keys() & {IMAGE_PROCESSOR, PROCESSOR}:
+        files |= {name: _json(content) for name, content in processors(model.config, values).items()}
     return {**files, CONFIG: _json(values)}
 
 

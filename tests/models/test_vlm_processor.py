@@ -14,6 +14,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.family import family
 from megalight.models.folder import companions
 from tests.models import test_vlm_families as families
+from tests.models import test_vlm_hugging_face as llava
 from tests.models import test_vlm_qwen as qwen
 
 
@@ -76,3 +77,41 @@ def test_pan_and_scan_is_off_by_default(tmp_path: Path) -> None:
     assert config_of(tmp_path, json.loads(json.dumps(plain, default=int))).mutual
     with pytest.raises(ConfigurationError, match="do_pan_and_scan is true"):
         config_of(tmp_path, plain | {"do_pan_and_scan": True, "resample": 2})
+
+
+@pytest.mark.parametrize(
+    ("settings", "resize"),
+    [
+        ({"size": {"shortest_edge": 12}, "crop_size": {"height": 12, "width": 12}, "do_center_crop": True}, "crop"),
+        ({"size": {"shortest_edge": 12}, "crop_size": 12}, "crop"),
+        ({"size": {"height": 12, "width": 12}, "resample": 2}, "stretch"),
+        ({"size": {"shortest_edge": 12}, "crop_size": {"height": 12, "width": 12}, "do_pad": True}, "pad"),
+        ({}, "crop"),
+    ],
+    ids=str,
+)
+def test_how_llava_makes_squares_is_what_the_folder_says(settings: dict[str, Any], resize: str, tmp_path: Path) -> None:
+    llava.theirs().save_pretrained(tmp_path)
+    vision = config_of(tmp_path, settings).vision
+    assert (vision.resize, vision.resample) == (resize, "bilinear" if "resample" in settings else "bicubic")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (
+            "llava",
+            {"crop_size": {"height": 16, "width": 12}},
+            r"crop_size is .* \(height 16\), and image_size 12",
+        ),
+        ("llava", {"size": {"shortest_edge": 12}, "do_center_crop": False}, "do_center_crop is false and size"),
+        ("onevision", {"image_grid_pinpoints": [[28, 14]]}, r"image_grid_pinpoints is \[\[28, 14\]\]\.\.\. in the"),
+    ],
+    ids=str,
+)
+def test_squares_that_the_model_does_not_read_are_refused(
+    kind: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    llava.theirs(kind).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        config_of(tmp_path, settings)

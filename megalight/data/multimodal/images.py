@@ -36,8 +36,9 @@ class ImageForm:
         newline: whether the tokens of an image end with one that stands for no patch, but for a learned row.
         axes: whether tokens have positions on several axes.
         resize: ``crop``: the shorter side becomes ``size``, and the middle is kept (CLIP, LLaVA-1.5 in
-            ``transformers``). ``pad``: grey borders make a square first. ``stretch``: height and width alone.
+            ``transformers``). ``pad``: borders make a square first. ``stretch``: height and width alone.
         resample: ``bicubic`` or ``bilinear``.
+        border: the colour of borders: the mean colour of images, by the model.
 
     Raises:
         ConfigurationError: ``resize`` is none of these.
@@ -53,6 +54,7 @@ class ImageForm:
     merge: int = 1
     tiles: int = 1
     resample: str = "bicubic"
+    border: tuple[int, ...] = (127, 127, 127)
 
     cut_axes = ()
 
@@ -178,7 +180,7 @@ class ImageForm:
             return image.crop((left, top, left + self.size, top + self.size))
         if self.resize == "pad" and width != height:
             long = max(width, height)
-            square = pillow.new(image.mode, (long, long), (127,) * self.channels if self.channels == 3 else 127)
+            square = pillow.new(image.mode, (long, long), self.border if self.channels == 3 else self.border[0])
             square.paste(image, ((long - width) // 2, (long - height) // 2))
             image = square
         return image.resize(size, self.filter)

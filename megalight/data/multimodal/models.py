@@ -29,6 +29,7 @@ def form_of(config: Any, resize: Resize | None = None) -> Form:
             newline=config.newline,
             resize=resize or vision.resize,
             resample=vision.resample,
+            border=tuple(int(255 * mean) for mean in vision.mean),
             axes=axes,
         )
         if (anyres := vision.anyres) is None:

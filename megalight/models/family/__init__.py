@@ -43,6 +43,8 @@ class Weights:
             without parts that ``config.json`` tells of and the folder does not hold. None: folders hold all parts.
         processed: configuration, and the settings of a folder's image processor -> the configuration with what these
             say. None: models of this family read no images.
+        processors: configuration, and content of ``config.json`` -> content of the files that say how images are
+            prepared, by name. None: models of this family read no images.
     """
 
     kinds: tuple[str, ...]
@@ -51,6 +53,7 @@ class Weights:
     write_config: Callable[[Any, str | None], dict[str, Any]]
     without: Callable[[Any, Callable[[], Collection[str]]], Any] | None = None
     processed: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    processors: Callable[[Any, Mapping[str, Any]], dict[str, dict[str, Any]]] | None = None
 
     def config_of(self, folder: str | os.PathLike[str]) -> Any:
         """Return the configuration of the model in a folder that ``save_pretrained`` wrote.

@@ -8,6 +8,7 @@ from megalight.models.vlm.config import ProjectorConfig as ProjectorConfig
 from megalight.models.vlm.config import VLMConfig as VLMConfig
 from megalight.models.vlm.hugging_face import READERS, config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.hugging_face.processor import processed
+from megalight.models.vlm.hugging_face.processor_files import processor_files
 from megalight.models.vlm.model import VLM as VLM
 from megalight.models.vlm.model import TowerPart
 from megalight.models.vlm.plan import tower_plan
@@ -24,7 +25,12 @@ register(
         presets=PRESETS,
         module=lambda: import_module("megalight.models.vlm.module").VLMModule,
         weights=Weights(
-            tuple(READERS), config_from_transformers, weight_map, config_to_transformers, processed=processed
+            tuple(READERS),
+            config_from_transformers,
+            weight_map,
+            config_to_transformers,
+            processed=processed,
+            processors=processor_files,
         ),
         generates=True,
     )

@@ -13,7 +13,11 @@ from megalight.models.vlm.hugging_face import gemma3, internvl, llava, qwen2_5, 
 def settings(config: VLMConfig) -> dict[str, Any]:
     """Return plain values, equal for configurations that mean the same model."""
     # What a model computes does not depend on the id of videos, which are refused.
-    return config.to_dict() | {"language": language_settings(config.language), "video_token": None}
+    values = config.to_dict() | {"language": language_settings(config.language), "video_token": None}
+    if config.vision.dynamic is None and not (config.newline or config.mutual or config.vision.tiles > 1):
+        # LLaVA's image processor says how an image becomes a square, and `config.json` does not.
+        values["vision"] |= {"resize": None, "resample": None}
+    return values
 
 
 FAMILY = Kinds((*gemma3.KINDS, *internvl.KINDS, *qwen3.KINDS, *qwen2_5.KINDS, *llava.KINDS), settings)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isclose
-from typing import Any
+from typing import Any, Literal
 
 from megalight.models.config import require
+from megalight.models.vision.config import VisionConfig
 from megalight.models.vlm.config import VLMConfig
 
-FILTERS = {2: "bilinear", 3: "bicubic"}
+FILTERS: dict[Any, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}
 """Their number of a filter -> ours."""
 
 
@@ -46,6 +47,8 @@ def processed(config: VLMConfig, settings: Mapping[str, Any]) -> VLMConfig:
             f"{name} is {list(theirs)} in the folder's image processor, and {list(ours)} in towers of this kind; copy "
             "the folder again.",
         )
+    if dynamic is None:
+        vision = _squares(config, found)
     wanted = "bicubic" if dynamic is not None else vision.resample
     kernel = FILTERS.get(found.get("resample", 3), str(found.get("resample"))) if "resample" in found else wanted
     require(
@@ -54,7 +57,7 @@ def processed(config: VLMConfig, settings: Mapping[str, Any]) -> VLMConfig:
         f"resized with a {wanted} filter.",
     )
     if dynamic is None:
-        return config
+        return replace(config, vision=vision)
     for name, ours_size in (
         ("patch_size", vision.patch_size),
         ("merge_size", config.projector.merge),
@@ -70,3 +73,41 @@ def processed(config: VLMConfig, settings: Mapping[str, Any]) -> VLMConfig:
     low = found.get("min_pixels", size.get("shortest_edge", dynamic.min_pixels))
     high = found.get("max_pixels", size.get("longest_edge", dynamic.max_pixels))
     return replace(config, vision=replace(vision, dynamic=replace(dynamic, min_pixels=low, max_pixels=high)))
+
+
+def _squares(config: VLMConfig, found: Mapping[str, Any]) -> VisionConfig:
+    """Return the tower with the way in which images become squares.
+
+    Raises:
+        ConfigurationError: squares have another size, or tiles lie in other grids.
+    """
+    vision = config.vision
+    for name in ("size", "crop_size"):
+        sizes = found.get(name, {})
+        for edge, side in sizes.items() if isinstance(sizes, Mapping) else [("side", sizes)]:
+            require(
+                side is None or side == vision.image_size,
+                f"{name} is {sizes} in the folder's image processor ({edge} {side}), and image_size "
+                f"{vision.image_size} in its config.json; copy the folder again.",
+            )
+    if vision.anyres is not None:
+        grids = [[count * vision.image_size for count in grid] for grid in vision.anyres.grids]
+        theirs = [list(point) for point in found.get("image_grid_pinpoints", grids)]
+        require(
+            theirs == grids,
+            f"image_grid_pinpoints is {theirs[:3]}... in the folder's image processor, and {grids[:3]}... in its "
+            "config.json; copy the folder again.",
+        )
+    if vision.anyres is not None or vision.tiles > 1 or config.mutual or not {"size", "crop_size"} & found.keys():
+        return vision
+    # LLaVA takes images as its image processor makes them.
+    resample = FILTERS.get(found.get("resample", 3), vision.resample)
+    if found.get("do_pad", False):
+        return replace(vision, resize="pad", resample=resample)
+    cropped = found.get("do_center_crop", "crop_size" in found)
+    require(
+        cropped or not isinstance(found.get("size"), Mapping) or "height" in found["size"],
+        f"do_center_crop is false and size {found.get('size')} in the folder's image processor; images are squares "
+        "here. Give size a height and a width.",
+    )
+    return replace(vision, resize="crop" if cropped else "stretch", resample=resample)
