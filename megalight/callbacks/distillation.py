@@ -37,6 +37,7 @@ class Distillation(pl.Callback):
         sequence_parallel: the teacher's; see :class:`~megalight.strategies.MegatronStrategy`.
         pipeline_layout: the layers of each of the teacher's stages.
         expert_parallel: the teacher's degree, if it has experts.
+        virtual_pipeline: chunks of layers on each of the teacher's stages.
         teacher_logits: folder of ``megalight teach``, in place of ``teacher``: the teacher's most likely tokens for
             each training sample. No teacher is in memory. ``divergence`` is ``forward_kl`` or ``cross_entropy``, over
             these tokens and one bucket for all others, at the temperature of the folder.
@@ -76,6 +77,7 @@ class Distillation(pl.Callback):
         pipeline_layout: str | None = None,
         teacher_logits: str | os.PathLike[str] | None = None,
         expert_parallel: int = 1,
+        virtual_pipeline: int = 1,
     ) -> None:
         loss = DistillationLoss(
             divergence=divergence,
@@ -92,15 +94,18 @@ class Distillation(pl.Callback):
                     "and balance out, or leave modelopt_config out."
                 )
             loss = read_modelopt(modelopt_config)
-        layout = Layout(tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel)
+        layout = Layout(
+            tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel, virtual_pipeline
+        )
         self.distiller: Distiller | Recorded
         if teacher is not None and teacher_logits is None:
             self.distiller = Distiller(teacher, loss, layout)
         elif teacher_logits is not None and teacher is None:
             if layout != Layout():
                 raise ConfigurationError(
-                    "tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout and expert_parallel "
-                    "describe a teacher in memory, and with teacher_logits there is none; leave them out."
+                    "tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel and "
+                    "virtual_pipeline describe a teacher in memory, and with teacher_logits there is none; leave them "
+                    "out."
                 )
             self.distiller = Recorded(teacher_logits, loss)
         else:

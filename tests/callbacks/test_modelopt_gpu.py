@@ -29,9 +29,9 @@ pytest.importorskip("modelopt")
 def by_modelopt(preset: str, kv: str | None) -> tuple[nn.Module, float]:
     """The whole model in ModelOpt's hands, and its loss."""
     register_layers()
-    mtq, model = modelopt(), GPT(CONFIG).float()
+    mtq, model = modelopt(), GPT(CONFIG).float().cuda()
+    # devices draw different numbers
     initialise(model, SEED, "model.")
-    model.cuda()
 
     def loop(root: nn.Module) -> float:
         total = count = 0.0

@@ -20,7 +20,8 @@ from megalight import checkpoint
 from megalight.callbacks.distillation import Distillation
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.bert.module import BertModule
-from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt import GPT, GPTConfig, MambaConfig
+from megalight.models.gpt.config import MoEConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialise
@@ -38,15 +39,28 @@ TEACHERS = {
     "untied": replace(BASE, hidden_size=16, num_kv_heads=4, ffn_hidden_size=40, num_layers=3, logit_softcap=9.0),
     "tied": replace(BASE, hidden_size=24, tie_embeddings=True),
 }
+HYBRIDS = {
+    "hybrid": replace(
+        BASE,
+        hidden_size=24,
+        num_layers=5,
+        layer_pattern="M*-ME",
+        mamba=MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2),
+        moe=MoEConfig(num_experts=4, ffn_hidden_size=12),
+    ),
+    # layers of two sublayers, whose mixers differ
+    "mixed": replace(BASE, hidden_size=40, num_layers=4, mixer_pattern=("conv", "attention"), conv_kernel=4),
+}
 
 
 def teacher_of(kind: str) -> GPT:
-    model = GPT(TEACHERS[kind]).double()
+    model = GPT({**TEACHERS, **HYBRIDS}[kind]).double()
     initialise(model, 11, "model.")
     # Larger weights: at their initial size all distributions are almost equal, and errors would hide.
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
+        for name, parameter in model.named_parameters():
+            if not name.endswith(("A_log", "dt_bias")):  # decay and steps of Mamba are no weights
+                parameter.mul_(3)
     return model
 
 

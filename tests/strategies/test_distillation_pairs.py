@@ -37,6 +37,7 @@ from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.test_distillation import (
     CONTEXT,
+    HYBRIDS,
     INTERLEAVED,
     LENGTH,
     LR,
@@ -65,14 +66,14 @@ FULL = {"recompute": Recompute(granularity="full")}
 
 
 def guide_of(kind: str) -> GPT:
-    if kind in TEACHERS:
+    if kind in TEACHERS or kind in HYBRIDS:
         return teacher_of(kind)
     model = GPT(WIDE).double()
     initialise(model, 11, "model.")
     return model
 
 
-@pytest.fixture(scope="module", params=["untied", "wide"])
+@pytest.fixture(scope="module", params=["untied", "wide", *HYBRIDS])
 def teacher(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teacher") / str(request.param)
     model = guide_of(request.param)
@@ -180,7 +181,8 @@ def check(
                 assert error <= 1e-9, f"{piece.name} differs by {error:.1e}"
                 compared.add(piece.name)
     last = how.mesh.rank("pp") == how.mesh.pp - 1
-    assert ("model.distillation.projection" in compared) == (last and folder.name != "wide")
+    projected = bool(loss["pairs"]) and folder.name != "wide"
+    assert ("model.distillation.projection" in compared) == (last and projected)
     predicted = runner.predict(module)
     assert predicted is not None
     assert predicted[0].shape == (4 // how.mesh.dp, 12 if packed else LENGTH)
@@ -216,6 +218,54 @@ def test_a_student_learns_hidden_states_as_on_one_device(
 def test_a_student_with_experts_learns_hidden_states_under_expert_parallelism(teacher: Path) -> None:
     config = replace(STUDENT, moe=MoEConfig(num_experts=4))
     run(check, 2, teacher, {"expert_parallel": 2}, False, {}, dict(BALANCED), config)
+
+
+INSIDE = {
+    "hybrid": ("layers.0.mamba", "layers.4", "layers.2.mlp"),
+    "mixed": ("layers.2.conv", "layers.3", "layers.1.mlp"),
+}
+
+
+def pairs_of(student: str, teacher: str) -> tuple[LayerPair, ...]:
+    """Pairs of mixers, layers, MLPs and final norms, where those of a transformer have other numbers."""
+    usual = ("layers.1.attention", "layers.2", "layers.0.mlp")
+    places = zip(INSIDE.get(student, usual), INSIDE.get(teacher, usual), ("mse", "cosine", "mse"), strict=True)
+    inside = [LayerPair(student=ours, teacher=theirs, loss=loss, weight=0.7) for ours, theirs, loss in places]
+    return (*inside, LayerPair(student="head.norm", teacher="head.norm"))
+
+
+BOTH = {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}
+
+
+FULLY = {"marks": pytest.mark.full}
+HYBRID_LESSONS = [
+    # a hybrid teaches a transformer
+    ("hybrid", "gpt", 2, SHARES, False, {**PIPELINE, "pipeline_layout": "Ett|tttL"}, True),
+    ("hybrid", "gpt", 2, PIPELINE, True, SHARES, True),
+    ("mixed", "gpt", 2, PIPELINE, True, {**PIPELINE, "virtual_pipeline": 2}, True),
+    pytest.param("hybrid", "gpt", 1, {}, True, {}, True, **FULLY),
+    pytest.param("hybrid", "gpt", 2, {}, False, {"expert_parallel": 2}, False, **FULLY),
+    pytest.param("hybrid", "gpt", 4, BOTH, True, {**BOTH, "pipeline_layout": "Ett|tttL"}, True, **FULLY),
+    # and the other way round
+    ("untied", "hybrid", 2, SHARES, True, {**PIPELINE, "pipeline_layout": "Et|ttL"}, True),
+    ("untied", "hybrid", 2, {**PIPELINE, "pipeline_layout": "Ettt|ttL"}, False, SHARES, True),
+    pytest.param("untied", "hybrid", 2, CONTEXT, True, {}, False, **FULLY),
+    pytest.param("untied", "mixed", 4, BOTH, True, {"tensor_parallel": 4, "sequence_parallel": True}, True, **FULLY),
+    # two hybrids
+    pytest.param("mixed", "hybrid", 2, SHARES, False, SHARES, True, **FULLY),
+]
+
+
+@pytest.mark.parametrize("hidden", [True, pytest.param(False, **FULLY)], ids=["pairs", "logits"])
+@pytest.mark.parametrize(
+    ("teacher", "student", "ranks", "layout", "packed", "options", "balance"), HYBRID_LESSONS, indirect=["teacher"]
+)
+def test_hybrids_and_transformers_teach_each_other(
+    teacher: Path, student: str, ranks: int, layout: Any, packed: bool, options: Any, balance: bool, hidden: bool
+) -> None:
+    pairs = pairs_of(student, teacher.name) if hidden else ()
+    loss = {"pairs": pairs, "own_loss": True, "scale": 0.3, "balance": balance}
+    run(check, ranks, teacher, layout, packed, options, loss, HYBRIDS.get(student, STUDENT))
 
 
 def _saved(folder: Path, saved: Path, layout: dict[str, Any], from_here: bool) -> dict[str, float]:

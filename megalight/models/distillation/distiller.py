@@ -54,6 +54,7 @@ class Layout:
     sequence_parallel: bool = False
     pipeline_layout: str | None = None
     expert_parallel: int = 1
+    virtual_pipeline: int = 1
 
     def declare(self, **declared: Any) -> FrozenModel:
         """Return a frozen model with this layout; see :class:`~megalight.parallel.frozen.FrozenModel`."""
@@ -61,7 +62,11 @@ class Layout:
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             expert_parallel=self.expert_parallel,
-            options=ParallelOptions(sequence_parallel=self.sequence_parallel, pipeline_layout=self.pipeline_layout),
+            options=ParallelOptions(
+                sequence_parallel=self.sequence_parallel,
+                virtual_pipeline=self.virtual_pipeline,
+                pipeline_layout=self.pipeline_layout,
+            ),
             **declared,
         )
 
