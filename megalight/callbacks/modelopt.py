@@ -99,7 +99,8 @@ class ModelOptQuantization(pl.Callback):
                 # Before the passes: a save replaces a checkpoint of the same name, which may be another model's.
                 target = absolute(self.save_to)
                 Ranks().first(f"checking {target}", lambda: check_new(target))
-            self._calibration = Search(model, self.transform.read().values())
+            engine = trainer.strategy.engine  # type: ignore[attr-defined]
+            self._calibration = Search(model, self.transform.read().values(), engine=engine)
             self._calibration.begin()
             self._calibrates = True
         else:
@@ -123,10 +124,6 @@ class ModelOptQuantization(pl.Callback):
             return [trainer.strategy.replay(batch) for batch in batches]  # type: ignore[attr-defined]
 
         unseen = calibration.finish(passes)
-        engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        if engine is not None and any(preset.searches for preset in self.transform.read().values()):
-            # weights have changed, and training updates their masters
-            engine.refresh_masters()
         # A stage of a pipeline may be alone in this, and the others would wait for it while they save.
         if trainer.strategy.any_rank(bool(unseen)):  # type: ignore[attr-defined]
             named = f" ({', '.join(unseen[:3])})" if unseen else ", all on other ranks"

@@ -219,6 +219,9 @@ class MegalightModule(pl.LightningModule):
                 # The module may have been moved before this metric was made.
                 self._means[key] = Ratio(sync_on_compute=not reduced).to(self.device)
             ratio = cast(Ratio, self._means[key])
+            if ratio.total.device != total.device:
+                # Lightning moves the metrics that it logs to the host when a loop ends.
+                ratio.to(total.device)
             ratio.update(total, count)
             self.log(
                 f"{stage}_{name}",

@@ -20,7 +20,7 @@ from megalight.nn.init import initialise
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.package import modelopt
 from megalight.strategies import MegatronStrategy
-from tests.callbacks.test_modelopt_search import BATCHES, MODELS, int4
+from tests.callbacks.test_modelopt_search import BATCHES, FULLY_SHARDED, MODELS, int4
 from tests.environment import trainer
 from tests.strategies.training import SEED, WithData, global_batch
 from tests.workers import run
@@ -90,6 +90,7 @@ def search(name: str, formats: tuple[str, ...], bits: float, output: str, layout
         pytest.param("mqa", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param("gqa", 2, {"context_parallel": 2}, marks=pytest.mark.full),
         pytest.param("gqa", 2, {}, marks=pytest.mark.full),
+        pytest.param("gqa", 2, FULLY_SHARDED, marks=pytest.mark.full),
         pytest.param("gqa", 4, SP | {"pipeline_parallel": 2, "virtual_pipeline": 1}, marks=pytest.mark.full),
     ],
 )

@@ -161,6 +161,17 @@ def train(name: str, preset: str, head: bool, kv: str | None, layout: dict[str, 
         # weights change before training begins
         (2, "gqa", "INT8_SMOOTHQUANT_CFG", False, None, SP),
         pytest.param(2, "gqa", "INT8_SMOOTHQUANT_CFG", False, None, {"pipeline_parallel": 2}, marks=pytest.mark.full),
+        # sharded parameters are gathered for calibration
+        (2, "gqa", "INT8_SMOOTHQUANT_CFG", False, KV, {"options": {"level": "optim_grads_params"}}),
+        pytest.param(
+            2,
+            "moe",
+            "FP8_DEFAULT_CFG",
+            False,
+            None,
+            {"options": {"level": "optim_grads_params"}},
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_layout_finds_and_trains_what_modelopt_does(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from megalight.models.gpt import GPT
 from megalight.models.gpt.config import MoEConfig
 from megalight.nn.init import initialise
 from megalight.nn.moe import Experts
+from megalight.parallel.data_parallel import DataParallel
 from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.package import modelopt
@@ -41,6 +43,7 @@ MODELS = {
 }
 BATCHES = 2
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
+FULLY_SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
 
 
 @functools.cache
@@ -92,6 +95,8 @@ def validate(name: str, preset: str, layout: dict[str, Any], save_to: str | None
         pytest.param("gqa", "INT8_SMOOTHQUANT_CFG", 2, {"context_parallel": 2}, marks=pytest.mark.full),
         ("square", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", 2, SP),
         ("gqa", "INT4_BLOCKWISE_WEIGHT_ONLY_CFG", 2, SP),
+        ("gqa", "INT4_AWQ_CFG", 2, FULLY_SHARDED),
+        pytest.param("gqa", "W4A8_AWQ_BETA_CFG", 4, SP | FULLY_SHARDED, marks=pytest.mark.full),
     ],
 )
 def test_a_preset_finds_what_modelopt_does(
@@ -174,6 +179,7 @@ def experts_by_hand() -> tuple[dict[str, Tensor], Experts]:
     [
         (2, {"expert_parallel": 2}),
         (2, SP | {"expert_tensor_parallel": 2}),
+        (2, {"expert_parallel": 1} | FULLY_SHARDED),
         pytest.param(4, SP | {"expert_parallel": 2, "expert_tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param(2, SP | {"expert_parallel": 2, "expert_tensor_parallel": 1}, marks=pytest.mark.full),
     ],
@@ -206,6 +212,66 @@ def test_experts_round_alike_in_every_layout(preset: str, tmp_path: Path) -> Non
     assert found == pytest.approx(wanted, rel=1e-9)
     again = run(validate, 2, "moe", preset, {"expert_parallel": 2}, None, str(tmp_path / "q"), timeout=240)[0]
     assert again == [pytest.approx(wanted[1], rel=1e-9)]
+
+
+class Masters(pl.Callback):
+    """Keeps the float32 masters and the scales of inputs when training begins."""
+
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        scales = {name: value for name, value in strategy.parallel_model.root.named_buffers() if "pre_quant" in name}
+        with strategy.parallel_model.full_parameters():
+            for bucket in strategy.engine.buckets:
+                masters = bucket.gathered(bucket.shard.master.detach())
+                for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+                    path = info.name.removesuffix(".weight")
+                    if (scale := scales.get(f"{path}.input_quantizer._pre_quant_scale")) is not None:
+                        master = masters[slot.start : slot.stop].view(info.parameter.shape)
+                        self.found[path] = master.clone(), info.parameter.detach().clone(), scale.float()
+
+
+def half(preset: str, level: Any) -> None:
+    """Training in bf16: the masters, which are drawn in float32, are divided themselves."""
+    masters = Masters()
+    runner = trainer(
+        MegatronStrategy(data_parallel=DataParallel(level=level)),
+        callbacks=[ModelOptQuantization(preset), masters],
+        use_distributed_sampler=False,
+        precision="bf16-mixed",
+        num_sanity_val_steps=BATCHES,
+        max_steps=1,
+    )
+    runner.fit(WithData(CONFIG, seed=SEED))
+    drawn = GPT(CONFIG)
+    initialise(drawn, SEED, "model.")
+    assert len(masters.found) == 4 * CONFIG.num_layers
+    for path, (master, parameter, scale) in masters.found.items():
+        wanted = drawn.get_submodule(path).weight / scale
+        assert master.dtype == torch.float32
+        # scales are kept in the dtype of the weights, and were float32 when the weights were divided
+        ratio = master / drawn.get_submodule(path).weight
+        torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-6, atol=0)
+        torch.testing.assert_close(master, wanted, rtol=1e-2, atol=0)
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, master.bfloat16())
+        assert not torch.equal(master, parameter.float())
+
+
+@pytest.mark.parametrize(
+    ("preset", "level"),
+    [
+        ("INT4_AWQ_CFG", "optim"),
+        ("INT8_SMOOTHQUANT_CFG", "optim_grads_params"),
+        pytest.param("INT4_AWQ_CFG", "no_shard", marks=pytest.mark.full),
+    ],
+)
+def test_masters_keep_their_bits_when_weights_are_divided(preset: str, level: str) -> None:
+    run(half, 2, preset, level)
 
 
 def adapted() -> str:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from megalight.models import export as exporting
 from megalight.models.export import export
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.gpt.hugging_face import config_from_transformers, config_to_transformers
+from megalight.models.gpt.module import GPTModule
 from megalight.models.gpt.presets import PRESETS
 from megalight.models.stored import averaged, open_model, save_model
 from tests.models.test_gpt_hugging_face import LLAMA3, MODELS, SIZES
@@ -384,3 +386,19 @@ def test_memory_is_bounded_by_the_largest_tensor(folders: Callable[[str], Path],
     assert inwards < 12 * largest
     assert outwards < 12 * largest
     assert checkpoint.is_complete(tmp_path / "ours.ckpt")
+
+
+def test_a_checkpoint_has_the_chat_template_of_its_data(tmp_path: Path) -> None:
+    """The model learned conversations as that one writes them; the settings of the weights' tokenizer stay."""
+    tokenizer = Tokenizer.train(["to be or not to be " * 20], 264)
+    model_of("llama3").save_pretrained(tmp_path)
+    tokenizer.save(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 7}))
+    for template, wanted in ((None, None), ("{{ 2 }}", "{{ 2 }}")):
+        tokenizer.chat_template = template
+        module: Any = GPTModule(weights=tmp_path)
+        module._trainer = SimpleNamespace(datamodule=SimpleNamespace(checkpoint_files=tokenizer.files))
+        files = module.checkpoint_files()
+        assert Tokenizer.of_files(files).chat_template == wanted
+        assert json.loads(files["tokenizer_config.json"])["model_max_length"] == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,8 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from megalight.data.sizes import check_fits
+from megalight.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from megalight.data.tokenizer import FILE as TOKENIZER
-from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.config import compare
 from megalight.models.family import family
@@ -24,6 +25,9 @@ from megalight.optim import AdamConfig
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Source
 from megalight.parallel.transform import ModelTransform, apply_transforms
+
+SETTINGS = "tokenizer_config.json"
+"""Settings of a tokenizer, among them its chat template."""
 
 
 class FamilyConfig(Protocol):
@@ -194,19 +198,19 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
     def checkpoint_files(self) -> dict[str, bytes]:
         """Return files to save in every checkpoint: tokenizer and settings from the folder ``weights``, if it has any.
 
-        There are none if the data comes with another tokenizer: they would be of the wrong one.
+        There are none if the data comes with another tokenizer: they would be of the wrong one. The chat template is
+        that of the data, if it has one: the model learns conversations as it writes them.
         """
         # Once: reading the folder in every save would cost a rank time.
         if self._companions is None:
             found = {} if self.weights is None else companions_of(self.weights)
             provide = getattr(getattr(self.trainer, "datamodule", None), "checkpoint_files", dict)
+            data = provide()
             # By identity, not by file: two folders may hold the same tokenizer.
             identities = {
-                Tokenizer.from_json(files[TOKENIZER].decode()).identity
-                for files in (found, provide())
-                if TOKENIZER in files
+                Tokenizer.from_json(files[TOKENIZER].decode()).identity for files in (found, data) if TOKENIZER in files
             }
-            self._companions = found if len(identities) < 2 else {}
+            self._companions = _with_template(found, data) if len(identities) < 2 else {}
         return self._companions
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -263,6 +267,16 @@ def _way_on(ours: Sequence[ModelTransform], theirs: Sequence[ModelTransform]) ->
     # A run begins without adapters from weights that have them inside.
     merge = "merge its adapters (megalight merge) and " if any(isinstance(each, LoRA) for each in theirs) else ""
     return f"{resume}, or {merge}begin a new run from its weights (the module's weights, in place of ckpt_path)."
+
+
+def _with_template(files: Mapping[str, bytes], data: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of a tokenizer with the chat template of another copy of it, if that has one."""
+    template = json.loads(data.get(SETTINGS, b"{}")).get("chat_template")
+    if template is None or TOKENIZER not in files:
+        return dict(files)
+    settings = {**json.loads(files.get(SETTINGS, b"{}")), "chat_template": template}
+    # Folders of transformers also have it in a file of its own.
+    return {**files, SETTINGS: json.dumps(settings, indent=2).encode(), CHAT_TEMPLATE: template.encode()}
 
 
 def _whole_names(

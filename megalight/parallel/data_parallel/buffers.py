@@ -102,6 +102,13 @@ class FlatShard:
             part = values.reshape(-1)[low - offset : high - offset]
             self.master[low - self.start : high - self.start] = part
 
+    def multiply(self, offset: int, factors: Tensor) -> None:
+        """Multiply the part that ``factors`` meet in this shard; they start at element ``offset`` of the bucket."""
+        low, high = max(self.start, offset), min(self.stop, offset + factors.numel())
+        if low < high:
+            part = self.part(low, high)
+            part.copy_(part * factors.reshape(-1)[low - offset : high - offset].to(part.device))
+
     def intervals(self) -> Iterator[tuple[Piece, int, int, int]]:
         """Yield the parts of canonical pieces that lie in this shard.
 

@@ -498,6 +498,31 @@ class DataParallelEngine:
         """
         fill([*self.buckets, *self.frozen], name, values)
 
+    @torch.no_grad()
+    def rescale(self, factors: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+        """Multiply parameters. Masters that are wider are multiplied themselves, so nothing is rounded twice.
+
+        All ranks call this together. The parameters follow their masters on return.
+
+        Args:
+            factors: each parameter with what it is multiplied by, of any shape that broadcasts to its own. Frozen ones
+                must be whole (:meth:`gather_parameters`).
+        """
+        self.sync_parameters()
+        held = {
+            id(info.parameter): (bucket, slot.start)
+            for bucket in self.buckets
+            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True)
+        }
+        for parameter, factor in factors:
+            if (found := held.get(id(parameter))) is None:
+                parameter.copy_(parameter * factor)
+            else:
+                bucket, start = found
+                bucket.shard.multiply(start, factor.expand(parameter.shape))
+        self.publish()
+        self.sync_parameters()
+
     def give_masters(self, other: DataParallelEngine) -> None:
         """Copy masters that are wider than their parameters to another engine over (some of) the same parameters."""
         for bucket in self.buckets:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalight.errors import ConfigurationError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.plugins.modelopt.places import amaxes, places, rounds
@@ -33,21 +32,14 @@ def needs_calibration(model: ParallelModel) -> bool:
 class Calibration:
     """Collects magnitudes between :meth:`begin` and :meth:`finish`; the forward passes between them round nothing.
 
-    All ranks call both together. Inputs are watched in the forward passes, weights are read at the end.
+    All ranks call both together. Inputs are watched in the forward passes, weights are read at the end, where sharded
+    ones must be whole (:meth:`~megalight.parallel.model.ParallelModel.full_parameters`).
 
     Args:
         model: a model with :class:`~megalight.plugins.modelopt.quantizers.Quantizers`, and with values.
-
-    Raises:
-        ConfigurationError: the model has no quantizers, or its parameters are sharded.
     """
 
     def __init__(self, model: ParallelModel) -> None:
-        if model.shards is not None:
-            raise ConfigurationError(
-                "calibration reads whole weights, and data_parallel.level='optim_grads_params' shards them. Use level "
-                "'optim_grads' for it; the checkpoint loads under any level."
-            )
         self.model = model
 
     def begin(self) -> None:

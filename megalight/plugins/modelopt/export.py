@@ -26,7 +26,7 @@ from megalight.models.family import Weights, family
 from megalight.models.saved import companions_of, description, saved_model
 from megalight.models.stored import StoredModel
 from megalight.models.weights import WeightMap
-from megalight.nn import Linear
+from megalight.nn import LatentAttention, Linear
 from megalight.nn.canonical import Section, canonical_tensors
 from megalight.nn.embedding import Embedding
 from megalight.nn.moe import Router
@@ -39,6 +39,8 @@ MATRICES = (Linear, torch.nn.Linear, Embedding, torch.nn.Embedding, Router)
 """Layers with a matrix that readers could take for a quantized one."""
 SCALES = {"k_bmm_quantizer": "k_proj.k_scale", "v_bmm_quantizer": "v_proj.v_scale"}
 """Quantizers of keys and values -> names of their scales in the module of attention."""
+APART = {"fp8"}
+"""Formats in which layers with one input keep their own scales of weights."""
 E4M3_MAX = 448.0
 """What scales of keys and values count in, whatever their format is (ModelOpt's exporter for ``transformers``)."""
 
@@ -82,6 +84,9 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
     scales = dict[str, Tensor]()
     for stack in stacks.values():
         scales |= _put_stack(plain, layers, table, stack, model.root)
+    for module_path, module in model.root.named_modules():
+        if isinstance(module, LatentAttention):
+            _join_scales(model.root, module_path, module)
     tensors = table.write(plain) | scales
     count = sum(map(len, stacks.values()))
     for matrix in matrices(model.root):
@@ -131,13 +136,7 @@ def _put(
     layer = _layer(matrix)
     _, first = rounds(matrix.weight_quantizer)[0]
     height = int((first.block_sizes or {}).get(-2, 1))
-    try:
-        form, block = utils.get_quantization_format(layer), utils.get_weight_block_size(layer)
-    except NotImplementedError as error:
-        raise ConfigurationError(
-            f"ModelOpt has no files for the format of {matrix.path} ({error}). Quantize with another preset for a "
-            "folder."
-        ) from error
+    form, block = _format(matrix), utils.get_weight_block_size(layer)
     scale, second = utils.get_weight_scaling_factor(layer), utils.get_weight_scaling_factor_2(layer)
     if block:
         # Until a quantizer has run, it does not know how many blocks a row has.
@@ -177,6 +176,38 @@ def _put(
         layers[f"{module}.quantization"] = form
         layers[f"{module}.awq_block_size"] = block
     return len(names)
+
+
+def _format(matrix: Matrix) -> str:
+    """Return ModelOpt's name of a matrix's format.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    try:
+        return str(modelopt("torch.export.quant_utils").get_quantization_format(_layer(matrix)))
+    except NotImplementedError as error:
+        raise ConfigurationError(
+            f"ModelOpt has no files for the format of {matrix.path} ({error}). Quantize with another preset for a "
+            "folder."
+        ) from error
+
+
+def _join_scales(root: torch.nn.Module, path: str, attention: Any) -> None:
+    """Give both layers that read the inputs of latent attention the same scales; engines compute them as one layer.
+
+    ModelOpt does so, by this function, but for formats whose scales engines can join themselves. The values of the
+    model change with scales of input features.
+    """
+    names = (f"{path}.{'q_up' if attention.q_down is None else 'q_down'}", f"{path}.kv_down")
+    both = [matrix for matrix in matrices(root) if matrix.path in names and matrix.weight_quantizer.is_enabled]
+    forms = {_format(matrix) for matrix in both}
+    if len(both) < len(names) or len(forms) > 1 or forms & APART:
+        return
+    layers = [_layer(matrix) for matrix in both]
+    modelopt("torch.export.quant_utils").preprocess_linear_fusion(layers)
+    for matrix, layer in zip(both, layers, strict=True):
+        matrix.weight.detach().copy_(layer.weight)
 
 
 def _stacks(table: WeightMap, root: torch.nn.Module) -> dict[tuple[str, str], list[Matrix]]:

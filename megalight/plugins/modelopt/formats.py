@@ -205,7 +205,8 @@ class FormatSearch:
             # gradients of activations are enough
             parameter.requires_grad_(False)
         try:
-            passes()
+            with self.model.full_parameters():
+                passes()
         finally:
             for hook in hooks:
                 hook.remove()

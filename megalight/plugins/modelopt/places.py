@@ -25,22 +25,33 @@ class Matrix:
     The attributes ``weight`` and the two quantizers have ModelOpt's names, so its functions for layers take it.
 
     Attributes:
-        path: the module that holds it.
+        path: where the module that holds it is.
+        module: that module.
         parameter: the module's parameter that holds it.
         index: its place in the stack on this rank; None: the parameter is the matrix.
-        weight: the matrix.
         weight_kind: where its quantizer is in the module (``up_weight_quantizers.3``).
         weight_quantizer: rounds it.
         input_quantizer: rounds what it is multiplied by. All experts of a stack share one.
     """
 
     path: str
+    module: nn.Module
     parameter: str
     index: int | None
-    weight: Tensor
     weight_kind: str
     weight_quantizer: Any
     input_quantizer: Any
+
+    @property
+    def whole(self) -> nn.Parameter:
+        """The parameter that holds it."""
+        found: nn.Parameter = getattr(self.module, self.parameter)
+        return found
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix. A sharded parameter has its values in other memory each time, so this is looked up anew."""
+        return self.whole if self.index is None else self.whole[self.index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,13 +146,13 @@ def matrices(root: nn.Module) -> Iterator[Matrix]:
         layer: Any = module
         if hasattr(module, "weight_quantizer"):
             yield Matrix(
-                path, "weight", None, layer.weight, "weight_quantizer", layer.weight_quantizer, layer.input_quantizer
+                path, module, "weight", None, "weight_quantizer", layer.weight_quantizer, layer.input_quantizer
             )
         for stack in STACKS:
             kind = f"{stack}_weight_quantizers"
             for index, quantizer in enumerate(getattr(module, kind, ())):
-                weight, inputs = getattr(layer, stack)[index], getattr(layer, f"{stack}_input_quantizer")
-                yield Matrix(path, stack, index, weight, f"{kind}.{index}", quantizer, inputs)
+                inputs = getattr(layer, f"{stack}_input_quantizer")
+                yield Matrix(path, module, stack, index, f"{kind}.{index}", quantizer, inputs)
 
 
 def places(root: nn.Module) -> Iterator[Place]:

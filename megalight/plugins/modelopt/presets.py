@@ -69,11 +69,6 @@ class Preset:
         return None
 
     @property
-    def searches(self) -> bool:
-        """Whether calibration finds scales of input features, and changes weights."""
-        return self.algorithm["method"] in SEARCHES
-
-    @property
     def bits(self) -> float:
         """Bits of a weight in this format, as ModelOpt counts: those of scales only where its preset tells them."""
         config = {"quant_cfg": [dict(rule) for rule in self.rules], "algorithm": dict(self.algorithm)}

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.model import ParallelModel
 from megalight.plugins.modelopt.calibration import Calibration, agree, read
 from megalight.plugins.modelopt.places import KEYS_AND_VALUES, Site, places, rounds, sites
@@ -41,16 +42,23 @@ class Search:
         model: a model with :class:`~megalight.plugins.modelopt.quantizers.Quantizers`, and with values.
         presets: those of all layers of the model, also on other ranks.
         fold: change the weights. If not, their quantizers divide them in each forward pass.
+        engine: what trains the model; None: nothing does. Its masters change with the weights, in their own dtype.
 
     Attributes:
         reads_again: whether :meth:`finish` runs the batches.
 
     Raises:
-        ConfigurationError: parameters are sharded, or layers have adapters.
+        ConfigurationError: layers have adapters.
     """
 
-    def __init__(self, model: ParallelModel, presets: Iterable[Preset], fold: bool = True) -> None:
-        self.model, self.fold = model, fold
+    def __init__(
+        self,
+        model: ParallelModel,
+        presets: Iterable[Preset],
+        fold: bool = True,
+        engine: DataParallelEngine | None = None,
+    ) -> None:
+        self.model, self.fold, self.engine = model, fold, engine
         self.reads_again = any(preset.algorithm["method"] == AWQ for preset in presets)
         self._calibration = Calibration(model)
         self._searched = [_Searched.of(model, site) for site in sites(model.root) if site.method is not None]
@@ -71,7 +79,7 @@ class Search:
 
     @torch.no_grad()
     def finish(self, passes: Callable[[], object]) -> list[str]:
-        """Search, and round from now on.
+        """Search, and round from now on. Sharded parameters are whole meanwhile.
 
         Args:
             passes: runs all batches forward.
@@ -80,13 +88,18 @@ class Search:
             the quantizers of this rank that found no finite values.
         """
         self._probe({})
+        with self.model.full_parameters():
+            return self._finish(passes)
+
+    def _finish(self, passes: Callable[[], object]) -> list[str]:
         unseen = self._calibration.finish()
         self._add_up()
         self._smooth([each for each in self._searched if each.method["method"] != AWQ])
         if self.reads_again:
             self._awq([each for each in self._searched if each.method["method"] == AWQ], passes)
         for each in self._searched:
-            each.apply(self.fold)
+            each.site.quantizer.pre_quant_scale = each.scales.to(each.site.matrices[0].weight.dtype)
+        self._divide()
         self._calibration.read_weights()
         self._limit_inputs()
         return unseen + [each.site.name for each in self._searched if not bool(each.scales.isfinite().all())]
@@ -148,6 +161,21 @@ class Search:
             agree([each.losses for each in group], self.model.mesh, axes, _SUM)
         for each in searched:
             each.scales = 1 / each.tried[each.losses.argmin()]
+
+    def _divide(self) -> None:
+        """Divide the weights by the scales of their inputs."""
+        if not self.fold:
+            for each in self._searched:
+                for matrix in each.site.matrices:
+                    first = rounds(matrix.weight_quantizer)[0][1]
+                    first.pre_quant_scale = (1 / each.scales)[None].to(matrix.weight.dtype)
+            return
+        factors = [(each.site.matrices[0].whole, 1 / each.scales) for each in self._searched]
+        if self.engine is not None:
+            self.engine.rescale(factors)
+            return
+        for parameter, factor in factors:
+            parameter.copy_(parameter * factor)
 
     def _limit_inputs(self) -> None:
         """Set ``amax`` of scaled inputs."""
@@ -274,16 +302,6 @@ class _Searched:
                 del quantizer._pre_quant_scale
             for quantizer in first:
                 quantizer.disable_quant()
-
-    def apply(self, fold: bool) -> None:
-        """Divide the weights by the scales; from now on, inputs are multiplied by them."""
-        for matrix in self.site.matrices:
-            weight = matrix.weight.detach()
-            if fold:
-                weight.copy_(weight * (1 / self.scales))
-            else:
-                rounds(matrix.weight_quantizer)[0][1].pre_quant_scale = (1 / self.scales)[None].to(weight.dtype)
-        self.site.quantizer.pre_quant_scale = self.scales.to(self.site.matrices[0].weight.dtype)
 
     def limit(self) -> Tensor:
         """Return the largest magnitude of scaled inputs."""
