@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,10 +29,36 @@ from megalight.checkpoint.reader import Reader
 from megalight.checkpoint.scheme import SCHEMES
 from megalight.checkpoint.view import views_to_fill
 from megalight.errors import CheckpointError, MissingCheckpointError, StorageError, nearest
-from megalight.parallel.source import Filled, Target
+from megalight.parallel.source import Filled, Source, Target
 
 ATTEMPTS = 3
 """How many times a folder that is missing is opened once more: another one may have taken its place at that moment."""
+
+
+class Saved(Source, Protocol):
+    """A checkpoint of training, whoever wrote it: a source of tensors with what was saved beside them."""
+
+    @property
+    def path(self) -> object:
+        """The name it goes by."""
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What belongs to no rank: the state of loops, schedules, callbacks, and groups of the optimizer."""
+
+    @property
+    def scheme(self) -> str:
+        """How its tensors are named."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+
+    def rank_state(self, rank: int) -> dict[str, Any] | None:
+        """What rank ``rank`` saved for itself; None: nothing."""
+
+    def release(self) -> None:
+        """Let others remove the checkpoint."""
 
 
 class Checkpoint:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
-from megalight.checkpoint.loading import Checkpoint
+from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.scheme import SCHEMES, Contents, State
 from megalight.checkpoint.sources.precision import MASTER
@@ -142,7 +142,7 @@ class Run:
             groups = [next((g for g in same if g["tensors"] or g["scalars"]), same[0]) for same in same_groups]
         return {"class": type(optimizer).__name__, "groups": groups, MAGNITUDES: histories}
 
-    def resume(self, saved: Checkpoint) -> None:
+    def resume(self, saved: Saved) -> None:
         """Read masters, optimizer state, group options, and what ranks keep on their own. Weights are read before.
 
         Raises:
@@ -177,7 +177,7 @@ class Run:
         self._tell_masters(saved)
         self.resume_rank(saved)
 
-    def _tell_masters(self, saved: Checkpoint) -> None:
+    def _tell_masters(self, saved: Saved) -> None:
         """Log what is lost or missing where the saved masters and those of this run differ."""
         # Masters in host memory are saved in any dtype, also in that of the weights.
         had = any(name.startswith(MASTER) and stored.dtype in WIDE for name, stored in saved.tensors.items())
@@ -196,7 +196,7 @@ class Run:
                 "%s has no masters that are wider than its weights: those of this run begin as the weights.", saved.path
             )
 
-    def resume_rank(self, saved: Checkpoint) -> None:
+    def resume_rank(self, saved: Saved) -> None:
         """Read random states, and the past magnitudes of delayed scaling. All ranks call it together.
 
         Raises:
@@ -318,7 +318,7 @@ def _add_magnitudes(past: dict[str, Tensor], state: Mapping[str, Any] | None) ->
         past.setdefault(name, values)
 
 
-def _way_out(saved: Checkpoint) -> str:
+def _way_out(saved: Saved) -> str:
     if saved.scheme != DP_RESHARDABLE:
         return ""
     return (
@@ -327,6 +327,6 @@ def _way_out(saved: Checkpoint) -> str:
     )
 
 
-def _found(name: str, saved: Checkpoint) -> str:
+def _found(name: str, saved: Saved) -> str:
     """Masters go by the weights' own names where the run that saved them needed no copies."""
     return name.removeprefix(MASTER) if name.startswith(MASTER) and name not in saved.tensors else name

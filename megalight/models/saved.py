@@ -15,6 +15,7 @@ from megalight import checkpoint
 from megalight.checkpoint import Checkpoint
 from megalight.checkpoint.compare import compare
 from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
+from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.sources.lenient import Lenient
 from megalight.checkpoint.sources.precision import FullPrecision
@@ -172,7 +173,7 @@ def holds_base(common: Mapping[str, Any]) -> bool:
     return bool(common.get("model", {}).get(BASE, True))
 
 
-def needs_base(opened: Checkpoint, step: str) -> CheckpointError:
+def needs_base(opened: Saved, step: str) -> CheckpointError:
     """Make the error for a checkpoint that holds only adapters, if no base is given."""
     return CheckpointError(f"checkpoint {opened.path} holds only adapters; {step}.")
 

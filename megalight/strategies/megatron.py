@@ -414,11 +414,11 @@ class MegatronStrategy(FolderCheckpoints):
             self._sigterm.at_step()
         if self.engine is None:
             return self._stepper.own("training_step", args)
-        # Lightning skips its own zero_grad with the backward, so do it at the start of each accumulation window
+        # Lightning skips its own zero_grad with the backward.
         if begins:
             self._follow_optimizer()
-            _lightning.zero_grad(trainer, self.optimizers[0])
-            self._stepper.zero_grad()
+            self._stepper.zero_hooks = partial(_lightning.zero_grad, trainer, self.optimizers[0])
+            self._stepper.begin_window()
         # The user's hooks before this step could read whole weights. From here on units come and go.
         self.engine.release_parameters()
         sync = not self._accumulating

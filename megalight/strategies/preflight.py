@@ -14,7 +14,7 @@ from megalight.models.module import MegalightModule
 from megalight.parallel.groups import check_max_ctas
 from megalight.parallel.model import check_split
 from megalight.parallel.transform import apply_transforms
-from megalight.strategies.checkpoints.resuming import open_folder
+from megalight.strategies.checkpoints.resuming import open_saved
 from megalight.strategies.mesh_strategy import MeshStrategy, Part
 from megalight.strategies.process_group import backend_of
 from megalight.strategies.user_module import options_for
@@ -65,7 +65,7 @@ def check(
     if not path and isinstance(module, MegalightModule) and module.model is None:
         module.initial_weights()  # opens the folder, which checks that it exists, is complete and of this family
     if path and path not in NAMED:
-        entries = open_folder(str(path)).common
+        entries = open_saved(str(path), module).common
         if hasattr(module, "check_checkpoint"):
             module.check_checkpoint(entries)
 

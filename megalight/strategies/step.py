@@ -52,8 +52,11 @@ class Stepper:
 
     Attributes:
         step: the step of a ``MegalightModule``, without Lightning.
+        zero_hooks: calls Lightning's hooks around zeroing.
         has_gradients: whether a batch of this accumulation window had a loss.
     """
+
+    zero_hooks: Callable[[], None]
 
     def __init__(
         self,
@@ -78,13 +81,35 @@ class Stepper:
         )
         self.step.share = self._share
         self.has_gradients = False
+        self._zero_due = False
         self._compared = False
 
-    def zero_grad(self) -> None:
-        """Discard all gradients: a new accumulation window begins."""
+    def begin_window(self) -> None:
+        """Begin an accumulation window: discard the gradients of the last one, before the first backward.
+
+        As in Lightning, the user's own ``training_step`` runs before that. Other steps are one call with all of their
+        passes, so their gradients are discarded at once. So are those of steps that are replayed, and those of a model
+        with released weights: hooks could not read them in the middle of a step.
+        """
         assert self.engine is not None
+        self._zero_due = True
+        own = own_steps(self.module, "training_step") and self.step.runner is run_passes
+        if not own or self.engine.level.parameters:
+            self._zero_grad()
+
+    def _zero_grad(self) -> None:
+        """Discard all gradients, if that is due."""
+        if not self._zero_due:
+            return
+        assert self.engine is not None
+        self._zero_due = False
+        self.zero_hooks()
         self.has_gradients = False
         self.engine.zero_grad()
+
+    def _before_own_backward(self, loss: Tensor) -> None:
+        self._zero_grad()
+        self.before_backward(loss)
 
     def begin(self, engine: DataParallelEngine | None) -> None:
         """Begin a run of Lightning's loops. ``engine`` is None outside ``fit``."""
@@ -128,7 +153,7 @@ class Stepper:
         assert engine is not None
         # A runner may replay the step, which then logs nothing by itself.
         recording = self.step.runner is not run_passes
-        step = OwnTrainingStep(self.module, self.precision, self.before_backward, self.model.mesh.world_size > 1)
+        step = OwnTrainingStep(self.module, self.precision, self._before_own_backward, self.model.mesh.world_size > 1)
 
         def passes(micro_batches: Sequence[Any]) -> OwnOutcome:
             with (
@@ -137,6 +162,7 @@ class Stepper:
                 logs_of(self.module, recording) as logs,
             ):
                 output, loss = step(micro_batches, others, scale, totals.data_ranks)
+                self._zero_grad()  # the step has skipped the whole batch
             # Without gradients, the optimizer must find None and not zeros.
             if sync and (self.has_gradients or loss is not None):
                 engine.finish_grad_sync()

@@ -222,7 +222,7 @@ WORDS = {
         ["--ckpt_path={root}/checkpoints/step=2.ckpt", f"{MODEL}num_layers=2"],
         ["another model", "num_layers is 2 here and 1 in the checkpoint"],
     ),
-    "a file": (["--ckpt_path={root}/recipe.yaml"], ["recipe.yaml is a single file", "reads folders"]),
+    "a file": (["--ckpt_path={root}/recipe.yaml"], ["recipe.yaml is no checkpoint", "neither a folder"]),
     "a foreign folder": (["--ckpt_path={root}/text"], ["/text"]),
     "data that is not there": ([f"{DATA}data={{root}}/korpus"], ["korpus"]),
     "another tokenizer": ([f"{DATA}tokenizer={{root}}/other.tokenizer.json"], ["made with the tokenizer", "Use "]),

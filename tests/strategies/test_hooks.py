@@ -37,14 +37,16 @@ from tests.workers import run
 
 LOOP = [
     "on_train_batch_start",
+    "training_step",
     "on_before_zero_grad",
     "on_before_backward",
+    "training_step",
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
     "on_train_batch_end",
 ]
-"""Two micro-batches: Lightning's order, but that gradients are zeroed before the step."""
+"""Two micro-batches: Lightning's order, and the second one before the update."""
 ORDER = [
     "setup_environment",
     "setup",
@@ -79,6 +81,10 @@ class Traced(Plain):
     def configure_optimizers(self) -> Any:
         self.calls.append("configure_optimizers")
         return super().configure_optimizers()
+
+    def training_step(self, *args: Any) -> Any:
+        self.calls.append("training_step")
+        return super().training_step(*args)
 
 
 class TracedStrategy(MegatronStrategy):

@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
         load_weights(GPTModule(BASE), path)
     file = tmp_path / "single.ckpt"
     file.write_text(json.dumps({}))
-    with pytest.raises(CheckpointError, match=r"single\.ckpt is a single file.*load_state_dict"):
+    with pytest.raises(CheckpointError, match=r"single\.ckpt is no checkpoint"):
         load_weights(other, file)
     with pytest.raises(CheckpointError, match=r"newest finished checkpoint beside it is .*a\.ckpt"):
         load_weights(other, tmp_path / "absent.ckpt")

@@ -15,7 +15,7 @@ from megalight.checkpoint.boxes import meeting
 from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE
-from megalight.checkpoint.loading import Checkpoint
+from megalight.checkpoint.loading import Checkpoint, Saved
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import piece_name
 from megalight.errors import CheckpointError
@@ -24,9 +24,9 @@ from megalight.parallel.source import Filled, Request, Source, Stored, Target, W
 _PIECE = re.compile(r"(?P<name>.+)@(?P<offset>[\d,]*)\+(?P<size>[\d,]*)")
 
 
-def canonical(saved: Checkpoint) -> Source:
+def canonical(saved: Saved) -> Source:
     """Return a checkpoint as a source of canonical tensors, whatever scheme wrote it."""
-    return FlatStates(saved) if saved.scheme == DP_RESHARDABLE else saved
+    return FlatStates(saved) if isinstance(saved, Checkpoint) and saved.scheme == DP_RESHARDABLE else saved
 
 
 @dataclass(frozen=True)

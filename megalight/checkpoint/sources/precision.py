@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megalight.checkpoint.loading import Checkpoint
+from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.sources.flat import canonical
 from megalight.parallel.source import Filled, Renamed, Request, Wrapped
 
@@ -23,7 +23,7 @@ class FullPrecision(Wrapped):
     Boxes in float32 or wider are read from the masters where the checkpoint has them, all others from the weights.
     """
 
-    source: Checkpoint
+    source: Saved
 
     def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.checkpoint import Checkpoint, Contents
+from megalight.checkpoint import Contents
+from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.errors import CheckpointError, ConfigurationError
@@ -119,7 +120,7 @@ class SavedWeights(MutableMapping[str, Tensor]):
         whole: whether hooks may look and edit.
     """
 
-    def __init__(self, saved: Checkpoint, prefix: str, whole: bool) -> None:
+    def __init__(self, saved: Saved, prefix: str, whole: bool) -> None:
         self._saved = saved
         self._prefix = prefix
         self._whole = whole

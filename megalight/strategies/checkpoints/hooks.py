@@ -26,7 +26,7 @@ from megalight.strategies import _lightning
 from megalight.strategies.checkpoints.beside import SavesBeside
 from megalight.strategies.checkpoints.edits import Edits, edits_of
 from megalight.strategies.checkpoints.hyperparameters import keep_plain
-from megalight.strategies.checkpoints.resuming import Resumed, open_folder
+from megalight.strategies.checkpoints.resuming import Resumed, open_saved
 from megalight.strategies.checkpoints.saving import save, views
 from megalight.strategies.mesh_strategy import MeshStrategy
 
@@ -230,13 +230,14 @@ class FolderCheckpoints(MeshStrategy):
             sharding.end()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a folder. Tensors are read later, directly into the parameters."""
+        """Open a folder or a file. Tensors are read later, directly into the parameters."""
         # The save under way may be the one that is loaded.
         self.finish_saves()
         read: list[tuple[Resumed, dict[str, Any]]] = []
 
         def open_it() -> None:
-            resumed = Resumed(open_folder(str(checkpoint_path)))
+            assert self.lightning_module is not None
+            resumed = Resumed(open_saved(str(checkpoint_path), self.lightning_module))
             read.append((resumed, resumed.for_lightning(self)))
 
         # Storage may fail one rank alone, and the others would wait for it at the next collective.

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from megalight import checkpoint
+from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
@@ -20,24 +21,20 @@ from megalight.parallel.source import Source
 from megalight.strategies import _lightning
 from megalight.strategies.checkpoints.edits import Edits, SavedWeights, holds_whole_model, prefix_of, write
 from megalight.strategies.checkpoints.saving import ORDINARY
+from megalight.strategies.checkpoints.single_file import STATES, SingleFile
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 
-def open_folder(path: str) -> checkpoint.Checkpoint:
-    """Open a checkpoint.
+def open_saved(path: str, module: pl.LightningModule) -> Saved:
+    """Open a checkpoint for a module: a folder of ours, or a single file of Lightning's own strategies.
 
     Raises:
         CheckpointError: it is not a complete checkpoint. The message names the last good one beside it.
     """
-    if Path(path).is_file():
-        raise CheckpointError(
-            f"{path} is a single file, as other Lightning strategies write; MegatronStrategy reads folders that it "
-            "wrote itself. Load such a file with module.load_state_dict(torch.load(...)['state_dict']) before fit."
-        )
-    return checkpoint.open(path)
+    return SingleFile(path, module) if Path(path).is_file() else checkpoint.open(path)
 
 
-def base_of(module: pl.LightningModule, saved: checkpoint.Checkpoint) -> Source:
+def base_of(module: pl.LightningModule, saved: Saved) -> Source:
     """Return the source of the base weights for a checkpoint with only adapters.
 
     Raises:
@@ -60,7 +57,7 @@ class Resumed:
         edits: what hooks changed in it.
     """
 
-    saved: checkpoint.Checkpoint
+    saved: Saved
     strict: bool = True
     weights: SavedWeights | None = None
     edits: Edits = field(default_factory=Edits)
@@ -68,13 +65,19 @@ class Resumed:
     def for_lightning(self, strategy: MeshStrategy) -> dict[str, Any]:
         """Return the entries that Lightning restores itself, and ``state_dict`` for hooks."""
         common = dict(self.saved.common)
-        options, whole = common.pop("optimizer", None), common.pop(ORDINARY, None)
+        common.pop("megalight", None)  # ours alone, and hooks see Lightning's entries
+        options, whole = common.pop("optimizer", None), common.pop(self._ordinary, None)
         states = whole if options is None else [options]
         if self.from_elsewhere:
             common = {**_lightning.entries_at(common["global_step"]), **common}
         self.weights = SavedWeights(self.saved, prefix_of(strategy), holds_whole_model(strategy))
         # Hooks see a `state_dict` that reads tensors one by one. Lightning hands it on without a look.
         return {**common, "state_dict": self.weights, **({} if states is None else {"optimizer_states": states})}
+
+    @property
+    def _ordinary(self) -> str:
+        """The entry for optimizers of whole parameters. Lightning's files have all optimizers there."""
+        return STATES if isinstance(self.saved, SingleFile) else ORDINARY
 
     @property
     def from_elsewhere(self) -> bool:
@@ -116,6 +119,9 @@ class Resumed:
         Raises:
             CheckpointError: it has no optimizer state, or that of another optimizer.
         """
+        if isinstance(self.saved, SingleFile):
+            assert strategy.parallel_model is not None
+            self.saved.read_optimizer_states(strategy.optimizers[0], strategy.parallel_model)
         strategy.run.resume(self.saved)
         if self.from_elsewhere:
             assert strategy.lightning_module is not None
@@ -128,7 +134,7 @@ class Resumed:
         Raises:
             CheckpointError: it has other optimizers.
         """
-        states = self.saved.common.get(ORDINARY)
+        states = self.saved.common.get(self._ordinary)
         if states is None or len(states) != len(optimizers):
             kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             raise CheckpointError(

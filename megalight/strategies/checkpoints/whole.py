@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from megalight import checkpoint
+from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.ranks import alone
 from megalight.models.module import MegalightModule
 from megalight.models.saved import holds_base, widest
@@ -17,7 +17,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
-from megalight.strategies.checkpoints.resuming import base_of, open_folder
+from megalight.strategies.checkpoints.resuming import base_of, open_saved
 from megalight.strategies.user_module import root_of, seed_of
 
 
@@ -30,7 +30,7 @@ def load_weights(module: pl.LightningModule, path: str | os.PathLike[str]) -> No
 
     Args:
         module: the module, constructed as for training.
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or the file that one of Lightning's own strategies wrote.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete, or of another model.
@@ -43,8 +43,8 @@ def restore_whole(module: pl.LightningModule, path: str) -> dict[str, Any]:
     return dict(_load(module, path).common["loops"])
 
 
-def _load(module: pl.LightningModule, path: str) -> checkpoint.Checkpoint:
-    saved = open_folder(path)
+def _load(module: pl.LightningModule, path: str) -> Saved:
+    saved = open_saved(path, module)
     check = getattr(module, "check_checkpoint", None)
     if check is not None:
         check(saved.common)

@@ -1,0 +1,225 @@
+"""Go on from a single file, which Lightning's own strategies write: weights, optimizer and loops, in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from megalight.checkpoint.compare import compare
+from megalight.checkpoint.disk.index import TensorInfo
+from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
+from megalight.checkpoint.foreign.single_file import WEIGHTS, read
+from megalight.checkpoint.ranks import Ranks
+from megalight.checkpoint.run import STATE
+from megalight.errors import CheckpointError
+from megalight.models.module import CANONICAL_PREFIX, MegalightModule
+from megalight.nn.canonical import Part, parts
+from megalight.optim.sharded import SCALARS
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.source import Filled, Target
+from megalight.parallel.transform import apply_transforms
+
+STATES = "optimizer_states"
+"""Lightning's entry for the states of all optimizers."""
+NOT_OPTIONS = ("params", "param_names")
+"""What a group of an optimizer holds besides its options."""
+WAY_OUT = "Its weights alone can be loaded before fit: module.load_state_dict(torch.load(FILE)['state_dict'])."
+
+
+class SingleFile:
+    """An opened single file, with the interface of an opened folder (:class:`megalight.checkpoint.loading.Saved`).
+
+    Args:
+        path: the file.
+        module: a module like the one that was saved, before or after it was split.
+
+    Attributes:
+        common: all entries except the weights.
+        tensors: canonical name -> shape, dtype.
+
+    Raises:
+        CheckpointError: the file is not a checkpoint of Lightning, or holds more than tensors and plain values.
+    """
+
+    scheme = FULLY_RESHARDABLE
+    world_size = 1
+
+    def __init__(self, path: str, module: pl.LightningModule) -> None:
+        self.path = path
+        entries = read(path)
+        self._weights: Mapping[str, Tensor] = entries.pop(WEIGHTS)
+        self.common: dict[str, Any] = entries
+        # Keys of parameters are those of the one-device module. They hold one or more canonical tensors.
+        self._parts, names = _parts_of(module)
+        self._tied = {keys[0] for keys in names if len(keys) > 1}
+        aliases = {key for keys in names for key in keys[1:]}
+        prefix = "" if isinstance(module, MegalightModule) else CANONICAL_PREFIX
+        self._values: dict[str, Tensor] = {}
+        for key, value in self._weights.items():
+            if key in self._parts:
+                self._add("", key, value)
+            elif key not in aliases:
+                self._values[prefix + key] = value
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The available tensors."""
+        return {
+            name: TensorInfo(name, tuple(value.shape), str(value.dtype).removeprefix("torch."), ())
+            for name, value in self._values.items()
+        }
+
+    def release(self) -> None:
+        """Do nothing: nobody locks a single file."""
+
+    def rank_state(self, rank: int) -> dict[str, Any] | None:
+        """Return None: it holds no random states."""
+        return None
+
+    def fill(
+        self,
+        targets: Iterable[Target],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Filled:
+        """Read this rank's boxes; see :meth:`megalight.parallel.source.Source.fill`."""
+        boxes = list(targets)
+        asked = {box.name: box.shape for box in boxes}
+        where = f"checkpoint {self.path}"
+        filled = compare(Ranks(process_group), where, self.tensors, asked, strict=strict, prefix=prefix)
+        for box in boxes:
+            if box.name in self._values:
+                value = self._values[box.name]
+                for dim, (start, size) in enumerate(zip(box.offset, box.data.shape, strict=True)):
+                    value = value.narrow(dim, start, size)
+                box.data.copy_(value)
+        return filled
+
+    def read_optimizer_states(self, optimizer: Optimizer, model: ParallelModel) -> None:
+        """Add the states of an optimizer by canonical name. All ranks call it together.
+
+        Lightning counts parameters: groups list numbers, and states are by number. So the parameters of a group must
+        be in the order of the model, which is checked.
+
+        Args:
+            optimizer: of this run, with groups that show parameters of the model.
+            model: this rank's part of it.
+
+        Raises:
+            CheckpointError: on every rank: the file has no state, or that of another optimizer or other groups.
+        """
+        # All ranks see the same file, but each knows its own parameters only.
+        found = _members(optimizer, model)
+        gathered: list[Any] = [found]
+        if dist.is_initialized():
+            gathered = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, found)
+        Ranks().together(f"reading {self.path}", lambda: self._read_states(optimizer, gathered))
+
+    def _read_states(self, optimizer: Optimizer, members: Sequence[Sequence[Sequence[str]]]) -> None:
+        saved = self.common.get(STATES) or []
+        if len(saved) != 1:
+            raise CheckpointError(f"{self.path} holds the states of {len(saved)} optimizers, and this run has one.")
+        groups, states = saved[0]["param_groups"], saved[0]["state"]
+        if len(groups) != len(optimizer.param_groups):
+            raise self._refused(f"{len(groups)} parameter groups, and this run has {len(optimizer.param_groups)}")
+        known = []
+        for number, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+            options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
+            # The file does not say its class, but the options tell Adam from SGD.
+            differ = options.keys() ^ (own.keys() - set(NOT_OPTIONS))
+            if differ:
+                raise self._refused(f"another optimizer: only one of both has {', '.join(sorted(differ))}")
+            keys = self._in_order([names[number] for names in members])
+            known.append({"options": options, **self._read_group(keys, group["params"], states)})
+        self.common["optimizer"] = {"class": type(optimizer).__name__, "groups": known}
+
+    def _in_order(self, named: Sequence[Sequence[str]]) -> list[str]:
+        """Return keys of a group's parameters in the file's order; ``named``: canonical names of each rank's."""
+        keys = {part.name: key for key, held in self._parts.items() for part in held}
+        places = {key: place for place, key in enumerate(self._parts)}
+        for names in named:
+            # The last stage of a pipeline has a tied parameter at the place of its second name.
+            own = [places[keys[name]] for name in names if keys[name] not in self._tied]
+            if own != sorted(own):
+                raise self._refused("parameters in the order of the model, and this run's groups have another order")
+        return sorted({keys[name] for names in named for name in names}, key=places.__getitem__)
+
+    def _read_group(self, keys: Sequence[str], numbers: Sequence[int], states: Mapping[int, Any]) -> dict[str, Any]:
+        """Add the states of a group's parameters, and return its counters and the dtypes of its tensors."""
+        # Frozen parameters may be in a group, and have no state.
+        numbers = [number for number in numbers if number in states] if len(numbers) != len(keys) else numbers
+        if len(numbers) != len(keys):
+            raise self._refused(f"{len(numbers)} parameters in a group, and this run has {len(keys)} there")
+        scalars: dict[str, Any] = {}
+        dtypes: dict[str, str] = {}
+        for number in numbers:
+            for name, value in states.get(number, {}).items():
+                if name not in SCALARS:
+                    dtypes[name] = str(value.dtype)
+                elif scalars.setdefault(name, value) != value:
+                    raise self._refused(f"parameters of a group with different counts ({name})")
+        for key, number in zip(keys, numbers, strict=True):
+            shape = self._weights[key].shape
+            for name in dtypes:
+                # A parameter that never had a gradient has no state, which is that of zero gradients.
+                value = states.get(number, {}).get(name, torch.zeros(shape))
+                if value.shape != shape:
+                    raise self._refused(f"{name} of shape {list(value.shape)} for {key}, which is {list(shape)}")
+                self._add(f"{STATE}{name}.", key, value)
+        return {"scalars": scalars, "tensors": dtypes}
+
+    def _add(self, prefix: str, key: str, value: Tensor) -> None:
+        """Add the canonical tensors that lie in a parameter's values, or in one of its states."""
+        held = self._parts[key]
+        if value.numel() != sum(prod(part.shape) for part in held):
+            raise CheckpointError(f"{key} in {self.path} has the shape {list(value.shape)}: it is of another model.")
+        flat = value.detach().reshape(-1)
+        for part in held:
+            self._values[prefix + part.name] = flat[part.start : part.start + prod(part.shape)].view(part.shape)
+
+    def _refused(self, what: str) -> CheckpointError:
+        return CheckpointError(f"cannot resume from {self.path}: its optimizer has {what}. {WAY_OUT}")
+
+
+def _members(optimizer: Optimizer, model: ParallelModel) -> list[list[str]]:
+    """Return, for each group, a canonical name of each trained parameter on this rank."""
+    names = {id(tensor): name for name, tensor in model.root.named_parameters()}
+    return [
+        [model.specs[names[id(p)]].pieces[0].name for p in group["params"] if p.requires_grad]
+        for group in optimizer.param_groups
+    ]
+
+
+def _parts_of(module: pl.LightningModule) -> tuple[dict[str, list[Part]], list[list[str]]]:
+    """Return the canonical tensors in each parameter by its key in the ``state_dict``, and all keys of each."""
+    model: nn.Module = module
+    if isinstance(module, MegalightModule):
+        # Built once more: the module may be split already, and here it takes no memory.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = module.build_model()
+            apply_transforms(model, module.transforms)
+    prefix = CANONICAL_PREFIX if isinstance(module, MegalightModule) else ""
+    held: dict[str, list[Part]] = {}
+    for part in _named(parts(model)):
+        held.setdefault(prefix + part.parameter, []).append(part)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(prefix + name)
+    return held, list(names.values())
+
+
+def _named(found: Iterable[Part]) -> Iterator[Part]:
+    """Yield parts with their names in a checkpoint."""
+    for part in found:
+        yield Part(part.parameter, CANONICAL_PREFIX + part.name, part.shape, part.start)
