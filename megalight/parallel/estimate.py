@@ -78,7 +78,12 @@ def estimate(
     shards = ranks // options.replicate
     holders = 1 if options.level == "no_shard" else shards if options.replicate_optimizer else ranks
     wanted = DTYPES.get(options.master_dtype or "")
-    gradient = (DTYPES.get(options.gradient_dtype or "") or torch.promote_types(dtype, torch.float32)).itemsize
+    buffered = DTYPES.get(options.gradient_dtype or "") or torch.promote_types(dtype, torch.float32)
+    gradient = buffered.itemsize
+    # Shards of units sum over ranks and micro-batches, in the wider dtype of buffer and message.
+    summed = torch.promote_types(buffered, DTYPES.get(options.reduce_dtype or "", buffered))
+    if options.reduce_scatter_with_fp32_accumulation:
+        summed = torch.promote_types(summed, torch.float32)
     # Masters in the parameters' own dtype lie in the parameters' memory.
     master = 0 if dtype.itemsize >= 4 or wanted == dtype else (wanted or torch.float32).itemsize
 
@@ -101,7 +106,9 @@ def estimate(
         flat = float(sum(inside.values()) + sum(outside.values()))
     trained = inside[True] + outside[True]
     if level.gradients and shards > 1 and options.reduce_each_micro_batch is not False:
-        gradients = gradient * (inside[True] / holders + GRADIENT_TURNS * largest[True] + outside[True])
+        gradients = summed.itemsize * inside[True] / holders + gradient * (
+            GRADIENT_TURNS * largest[True] + outside[True]
+        )
     else:
         gradients = gradient * float(trained)
     learnt = trained / holders

@@ -31,6 +31,8 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, FULL),
     (4, FULL),
     (2, {**FULL, "gradient_dtype": "bfloat16"}),
+    (2, {**FULL, "gradient_dtype": "bfloat16", "reduce_scatter_with_fp32_accumulation": True}),
+    (2, {**FULL, "gradient_dtype": "bfloat16", "reduce_dtype": "float32"}),
     (2, {**FULL, "gradient_dtype": "bfloat16", "master_dtype": "bfloat16"}),
     (2, {**FULL, "prefetch": 2}),
     (2, {**FULL, "reduce_each_micro_batch": False}),
