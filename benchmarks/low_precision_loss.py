@@ -5,9 +5,10 @@
 The text is this repository's own documentation and source as bytes. Batches and initial values are the same in every
 run, and the learning rate decays to zero. A recipe passes if its mean loss over the last tenth of the steps is within
 ``--bound`` of bf16's. The run ``bf16 nudged`` starts with one weight changed by 0.01; its difference from bf16 shows
-how much is chance. A recipe with ``+primary`` stores its weights as codes. A recipe that the device does not support is
-emulated: its products are computed in float64 from the codes. So are all on a CPU: `--size medium` takes minutes there,
-`--size small` only shows that it works. A recipe that cannot be emulated either is reported and not run.
+how much is chance. A recipe with ``+primary`` stores its weights as codes; with ``+attention``, attention multiplies in
+8 bits, too. A recipe that the device does not support is emulated: its products are computed in float64 from the codes.
+So are all on a CPU: `--size medium` takes minutes there, `--size small` only shows that it works. A recipe that cannot
+be emulated either is reported and not run.
 """
 
 from __future__ import annotations
@@ -96,8 +97,12 @@ def train(recipe: str, size: Size, steps: int, text: Tensor, device: str, emulat
         with torch.no_grad():
             list(model.parameters())[-1].view(-1)[0] += 0.01
     if recipe not in (BASELINE, NUDGED):
-        name, _, primary = recipe.partition("+")
-        options = LowPrecisionOptions(name, primary_weights=primary == "primary", emulate=emulate)
+        name, *more = recipe.split("+")
+        if unknown := set(more) - {"primary", "attention"}:
+            raise SystemExit(f"unknown {', '.join(sorted(unknown))} in {recipe!r}; there are primary and attention.")
+        options = LowPrecisionOptions(
+            name, primary_weights="primary" in more, fp8_attention="attention" in more, emulate=emulate
+        )
         session = apply_low_precision(model, options, mesh)
     infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in model.named_parameters()]
     engine = DataParallelEngine(infos, mesh)

@@ -15,6 +15,7 @@ from megalight.nn.rotary import RotaryTable
 from megalight.nn.state import KeysAndValues, Slots
 from megalight.ops.attention import attention, mutual_attention
 from megalight.ops.common import wide
+from megalight.ops.fp8_attention import FP8Attention
 from megalight.types import PackedSequences
 
 
@@ -35,9 +36,11 @@ class InnerAttention(nn.Module):
     Attributes:
         mutual: whether the tokens of a run in ``sequences.runs`` see each other, also where attention is causal. Such
             attention is built from blocks: it has no chunk, soft cap, dropout or sink.
+        fp8: computes attention in 8 bits where there is no state; None: in the dtype of the queries.
     """
 
     mutual: bool = False
+    fp8: FP8Attention | None = None
 
     def __init__(
         self,
@@ -74,6 +77,8 @@ class InnerAttention(nn.Module):
 
         With a state, ``k`` and ``v`` belong to the new tokens. They are stored, and queries also see earlier tokens.
         """
+        if self.fp8 is not None and state is None:
+            return self.fp8(q, k, v, sequences)
         new_k, new_v = k, v
         if state is not None:
             # Keys are stored after their rotation, so that earlier tokens need no table.

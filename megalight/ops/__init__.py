@@ -8,6 +8,7 @@ OPS = (
     "attention",
     "attention_block",
     "attention_merge",
+    "fp8_attention",
     "norm",
     "rotary",
     "latent_heads",

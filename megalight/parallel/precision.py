@@ -17,12 +17,14 @@ from megalight.errors import ConfigurationError, nearest
 from megalight.nn import Activation, LayerNorm, Linear, RMSNorm, Rotary
 from megalight.nn.moe import Dispatcher, Experts, MoE
 from megalight.ops.common import measuring
+from megalight.ops.fp8_attention import Spec as AttentionSpec
 from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
 from megalight.ops.grouped_linear.together import Together
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.parameter import known_state, stack_precision_of, state_of
 from megalight.ops.quantize.history import STEPS, AmaxHistory
 from megalight.ops.quantize.recipes import Recipe, recipe
+from megalight.parallel.attention_precision import check_fp8_attention, give_fp8_attention, remove_fp8_attention
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -74,6 +76,11 @@ class LowPrecisionOptions:
         router_padding_for_quantization: fill up the tokens of each expert with zeros to a multiple of 16 (``mxfp8``:
             32, ``nvfp4``: 128) when they are brought to it. Casts then need no padding of their own.
         moe_router_padding_for_fp8: the old name. It acts, with a warning.
+        fp8_attention: attention of these layers multiplies in 8 bits, too: queries, keys, values and weights in e4m3,
+            the gradient of the output and of the scores in the format of gradients (e5m2, or with ``formats="e4m3"``
+            e4m3). Each tensor has one scale, by its current values, of each rank's own heads, whatever the recipe. For
+            equally long sequences without windows, soft caps, sinks, dropout or context parallelism, and heads of a
+            multiple of 16 up to 128. Its kernels are TransformerEngine's, from Blackwell on; elsewhere it is emulated.
         emulate: compute products in float64 from the decoded values, on machines without the real products.
 
     Raises:
@@ -94,6 +101,7 @@ class LowPrecisionOptions:
     experts_together: bool = False
     router_padding_for_quantization: bool = False
     moe_router_padding_for_fp8: bool | None = None
+    fp8_attention: bool = False
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -114,6 +122,11 @@ class LowPrecisionOptions:
             raise ConfigurationError(
                 f"primary_weights=True keeps one set of codes of each weight, and recipe {self.recipe!r} needs two, as "
                 "a weight and its transpose have different scales; choose 'tensorwise' or 'delayed', or leave it out."
+            )
+        if self.fp8_attention and self.reduce_amax:
+            raise ConfigurationError(
+                "fp8_attention=True: the scales of attention are of each rank's own heads, and reduce_amax=True asks "
+                "for results that do not depend on tp; leave one of the two out."
             )
         if self.experts_together and self.recipe not in ("tensorwise", "delayed", "rowwise"):
             raise ConfigurationError(
@@ -183,6 +196,8 @@ def check_low_precision(model: nn.Module, options: LowPrecisionOptions) -> None:
         )
     chosen = _chosen(model, layers, options, len(layers))
     _check_names(_own_names(model, layers, options), options)
+    if options.fp8_attention:
+        check_fp8_attention(chosen)
     schemes = options.schemes()
     for path, layer in chosen.items():
         for name, weight, *_ in _weights_of(path, layer):
@@ -335,7 +350,21 @@ def apply_low_precision(
         for experts in layer.modules():
             if isinstance(experts, Experts):
                 _tell(experts, schemes.alignment if options.router_padding_for_quantization else 1)
+    if options.fp8_attention:
+        give_fp8_attention(chosen, _attention(chosen, options), emulate=options.emulate)
     return session
+
+
+def _attention(layers: Mapping[str, nn.Module], options: LowPrecisionOptions) -> AttentionSpec:
+    """Return what is asked of the attention of these layers, without what each layer says itself."""
+    weight = next(weight for path, layer in layers.items() for _, weight, *_ in _weights_of(path, layer))
+    return AttentionSpec(
+        weight.device.type,
+        weight.dtype,
+        0,
+        gradient="e4m3" if options.formats == "e4m3" else "e5m2",
+        power=options.power_of_two,
+    )
 
 
 def _tell(experts: Experts, alignment: int) -> None:
@@ -373,6 +402,7 @@ def _stack(
 
 def remove_low_precision(model: nn.Module) -> None:
     """Let every weight multiply in its own dtype again, also if an earlier run has changed that."""
+    remove_fp8_attention(model)
     for parameter in model.parameters():
         if (state := known_state(parameter)) is not None:
             state.precision = state.stack_precision = None

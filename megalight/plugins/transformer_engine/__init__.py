@@ -8,6 +8,7 @@ from __future__ import annotations
 from megalight.ops.activation import ACTIVATION, GATED
 from megalight.ops.adam import ADAM
 from megalight.ops.attention import ATTENTION
+from megalight.ops.fp8_attention import FP8_ATTENTION
 from megalight.ops.linear.low_precision import LOW_PRECISION
 from megalight.ops.linear.wgrad import WGRAD
 from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
@@ -16,6 +17,7 @@ from megalight.plugins.transformer_engine import (
     activation,
     adam,
     attention,
+    fp8_attention,
     graphs,
     low_precision,
     norm,
@@ -31,6 +33,7 @@ PRIORITY = 0
 def register() -> None:
     """Add the backends, of ops and of what lies above them."""
     ATTENTION.register(Backend(NAME, attention.attention, PRIORITY, attention.why_not))
+    FP8_ATTENTION.register(Backend(NAME, fp8_attention.make, PRIORITY, fp8_attention.why_not))
     RMS_NORM.register(Backend(NAME, norm.rms_norm, PRIORITY, norm.rms_why_not))
     ADD_RMS_NORM.register(Backend(NAME, norm.add_rms_norm, PRIORITY, norm.rms_why_not))
     LAYER_NORM.register(Backend(NAME, norm.layer_norm, PRIORITY, norm.layer_why_not))
