@@ -25,6 +25,7 @@ from megalight.parallel.data_parallel import DataParallel
 from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.presets import HEAD
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.training import CONFIGS, SEED, WithData, global_batch
@@ -47,7 +48,7 @@ FULLY_SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
 
 
 @functools.cache
-def expected(name: str, preset: str) -> tuple[nn.Module, float]:
+def expected(name: str, preset: str, head: bool) -> tuple[nn.Module, float]:
     """The whole model quantized by ModelOpt, and its loss."""
     register_layers()
     mtq = modelopt()
@@ -60,19 +61,25 @@ def expected(name: str, preset: str) -> tuple[nn.Module, float]:
             for step in range(BATCHES):
                 batch = global_batch(step)
                 mask = batch.loss_mask.reshape(-1)
-                losses = root(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1)).losses
+                # from logits: only so ModelOpt sees the product of the output layer
+                logits = root(batch.tokens.reshape(-1), batch.sequences).logits
+                losses = nn.functional.cross_entropy(logits, batch.labels.reshape(-1), reduction="none")
                 total, count = total + float((losses * mask).sum()), count + float(mask.sum())
         return total / count
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the output layer is left out
-        mtq.quantize(model, copy.deepcopy(getattr(mtq, preset)), loop)
+        config = copy.deepcopy(getattr(mtq, preset))
+        config["quant_cfg"] = [rule for rule in config["quant_cfg"] if not (head and rule["quantizer_name"] in HEAD)]
+        mtq.quantize(model, config, loop)
     return model, loop(model)
 
 
-def validate(name: str, preset: str, layout: dict[str, Any], save_to: str | None, source: str | None) -> list[float]:
+def validate(
+    name: str, preset: str, layout: dict[str, Any], save_to: str | None, source: str | None, head: bool = False
+) -> list[float]:
     """Calibrate and measure; with a ``source``, measure its model."""
-    callbacks = [] if source else [ModelOptQuantization(preset, save_to=save_to)]
+    callbacks = [] if source else [ModelOptQuantization(preset, head, save_to=save_to)]
     runner = trainer(
         MegatronStrategy(**layout), callbacks=callbacks, use_distributed_sampler=False, limit_val_batches=BATCHES
     )
@@ -102,8 +109,26 @@ def validate(name: str, preset: str, layout: dict[str, Any], save_to: str | None
 def test_a_preset_finds_what_modelopt_does(
     name: str, preset: str, world: int, layout: dict[str, Any], tmp_path: Path
 ) -> None:
-    wanted, loss = expected(name, preset)
-    plain, rounded = run(validate, world, name, preset, layout, str(tmp_path / "q"), None, timeout=240)[0]
+    find(name, preset, world, layout, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "layout"),
+    [
+        ("gqa", "INT4_AWQ_CFG", SP),
+        ("gqa", "INT8_SMOOTHQUANT_CFG", {"pipeline_parallel": 2}),
+        pytest.param("gqa", "W4A8_AWQ_BETA_CFG", SP | FULLY_SHARDED, marks=pytest.mark.full),
+    ],
+)
+def test_the_output_layer_is_searched_too(name: str, preset: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    found = find(name, preset, 2, layout, tmp_path, head=True)
+    assert found.head.output_layer.input_quantizer.pre_quant_scale.isfinite().all()
+
+
+def find(name: str, preset: str, world: int, layout: dict[str, Any], tmp_path: Path, head: bool = False) -> Any:
+    """Calibrate and save; compare with the whole model in ModelOpt's hands; return what was saved."""
+    wanted, loss = expected(name, preset, head)
+    plain, rounded = run(validate, world, name, preset, layout, str(tmp_path / "q"), None, head, timeout=240)[0]
     # ModelOpt adds up magnitudes of batches in float32.
     close = 1e-6 if "AWQ" in preset else 1e-9
     assert rounded == pytest.approx(loss, rel=close)
@@ -117,6 +142,7 @@ def test_a_preset_finds_what_modelopt_does(
     # the checkpoint computes the same where rows and columns are split
     again = run(validate, 2, name, preset, SP, None, str(tmp_path / "q"), timeout=240)[0][0]
     assert again == pytest.approx(rounded, rel=1e-9)
+    return found
 
 
 def int4(weight: Tensor) -> Tensor:
@@ -289,8 +315,9 @@ def test_what_cannot_be_searched_is_refused() -> None:
     tokens = run(refused, 2, "FP8_PER_CHANNEL_PER_TOKEN_CFG", SP)[0]
     assert "has a scale for each token" in tokens
     assert "has adapters that would see other inputs" in run(adapted, 1)[0]
-    with torch.device("meta"), pytest.raises(ConfigurationError, match="losses read the weight of the output layer"):
-        Quantizers("INT4_AWQ_CFG", head=True).change(GPT(CONFIG))
+    tied = replace(CONFIG, tie_embeddings=True)
+    with torch.device("meta"), pytest.raises(ConfigurationError, match=r"head\.output_layer\.weight, which is also"):
+        Quantizers("INT4_AWQ_CFG", head=True).change(GPT(tied))
 
 
 def refused(preset: str, layout: dict[str, Any]) -> str:

@@ -37,6 +37,12 @@ def test_each_element_gets_the_nearest_value() -> None:
         torch.testing.assert_close(Codes(weight, form, 4).values(), nearest.view(3, 8), rtol=1e-7, atol=0)
 
 
+def test_nf4_has_the_levels_of_modelopt() -> None:
+    table = pytest.importorskip("modelopt.torch.quantization.qtensor.nf4_tensor").nf4_table
+    # it holds four digits of them, in bfloat16
+    torch.testing.assert_close(torch.tensor(LEVELS), table.float(), rtol=2**-8, atol=5e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nvfp4_has_the_values_of_modelopt(dtype: torch.dtype) -> None:
     modelopt = pytest.importorskip("modelopt.torch.quantization.qtensor")

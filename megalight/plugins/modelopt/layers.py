@@ -65,20 +65,28 @@ def register_layers() -> None:
             if labels is None:
                 logits: Tensor = super().forward(hidden, normed=normed)
                 return logits
-            output: Any = self.output_layer
-            hidden = output.input_quantizer(hidden if normed else self.norm(hidden))
-            with output.quantize_weight():
+            hidden = self._rounded(hidden, normed)
+            with self.output_layer.quantize_weight():  # type: ignore[operator]
                 losses: Tensor = super().forward(hidden, labels, normed=True)
             return losses
 
         def learn(
             self, hidden: Tensor, labels: Tensor, lesson: Lesson, *, normed: bool = False
         ) -> tuple[Tensor, Tensor | None]:
-            output: Any = self.output_layer
-            hidden = output.input_quantizer(hidden if normed else self.norm(hidden))
-            with output.quantize_weight():
+            hidden = self._rounded(hidden, normed)
+            with self.output_layer.quantize_weight():  # type: ignore[operator]
                 found: tuple[Tensor, Tensor | None] = super().learn(hidden, labels, lesson, normed=True)
             return found
+
+        def _rounded(self, hidden: Tensor, normed: bool) -> Tensor:
+            output: Any = self.output_layer
+            hidden = hidden if normed else self.norm(hidden)
+            if output.probes:
+                # They see the layer's own product, which losses pass by.
+                with torch.no_grad():
+                    output(hidden)
+            rounded: Tensor = output.input_quantizer(hidden)
+            return rounded
 
     class QuantizedAttention(modules.QuantModule):  # type: ignore[misc, name-defined]
         """Rounds keys and values, before they are stored."""

@@ -69,6 +69,11 @@ class Preset:
         return None
 
     @property
+    def searches(self) -> bool:
+        """Whether calibration finds scales of input features, and changes weights."""
+        return self.algorithm["method"] in SEARCHES
+
+    @property
     def bits(self) -> float:
         """Bits of a weight in this format, as ModelOpt counts: those of scales only where its preset tells them."""
         config = {"quant_cfg": [dict(rule) for rule in self.rules], "algorithm": dict(self.algorithm)}
@@ -112,11 +117,6 @@ class Preset:
                 raise ConfigurationError(f"kv={kv!r} is not supported here. Use one of {', '.join(KV_SERVED)}.")
             # The first rule switches all off. The later ones leave modules out, such as towers of images.
             rules[1:1] = added
-        if head and algorithm["method"] in SEARCHES:
-            raise ConfigurationError(
-                f"head=True with preset {name!r}: losses read the weight of the output layer past its own product, "
-                f"where {algorithm['method']} measures. Leave head out, or use another preset."
-            )
         if head:
             rules = [rule for rule in rules if rule["quantizer_name"] not in HEAD]
         return cls(name, tuple(rules), algorithm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -68,12 +69,16 @@ class Quantizers(ModelTransform):
 
         Raises:
             ConfigurationError: a preset is unknown or not supported, names no layer, or names one that cannot be
-                quantized; a glob matches no layer.
+                quantized; a glob matches no layer; a preset would change a weight that another module has, too.
             MissingPackageError: ModelOpt is not installed.
         """
         presets = self.read()
         own = presets[self.preset]
         named, others, matched = dict[str, str](), list[str](), set[str]()
+        users: dict[int, list[str]] = defaultdict(list)
+        for path, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                users[id(parameter)].append(path)
         for path, module in model.named_modules():
             inner = f"{path}.inner"
             if isinstance(module, Attention | LatentAttention) and own.names(f"{inner}.k_bmm_quantizer"):
@@ -94,6 +99,13 @@ class Quantizers(ModelTransform):
                 continue
             if quantizable:
                 named[path] = chosen
+                shared = users[id(getattr(module, "weight", None))]
+                if presets[chosen].searches and len(shared) > 1:
+                    raise ConfigurationError(
+                        f"preset {chosen!r} divides the columns of {path}.weight, which is also that of "
+                        f"{next(user for user in shared if user != path)}. Leave it out (head, layers), or use a "
+                        "preset that changes no weights."
+                    )
             elif not isinstance(module, nn.Embedding | Embedding | TokenEmbedding):
                 held = [name for name, tensor in module.named_parameters(recurse=False) if tensor.dim() > 1]
                 others += [f"{path} ({type(module).__name__})"] * bool(held)
