@@ -378,13 +378,15 @@ class ParallelModel:
     def transform_values(self) -> bool:
         """Let transforms act on the values after these are set; return whether one may have changed them."""
         acting = [t for t in self.options.transforms if type(t).with_values is not ModelTransform.with_values]
-        if acting and self.shards is not None and self.shards.buckets:
+        replacing = [transform for transform in acting if not transform.writes_in_place]
+        if replacing and self.shards is not None and self.shards.buckets:
             raise ConfigurationError(
-                f"{type(acting[0]).__name__} changes the values of whole parameters, and these are sharded by "
+                f"{type(replacing[0]).__name__} changes the values of whole parameters, and these are sharded by "
                 "data_parallel.level='optim_grads_params'. Use level 'optim_grads' with it."
             )
-        for transform in acting:
-            transform.with_values(self)
+        with self.full_parameters() if acting else nullcontext():
+            for transform in acting:
+                transform.with_values(self)
         if acting:
             # Reading the origin again, for wider masters, would undo what transforms have done.
             self.origin = None

@@ -27,11 +27,14 @@ class ModelTransform(ABC):
         training_only: what names of its tensors in the model begin with, if the model computes the same without it:
             those who use a checkpoint's weights leave them out. None: it changes what the model computes.
         given_by: what users write to have it, for messages. Empty: they list it themselves.
+        writes_in_place: :meth:`with_values` only reads parameters and writes into them, so they may be shards that are
+            gathered for it. If not, it may replace them, and sharded ones are refused.
     """
 
     name: ClassVar[str]
     given_by: ClassVar[str] = ""
     training_only: ClassVar[str | None] = None
+    writes_in_place: ClassVar[bool] = False
 
     @abstractmethod
     def change(self, model: nn.Module) -> None:

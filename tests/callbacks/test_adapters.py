@@ -93,9 +93,19 @@ def test_a_layout_trains_the_same_adapters(world: int, name: str, upper: bool, l
         assert np.array_equal(value, found["initial"][key]) is ("lora" not in key)
 
 
-@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel": 2}, {"context_parallel": 2}], ids=str)
-def test_a_layout_trains_the_same_magnitudes(layout: dict[str, Any]) -> None:
-    found = run(train, 2, "gqa", {**LORA, "dora": True}, {"level": "optim"}, {**layout, "micro_batch_size": 1})[0]
+@pytest.mark.parametrize(
+    ("layout", "level"),
+    [
+        ({}, "optim"),
+        ({"pipeline_parallel": 2}, "optim"),
+        ({"context_parallel": 2}, "optim"),
+        ({}, "optim_grads_params"),
+        pytest.param({"pipeline_parallel": 2, "virtual_pipeline": 1}, "optim_grads_params", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_layout_trains_the_same_magnitudes(layout: dict[str, Any], level: str) -> None:
+    found = run(train, 2, "gqa", {**LORA, "dora": True}, {"level": level}, {**layout, "micro_batch_size": 1})[0]
     reference = by_hand(CONFIGS["gqa"], transforms=[DoRA(**LORA)])
     assert_same_run(found, reference)
     assert_same_gradients(found["gradients"], reference["gradients"])

@@ -205,7 +205,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         if self._companions is None:
             found = {} if self.weights is None else companions_of(self.weights)
             provide = getattr(getattr(self.trainer, "datamodule", None), "checkpoint_files", dict)
-            data = provide()
+            data: Mapping[str, bytes] = provide()
             # By identity, not by file: two folders may hold the same tokenizer.
             identities = {
                 Tokenizer.from_json(files[TOKENIZER].decode()).identity for files in (found, data) if TOKENIZER in files

@@ -28,6 +28,7 @@ class DoRA(LoRA):
     """
 
     name: ClassVar[str] = "dora"
+    writes_in_place: ClassVar[bool] = True
 
     def _adapt(self, path: str, layer: nn.Module, wanted: list[str]) -> None:
         super()._adapt(path, layer, wanted)

@@ -66,7 +66,7 @@ def register_layers() -> None:
                 logits: Tensor = super().forward(hidden, normed=normed)
                 return logits
             hidden = self._rounded(hidden, normed)
-            with self.output_layer.quantize_weight():  # type: ignore[operator]
+            with self.output_layer.quantize_weight():
                 losses: Tensor = super().forward(hidden, labels, normed=True)
             return losses
 
@@ -74,7 +74,7 @@ def register_layers() -> None:
             self, hidden: Tensor, labels: Tensor, lesson: Lesson, *, normed: bool = False
         ) -> tuple[Tensor, Tensor | None]:
             hidden = self._rounded(hidden, normed)
-            with self.output_layer.quantize_weight():  # type: ignore[operator]
+            with self.output_layer.quantize_weight():
                 found: tuple[Tensor, Tensor | None] = super().learn(hidden, labels, lesson, normed=True)
             return found
 
