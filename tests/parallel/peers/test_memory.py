@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,9 @@ def test_an_old_driver(able: pytest.MonkeyPatch) -> None:
 def test_calls_that_fail_name_each_way_to_go_without(able: pytest.MonkeyPatch) -> None:
     able.setattr(driver, "library", lambda: SimpleNamespace(cuStreamBatchMemOp_v2=lambda *arguments: 801))
     stream: Any = SimpleNamespace(cuda_stream=0)
-    with pytest.raises(MegalightError, match=r"failed with code 801 .*overlap='plain'.*dispatcher='all_to_all'"):
+    with pytest.raises(
+        MegalightError, match=r"failed with code 801 .*overlap='plain'.*'all_to_all'.*reductions='plain'"
+    ):
         driver.raise_flags(stream, (0x7F00,))
 
 
@@ -73,3 +76,15 @@ def test_operations_are_laid_out_as_the_driver_reads_them() -> None:
     words = torch.frombuffer(bytearray(driver._waits((0x7F00, 0x7F04))), dtype=torch.int64).view(4, 6).tolist()
     wait, lower = [driver.WAIT, 0x7F00, 1, driver.EQUAL, 0, 0], [driver.WRITE, 0x7F00, 0, 0, 0, 0]
     assert words == [wait, lower, [wait[0], 0x7F04, *wait[2:]], [lower[0], 0x7F04, *lower[2:]]]
+
+
+def test_symmetric_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For peaks of memory: torch's allocator does not know it."""
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    before = memory.held()
+    made = memory.PeerMemory(group, exact=True)
+    made._kept += [torch.zeros(1000, dtype=torch.uint8), torch.zeros(24, dtype=torch.uint8)]
+    assert memory.held() == before + 1024
+    del made
+    gc.collect()
+    assert memory.held() == before
