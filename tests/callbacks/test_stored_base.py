@@ -20,9 +20,10 @@ from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.stored import held_model, save_model
 from megalight.models.transforms import LoRA, StoredBase
 from megalight.models.transforms.merge import merge_checkpoint
+from megalight.models.transforms.stored_base import weights_of
 from megalight.nn import Linear
 from megalight.nn.init import initialise
-from megalight.nn.moe import MoEConfig
+from megalight.nn.moe import Experts, MoEConfig
 from megalight.ops.stored import Codes, stored_of
 from megalight.parallel.transform import ModelTransform
 from megalight.strategies import DataParallel, MegatronStrategy
@@ -36,6 +37,7 @@ LORA: dict[str, Any] = {"rank": 3, "targets": ["q", "v", "down"], "alpha": 6.0}
 BLOCK = 4
 WIDE = replace(CONFIGS["gqa"], ffn_hidden_size=64)
 """Blocks of 16 features divide each half of a row."""
+EXPERTS = replace(WIDE, moe=MoEConfig(num_experts=4, ffn_hidden_size=32, pattern=(False, True)))
 
 
 def block_of(form: str) -> int:
@@ -61,8 +63,9 @@ class Rounded(ModelTransform):
     @torch.no_grad()
     def with_values(self, model: Any) -> None:
         for path, layer in model.root.named_modules():
-            if isinstance(layer, Linear) and path.startswith("layers."):
-                layer.weight.copy_(Codes(layer.weight, self.form, block_of(self.form)).values())
+            if isinstance(layer, Linear | Experts) and path.startswith("layers."):
+                for weight in weights_of(layer):
+                    weight.copy_(Codes(weight, self.form, block_of(self.form)).values())
 
 
 class Seen(pl.Callback):
@@ -117,14 +120,54 @@ def one(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "folder": folder}
 
 
-def test_the_run_is_that_of_the_decoded_weights() -> None:
+@pytest.mark.parametrize("config", [CONFIGS["gqa"], EXPERTS], ids=["dense", "experts"])
+def test_the_run_is_that_of_the_decoded_weights(config: GPTConfig) -> None:
     """torch alone: the same model with codes, and with the codes' values as plain weights."""
     for form in ("int8", "nf4", "nvfp4"):
-        plain = by_hand(CONFIGS["gqa"], 2, transforms=[LoRA(**LORA), Rounded(form)])
-        codes = by_hand(CONFIGS["gqa"], 2, transforms=[LoRA(**LORA), StoredBase(form, block_of(form))])
+        plain = by_hand(config, 2, transforms=[LoRA(**LORA), Rounded(form)])
+        codes = by_hand(config, 2, transforms=[LoRA(**LORA), StoredBase(form, block_of(form))])
         np.testing.assert_allclose(codes["losses"], plain["losses"], rtol=1e-11)
         assert_same_gradients(codes["gradients"], plain["gradients"])
-        assert codes["losses"] != by_hand(CONFIGS["gqa"], 2, transforms=[LoRA(**LORA)])["losses"]
+        assert codes["losses"] != by_hand(config, 2, transforms=[LoRA(**LORA)])["losses"]
+
+
+def adapters_of_experts(base: str, form: str, layout: dict[str, Any]) -> dict[str, Any]:
+    losses, gradients = Seen(), Kept()
+    block = None if form == "nvfp4" else BLOCK
+    module = WithData(EXPERTS, optimizer=ADAM, seed=SEED, weights=base)
+    runner = trainer(
+        MegatronStrategy(micro_batch_size=1, **layout),
+        callbacks=[losses, gradients, Adapters(**LORA, base=form, block=block, save_base=False)],
+        max_steps=2,
+        gradient_clip_val=CLIP,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+    )
+    runner.fit(module)
+    stacks = [p for p in module.model.parameters() if p.ndim == 3 and not p.requires_grad]
+    assert stacks
+    assert all(stored_of(stack) is not None for stack in stacks)
+    return {"losses": losses.losses, "gradients": gradients.first}
+
+
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        ("nvfp4", {"expert_parallel": 2}),
+        ("nf4", {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}),
+        pytest.param(
+            "nvfp4",
+            {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_experts_are_stored_under_every_layout(form: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    save_model(held_model("gpt", EXPERTS, drawn(EXPERTS)), tmp_path / "base")
+    wanted = by_hand(EXPERTS, 2, transforms=[LoRA(**LORA), Rounded(form)])
+    found = run(adapters_of_experts, 2, str(tmp_path / "base"), form, layout, timeout=240)[0]
+    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-9)
+    assert_same_gradients(found["gradients"], wanted["gradients"])
 
 
 @pytest.mark.parametrize(
@@ -186,8 +229,8 @@ CASES = {
     "odd": (lambda: Adapters(2, base="int8", block=5, save_base=False), "^block=5 must be even and at least 2"),
     "trained": (lambda: StoredBase().change(GPT(CONFIGS["gqa"])), "is trained, and codes have no gradient"),
     "experts": (
-        lambda: _change(replace(CONFIGS["gqa"], moe=MoEConfig(num_experts=2, ffn_hidden_size=8))),
-        "layers.0.mlp.experts is a stack of experts",
+        lambda: _change(replace(CONFIGS["gqa"], moe=MoEConfig(num_experts=2, ffn_hidden_size=6))),
+        "layers.0.mlp.experts: rows of 6 features cannot be cut into blocks of 4",
     ),
     "block": (lambda: _change(CONFIGS["gqa"], block=48), "cannot be cut into blocks of 48"),
 }

@@ -184,11 +184,7 @@ def merge(model: nn.Module) -> int:
             if not isinstance(adapter, Adapter):
                 continue
             assert isinstance(module.weight, Tensor)
-            if stored_of(module.weight) is not None:
-                raise ConfigurationError(
-                    "the weights are stored as codes, which lack bits for the sum. Merge the checkpoint of the "
-                    "adapters with its base instead (megalight merge)."
-                )
+            _check_plain(module.weight)
             # In place, as other modules may hold the same parameter.
             module.weight.copy_(merged(module.weight, adapter))
             count += 1
@@ -197,10 +193,19 @@ def merge(model: nn.Module) -> int:
             module.adapters.clear()
             for projection, stack in found.items():
                 if isinstance(stack, StackAdapter):
+                    _check_plain(module.up, module.down)
                     weight = module.weight_of(projection)
                     weight.copy_(stack.merged(weight))
             count += any(stack is not None for stack in found.values())
     return count
+
+
+def _check_plain(*weights: Tensor) -> None:
+    if any(stored_of(weight) is not None for weight in weights):
+        raise ConfigurationError(
+            "the weights are stored as codes, which lack bits for the sum. Merge the checkpoint of the adapters with "
+            "its base instead (megalight merge)."
+        )
 
 
 def activate(model: nn.Module, adapter: str | None) -> None:

@@ -14,8 +14,8 @@ from megalight.errors import ConfigurationError
 from megalight.models.transforms.lora import linear_layers, matches
 from megalight.nn import Linear
 from megalight.nn.moe import Experts
-from megalight.ops.parameter import precision_of
-from megalight.ops.stored import NVFP4_BLOCK, check, store, stored_of
+from megalight.ops.parameter import precision_of, stack_precision_of
+from megalight.ops.stored import NVFP4_BLOCK, check, largest_of, store, stored_of
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.row import RowLinear
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LAYERS = "layers.*"
 """Linear layers in the transformer layers; the embedding and the output layer keep their dtype, as in the paper."""
-DECODED = (Linear, ColumnLinear, RowLinear)
+DECODED = (Linear, ColumnLinear, RowLinear, Experts)
 """Layers whose products decode their weight."""
 
 
@@ -69,21 +69,17 @@ class StoredBase(ModelTransform):
             raise ConfigurationError(f"{type(model).__name__} has no linear layers under {LAYERS!r} to store as codes.")
         for path in found:
             layer = model.get_submodule(path)
-            if isinstance(layer, Experts):
-                raise ConfigurationError(
-                    f"{path} is a stack of experts, whose weights cannot be stored as codes. Train adapters of this "
-                    "model without it."
-                )
-            if not isinstance(layer, Linear):
+            if not isinstance(layer, Linear | Experts):
                 raise ConfigurationError(
                     f"{path} is a {type(layer).__name__}, whose product does not decode codes; only layers of "
                     "Megalight's models can be stored as codes."
                 )
-            if layer.weight.requires_grad:
-                raise ConfigurationError(
-                    f"{path} is trained, and codes have no gradient. Add adapters first, which freeze the model."
-                )
-            self._check(path, layer.weight.shape[1])
+            for weight in weights_of(layer):
+                if weight.requires_grad:
+                    raise ConfigurationError(
+                        f"{path} is trained, and codes have no gradient. Add adapters first, which freeze the model."
+                    )
+                self._check(path, weight.shape[-1])
 
     def change_split(self, model: ParallelModel) -> Mapping[str, ShardSpec]:
         """Check this rank's parts.
@@ -93,32 +89,34 @@ class StoredBase(ModelTransform):
                 its own.
         """
         for path, layer in self._layers(model.root):
-            self._check(path, layer.weight.shape[1])
+            for weight in weights_of(layer):
+                self._check(path, weight.shape[-1])
         return {}
 
     @torch.no_grad()
     def with_values(self, model: ParallelModel) -> None:
         """Replace the weights by codes, one layer after the other."""
         for path, layer in self._layers(model.root):
-            if precision_of(layer.weight) is not None:
-                raise ConfigurationError(
-                    f"{path} multiplies in 8 or 4 bits by the Trainer's precision, and its weight is to be stored as "
-                    f"{self.form} codes. Use one of the two."
-                )
-            if stored_of(layer.weight) is None:
-                assert self.block is not None
-                store(layer.weight, self.form, self.block, self._largest(layer.weight, model))
+            for weight in weights_of(layer):
+                if precision_of(weight) is not None or stack_precision_of(weight) is not None:
+                    raise ConfigurationError(
+                        f"{path} multiplies in 8 or 4 bits by the Trainer's precision, and its weight is to be stored "
+                        f"as {self.form} codes. Use one of the two."
+                    )
+                if stored_of(weight) is None:
+                    assert self.block is not None
+                    store(weight, self.form, self.block, self._largest(weight, model))
 
     def _largest(self, weight: Tensor, model: ParallelModel) -> Tensor | None:
         """Return the largest magnitude of a weight whose parts may be on several ranks, if the format needs it."""
         if self.form != "nvfp4":
             return None
-        largest = weight.abs().amax()
-        if model.mesh.size("tp") > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, model.mesh.group("tp"))
+        largest, axis = largest_of(weight), "tp" if weight.ndim == 2 else "etp"
+        if model.mesh.size(axis) > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, model.mesh.group(axis))
         return largest
 
-    def _layers(self, root: nn.Module) -> Iterator[tuple[str, Linear | ColumnLinear | RowLinear]]:
+    def _layers(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for path, module in root.named_modules():
             if isinstance(module, DECODED) and matches(path, LAYERS):
                 yield path, module
@@ -129,3 +127,9 @@ class StoredBase(ModelTransform):
             check(features, self.form, self.block)
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error}") from error
+
+
+def weights_of(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices ``[out, in]`` or stacks ``[E, out, in]`` of a layer."""
+    names = ("up", "down") if isinstance(layer, Experts) else ("weight",)
+    return [layer.get_parameter(name) for name in names]

@@ -18,6 +18,7 @@ from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, Spec,
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.parameter import main_grad_of, stack_precision_of, state_of
+from megalight.ops.stored import readable
 from megalight.registry import BackendRegistry
 
 __all__ = ["EXAMPLE", "PRODUCT", "REGISTRIES", "WGRAD", "Spec", "grouped_bias", "grouped_linear"]
@@ -34,7 +35,8 @@ def grouped_linear(
 
     If the weight has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, in float32 if that
     is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is
-    kept. If the stack has a precision (:mod:`megalight.ops.grouped_linear.low_precision`), its products use that.
+    kept. A stack that is stored as codes (:mod:`megalight.ops.stored`) is decoded for each product. If the stack has a
+    precision (:mod:`megalight.ops.grouped_linear.low_precision`), its products use that.
 
     Args:
         x: ``[R, in]``, rows grouped by expert.
@@ -82,7 +84,7 @@ def grouped_bias(
 def _product(
     x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool, backend: str
 ) -> Tensor:
-    weight = weight.to(x.dtype)
+    weight = readable(weight).to(x.dtype)
     out: Tensor = choose(PRODUCT, Spec.of(x, weight, sizes), backend)(x, weight, offsets, sizes, transposed)
     return out
 

@@ -77,11 +77,11 @@ class Codes:
     """A frozen weight as codes.
 
     Args:
-        weight: ``[out, in]``, floating point, not NaN.
+        weight: ``[out, in]``, or a stack of them ``[E, out, in]``; floating point, not NaN.
         form: one of the formats.
         block: number of features with one scale; it divides ``in``.
-        largest: for ``nvfp4``: the largest magnitude, 0-dim, if ranks hold parts of the weight; None: that of
-            ``weight``.
+        largest: for ``nvfp4``: the largest magnitude, 0-dim, or ``[E]`` for a stack, if ranks hold parts of the
+            weight; None: that of ``weight``.
 
     Raises:
         ConfigurationError: the block does not divide the features, or the format is unknown.
@@ -92,9 +92,10 @@ class Codes:
         self.form, self.shape, self.dtype = form, weight.shape, weight.dtype
         self.second: Tensor | None = None
         if form == "nvfp4":
-            self._round_twice(weight, weight.detach().abs().amax() if largest is None else largest)
+            self._round_twice(weight, largest_of(weight) if largest is None else largest)
             return
-        blocks = weight.detach().reshape(weight.shape[0], -1, block)
+        # matrices of a stack one below the other
+        blocks = weight.detach().reshape(weight.shape[:-1].numel(), -1, block)
         largest = blocks.abs().amax(-1)
         wide = torch.promote_types(weight.dtype, torch.float32)
         # A block of zeros has any scale: its codes are 0.
@@ -113,8 +114,10 @@ class Codes:
         """Choose scales of blocks in FP8, then codes for the rounded scales."""
         low, high = NVFP4_SCALES
         # A weight of zeros has any scale.
-        self.second = torch.where(largest > 0, largest, torch.ones_like(largest)).float() / (E2M1[-1] * high)
-        blocks = weight.detach().reshape(weight.shape[0], -1, NVFP4_BLOCK)
+        second = torch.where(largest > 0, largest, torch.ones_like(largest)).float() / (E2M1[-1] * high)
+        # of each row
+        self.second = second if second.ndim == 0 else second.repeat_interleave(weight.shape[1])[:, None]
+        blocks = weight.detach().reshape(weight.shape[:-1].numel(), -1, NVFP4_BLOCK)
         steps = blocks.abs().amax(-1).float() / (E2M1[-1] * self.second)
         steps = torch.where(steps > 0, steps, torch.ones_like(steps)).clamp(low, high)
         self.scales = steps.to(torch.float8_e4m3fn)
@@ -137,9 +140,15 @@ class Codes:
         return self.data.nbytes + self.scales.nbytes + (0 if self.second is None else self.second.nbytes)
 
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the decoded weight ``[out, in]``, in its own dtype or another."""
-        found = decode(self.data, self._steps, self.form, self.dtype)
+        """Return the decoded weight, in its own dtype or another."""
+        found = decode(self.data, self._steps, self.form, self.dtype).view(self.shape)
         return found if dtype is None else found.to(dtype)
+
+
+def largest_of(weight: Tensor) -> Tensor:
+    """Return the largest magnitude of a weight, 0-dim; of a stack, those of its matrices ``[E]``."""
+    sizes = weight.detach().abs()
+    return sizes.amax() if weight.ndim == 2 else sizes.amax((1, 2))
 
 
 def _paired(codes: Tensor) -> Tensor:
