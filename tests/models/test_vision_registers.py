@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -117,3 +118,25 @@ def test_products_in_8_bits_need_no_padding_of_class_tokens_and_registers(kind: 
         found.append([features, *[p.grad for p in model.embed.tower.parameters()]])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("context", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [7, 16, 24])
+def test_rows_divide_for_sequence_and_context_parallelism_together(tensor: int, context: int, length: int) -> None:
+    """Both at once, as by the least common multiple, and no more: 8 bits ask for nothing on top (see above)."""
+    text = batch((1, 0, 1), length=24)
+    lengths = tuple((part, 24 - part) for part in (length % 24 or 12, 5, 12))
+    text = replace(text, document_lengths=lengths)
+    shares = [text.context_share(rank, context, tensor) for rank in range(context)]
+    rows = {share.sequences.pad_to(tensor).num_tokens for share in shares}
+    assert len(rows) == 1, "shares differ"
+    (each,) = rows
+    assert each % tensor == 0
+    if context == 1:
+        assert each == math.ceil(72 / tensor) * tensor
+        return
+    # Two chunks of each document, so twice their number; then even, and whole shares of the ranks.
+    chunks = sum(math.ceil(part / (2 * context)) for row in lengths for part in row)
+    assert each == math.ceil(2 * chunks / math.lcm(2, tensor)) * math.lcm(2, tensor)
+    assert each * context % math.lcm(2 * context, tensor * context) == 0

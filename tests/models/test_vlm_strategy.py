@@ -31,7 +31,20 @@ from megalight.parallel.transform import apply_transforms
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 from tests.environment import trainer
-from tests.models.vlm_samples import CONFIG, GEMMA, HUGE, INTERN, LANGUAGE, QWEN, QWEN3, RADIO, TILES, batch, small
+from tests.models.vlm_samples import (
+    CONFIG,
+    GEMMA,
+    HUGE,
+    INTERN,
+    LANGUAGE,
+    NAFLEX,
+    QWEN,
+    QWEN3,
+    RADIO,
+    TILES,
+    batch,
+    small,
+)
 from tests.strategies.training import (
     ADAM,
     CLIP,
@@ -75,6 +88,7 @@ CONFIGS = {
     ),
     "frozen": CONFIG,
     "tiles": TILES,
+    "naflex": NAFLEX,
     "radio": RADIO,
     # As DINOv2 with registers: a class token, too, and each patch is a token.
     "registers": small(register_tokens=2, patch_bias=True, input_norm=False, layer_scale=0.5),
@@ -234,6 +248,7 @@ CHOSEN = [
     ("gemma", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("intern", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("intern", "one", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("naflex", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("radio", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("registers", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
 ]
@@ -247,6 +262,7 @@ FULL = [
     ("qwen", "huge", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("deep_qwen", "huge", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
     ("qwen3", "huge", 2, {**SP, "micro_batch_size": 2}),
+    ("naflex", "one", 4, {"context_parallel": 2, "pipeline_parallel": 2, "micro_batch_size": 1}),
     ("radio", "none", 2, {**SP, "micro_batch_size": 1}),
     ("radio", "one", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("registers", "mixed", 2, {**SP, "micro_batch_size": 2}),

@@ -67,6 +67,17 @@ QWEN3 = replace(
     deepstack=(0, 2),
 )
 """As Qwen3-VL: a table of positions, and features of earlier layers that later layers of the language model get."""
+NAFLEX = replace(
+    CONFIG,
+    vision=replace(
+        QWEN3.vision,
+        resample="bilinear",
+        output_norm=True,
+        dynamic=DynamicConfig(patches=8, frames=1, rotary=False, table=3, table_cells=True),
+    ),
+    projector=ProjectorConfig(merge=2),
+)
+"""As SigLIP2's NaFlex: images of up to so many patches, whose positions are those of a table that is resized."""
 SQUARES = replace(VISION, image_size=16, class_token=False, input_norm=False)
 GEMMA = VLMConfig(
     language=replace(

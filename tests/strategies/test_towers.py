@@ -88,6 +88,7 @@ FULL = [
     ("qwen3", "none", 3, Side(), {**CP}),
     ("deep_qwen3", "one", 4, Side(ranks=2), VPP),
     ("frozen", "mixed", 4, Side(ranks=2, **SP), PP),
+    ("naflex", "mixed", 4, Side(ranks=2, **SP), {}),
     ("tower_adapters", "mixed", 4, Side(ranks=2), {}),
     ("experts", "mixed", 4, Side(ranks=2), {"expert_parallel": 2}),
     ("experts", "one", 6, Side(ranks=2, **SP), {**SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from math import ceil, floor, sqrt
+from math import ceil, floor, prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,31 @@ LONGEST = 200
 """Images that are more than so many times as long as wide are refused, as by Qwen2.5-VL."""
 
 
+LARGEST = 100
+"""Images are enlarged by at most so much."""
+
+
+def nearly(width: float, height: float, count: int) -> tuple[int, int]:
+    """Return columns and rows of the largest grid of at most ``count`` cells that an image of this shape fills.
+
+    The image grows until another cell would be too many. Cells that it has begun count as whole.
+
+    Args:
+        width, height: of the image, in cells.
+        count: of cells.
+    """
+
+    def cells(scale: float) -> tuple[int, int]:
+        # What is meant as a whole number is one.
+        columns, rows = (max(1, ceil(round(side * scale, 9))) for side in (width, height))
+        return columns, rows
+
+    # A cell is begun where a side passes a whole number of cells.
+    scales = sorted(min(LARGEST, number / side) for side in (width, height) for number in range(1, count + 1))
+    fitting = bisect_right(scales, count, key=lambda scale: prod(cells(scale)))
+    return cells(scales[fitting - 1] if fitting else 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DynamicForm:
     """How an image of any size becomes patches (Qwen2.5-VL, https://arxiv.org/abs/2502.13923).
@@ -29,9 +55,11 @@ class DynamicForm:
         patch: height and width of a patch, in pixels.
         merge: side of the squares of patches that are one token.
         min_pixels, max_pixels: images with fewer or more pixels are enlarged or shrunk.
+        patches: images are enlarged or shrunk to nearly so many patches, and never more; 0: to these limits.
         window: side of a window, in pixels. 0: there are none.
         channels: 3 (red, green, blue) or 1 (grey).
         axes: whether tokens have positions on several axes.
+        resample: ``bicubic`` or ``bilinear``.
         extent: whether positions of patches say the rows and columns of their image, too, for a table of positions.
     """
 
@@ -39,10 +67,12 @@ class DynamicForm:
     merge: int
     min_pixels: int
     max_pixels: int
+    patches: int = 0
     window: int = 0
     channels: int = 3
     axes: bool = True
     extent: bool = False
+    resample: str = "bicubic"
 
     fixed_tokens = None
 
@@ -64,6 +94,9 @@ class DynamicForm:
                 "cut it into parts."
             )
         unit = self.patch * self.merge
+        if self.patches:
+            columns, rows = nearly(width / unit, height / unit, self.patches // self.merge**2)
+            return columns * unit, rows * unit
         found = [round(side / unit) * unit for side in (width, height)]
         pixels = width * height
         # A side of less than half a square is rounded to 0, and so enlarged here.
@@ -87,7 +120,7 @@ class DynamicForm:
     def cut(self, image: Any) -> Cut:
         """Return the rows and tokens of a Pillow image."""
         pillow, size = require("PIL.Image", "images"), self.size(*image.size)
-        scaled = rgb(image, self.channels).resize(size, pillow.Resampling.BICUBIC)
+        scaled = rgb(image, self.channels).resize(size, getattr(pillow.Resampling, self.resample.upper()))
         return self.divided(np.asarray(scaled).reshape(size[1], size[0], self.channels))
 
     def divided(self, pixels: NDArray[np.uint8]) -> Cut:

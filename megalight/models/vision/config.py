@@ -149,7 +149,7 @@ class VisionConfig:
             "vision.dynamic; rows of such images are patches alone: set them to false and 0.",
         )
         require(
-            self.head_dim % 4 == 0,
+            self.head_dim % 4 == 0 or not dynamic.rotary,
             f"vision.hidden_size / vision.num_heads is {self.head_dim} with vision.dynamic; rows and columns rotate "
             "one half of a head each, in pairs, so it must be a multiple of 4.",
         )

@@ -147,19 +147,27 @@ class PositionTable(nn.Module):
         side: of the table.
         hidden_size: width.
         std: standard deviation of the initial values.
+        cells: whether entries and patches are cells, and table and image have the same edges. A patch that is larger
+            than an entry then reads the mean of those that it covers. If not, the outer patches are the outer entries.
 
     Attributes:
         weight: ``[side^2, h]``.
     """
 
-    def __init__(self, side: int, hidden_size: int, std: float) -> None:
+    def __init__(self, side: int, hidden_size: int, std: float, *, cells: bool = False) -> None:
         super().__init__()
         self.side = side
+        self.cells = cells
         self.weight = nn.Parameter(torch.empty(side * side, hidden_size))
         self.initializers: dict[str, Initializer] = {"weight": Normal(std)}
 
     def forward(self, places: Tensor) -> Tensor:
         """``[P, 4] -> [P, h]``: row and column of each patch, and the rows and columns of its image."""
+        if self.cells:
+            rows, columns = (self._shares(places[:, axis], places[:, 2 + axis]) for axis in range(2))
+            kind = wide(self.weight.dtype)
+            shares = (rows[:, :, None] * columns[:, None, :]).flatten(1).to(kind)
+            return (shares @ self.weight.to(kind)).to(self.weight.dtype)
         # The first and the last patch are at the edges of the table. In float64, so that those on entries stay there.
         last = self.side - 1
         at = places[:, :2] * last / (places[:, 2:] - 1).clamp(min=1).double()
@@ -171,6 +179,19 @@ class PositionTable(nn.Module):
                 weight = (of_row * of_column).to(wide(self.weight.dtype))[:, None]
                 out = out + F.embedding(row * self.side + column, self.weight) * weight
         return out.to(self.weight.dtype)
+
+    def _shares(self, at: Tensor, count: Tensor) -> Tensor:
+        """``at [P], count [P] -> [P, side]``: the share of each row of the table in the patches of a row of ``count``.
+
+        Shares fall from the middle of a patch to 0 at a distance of a patch, or of an entry, if this is larger.
+        """
+        # Rows of padding are of no image, with a count of 0.
+        step = self.side / count.clamp(min=1).double()
+        middle = step * (at + 0.5)
+        entries = torch.arange(self.side, device=at.device) + 0.5
+        near = 1 - (entries - middle[:, None]).abs() / step.clamp(min=1.0)[:, None]
+        near = near.clamp(min=0.0)
+        return near / near.sum(1, keepdim=True)
 
 
 class LayerScale(nn.Module):
@@ -198,7 +219,7 @@ def build_norm(config: VisionConfig) -> nn.Module:
 
 def build_rotary(config: VisionConfig) -> Rotary | None:
     """Build the rotary embedding of rows and columns, each of which turns one half of a head's pairs."""
-    if config.dynamic is None:
+    if config.dynamic is None or not config.dynamic.rotary:
         return None
     pairs = config.head_dim // 4
     axes = RotaryAxes((pairs, pairs), restart=True)
@@ -222,7 +243,7 @@ def build_layer(config: VisionConfig, index: int) -> TransformerLayer:
         q_norm=norms[0],
         k_norm=norms[1],
         norm_whole=True,
-        rotary=None if dynamic is None else ROTARY,
+        rotary=None if dynamic is None or not dynamic.rotary else ROTARY,
         division=WINDOWS if dynamic is not None and dynamic.has_window(index) else None,
         std=config.init.std,
         proj_std=config.residual_std,
@@ -277,7 +298,7 @@ class VisionTower(nn.Module):
         if config.dynamic is None:
             self.position = Embedding(config.num_positions, size, std)
         elif config.dynamic.table:
-            self.position = PositionTable(config.dynamic.table, size, std)
+            self.position = PositionTable(config.dynamic.table, size, std, cells=config.dynamic.table_cells)
         self.rotary = build_rotary(config)
         self.input_norm = build_norm(config) if config.input_norm else None
         self.layers = nn.ModuleDict({str(i): build_layer(config, i) for i in range(config.num_layers)})

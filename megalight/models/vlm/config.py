@@ -167,6 +167,12 @@ class VLMConfig:
             f"vision.dynamic.window is {vision.dynamic.window} pixels, not a multiple of projector.merge {merge} x "
             f"vision.patch_size {vision.patch_size} = {unit}; change one of them.",
         )
+        patches = vision.dynamic.patches
+        require(
+            patches == 0 or patches >= merge**2,
+            f"vision.dynamic.patches is {patches}; a token is a square of projector.merge {merge} x {merge} patches. "
+            "Raise it.",
+        )
         require(
             vision.dynamic.max_pixels >= unit**2,
             f"vision.dynamic.max_pixels is {vision.dynamic.max_pixels}; the smallest image has {unit} x {unit} pixels. "
@@ -214,6 +220,8 @@ class VLMConfig:
     @property
     def image_tokens(self) -> int:
         """Tokens of an image, with a newline: the fewest that it can have, if images have sizes of their own."""
+        if self.vision.dynamic is not None and self.vision.dynamic.patches:
+            return 1  # of a long image that has one row
         if self.vision.dynamic is not None:
             unit = self.projector.merge * self.vision.patch_size
             return -(-self.vision.dynamic.min_pixels // unit**2)
