@@ -29,6 +29,8 @@ SPLIT = {
     "gpt_from_python": "--tensor-parallel 2",
 }
 """How those that split their model do it over two devices."""
+OFTEN = ("plain_lightning", "own_model", "llama_pipeline", "fully_shard_trainer")
+"""Those that always run on two devices, too: replicas, split tensors, a pipeline, sharded parameters."""
 LOSS = re.compile(r"^validation loss: (.*)$", re.MULTILINE)
 
 pytestmark = pytest.mark.filterwarnings(
@@ -63,7 +65,9 @@ def test_it_learns_on_one_device(name: str, one_device: float) -> None:
     assert one_device < LEARNED[name]
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in LEARNED]
+)
 def test_it_learns_on_two_devices(name: str, tmp_path: Path, one_device: float) -> None:
     printed = run_program(f"{EXAMPLES / name}.py", *words(name, tmp_path / "two", 2), folder=tmp_path)
     (loss,) = map(float, LOSS.findall(printed))  # told once

@@ -6,6 +6,8 @@ import csv
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.recipes.test_lora import megalight
 from tests.recipes.test_pipeline import RECIPES, SHORT, _data
 
@@ -20,6 +22,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.full
 def test_the_recipe_of_deepseek(tmp_path: Path) -> None:
     megalight(tmp_path, "fit", "-c", str(RECIPES / "deepseek.yaml"), *WORDS, "--trainer.max_steps=3")
     (found,) = (tmp_path / "runs" / "deepseek").rglob("metrics.csv")

@@ -194,7 +194,9 @@ OWN = {"own_loss": True, "scale": 0.3, "temperature": 2.0}
         (2, {}, False, {"tensor_parallel": 2}, {"divergence": "jensen_shannon", "temperature": 0.7}),
         (2, CONTEXT, True, {"tensor_parallel": 2}, OWN),
         (2, {"data_parallel": DataParallel(level="optim_grads_params")}, False, {}, OWN),
-        (4, {**CONTEXT, **SHARES}, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, {}),
+        pytest.param(
+            *(4, {**CONTEXT, **SHARES}, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, {}), marks=pytest.mark.full
+        ),
         (4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, OWN),
         (4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, OWN),
     ],

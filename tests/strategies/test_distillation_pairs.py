@@ -205,7 +205,9 @@ BALANCED = {"pairs": PAIRS, "own_loss": True, "scale": 0.3, "balance": True}
         (4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, BALANCED),
         (4, {**CONTEXT, **SHARES}, False, {}, {**BALANCED, "micro_batch": 2}),
         (2, {**PIPELINE, "virtual_pipeline": 2, "pipeline": Pipeline(schedule="zero_bubble")}, False, {}, BALANCED),
-        (4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, ALL),
+        pytest.param(
+            *(4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, ALL), marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_student_learns_hidden_states_as_on_one_device(

@@ -36,7 +36,10 @@ def runs(options: dict[str, Any]) -> list[dict[str, Any]]:
     return [fit(config, 2, micro_batch_size=1, recompute=recompute, **options) for config, recompute in pairs]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [name if name in ("all_to_all", "both") else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS],
+)
 def test_recompute_drops_the_same(layout: str) -> None:
     ranks, options = LAYOUTS[layout]
     first, *again, plain = run(runs, ranks, options)[0]

@@ -209,7 +209,14 @@ def alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     "order",
-    [(APART, APART), (APART, TOGETHER), (TOGETHER, APART), (BESIDE, BESIDE), (OTHER, TOGETHER), (APART, OTHER)],
+    [
+        pytest.param((APART, APART), marks=pytest.mark.full),
+        (APART, TOGETHER),
+        (TOGETHER, APART),
+        (BESIDE, BESIDE),
+        (OTHER, TOGETHER),
+        pytest.param((APART, OTHER), marks=pytest.mark.full),
+    ],
     ids=["apart", "apart-together", "together-apart", "beside", "beside-together", "apart-beside"],
 )
 def test_runs_go_on_in_any_layout(
