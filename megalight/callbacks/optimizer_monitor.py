@@ -1,4 +1,4 @@
-"""Logs the learning rate and the norm of the gradient."""
+"""Logs the learning rate and the norm of the gradient, and the last step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ class OptimizerMonitor(pl.Callback):
     one pass over the gradients in each step that is logged. It is not logged under strategies that shard gradients in
     their own way, nor with 16-bit precision, whose gradients are scaled.
 
-    Nothing waits for the device.
+    Lightning leaves out the last step of a run if its number is no multiple. It is logged when training ends: these
+    values, and others whose names begin with ``train_``.
+
+    Nothing waits for the device before that.
 
     Logs:
         lr: learning rate of the first parameter group.
@@ -28,13 +31,23 @@ class OptimizerMonitor(pl.Callback):
 
     reads_weights = False
 
+    def __init__(self) -> None:
+        self._last: tuple[int, float | None] | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget the last step of an earlier run."""
+        self._last = None
+
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Log the values of the step that comes, under its number."""
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        rate = learning_rate(trainer)
         # The step that comes has the next number, under which Lightning logs.
         if not every or (trainer.global_step + 1) % every:
+            # A schedule changes the rate after the step.
+            self._last = None if not every else (trainer.global_step, None if isinstance(rate, Tensor) else rate)
             return
-        rate = learning_rate(trainer)
+        self._last = None
         if isinstance(rate, Tensor):  # on the device, for optimizers that are recorded
             pl_module.log("lr", rate.detach().clone(), on_step=True, on_epoch=False, batch_size=1)
         elif rate is not None:  # ``log`` would copy it to the device, and wait
@@ -43,6 +56,19 @@ class OptimizerMonitor(pl.Callback):
         norm = gradient_norm(trainer, pl_module)
         if norm is not None:
             pl_module.log("grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the last step, unless Lightning has."""
+        if self._last is None:
+            return
+        (step, rate), found = self._last, trainer.callback_metrics
+        values = {name: float(value) for name, value in found.items() if name.startswith("train_")}
+        if isinstance(trainer.strategy, MeshStrategy) and "grad_norm" in found and trainer.gradient_clip_val:
+            values["grad_norm"] = float(found["grad_norm"])  # of every step, while others are of the last logged one
+        if rate is not None:
+            values["lr"] = rate
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
 
 
 def learning_rate(trainer: pl.Trainer) -> float | Tensor | None:

@@ -169,7 +169,19 @@ class MegalightModule(pl.LightningModule):
                 source.fill((t for t in targets if t.name not in lacking), prefix=CANONICAL_PREFIX)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch, for strategies without micro-batches."""
+        """Return the mean loss of a batch, for strategies without micro-batches.
+
+        Called by hand, outside of ``fit``, it logs nothing.
+
+        Raises:
+            ConfigurationError: this process holds a stage of a pipeline only.
+        """
+        strategy = None if self._trainer is None else self._trainer.strategy
+        if getattr(strategy, "holds_part", False):
+            raise ConfigurationError(
+                "training_step cannot be called by hand here: this process holds a part of the model only. Load the "
+                "whole model with megalight.strategies.load_weights(module, checkpoint) into a new module first."
+            )
         # Losses of layers are kept with their gradients, to be added to this step's loss.
         with collecting(KeptSideLosses()) as side_losses:
             loss = self._loss(batch)
@@ -180,7 +192,8 @@ class MegalightModule(pl.LightningModule):
         # the mean over this rank's batch: other strategies average over ranks, whatever their numbers of tokens
         objective = loss.sum * inverse(self.loss_tokens(batch).to(loss.sum))
         metrics = {name: mean(total, count) for name, (total, count) in loss.metrics.items()}
-        for name, value in {"loss": objective, **side_losses.values, **metrics}.items():
+        logs = self._trainer is not None and self._trainer.training
+        for name, value in {"loss": objective, **side_losses.values, **metrics}.items() if logs else ():
             self.log(f"train_{name}", value.detach(), batch_size=1)
         # A single tensor for `backward`. Each term is logged by itself above.
         return torch.stack([objective, *side_losses.values.values()]).sum()

@@ -32,6 +32,13 @@ class Scheduled(Tiny):
         return super().training_step(batch, batch_idx)
 
 
+class Logging(Scheduled):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, batch_size=1)
+        return loss
+
+
 def logged(name, logger):
     return {step: row[name] for step, row in logger.rows if name in row}
 
@@ -54,3 +61,20 @@ def test_a_rate_on_the_device_is_logged_too():
     logger = Rows()
     tiny_trainer(callbacks=[OptimizerMonitor()], logger=logger).fit(Recorded())
     assert logged("lr", logger) == {3: 0.25, 7: 0.25, 11: 0.25}
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+@pytest.mark.parametrize("strategy", [None, MegatronStrategy])
+def test_the_last_step_is_logged(strategy, clip):
+    logger, module = Rows(), Logging()
+    options = {"strategy": strategy()} if strategy else {}
+    runner = tiny_trainer(
+        callbacks=[OptimizerMonitor()], logger=logger, max_steps=10, gradient_clip_val=clip, **options
+    )
+    runner.fit(module)
+    assert logged("lr", logger) == {step: pytest.approx(0.1 * 0.5**step) for step in (3, 7, 9)}
+    losses = logged("train_loss", logger)
+    assert list(losses) == [3, 7, 9]
+    assert losses[9] == float(runner.callback_metrics["train_loss"])
+    if strategy and clip:
+        assert logged("grad_norm", logger)[9] == pytest.approx(module.norms[9], rel=1e-5)

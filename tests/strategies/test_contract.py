@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from megalight.errors import ConfigurationError
 from megalight.models.gpt.model import GPT
 from megalight.models.module import Carry
 from megalight.strategies import DataParallel, MegatronStrategy
@@ -241,3 +242,27 @@ def test_auxiliary_losses_with_counts_are_means_over_the_global_batch(
         if not layout:
             for one, other in zip(found_weights, weights, strict=True):
                 assert one == pytest.approx(other, rel=1e-9, abs=1e-12)
+
+
+def _by_hand() -> None:
+    strategy = MegatronStrategy()
+    module = WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    trainer(strategy, max_steps=1, limit_val_batches=0).fit(module)
+    batch = global_batch(0)
+    loss = module.training_step(batch, 0)
+    assert module.model is not None
+    each = module.model(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1)).losses
+    mask = batch.loss_mask.reshape(-1)
+    torch.testing.assert_close(loss, (each * mask).sum() / mask.sum())
+
+
+def _stage_by_hand() -> None:
+    module = WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    trainer(MegatronStrategy(pipeline_parallel=2), max_steps=1, limit_val_batches=0).fit(module)
+    with pytest.raises(ConfigurationError, match=r"part of the model only.*load_weights"):
+        module.training_step(global_batch(0), 0)
+
+
+def test_a_training_step_by_hand_after_fit() -> None:
+    run(_by_hand, 1)
+    run(_stage_by_hand, 2)

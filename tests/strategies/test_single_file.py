@@ -175,3 +175,14 @@ def test_weights_are_loaded_from_a_file(tmp_path: Path) -> None:
     under_lightning(module, SAVED, str(path), batches(16, 4))
     load_weights(other, path)
     assert weights(other) == weights(module)
+
+
+def test_a_file_from_before_training_begins_anew(tmp_path: Path) -> None:
+    path, expected = str(tmp_path / "a.ckpt"), Plain()
+    under_lightning(Plain(), SAVED, path, batches(16, 4))
+    under_lightning(expected, END, str(tmp_path / "b.ckpt"), batches(16, 4))
+    entries = torch.load(path)
+    entries["optimizer_states"] = []
+    torch.save(entries, path)
+    (found,) = run(_plain, 1, "AdamW", path)
+    assert found != weights(expected)  # without the momentum of earlier steps

@@ -236,7 +236,6 @@ class FolderCheckpoints(MeshStrategy):
         read: list[tuple[Resumed, dict[str, Any]]] = []
 
         def open_it() -> None:
-            assert self.lightning_module is not None
             resumed = Resumed(open_saved(str(checkpoint_path), self.lightning_module))
             read.append((resumed, resumed.for_lightning(self)))
 

@@ -25,13 +25,18 @@ from megalight.strategies.checkpoints.single_file import STATES, SingleFile
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 
-def open_saved(path: str, module: pl.LightningModule) -> Saved:
-    """Open a checkpoint for a module: a folder of ours, or a single file of Lightning's own strategies.
+def open_saved(path: str, module: pl.LightningModule | None) -> Saved:
+    """Open a checkpoint: a folder of ours, or a single file of Lightning's own strategies for a module like this.
 
     Raises:
-        CheckpointError: it is not a complete checkpoint. The message names the last good one beside it.
+        CheckpointError: it is not a complete checkpoint, and the message names the last good one beside it; or it is a
+            file, and there is no module yet.
     """
-    return SingleFile(path, module) if Path(path).is_file() else checkpoint.open(path)
+    if not Path(path).is_file():
+        return checkpoint.open(path)
+    if module is None:
+        raise CheckpointError(f"{path} is a single file, whose names need a module; give the trainer one first.")
+    return SingleFile(path, module)
 
 
 def base_of(module: pl.LightningModule, saved: Saved) -> Source:
@@ -120,6 +125,9 @@ class Resumed:
             CheckpointError: it has no optimizer state, or that of another optimizer.
         """
         if isinstance(self.saved, SingleFile):
+            # It was saved before training: this run's optimizer begins as that one would have.
+            if not self.saved.common.get(STATES):
+                return
             assert strategy.parallel_model is not None
             self.saved.read_optimizer_states(strategy.optimizers[0], strategy.parallel_model)
         strategy.run.resume(self.saved)
