@@ -1,7 +1,8 @@
 """Pickles, which torch's Distributed Checkpoint uses: the only file that may touch them.
 
 A pickle names the classes and functions that it wants to be called. Here none of them is looked up: each becomes a
-:class:`Record` of what it would have been called with. So a hostile pickle is no more than a strange list of names.
+:class:`Record` of what it would have been called with. So a hostile pickle is no more than a strange list of names, and
+:mod:`opcodes` sees to it that it takes no more memory than its bytes are worth.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import zipfile
 from typing import IO, Any, Self
 
 from megalight.checkpoint.disk.files import CODES, MAX_JSON, Place
+from megalight.checkpoint.foreign import opcodes
 from megalight.errors import CheckpointError
 
 PLAIN = {
@@ -22,6 +24,9 @@ PLAIN = {
     ("torch", "Size"): tuple,
 }
 """What is made as it is, or as its nearest plain value."""
+
+LATIN = ("latin1", "latin-1")
+"""Encodings in which pickles of old protocols keep bytes: no longer than their text. Others may double it each time."""
 
 
 def dumps(value: Any) -> bytes:
@@ -77,10 +82,10 @@ def read(data: bytes, what: str) -> Any:
         what: the file, for messages.
 
     Raises:
-        CheckpointError: it is no pickle.
+        CheckpointError: it is no pickle, or claims more memory than it could fill.
     """
     try:
-        return _Records(io.BytesIO(data)).load()
+        return _read(data, _Records)
     except Exception as error:  # a broken pickle makes the machine that reads it raise anything
         raise CheckpointError(f"{what} is damaged: it cannot be read ({type(error).__name__}: {error}).") from error
 
@@ -105,26 +110,67 @@ def read_file(path: Place) -> Any:
     return read(data, str(path))
 
 
-def check_stored(file: str | os.PathLike[str] | IO[bytes]) -> None:
-    """Check that an archive of ``torch.save`` is as long in memory as it is on disk.
+def check_archive(file: str | os.PathLike[str] | IO[bytes]) -> None:
+    """Check an archive of ``torch.save`` before ``torch.load(weights_only=True)`` opens it: it must not fill the memory.
 
     Raises:
-        ValueError: entries are compressed, which torch never does: a small file could fill the memory.
+        ValueError: entries are compressed, which torch never does, or claim more bytes than the archive has; a pickle
+            in it is damaged, or asks for memory by a number alone.
         zipfile.BadZipFile: it is no archive.
     """
     with zipfile.ZipFile(file) as archive:
-        packed = sum(info.file_size for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED)
-    if packed:
-        raise ValueError(f"it is compressed, and would be {packed} bytes; torch stores entries as they are")
+        entries = archive.infolist()
+        packed = sum(info.file_size for info in entries if info.compress_type != zipfile.ZIP_STORED)
+        if packed:
+            raise ValueError(f"it is compressed, and would be {packed} bytes; torch stores entries as they are")
+        for info in entries:
+            if info.file_size != info.compress_size:
+                raise ValueError(f"{info.filename} claims {info.file_size} bytes, and has {info.compress_size}")
+            if info.filename.endswith(".pkl"):
+                if info.file_size > MAX_JSON:
+                    raise ValueError(f"its pickle has {info.file_size} bytes")
+                _read(archive.read(info), _Bounded)
+
+
+def _read(data: bytes, kind: type[_Records]) -> Any:
+    opcodes.check(data)
+    return kind(io.BytesIO(data)).load()
 
 
 class _Records(pickle.Unpickler):
+    record: type[Record] = Record
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._kinds: dict[str, type[Record]] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in CODES:
             return name
-        # A class for each name, made here: nothing is looked up or imported.
-        return PLAIN.get((module, name)) or type("Record", (Record,), {"kind": f"{module}.{name}"})
+        if (module, name) in PLAIN:
+            return PLAIN[module, name]
+        # A class for each name, made here: nothing is looked up or imported. One for all its uses, as classes are large.
+        kind = f"{module}.{name}"
+        if kind not in self._kinds:
+            self._kinds[kind] = type("Record", (self.record,), {"kind": kind})
+        return self._kinds[kind]
 
     # How `torch.save` refers to the memory of a tensor, which is not needed.
     def persistent_load(self, pid: Any) -> Any:
         return Record(pid)
+
+
+class _Checked(Record):
+    """A record of what torch's unpickler would call: not with the size of new memory."""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        name = cls.kind.rpartition(".")[2]
+        if (name == "bytearray" or name.endswith("Tensor")) and any(isinstance(each, int) for each in arguments):
+            raise ValueError(f"it asks for memory: {cls.kind}{arguments}"[:200])
+        if name == "encode" and arguments[1:] and arguments[1] not in LATIN:
+            raise ValueError(f"it encodes text as {str(arguments[1])[:40]!r}")
+        return super().__new__(cls, *arguments, **named)
+
+
+class _Bounded(_Records):
+    record = _Checked

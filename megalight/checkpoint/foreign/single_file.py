@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalight.checkpoint.disk.files import CODES
 from megalight.checkpoint.disk.index import TensorInfo
-from megalight.checkpoint.foreign.pickles import check_stored
+from megalight.checkpoint.foreign.pickles import check_archive
 from megalight.checkpoint.inspection.inspect import Report
 from megalight.errors import CheckpointError
 
@@ -31,7 +31,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not zipfile.is_zipfile(path):
         raise CheckpointError(f"{path} is no checkpoint: neither a folder of Megalight nor a file of torch.save.")
     try:
-        check_stored(path)
+        check_archive(path)
         # Mapped: tensors that nobody looks at are not read. Plain values only, as a pickle may run code.
         entries = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch, zipfile and the unpickler each raise their own kinds

@@ -134,7 +134,7 @@ class TorchFolder:
         with OpenFile(path, where) as file:
             file.read(shard.start, memoryview(data))
         try:
-            pickles.check_stored(io.BytesIO(data))
+            pickles.check_archive(io.BytesIO(data))
             # Tensors only: a pickle that names anything else is refused.
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # torch, zipfile and the unpickler each raise their own kinds

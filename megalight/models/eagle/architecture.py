@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from megalight.checkpoint.foreign.pickles import check_archive
 from megalight.checkpoint.foreign.transformers_folder import WEIGHTS, json_object
 from megalight.errors import ConfigurationError, nearest
 from megalight.models.eagle.config import EagleConfig
@@ -208,6 +209,7 @@ def read_vocabulary(path: str | os.PathLike[str]) -> tuple[int, ...]:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as tensors:
                 return ids_of(tensors.get_tensor("d2t"))
+        check_archive(file)
         return ids_of(torch.load(file, weights_only=True))
     except Exception as error:  # of three formats, whose libraries have errors of their own
         raise ConfigurationError(
