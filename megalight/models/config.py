@@ -28,6 +28,9 @@ UNBINDING |= {"vision.dynamic.min_pixels", "vision.dynamic.max_pixels", "video_t
 MAX_LAYERS = 10_000
 """Most layers of a model. A file may claim any number, and all are built before shapes are compared."""
 
+MAX_BLOCKS = 1 << 18
+"""Most experts of all layers together, ten times those of the largest published models, for the same reason."""
+
 
 def require(good: bool, message: str) -> None:
     """Raise a :class:`ConfigurationError` with ``message`` unless ``good``."""

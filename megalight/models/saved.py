@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
@@ -14,13 +14,15 @@ from torch.distributed import ProcessGroup
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint
 from megalight.checkpoint.compare import compare
-from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
+from megalight.checkpoint.disk.publish import place
+from megalight.checkpoint.foreign.transformers_folder import files_of, header, is_folder, read_config
 from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.sources.lenient import Lenient
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.sources.without import Without
 from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.bounds import check_held
 from megalight.models.completed import completed
 from megalight.models.config import compare as compare_configs
 from megalight.models.family import Family, Weights, family, family_of_transformers
@@ -77,6 +79,8 @@ def saved_model(
     described = description(opened)
     known = family(described["family"])
     config = known.config.from_dict(described["config"])
+    if holds_base(opened.common):
+        check_held(config, (stored.shape for stored in opened.tensors.values()), opened.path)
     # In the widest dtype that was saved, as a narrower one would round weights.
     model = _room(known, config, serving(described), device, dtype or widest(opened), mesh)
     if adapter is not None:
@@ -239,6 +243,8 @@ def whole_source(folder: str | os.PathLike[str], known: Family, config: Any, key
         CheckpointError: as in :func:`initial_source`; names or shapes differ.
         ConfigurationError: as in :func:`initial_config`.
     """
+    if keys == "strict":
+        check_held(config, shapes_of(folder), folder)
     source = initial_source(folder, known, config, keys)
     with torch.device("meta"):
         model = known.model(config)
@@ -249,6 +255,20 @@ def whole_source(folder: str | os.PathLike[str], known: Family, config: Any, key
     with alone() as group:
         compare(Ranks(group), where, source.tensors, shapes, strict=True, prefix=PREFIX, label=label, lenient=LENIENT)
     return source
+
+
+def shapes_of(folder: str | os.PathLike[str]) -> Iterator[Sequence[int]]:
+    """Yield the shapes of all tensors in a folder of initial weights, as its files have them.
+
+    Raises:
+        CheckpointError: there is no such folder, or a file is damaged.
+    """
+    if checkpoint.is_complete(folder):
+        yield from (stored.shape for stored in checkpoint.open(folder).tensors.values())
+        return
+    root = place(folder)
+    for name in files_of(root):
+        yield from (entry.shape for entry in header(root, name))
 
 
 def refuse_keys(keys: Keys, path: object) -> None:

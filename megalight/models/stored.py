@@ -19,6 +19,7 @@ from megalight.checkpoint.sources.flat import canonical
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.bounds import check_held
 from megalight.models.config import compare
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.gpt import megatron
@@ -97,6 +98,8 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False, keys: Keys = 
         # The values of such weights do not tell what the model computes until the adapters are merged.
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
     known = family(described["family"])
+    config = known.config.from_dict(described["config"])
+    check_held(config, (stored.shape for stored in opened.tensors.values()), opened.path)
     weights: Source = FullPrecision(opened)
     if ema:
         # Averages are read in place of the weights of the same names. Tensors without an
@@ -114,7 +117,7 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False, keys: Keys = 
             )
         weights = Overlaid(weights, averages)
     weights = without_training_parts(weights, described)
-    return StoredModel(known, known.config.from_dict(described["config"]), weights, companions_of(path))
+    return StoredModel(known, config, weights, companions_of(path))
 
 
 def averages_begun(opened: checkpoint.Checkpoint) -> bool:

@@ -118,6 +118,18 @@ BAD = {
         option(model_type="mixtral", num_local_experts=10**9),
         "num_local_experts is 1000000000; at most 10000",
     ),
+    "layers of nothing": (
+        option(num_hidden_layers=9000),
+        "llama describes a model of 9000 layers and experts, and holds 12 tensors or matrices",
+    ),
+    "layers of experts without end": (
+        option(model_type="mixtral", num_hidden_layers=10**4, num_local_experts=10**4, num_experts_per_tok=2),
+        "num_layers=10000 times moe.num_experts=10000 is 100000000; it must be at most 262144",
+    ),
+    "experts of nothing": (
+        option(model_type="mixtral", num_hidden_layers=50, num_local_experts=5000, num_experts_per_tok=2),
+        "describes a model of 250000 layers and experts, and holds 12 tensors or matrices",
+    ),
     "a huge tokenizer": (sparse, r"tokenizer\.json has 1099511627776 bytes; at most 104857600 are read"),
     "steers": (data(steering), r"\\x1b\[2J has no counterpart"),
     "truncated": (data(lambda content: content[:-1]), r"model\.safetensors cannot be read as safetensors"),

@@ -111,7 +111,7 @@ def read_file(path: Place) -> Any:
 
 
 def check_archive(file: str | os.PathLike[str] | IO[bytes]) -> None:
-    """Check an archive of ``torch.save`` before ``torch.load(weights_only=True)`` opens it: it must not fill the memory.
+    """Check that an archive of ``torch.save`` does not fill the memory when ``torch.load(weights_only=True)`` opens it.
 
     Raises:
         ValueError: entries are compressed, which torch never does, or claim more bytes than the archive has; a pickle
@@ -149,7 +149,7 @@ class _Records(pickle.Unpickler):
             return name
         if (module, name) in PLAIN:
             return PLAIN[module, name]
-        # A class for each name, made here: nothing is looked up or imported. One for all its uses, as classes are large.
+        # A class for each name, made here: nothing is looked up or imported. Classes are large, so each is made once.
         kind = f"{module}.{name}"
         if kind not in self._kinds:
             self._kinds[kind] = type("Record", (self.record,), {"kind": kind})

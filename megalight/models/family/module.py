@@ -15,10 +15,11 @@ from megalight.data.sizes import check_fits
 from megalight.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.errors import CheckpointError, ConfigurationError, DataError
+from megalight.models.bounds import check_held
 from megalight.models.config import compare
 from megalight.models.family import family
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
-from megalight.models.saved import BASE, KEYS, Keys, companions_of, initial_config, initial_source
+from megalight.models.saved import BASE, KEYS, Keys, companions_of, initial_config, initial_source, shapes_of
 from megalight.models.transforms import LoRA, describe, rebuild
 from megalight.models.transforms.saved import with_adapters
 from megalight.optim import AdamConfig
@@ -120,6 +121,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             found = known.config.from_dict(config)
         else:
             found = initial_config(str(self.weights), known) if config is None else config
+            if config is None and self.weights_keys == "strict":
+                check_held(found, shapes_of(str(self.weights)), self.weights)
         # Checked here, because the command line cannot check an argument without a type.
         if not isinstance(found, known.config):
             raise ConfigurationError(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from megalight.models.config import MAX_BLOCKS, MAX_LAYERS, ModelConfig, require, require_choice
 from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
-from megalight.models.config import ModelConfig, require, require_choice
 from megalight.models.gpt.delta_config import DeltaNetConfig
 from megalight.models.gpt.layer_pattern import check_pattern, check_symbols, spread
 from megalight.models.gpt.mamba_config import MambaConfig
@@ -270,6 +270,7 @@ class MultiTokenConfig:
 
     def __post_init__(self) -> None:
         require(self.num_layers >= 1, f"mtp.num_layers is {self.num_layers}; it must be at least 1, or leave mtp out.")
+        require(self.num_layers <= MAX_LAYERS, f"mtp.num_layers is {self.num_layers}; it must be at most {MAX_LAYERS}.")
         require(self.loss_scale > 0, f"mtp.loss_scale is {self.loss_scale}; it must be above 0, or leave mtp out.")
 
 
@@ -432,6 +433,12 @@ class GPTConfig(ModelConfig):
                 f"{made.count('-')}. Leave out the ratios, or the pattern.",
             )
             object.__setattr__(self, "layer_pattern", pattern)
+        experts = 0 if self.moe is None else self.moe.num_experts
+        require(
+            self.num_layers * experts <= MAX_BLOCKS,
+            f"num_layers={self.num_layers} times moe.num_experts={experts} is {self.num_layers * experts}; it must be "
+            f"at most {MAX_BLOCKS}.",
+        )
         mixers = set(self.mixer_pattern)
         if self.layer_pattern:
             check_pattern(self.layer_pattern, self.num_layers)

@@ -23,8 +23,9 @@ from megalight.checkpoint.sources.combine import Held
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
+from megalight.models.bounds import check_held
 from megalight.models.family import Family, Weights, family, family_of_transformers
-from megalight.models.saved import BASE, PREFIX, companions_of, description, initial_config, serving
+from megalight.models.saved import BASE, PREFIX, companions_of, description, initial_config, serving, shapes_of
 from megalight.models.transforms import describe
 from megalight.models.transforms.dora import DoRA
 from megalight.models.transforms.lora import LoRA
@@ -210,7 +211,9 @@ def _base(path: str | os.PathLike[str]) -> tuple[Family, Any]:
         known = family_of_transformers(read_config(path))
     else:
         known = family(description(checkpoint.open(path))["family"])
-    return known, initial_config(path, known)
+    config = initial_config(path, known)
+    check_held(config, shapes_of(path), path)
+    return known, config
 
 
 def _modules(known: Family, config: Any) -> tuple[dict[str, str], set[str]]:

@@ -18,6 +18,7 @@ from megalight.checkpoint.foreign import pickles
 from megalight.checkpoint.foreign.torch_folder import TorchFolder
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
+from megalight.models.bounds import check_held
 from megalight.models.gpt.megatron import optimizer
 from megalight.models.gpt.megatron.arguments import COMMON, config_of
 from megalight.models.gpt.megatron.places import places_in, plain
@@ -65,6 +66,7 @@ class MegatronFolder:
         common = pickles.read_file(self.path / COMMON)
         self.config = config_of(_arguments(common, self.path))
         self._folder = TorchFolder(self.path)
+        check_held(self.config, (stored.shape for stored in self._folder.tensors.values()), self.path)
         # The model's own keys decide. Which prefix a wrapper has added does not matter.
         keys = {plain(key): key for key in self._folder.tensors}
         places, problems = places_in(self.config, {name: self._folder.tensors[key] for name, key in keys.items()})
