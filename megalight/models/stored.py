@@ -53,6 +53,7 @@ class StoredModel:
         weights: the source of its canonical tensors, whose names begin with ``model.``.
         files: companions from the ``transformers`` folder that training began with, and the tokenizer of the data.
         training: entries with which a run resumes from its optimizer state, if ``weights`` has that too.
+        unread: why optimizer state that lies beside the weights cannot be read; empty if it can, or there is none.
     """
 
     family: Family
@@ -60,6 +61,7 @@ class StoredModel:
     weights: Source
     files: Mapping[str, bytes]
     training: Mapping[str, Any] = field(default_factory=dict)
+    unread: str = ""
 
 
 def open_model(path: str | os.PathLike[str], *, ema: bool = False, keys: Keys = "strict") -> StoredModel:
@@ -86,7 +88,7 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False, keys: Keys = 
         if ema:
             raise CheckpointError(f"{path} is of Megatron-core, which keeps no moving averages of weights.")
         source = megatron.MegatronFolder(path, PREFIX)
-        return StoredModel(family("gpt"), source.config, source, {}, source.training)
+        return StoredModel(family("gpt"), source.config, source, {}, source.training, source.unread)
     opened = checkpoint.open(path)
     described = description(opened)
     if any(transform.name == "modelopt" for transform in serving(described)):
@@ -144,10 +146,14 @@ def averaged(models: Sequence[StoredModel]) -> StoredModel:
             raise ConfigurationError(
                 f"models of different configurations cannot be averaged: {'; '.join(differences) or other.family.name}."
             )
-    return replace(first, weights=Averaged(first.weights, [model.weights for model in models[1:]]), training={})
+    return replace(
+        first, weights=Averaged(first.weights, [model.weights for model in models[1:]]), training={}, unread=""
+    )
 
 
-def save_model(model: StoredModel, path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+def save_model(
+    model: StoredModel, path: str | os.PathLike[str], dtype: torch.dtype | None = None, *, weights_only: bool = False
+) -> None:
     """Write the model as a checkpoint, with optimizer state if it has any. One process calls it.
 
     One tensor is in memory at a time.
@@ -156,13 +162,21 @@ def save_model(model: StoredModel, path: str | os.PathLike[str], dtype: torch.dt
         model: the model.
         path: the folder to write.
         dtype: dtype of the weights. None: as they are stored.
+        weights_only: leave optimizer state out.
 
     Raises:
-        CheckpointError: a file is damaged, or ``path`` cannot be written. Nothing is left behind.
+        CheckpointError: a file is damaged, or ``path`` cannot be written, or there is optimizer state that cannot be
+            read and is not left out. Nothing is left behind.
     """
+    if model.unread and not weights_only:
+        raise CheckpointError(
+            f"the source holds optimizer state that cannot be imported: {model.unread}. Or take the weights alone "
+            "(--weights-only), with which training starts anew."
+        )
     described = {"family": model.family.name, "config": model.config.to_dict(), "transforms": [], BASE: True}
     names = [name for name in model.weights.tensors if name.startswith(PREFIX)]
-    states = [name for name in model.weights.tensors if model.training and name.startswith(STATE)]
+    training = {} if weights_only else model.training
+    states = [name for name in model.weights.tensors if training and name.startswith(STATE)]
     # One process writes, even inside a job with several: nobody else is asked.
     with alone() as group:
         checkpoint.save(
@@ -171,7 +185,7 @@ def save_model(model: StoredModel, path: str | os.PathLike[str], dtype: torch.dt
                 **views_of_source(model.weights, names, dtype, group),
                 **views_of_source(model.weights, states, None, group),
             },
-            common={"model": described, **model.training},
+            common={"model": described, **training},
             files=dict(model.files),
             process_group=group,
         )

@@ -100,9 +100,8 @@ def test_forged_checkpoints_are_refused_at_once(
         with pytest.raises(CheckpointError, match=rf"a.ckpt describes a model of {blocks(config)} layers and experts"):
             read(path)
     assert time.monotonic() - start < 5
-    for words in (["convert", str(path), str(tmp_path / "out")], ["generate", str(path), "--prompt", "1"]):
-        assert main(words) != 0
-        assert "describes a model of" in " ".join(capsys.readouterr().err.split())
+    assert main(["convert", str(path), str(tmp_path / "out")]) == 2
+    assert "describes a model of" in " ".join(capsys.readouterr().err.split())
     assert main(["inspect", str(path)]) == 0
     assert not (tmp_path / "out").exists()
 

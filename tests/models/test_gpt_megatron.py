@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
-import logging
 import os
 import pickle
 import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -329,11 +330,23 @@ def sharded(key: str, tensor: Tensor) -> View:
 
 
 def save(
-    path: Path, tensors: dict[str, Tensor], args: argparse.Namespace, optimizer: Any = None, iteration: int = 10
+    path: Path,
+    tensors: dict[str, Tensor],
+    args: argparse.Namespace,
+    optimizer: Any = None,
+    iteration: int = 10,
+    flat: dict[str, View] | None = None,
+    notes: dict[str, Any] | None = None,
 ) -> Path:
     folder = path / "iter_0000010"
     views = {key: sharded(key, tensor) for key, tensor in tensors.items()}
-    dcp.save({**views, "decoder.layers.mlp._extra_state/shard_0_3": b"objects"}, checkpoint_id=folder)
+    state = {**views, **(flat or {}), "decoder.layers.mlp._extra_state/shard_0_3": b"objects"}
+    dcp.save(state, checkpoint_id=folder)
+    if notes is not None:
+        # Megatron-core's planner adds an attribute to torch's metadata.
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        metadata.mcore_data = notes
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     common = {"args": args, "iteration": iteration, "checkpoint_version": 3.0, "optimizer": optimizer}
     torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
@@ -445,6 +458,69 @@ def test_optimizer_state_is_imported(case: str, tmp_path: Path) -> None:
     assert not [name for name in checkpoint.open(tmp_path / "b.ckpt").tensors if name.startswith("optimizer.")]
 
 
+def pieces(key: str, tensor: Tensor) -> tuple[View, tuple[int, ...]]:
+    """A tensor as ``fully_sharded_model_space`` stores it under TP2 and DP3, and the shape that it is noted with.
+
+    Layers and experts are cut apart, rows (of both halves of a gate) in two, and each chunk at two odd places.
+    """
+    counts = [1] * tensor.ndim
+    rows = tensor.ndim - 2
+    if tensor.ndim > 1:
+        counts[:rows] = tensor.shape[:rows]
+        counts[rows] = 4 if "linear_fc1" in key and not key.endswith(("_w", "_v")) else 2
+        counts[-1] = 2 if key.endswith("linear_proj.weight") else 1
+    if any(size % count for size, count in zip(tensor.shape, counts, strict=True)):
+        counts = [1] * tensor.ndim
+    sizes = [size // count for size, count in zip(tensor.shape, counts, strict=True)]
+    boxes = []
+    for index in itertools.product(*map(range, counts)):
+        chunk = tensor[tuple(slice(i * n, i * n + n) for i, n in zip(index, sizes, strict=True))].flatten()
+        cuts = sorted({0, len(chunk) // 3 + 1, 2 * len(chunk) // 3 + 1, len(chunk)})
+        for start, stop in itertools.pairwise(cuts):
+            piece = chunk[start:stop].clone().view(*[1] * tensor.ndim, -1)
+            boxes.append(Box((*index, start), piece))
+    return View(key, (*counts, prod(sizes)), boxes), tuple(tensor.shape)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama, layers stacked", "experts", "experts apart", "hybrid", "depths"])
+def test_optimizer_state_in_flat_pieces_is_imported(case: str, tmp_path: Path) -> None:
+    config, make = CASES[case]
+    ours = weights(config)
+    states = {"fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    held = {name: tensor for name, tensor in ours.items() if "expert_bias" not in name}
+    values = {state: {name: torch.randn_like(tensor) for name, tensor in held.items()} for state in states}
+    flat: dict[str, View] = {}
+    notes: dict[str, Any] = {}
+    for state in states:
+        for key, tensor in make(config, {**ours, **values[state]}).items():
+            if "expert_bias" not in key:
+                number = f"chained_{int('.experts.' in key)}." if config.moe else ""
+                name = f"{number}optimizer.state.{state}.{key}"
+                flat[name], shape = pieces(name, tensor)
+                notes[name] = {"nd_reformulated_orig_global_shape": shape}
+    optimizer = {"optimizer": {"param_groups": [{"step": 9}]}, "param_state_sharding_type": "fully_sharded_model_space"}
+    save(tmp_path / "run", make(config, ours), arguments(config), {0: optimizer}, flat=flat, notes=notes)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.ckpt"), "--quiet"]) == 0
+    opened = checkpoint.open(tmp_path / "a.ckpt")
+    assert opened.common["optimizer"]["groups"]["scalars"]["step"] == 9
+    for key, state in states.items():
+        for name, tensor in values[key].items():
+            found = torch.full_like(tensor, torch.nan)
+            box = Target(f"optimizer.{state}.model.{name}", tuple(tensor.shape), (0,) * tensor.ndim, found)
+            opened.fill([box], strict=False)
+            assert torch.equal(found, tensor), (state, name)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (24,), (4, 5), (4, -6), "x", (4.0, 6.0)])
+def test_pieces_of_another_shape_are_refused(shape: Any, tmp_path: Path) -> None:
+    key = "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight"
+    tensors, (view, _) = theirs(LLAMA, weights(LLAMA)), pieces(key, torch.randn(4, 6))
+    notes = {key: {"nd_reformulated_orig_global_shape": shape}}
+    save(tmp_path, tensors, arguments(LLAMA), flat={key: view}, notes=notes)
+    with pytest.raises(CheckpointError, match=r"exp_avg\.decoder\.layers\.0.* flat pieces of .*which cannot be"):
+        MegatronFolder(tmp_path, "model.")
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists", "ignore:You.re resuming from a checkpoint")
 def test_training_goes_on_from_imported_state(precision: Any, tmp_path: Path) -> None:
@@ -488,36 +564,35 @@ def test_training_goes_on_from_imported_state(precision: Any, tmp_path: Path) ->
     [
         ("optimizer.state.exp_avg.decoder.final_layernorm.weight", "there is no exp_avg_sq"),
         ("chained_0.optimizer.state.exp_avg.decoder.final_layernorm.weight", "embeddings.weight is missing"),
-        ("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg", "save once with --dist-ckpt-optim-fully"),
-        ("optimizer.dp_group_idx_0.gbuf_idx_0.exp_avg", "it is flat"),
+        (
+            "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param",
+            "in the format dp_reshardable (fully_sharded_bucket_space in older releases), which only the layout",
+        ),
+        ("optimizer.distributed.dp_group_idx_0.param_state", "in the format dp_zero_gather_scatter"),
         ("optimizer.state.momentum_buffer.decoder.final_layernorm.weight", "its keys are not known"),
     ],
 )
-def test_optimizer_state_of_another_form_is_left_out_with_a_word(
-    key: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_optimizer_state_of_another_form_is_refused_by_name(
+    key: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = theirs(LLAMA, weights(LLAMA))
     tensors[key] = torch.zeros(16)
-    with caplog.at_level(logging.WARNING):
-        source = MegatronFolder(save(tmp_path, tensors, arguments(LLAMA)), "model.")
-    assert "optimizer state that is not imported" in caplog.text
-    assert message in caplog.text
-    assert not source.training
-    assert all(name.startswith("model.") for name in source.tensors)
-
-
-@pytest.mark.parametrize("chained", [False, True])
-def test_optimizer_state_of_a_retired_format_is_named(
-    chained: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = {"param_state_sharding_type": "fully_sharded_model_space", "optimizer": {"param_groups": [{"step": 3}]}}
-    tensors = theirs(LLAMA, weights(LLAMA))
-    tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(1, 1, 16)
-    with caplog.at_level(logging.WARNING):
-        source = MegatronFolder(save(tmp_path, tensors, arguments(LLAMA), {0: state} if chained else state), "model.")
-    assert "(it is in the format fully_sharded_model_space, which keeps parameters as flat pieces" in caplog.text
-    assert "save once with --dist-ckpt-optim-fully-reshardable" in caplog.text
-    assert not source.training
+    save(tmp_path / "run", tensors, arguments(LLAMA))
+    words = ["convert", str(tmp_path / "run"), str(tmp_path / "a.ckpt"), "--quiet"]
+    assert main(words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "holds optimizer state that cannot be imported" in said
+    assert message in said
+    assert not (tmp_path / "a.ckpt").exists()
+    assert main([*words, "--weights-only"]) == 0
+    opened = checkpoint.open(tmp_path / "a.ckpt")
+    assert "optimizer" not in opened.common
+    assert all(name.startswith("model.") for name in opened.tensors)
+    # A folder of transformers holds weights alone.
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "transformers", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "b.ckpt"), "--weights-only", "--quiet"]) == 2
+    assert "--weights-only leaves optimizer state of Megatron-core out" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -635,11 +710,12 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path: Path) -> None:
     opened = TorchFolder(folder)
     key, found = next(iter(opened.tensors.items()))
     shard, *others = found.shards
-    data = (folder / shard.file).read_bytes()
-    bomb = inflated(data[shard.start : shard.start + shard.length])
+    held = shard.archive
+    data = (folder / held.file).read_bytes()
+    bomb = inflated(data[held.start : held.start + held.length])
     assert len(bomb) < 1 << 16
     (folder / "bomb").write_bytes(bomb)
-    smaller = replace(shard, file="bomb", start=0, length=len(bomb))
+    smaller = replace(shard, archive=replace(held, file="bomb", start=0, length=len(bomb)))
     opened.tensors[key] = replace(found, shards=(smaller, *others))
     with pytest.raises(
         CheckpointError, match=rf"{re.escape(key)} in .* is damaged: it is compressed, .* 1677\d+ bytes"

@@ -27,22 +27,39 @@ from megalight.errors import CheckpointError
 
 
 @dataclass(frozen=True)
+class Archive:
+    """A tensor in a file, as ``torch.save`` wrote it.
+
+    Attributes:
+        file: name of the file.
+        start: first byte of the archive in the file.
+        length: bytes of the archive.
+        offset: where the tensor begins in the whole one, per dim, as the metadata says.
+        shape: its shape.
+    """
+
+    file: str
+    start: int
+    length: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Shard:
-    """A box of a tensor in a file, as ``torch.save`` wrote it.
+    """A box of a tensor, and the archive that has it.
 
     Attributes:
         offset: where it begins in the tensor, per dim.
         size: its extent, per dim.
-        file: name of the file.
-        start: first byte of the archive in the file.
-        length: bytes of the archive.
+        archive: the archive.
+        first: the element of the archive's tensor, flattened, from which on the box lies row-major.
     """
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    file: str
-    start: int
-    length: int
+    archive: Archive
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +84,9 @@ class TorchFolder:
     """A folder with ``.metadata`` and ``*.distcp`` files. The constructor reads the first, and runs nothing of it.
 
     Attributes:
-        tensors: key -> tensor. Objects that are no tensors are left out.
+        tensors: key -> tensor.
+        objects: keys of objects that are no tensors.
+        notes: what a library has added to the metadata: the name of its attribute -> value.
 
     Raises:
         CheckpointError: the metadata is missing, damaged or hostile.
@@ -76,6 +95,8 @@ class TorchFolder:
     def __init__(self, path: Place) -> None:
         self.path = path
         self.tensors: dict[str, TorchTensor] = {}
+        self.objects: set[str] = set()
+        self.notes: dict[str, Any] = {}
         file = path / TORCH_METADATA
         # A size limit before reading: the file comes from others.
         if not file.is_file() or file.stat().st_size > MAX_JSON:
@@ -88,9 +109,13 @@ class TorchFolder:
                 for index, place in content.get("storage_data").items()
             }
             for key, stored in content.get("state_dict_metadata").items():
-                # Entries without chunks are objects, which nothing here needs.
+                # Entries without chunks are objects, which are not read.
                 if stored.get("chunks") is not None and stored.get("size") is not None:
                     self.tensors[key] = _tensor(key, stored, places, what)
+                else:
+                    self.objects.add(str(key))
+            own = ("storage_data", "state_dict_metadata")
+            self.notes = {name: value for name, value in content.state.items() if name not in own}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{what} is damaged: {type(error).__name__}: {error}.") from error
 
@@ -100,7 +125,7 @@ class TorchFolder:
         Raises:
             CheckpointError: a shard is missing or damaged; the message names key, shape and shard.
         """
-        jobs: dict[str, dict[tuple[str, Shard], list[tuple[Tensor, tuple[slice, ...]]]]] = {}
+        jobs: dict[str, dict[tuple[str, Archive], list[_Part]]] = {}
         for box in wanted:
             found = 0
             for shard in self.tensors[box.key].shards:
@@ -108,7 +133,8 @@ class TorchFolder:
                 if inside is not None:
                     mine, theirs = inside
                     found += box.data[mine].numel()
-                    jobs.setdefault(shard.file, {}).setdefault((box.key, shard), []).append((box.data[mine], theirs))
+                    part = _Part(box.data[mine], theirs, shard)
+                    jobs.setdefault(shard.archive.file, {}).setdefault((box.key, shard.archive), []).append(part)
             # Before anything is read: an incomplete shard list would leave values of the memory.
             if found != box.data.numel():
                 raise CheckpointError(
@@ -116,23 +142,25 @@ class TorchFolder:
                     f"on, shards have {found} of {box.data.numel()} elements. The checkpoint is not complete."
                 )
 
-        def read(file: str, items: Sequence[tuple[tuple[str, Shard], list[tuple[Tensor, tuple[slice, ...]]]]]) -> None:
-            for (key, shard), parts in items:
-                tensor = self._read(key, shard)
-                for target, place in parts:
-                    target.copy_(tensor[place])
+        def read(file: str, items: Sequence[tuple[tuple[str, Archive], list[_Part]]]) -> None:
+            for (key, archive), parts in items:
+                flat = self._read(key, archive).flatten()
+                for part in parts:
+                    size, first = part.shard.size, part.shard.first
+                    part.target.copy_(flat[first : first + prod(size)].view(size)[part.place])
 
         in_threads(read, ((file, list(shards.items())) for file, shards in sorted(jobs.items())))
 
-    def _read(self, key: str, shard: Shard) -> Tensor:
-        where = f"{key} in {self.path}: the shard at {list(shard.offset)} of shape {list(shard.size)} ({shard.file})"
-        path = located(self.path, shard.file)
+    def _read(self, key: str, archive: Archive) -> Tensor:
+        where = f"the shard at {list(archive.offset)} of shape {list(archive.shape)} ({archive.file})"
+        where = f"{key} in {self.path}: {where}"
+        path = located(self.path, archive.file)
         # before anything is allocated: the metadata may claim any length
-        if shard.start + shard.length > path.stat().st_size:
+        if archive.start + archive.length > path.stat().st_size:
             raise CheckpointError(f"{where} is damaged: the file ends before it does. Copy the checkpoint again.")
-        data = bytearray(shard.length)
+        data = bytearray(archive.length)
         with OpenFile(path, where) as file:
-            file.read(shard.start, memoryview(data))
+            file.read(archive.start, memoryview(data))
         try:
             pickles.check_archive(io.BytesIO(data))
             # Tensors only: a pickle that names anything else is refused.
@@ -140,10 +168,19 @@ class TorchFolder:
         except Exception as error:  # torch, zipfile and the unpickler each raise their own kinds
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CheckpointError(f"{where} is damaged: {reason}") from error
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shard.size:
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != archive.shape:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise CheckpointError(f"{where} holds {shape}. The checkpoint is damaged; copy it again.")
         return tensor
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where a box of a shard goes."""
+
+    target: Tensor
+    place: tuple[slice, ...]
+    shard: Shard
 
 
 def _tensor(key: str, stored: pickles.Record, places: dict[Any, pickles.Record], what: str) -> TorchTensor:
@@ -164,7 +201,7 @@ def _tensor(key: str, stored: pickles.Record, places: dict[Any, pickles.Record],
         if len(offset) != len(shape) or any(o + n > m for o, n, m in zip(offset, size, shape, strict=True)):
             raise CheckpointError(f"{what}: {key} of shape {list(shape)} has a shard at {list(offset)}, outside of it.")
         start, length = (checked_count(place.get(name), what) for name in ("offset", "length"))
-        shards.append(Shard(offset, size, str(place.get("relative_path")), start, length))
+        shards.append(Shard(offset, size, Archive(str(place.get("relative_path")), start, length, offset, size)))
     # Shards may overlap (copies of replicas), but must not leave elements out.
     if sum(prod(shard.size) for shard in shards) < prod(shape):
         raise CheckpointError(f"{what}: {key} of shape {list(shape)} is not complete: shards are missing.")

@@ -52,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--average", nargs="+", default=(), metavar="MORE", help="write the mean of the source and of these"
     )
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave out the optimizer state of a folder of Megatron-core"
+    )
     weights_keys.add_argument(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
@@ -77,6 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.source = newest_in(arguments.source)
     if not is_folder(arguments.source) or is_draft(arguments.source):
         refuse_keys(arguments.weights_keys, arguments.source)
+    if arguments.weights_only and (
+        not megatron.is_folder(arguments.source) or arguments.average or arguments.to not in (None, "checkpoint")
+    ):
+        raise ConfigurationError(
+            "--weights-only leaves optimizer state of Megatron-core out of a checkpoint, and there is none here: leave "
+            "it out."
+        )
     if is_adapter(arguments.source) or arguments.to == "peft":
         return _convert_adapters(arguments)
     if arguments.adapter is not None:
@@ -196,4 +206,4 @@ def _convert_model(arguments: argparse.Namespace, to: str, watched: Callable[[So
     if to == "transformers":
         export(model, arguments.output, dtype=dtype)
     else:
-        save_model(model, arguments.output, dtype)
+        save_model(model, arguments.output, dtype, weights_only=arguments.weights_only)

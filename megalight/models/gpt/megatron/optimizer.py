@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,6 @@ from megalight.models.gpt.megatron.places import OPTIMIZER, Place, places_in, pl
 KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
 """Their key of a state of one parameter, in the shape of the parameter."""
 
-RETIRED = ("fully_sharded_model_space", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
-"""Their formats whose tensors do not have the shapes of parameters, and that newer releases no longer write."""
-
-SHARDING = "param_state_sharding_type"
-"""Their entry with the name of the format, beside the state of each optimizer."""
-
 FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:distributed\.)?dp_group_idx_")
 """Their keys of state as it lies in flat shards, which only the layout that saved it can cut into parameters."""
 
@@ -31,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def places_of_states(
-    config: GPTConfig, tensors: Mapping[str, TorchTensor], common: Any, prefix: str
+    config: GPTConfig, tensors: Mapping[str, TorchTensor], objects: Iterable[str], prefix: str
 ) -> tuple[dict[str, Place], list[str]]:
     """Return the place of each state by our name, and why there is none, as lines for a message.
 
@@ -39,16 +33,10 @@ def places_of_states(
 
     Args:
         config: the model's configuration.
-        tensors: their tensors by key.
-        common: the content of ``common.pt``.
+        tensors: their tensors by key, in the shapes of parameters where they can be.
+        objects: their keys of all else.
         prefix: added before canonical names of weights.
     """
-    retired = [name for name in _entries(common.get("optimizer"), SHARDING) if name in RETIRED]
-    if retired:
-        return {}, [
-            f"it is in the format {retired[0]}, which keeps parameters as flat pieces and is no longer written; resume "
-            "with the Megatron-LM that wrote it, and save once with --dist-ckpt-optim-fully-reshardable"
-        ]
     keys: dict[str, dict[str, str]] = {}
     for key in tensors:
         match = KEY.fullmatch(key)
@@ -56,8 +44,16 @@ def places_of_states(
             state = match[1] if match[1] in MOMENTS else MASTERS
             keys.setdefault(state, {})[plain(match[2])] = key
     if not keys:
-        if any(FLAT.match(key) for key in tensors):
-            return {}, ["it is flat (dp_reshardable); save once with --dist-ckpt-optim-fully-reshardable"]
+        flat = [key for key in (*tensors, *objects) if FLAT.match(key)]
+        if flat:
+            buckets = any(".bucket_idx_" in key for key in flat)
+            kind = (
+                "dp_reshardable (fully_sharded_bucket_space in older releases)" if buckets else "dp_zero_gather_scatter"
+            )
+            return {}, [
+                f"it is in the format {kind}, which only the layout that saved it can cut into parameters. Resume with "
+                "Megatron-LM in this layout, and save once with --dist-ckpt-optim-fully-reshardable"
+            ]
         return {}, ["its keys are not known"] if any(OPTIMIZER.match(key) for key in tensors) else []
     # Weights in float32 are their own masters.
     problems = [f"there is no {state}" for state in MOMENTS if state not in keys]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -21,10 +20,9 @@ from megalight.errors import CheckpointError
 from megalight.models.bounds import check_held
 from megalight.models.gpt.megatron import optimizer
 from megalight.models.gpt.megatron.arguments import COMMON, config_of
+from megalight.models.gpt.megatron.flat import unflattened
 from megalight.models.gpt.megatron.places import places_in, plain
 from megalight.parallel.source import Filled, Target
-
-log = logging.getLogger(__name__)
 
 BACKEND = "metadata.json"
 NEWEST = "latest_checkpointed_iteration.txt"
@@ -53,6 +51,7 @@ class MegatronFolder:
         config: the configuration that its arguments describe.
         tensors: canonical name -> shape, dtype and place, also of optimizer state.
         training: entries of a checkpoint with which a run resumes; empty without optimizer state.
+        unread: why optimizer state that the folder holds is not among ``tensors``; empty if there is none, or it is.
 
     Raises:
         CheckpointError: metadata is missing or damaged, or tensors do not fit the arguments. The message lists key,
@@ -66,6 +65,7 @@ class MegatronFolder:
         common = pickles.read_file(self.path / COMMON)
         self.config = config_of(_arguments(common, self.path))
         self._folder = TorchFolder(self.path)
+        self._folder.tensors = unflattened(self._folder.tensors, self._folder.notes, self.path)
         check_held(self.config, (stored.shape for stored in self._folder.tensors.values()), self.path)
         # The model's own keys decide. Which prefix a wrapper has added does not matter.
         keys = {plain(key): key for key in self._folder.tensors}
@@ -77,15 +77,10 @@ class MegatronFolder:
                 f"{'; '.join(problems[:10])}{more}."
             )
         self.tensors = {prefix + name: replace(place, key=keys[place.key]) for name, place in places.items()}
-        states, problems = optimizer.places_of_states(self.config, self._folder.tensors, common, prefix)
+        states, problems = optimizer.places_of_states(self.config, self._folder.tensors, self._folder.objects, prefix)
         self.tensors |= states
         self.training = optimizer.entries_of(common, states) if states else {}
-        if problems:
-            log.warning(
-                "%s holds optimizer state that is not imported (%s): training goes on from its weights with new state.",
-                self.path,
-                "; ".join(problems[:3]),
-            )
+        self.unread = "; ".join(problems[:3])
 
     def fill(
         self,
