@@ -78,6 +78,57 @@ def test_a_removal_leaves_a_newer_one_that_is_read(tmp_path: Path, monkeypatch: 
     assert not path.exists()
 
 
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("read", [False, True])
+def test_a_removal_that_took_a_newer_one_puts_it_back(
+    read: bool, newer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run replaces the folder between the check of the lock and the rename; and again, before it is back."""
+    path, held, real, renames = (
+        tmp_path / "last.ckpt",
+        list[checkpoint.Checkpoint](),
+        os.rename,
+        list[tuple[str, str]](),
+    )
+    save(path, 1)
+
+    def rename(source: Path, target: Path) -> None:
+        renames.append((Path(source).name, Path(target).name.split("-")[0]))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", real)
+            if len(renames) == 1:
+                save(path, 2)
+                if read:
+                    held.append(checkpoint.open(path))
+            if len(renames) == 2:
+                # Whoever asks for it now finds it under its other name.
+                assert step_of(path) == 2
+                assert [each.name for each in checkpoint.finished(tmp_path)] == ["last.ckpt"]
+                if newer:
+                    save(path, 3)
+                    if read:
+                        held.append(checkpoint.open(path))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    gone = checkpoint.remove(path)
+    assert renames[:2] == [("last.ckpt", "last.ckpt.old"), (renames[1][0], "last.ckpt")]
+    # With a reader it stays. Without one, the removal goes on with what is there now.
+    assert gone == (not read)
+    for step, opened in enumerate(held, 2):
+        values = tensors(-1)
+        opened.fill(checkpoint.targets_of(views(values)))
+        assert all((value == step).all() for value in values.values())
+    if read:
+        assert step_of(path) == 2 + newer
+    for opened in held:
+        opened.release()
+    assert checkpoint.remove(path)
+    assert checkpoint.latest(tmp_path) is None
+    save(path, 4)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 def test_errors_name_the_path_that_was_opened(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     save(path, 1)

@@ -184,32 +184,48 @@ def remove(path: str | os.PathLike[str]) -> bool:
 @singledispatch
 def removed(path: Any) -> bool:
     """See :func:`remove`."""
-    trash, root = _temporary(path, "removed"), actual(path)
+    while True:
+        root = actual(path)
+        try:
+            lock = locked(root)
+        except BlockingIOError:
+            return False
+        except FileNotFoundError:
+            return True
+        try:
+            if _taken(root, path, lock):
+                return True
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _taken(root: Path, path: Path, lock: int | None) -> bool:
+    """Delete a folder that is locked; False if another run has put a new one in its place meanwhile, which stays.
+
+    The readers of the new one hold that one, and a lock tells nothing of them. So the folder gets another name first:
+    what has it is either the one with the lock, or goes back. Until then it is found under this name by who asks for
+    the checkpoint, and stays if this process is killed.
+    """
+    aside, trash = _temporary(path, "old"), _temporary(path, "removed")
     try:
-        lock = locked(root)
-    except BlockingIOError:
-        return False
+        os.rename(root, aside)
+        if lock is None or os.path.samestat(os.fstat(lock), os.stat(aside)):
+            # Renamed before it is deleted: at every moment there is a whole checkpoint of this name, or none.
+            os.rename(aside, trash)
+            # The rename reaches the disk before anything is deleted.
+            sync_directory(path.parent)
+            delete(trash)
+            return True
     except FileNotFoundError:
         return True
     try:
-        # Another run has replaced it before the lock was there: its readers hold that one.
-        while lock is not None and not os.path.samestat(os.fstat(lock), os.stat(root)):
-            old, lock = lock, None
-            os.close(old)
-            lock = locked(root)
-        # Renamed before it is deleted: at every moment there is a whole checkpoint of this name, or none.
-        os.rename(root, trash)
-        # The rename reaches the disk before anything is deleted.
-        sync_directory(path.parent)
-        delete(trash)
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        pass
-    finally:
-        if lock is not None:
-            os.close(lock)
-    return True
+        os.rename(aside, root)
+    except OSError:
+        # A still newer one has come: this one is what it has replaced, unless its save has deleted it already.
+        with suppress(FileNotFoundError):
+            _dispose(aside, path)
+    return False
 
 
 @singledispatch
