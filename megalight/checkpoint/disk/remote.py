@@ -294,6 +294,25 @@ def _publish(folder: Address, path: Address) -> None:
             # or is writing.
             if (0, "") <= _order(save) < own:
                 _delete(save)
+        # A checkpoint that was copied there by hand lies in the path itself.
+        if _sealed(path) and _order(path) < own:
+            _delete_copied(path)
+
+
+def _delete_copied(path: Address) -> None:
+    """Delete the files of a checkpoint that lies in ``path`` itself, and nothing else: saves lie beside them.
+
+    The manifest goes last, so that the next save ends a deletion that was cut short.
+    """
+    listed = manifests.read(path).files
+    for name in (*listed, manifests.NAME):
+        with suppress(FileNotFoundError):
+            path.store.rm_file((path / name).key)
+    # Stores that have folders keep empty ones. One with other files stays.
+    folders = {"/".join(name.split("/")[:depth]) for name in listed for depth in range(1, name.count("/") + 1)}
+    for name in sorted(folders, reverse=True):
+        with suppress(OSError):
+            path.store.rmdir((path / name).key)
 
 
 class RemotePartial:

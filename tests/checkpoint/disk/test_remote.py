@@ -496,6 +496,48 @@ def test_a_folder_that_was_copied_there_is_a_checkpoint(folder: Address, tmp_pat
     assert simple.step_of(tmp_path / "b.ckpt") == 1
 
 
+@BOTH
+def test_a_save_deletes_what_was_copied_there(folder: Address, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files alone; a deletion that is cut short is ended by the next save."""
+    path = folder / "a.ckpt"
+    simple.save(tmp_path / "a.ckpt", 1)
+    real, deleted = path.store.rm_file, list[str]()
+
+    def twice(key: str) -> None:
+        if len(deleted) == 2:
+            raise OSError(errno.EIO, "the store does not answer")
+        deleted.append(key)
+        real(key)
+
+    for cut in (False, True):
+        publish.delete(path)
+        folder.store.put(str(tmp_path / "a.ckpt"), f"{folder.key}/a.ckpt", recursive=True)
+        write_file(path / "data" / "notes.txt", b"mine")
+        with monkeypatch.context() as patch:
+            if cut:
+                patch.setattr(path.store, "rm_file", twice)
+            simple.save(path, 2)
+        assert simple.step_of(path) == 2
+        assert (len(names(folder)) > len(one("a.ckpt")) + 1) == cut
+        simple.save(path, 3)
+        assert simple.step_of(path) == 3
+        assert names(folder) == sorted([*one("a.ckpt"), "a.ckpt/data/notes.txt"])
+    assert len(deleted) == 2
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_a_copied_one_that_is_newer_stays(folder: Address, tmp_path: Any) -> None:
+    """Two people at one path: what was saved last is the checkpoint."""
+    path = folder / "a.ckpt"
+    partial = remote.RemotePartial(path)
+    simple.save(folder / "b.ckpt", 1)
+    folder.store.mv(publish.resolve(folder / "b.ckpt").key, partial.folder.key, recursive=True)
+    simple.save(tmp_path / "a.ckpt", 2)
+    folder.store.put(f"{tmp_path}/a.ckpt/", f"{path.key}/", recursive=True)
+    partial.publish()
+    assert simple.step_of(path) == 2
+
+
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:])])
 def test_saves_beside_training(objects: Address, kind: Kind) -> None:
     background, path = Background(kind), objects / "a.ckpt"
