@@ -152,7 +152,7 @@ def averaged(models: Sequence[StoredModel]) -> StoredModel:
 
 
 def save_model(
-    model: StoredModel, path: str | os.PathLike[str], dtype: torch.dtype | None = None, *, weights_only: bool = False
+    model: StoredModel, path: str | os.PathLike[str], dtype: torch.dtype | None = None, *, optimizer: bool = True
 ) -> None:
     """Write the model as a checkpoint, with optimizer state if it has any. One process calls it.
 
@@ -162,20 +162,20 @@ def save_model(
         model: the model.
         path: the folder to write.
         dtype: dtype of the weights. None: as they are stored.
-        weights_only: leave optimizer state out.
+        optimizer: whether optimizer state is written, if there is any.
 
     Raises:
         CheckpointError: a file is damaged, or ``path`` cannot be written, or there is optimizer state that cannot be
-            read and is not left out. Nothing is left behind.
+            read and is asked for. Nothing is left behind.
     """
-    if model.unread and not weights_only:
+    if model.unread and optimizer:
         raise CheckpointError(
             f"the source holds optimizer state that cannot be imported: {model.unread}. Or take the weights alone "
             "(--weights-only), with which training starts anew."
         )
     described = {"family": model.family.name, "config": model.config.to_dict(), "transforms": [], BASE: True}
     names = [name for name in model.weights.tensors if name.startswith(PREFIX)]
-    training = {} if weights_only else model.training
+    training = model.training if optimizer else {}
     states = [name for name in model.weights.tensors if training and name.startswith(STATE)]
     # One process writes, even inside a job with several: nobody else is asked.
     with alone() as group:

@@ -206,4 +206,4 @@ def _convert_model(arguments: argparse.Namespace, to: str, watched: Callable[[So
     if to == "transformers":
         export(model, arguments.output, dtype=dtype)
     else:
-        save_model(model, arguments.output, dtype, weights_only=arguments.weights_only)
+        save_model(model, arguments.output, dtype, optimizer=not arguments.weights_only)
