@@ -17,10 +17,18 @@ from megalight.checkpoint.disk.files import CODES, MAX_JSON, Place
 from megalight.checkpoint.foreign import opcodes
 from megalight.errors import CheckpointError
 
+
+class _Ordered(dict[Any, Any]):
+    """A dict in place of one that may have attributes, as a module's ``state_dict`` has; they are dropped."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Drop the attributes."""
+
+
 PLAIN = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _Ordered,
     ("torch", "Size"): tuple,
 }
 """What is made as it is, or as its nearest plain value."""

@@ -152,6 +152,9 @@ def test_what_torch_saves_passes(tmp_path: Path) -> None:
         "state_dict": {"a": parameter, "b": torch.ones(2, 3).T, "c": torch.zeros(0), "d": marked, "e": torch.eye(2)[0]},
         "other": {"bytes": b"\xff\x00", "size": torch.Size([2]), "type": torch.bfloat16, "set": {1}},
     }
+    noted = collections.OrderedDict(entries["state_dict"])
+    noted._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]  # as modules have it
+    entries["state_dict"] = noted
     file = tmp_path / "x.ckpt"
     torch.save(entries, file)
     found = single_file.read(file)
