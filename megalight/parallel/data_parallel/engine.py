@@ -20,14 +20,7 @@ from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
 from megalight.parallel.data_parallel.layout import BucketLayout, Kind, level_of, plan_buckets
 from megalight.parallel.data_parallel.masters import check_masters, masters_of
-from megalight.parallel.data_parallel.memory import (
-    GRADIENT_TURNS,
-    Room,
-    TurnBuffers,
-    UnitMemory,
-    choose,
-    free_memory,
-)
+from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, Room, TurnBuffers, UnitMemory, choose, free_memory
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.pushed_sums import PushedSums
 from megalight.parallel.data_parallel.pushes import Pushes
