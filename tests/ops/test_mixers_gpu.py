@@ -37,7 +37,7 @@ def test_delta_rule(lengths: list[int], sizes: tuple[int, int, int, int], dtype:
     check_delta_rule_continued(triton, "cuda", dtype, lengths, sizes)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sum_terms(dtype: torch.dtype, ranks: int) -> None:
     from megalight.ops.sum_terms import triton

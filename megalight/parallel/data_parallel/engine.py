@@ -160,7 +160,8 @@ class DataParallelEngine:
         self._user_buffers = UserBuffers(nccl_ub if mesh.everyone is not None else "off", device)
         self.device = device
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
-        self._reserve_slots()
+        if self._pushed_sums is not None:
+            self._pushed_sums.serve(self.buckets, reduce_dtype, self._reductions)
         used = {self._gathers: self._pushes, self._reductions: self._pushed_sums}
         self.unit_memory.reasons.update(
             {choice.option: choice.told() for choice, engines in used.items() if engines or choice.way == "auto"}
@@ -268,17 +269,6 @@ class DataParallelEngine:
             return pushes.room(numel, dtype, group)
 
         return make
-
-    def _reserve_slots(self) -> None:
-        """Let copy engines sum the gradients of units; those of all buckets, if none is reduced by units."""
-        if self._pushed_sums is None:
-            return
-        # Others may be sent at different times on different ranks: those of a parameter that a rank does not use come
-        # last there. Where they met gradients of units, ranks would wait for each other.
-        for bucket in [bucket for bucket in self.buckets if bucket.shards_grads] or self.buckets:
-            if bucket.shard_group is not None and self._reductions.over(bucket.shard_group):
-                itemsize = (self._reducer.wire_dtype or bucket.grads.dtype).itemsize
-                self._pushed_sums.reserve(bucket.shard_group, (bucket.kept[1] - bucket.kept[0]) * itemsize)
 
     def _reduces_by_unit(self, layout: BucketLayout) -> bool:
         return layout.kind.unit is not None and self.unit_memory.reduce_each

@@ -12,13 +12,16 @@ own wait.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.sum_terms import sum_terms
+from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.pushes import finish
+from megalight.parallel.data_parallel.ways import Choice
 from megalight.parallel.peers import driver
 from megalight.parallel.peers.copies import Copies
 from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerMemory
@@ -40,6 +43,21 @@ class PushedSums:
         self._slots: dict[ProcessGroup, tuple[PeerMemory, Watch]] = {}
         # Copies may still be on their way when a run is dropped, and they must not meet memory that is gone.
         weakref.finalize(self, finish, device).atexit = False
+
+    def serve(self, buckets: Sequence[Bucket], wire_dtype: torch.dtype | None, choice: Choice) -> None:
+        """Let the gradients of units be summed here; those of all buckets, if none is reduced by units.
+
+        Args:
+            buckets: all of them. Their ranks call this together.
+            wire_dtype: dtype in which gradients are sent; None: that of the buffers.
+            choice: decides which groups of ranks do so.
+        """
+        # Others may be sent at different times on different ranks: those of a parameter that a rank does not use come
+        # last there. Where they met gradients of units, ranks would wait for each other.
+        for bucket in [bucket for bucket in buckets if bucket.shards_grads] or buckets:
+            if bucket.shard_group is not None and choice.over(bucket.shard_group):
+                itemsize = (wire_dtype or bucket.grads.dtype).itemsize
+                self.reserve(bucket.shard_group, (bucket.kept[1] - bucket.kept[0]) * itemsize)
 
     def reserve(self, group: ProcessGroup, nbytes: int) -> None:
         """Let the ranks of a group sum gradients. They call this together, and in the same order.
