@@ -18,6 +18,7 @@ from megalight.ops.attention.blocks import (
     flags,
     key_blocks,
     keys_of,
+    queries_of,
     query_blocks,
     sequence,
     shape_of,
@@ -172,17 +173,7 @@ def _keys(
     value = v.load([key_start + first, key_head, 0]).reshape(KEYS, VALUES)
     key_total = tl.zeros((KEYS, FEATURES), tl.float32)
     value_total = tl.zeros((KEYS, VALUES), tl.float32)
-    # Queries from `begin` to `stop` see a key of the block; those from `edge` to `whole` see all of it.
-    begin = 0
-    edge = 0
-    stop = length
-    whole = length
-    if CAUSAL:
-        begin = tl.maximum(first - shift, 0) // ROWS * ROWS
-        edge = tl.cdiv(tl.maximum(first + KEYS - 1 - shift, 0), ROWS) * ROWS
-    if WINDOW:
-        stop = tl.minimum(length, tl.maximum(first + KEYS + window - shift, 0))
-        whole = tl.minimum(length, tl.maximum(first + window + 1 - shift, 0) // ROWS * ROWS)
+    begin, edge, whole, stop = queries_of(first, length, shift, window, CAUSAL, WINDOW, ROWS, KEYS)
     edge = tl.minimum(tl.maximum(edge, begin), tl.maximum(stop, begin))
     whole = tl.maximum(whole, edge)
     for member in range(GROUP):

@@ -74,6 +74,25 @@ def keys_of(
     return begin, edge, tl.maximum(whole, edge), stop
 
 
+@jit
+def queries_of(
+    first: Value, length: Value, shift: Value, window: Value,
+    CAUSAL: constexpr, WINDOW: constexpr, ROWS: constexpr, COUNT: constexpr,
+) -> Any:  # fmt: skip
+    """Return the queries that see a block of keys as three ranges, like :func:`keys_of`; not yet in order if empty."""
+    begin = 0
+    edge = 0
+    stop = length
+    whole = length
+    if CAUSAL:
+        begin = tl.maximum(first - shift, 0) // ROWS * ROWS
+        edge = tl.cdiv(tl.maximum(first + COUNT - 1 - shift, 0), ROWS) * ROWS
+    if WINDOW:
+        stop = tl.minimum(length, tl.maximum(first + COUNT + window - shift, 0))
+        whole = tl.minimum(length, tl.maximum(first + window + 1 - shift, 0) // ROWS * ROWS)
+    return begin, edge, whole, stop
+
+
 def describable(x: Tensor) -> bool:
     """Return whether the hardware can load blocks of a view: rows begin at multiples of 16 bytes."""
     bytes_ = [stride * x.element_size() for stride in x.stride()[:-1]]

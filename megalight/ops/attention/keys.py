@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.attention.blocks import Descriptor, factors, flags, key_blocks, sequence, tanh, visible
+from megalight.ops.attention.blocks import Descriptor, factors, flags, key_blocks, queries_of, sequence, tanh, visible
 from megalight.ops.jit import Value, constexpr, jit, tl
 from megalight.types import PackedSequences
 
@@ -79,17 +79,7 @@ def _keys(
     value = v.load([key_start + first, key_head * value_step])
     key_total = tl.zeros((KEYS, FEATURES), tl.float32)
     value_total = tl.zeros((KEYS, VALUES), tl.float32)
-    # Queries from `begin` to `stop` see a key of the block; those from `edge` to `whole` see all of it.
-    begin = 0
-    edge = 0
-    stop = length
-    whole = length
-    if CAUSAL:
-        begin = tl.maximum(first - shift, 0) // ROWS * ROWS
-        edge = tl.cdiv(tl.maximum(first + KEYS - 1 - shift, 0), ROWS) * ROWS
-    if WINDOW:
-        stop = tl.minimum(length, tl.maximum(first + KEYS + window - shift, 0))
-        whole = tl.minimum(length, tl.maximum(first + window + 1 - shift, 0) // ROWS * ROWS)
+    begin, edge, whole, stop = queries_of(first, length, shift, window, CAUSAL, WINDOW, ROWS, KEYS)
     # A block that reaches into the next sequence is masked as a whole. Its other keys are not stored, but without this
     # line the compiler spills three times as much (Triton 3.6).
     edge = tl.where(first + KEYS > num_keys, stop, edge)
