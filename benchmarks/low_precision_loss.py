@@ -101,7 +101,7 @@ def train(recipe: str, size: Size, steps: int, text: Tensor, device: str, emulat
         if unknown := set(more) - {"primary", "attention"}:
             raise SystemExit(f"unknown {', '.join(sorted(unknown))} in {recipe!r}; there are primary and attention.")
         options = LowPrecisionOptions(
-            name, primary_weights="primary" in more, fp8_attention="attention" in more, emulate=emulate
+            name, primary_weights="primary" in more or None, fp8_attention="attention" in more, emulate=emulate
         )
         session = apply_low_precision(model, options, mesh)
     infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in model.named_parameters()]

@@ -273,7 +273,8 @@ def precision_of(step: Step) -> dict[str, Any]:
     """Return the Trainer's arguments for precision. On CPU, products in FP8 are emulated."""
     if step.precision == "fp8":
         recipe, *words = step.recipe.split("+")
-        options = LowPrecisionOptions(recipe, primary_weights="primary" in words, emulate=step.device != "cuda")
+        primary = True if "primary" in words else False if "wide" in words else None
+        options = LowPrecisionOptions(recipe, primary_weights=primary, emulate=step.device != "cuda")
         implementation = "transformer_engine" if "transformer_engine" in words else "own"
         return {"plugins": [MegatronLowPrecision(options, implementation=implementation)]}
     return {"precision": TRAINER_PRECISION[step.precision]}

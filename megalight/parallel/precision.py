@@ -69,7 +69,9 @@ class LowPrecisionOptions:
         primary_weights: store weights of these layers as 8-bit codes during training. The optimizer's masters are cast
             with the scale of the whole weight, the codes are sent to the data-parallel ranks, and no rank holds the
             weights in their own dtype. For ``tensorwise`` and ``delayed``; their weights are then scaled by the current
-            values. Not for experts.
+            values. Not for experts. None: data-parallel ranks that gather weights gather codes, where ``tensorwise`` is
+            the recipe of our own products; masters are then rounded to the dtype of the weights first, so that no value
+            differs from False, and experts keep their dtype. False: weights keep their dtype.
         experts_together: run all experts of a stack in one product, also large ones, which are faster one by one. The
             host then never waits for their numbers of rows: so recorded steps need it. For ``tensorwise``, ``delayed``
             and ``rowwise``.
@@ -97,7 +99,7 @@ class LowPrecisionOptions:
     modules: Sequence[str] = ("*",)
     towers: Sequence[str] = ("language",)
     reduce_amax: bool = False
-    primary_weights: bool = False
+    primary_weights: bool | None = None
     experts_together: bool = False
     router_padding_for_quantization: bool = False
     moe_router_padding_for_fp8: bool | None = None
@@ -300,6 +302,9 @@ def apply_low_precision(
         for tower, own in meshes.items()
         for axis in ("tp", "etp")
     }
+    primary = options.primary_weights
+    if primary is None and (kind is not LowPrecision or schemes.delayed or not schemes.one_scale):
+        primary = False  # scales of past steps are not those of codes; of two sets of codes neither could be sent alone
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     histories: dict[tuple[bool, tuple[str, ...]], Reduce | None] = {}
     checked: set[tuple[torch.device, torch.dtype]] = set()
@@ -342,7 +347,7 @@ def apply_low_precision(
             if weight.dim() == 3:
                 state.stack_precision = _stack(kind, schemes, session, weight, steps, options.experts_together, shared)
             else:
-                state.precision = kind(schemes, session, history=steps, primary=options.primary_weights, **shared)
+                state.precision = kind(schemes, session, history=steps, primary=primary, **shared)
             history = (state.precision or state.stack_precision).history  # type: ignore[union-attr]
             if history is not None:
                 # Memory now, on all ranks: an expert that gets no tokens must still take part in the all-reduce.

@@ -165,6 +165,55 @@ def _train(options: dict[str, Any], layout: dict[str, Any], level: str) -> dict[
     return train(options, layout, level=level, clip=None)  # buckets differ, and so does the last bit of a norm
 
 
+def _mixed(options: dict[str, Any], level: str) -> dict[str, Any]:
+    return train(options, {}, level=level, clip=None, precision="bf16-mixed")
+
+
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("options", [{}, {"margin": 1, "formats": "e4m3"}], ids=["usual", "margin"])
+def test_ranks_gather_codes_unasked_and_change_no_bit(options: dict[str, Any], level: str) -> None:
+    """Masters in float32, weights in bf16: codes are those of the rounded weights, which direct casts are not."""
+    found, expected = (run(_mixed, 2, {**options, **primary}, level) for primary in ({}, {"primary_weights": False}))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_equal_runs(ours, theirs)
+    direct = run(_mixed, 2, {**options, "primary_weights": True}, level)[0]
+    assert direct["losses"] != found[0]["losses"]
+
+
+def _types(options: dict[str, Any], parallel: dict[str, Any], layout: dict[str, Any]) -> set[torch.dtype]:
+    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, **options), "bf16-mixed")
+    strategy = MegatronStrategy(data_parallel=DataParallel(**parallel), precision_plugin=plugin, **layout)
+    types: set[torch.dtype] = set()
+
+    class Types(pl.Callback):
+        reads_weights = True
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+            types.update(p.dtype for p in pl_module.model.parameters() if precision_of(p) is not None)
+
+    trainer(
+        strategy, callbacks=[Types()], precision=None, max_steps=1, use_distributed_sampler=False, limit_val_batches=0
+    ).fit(WithData(CONFIG, optimizer=ADAM, seed=SEED))
+    return types
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "parallel", "layout"),
+    [
+        pytest.param(1, {}, {}, {"micro_batch_size": 2}, id="one rank"),
+        pytest.param(2, {}, {"level": "no_shard"}, {}, id="nothing is gathered"),
+        pytest.param(2, {"recipe": "delayed"}, {}, {}, id="scales of past steps"),
+        pytest.param(2, {"recipe": "rowwise"}, {}, {}, id="two sets of codes"),
+        pytest.param(2, {}, {"optimizer_offload_fraction": 1.0}, {}, id="masters on the host"),
+        pytest.param(2, {}, {"master_dtype": "bfloat16"}, {}, id="narrow masters"),
+    ],
+)
+def test_where_codes_would_not_do_weights_keep_their_dtype(
+    ranks: int, options: dict[str, Any], parallel: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    assert run(_types, ranks, options, parallel, layout)[0] == {torch.bfloat16}
+
+
 def _resume(options: dict[str, Any], layout: dict[str, Any], load: str) -> dict[str, Any]:
     return train(options, layout, precision="bf16-mixed", steps=4, load=load)
 

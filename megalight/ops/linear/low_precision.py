@@ -116,7 +116,8 @@ class LowPrecision:
             features. They are used for scales that span these. None: each rank scales its own part.
         reduce_history: reduces magnitudes of past steps, once a step, over the ranks that hold the weight or a part of
             it. Layers with the same function share a call. None: one rank.
-        primary: the weight may be stored as codes; the code that does so must set :attr:`scale`.
+        primary: the weight is stored as codes; the code that does so must set :attr:`scale`. None: it may be, where
+            that changes no value.
 
     Attributes:
         scale: scale ``[1, 1]`` of a weight that is stored as codes.
@@ -138,7 +139,7 @@ class LowPrecision:
         history: int | AmaxHistory = STEPS,
         reduce_amax: tuple[Reduce | None, Reduce | None] = (None, None),
         reduce_history: Reduce | None = None,
-        primary: bool = False,
+        primary: bool | None = False,
     ) -> None:
         self.recipe = recipe
         self.one_scale = recipe.one_scale

@@ -21,10 +21,17 @@ WIDEST = 4096
 """Largest row length, in elements, of the matrices that flat intervals are cast as."""
 
 
-def codes_of(info: ParamInfo) -> Format | None:
-    """Return the 8-bit format in which a parameter is stored; None: it keeps its own dtype."""
+def codes_of(info: ParamInfo, gathered: bool = False) -> Format | None:
+    """Return the 8-bit format in which a parameter is stored; None: it keeps its own dtype.
+
+    Args:
+        gathered: whether ranks gather the parameter after each step, and could gather its codes.
+    """
     precision = precision_of(info.parameter)
-    return precision.recipe.weight.format if precision is not None and precision.primary else None
+    if precision is None:
+        return None
+    wanted = gathered if precision.primary is None else precision.primary
+    return precision.recipe.weight.format if wanted else None
 
 
 class Codes:
@@ -40,11 +47,13 @@ class Codes:
         self.weights: list[LowPrecision] = []
         self._divided: list[tuple[ProcessGroup, slice]] = []
         """Data-parallel groups with the slice of weights whose masters are divided over them."""
+        holders: list[Bucket] = []
         for group in dict.fromkeys(bucket.shard_group for bucket in buckets):
             first = len(self.weights)
             for bucket in buckets:
                 if bucket.shard_group is group:
                     self._add(bucket)
+                    holders += [bucket] * len(bucket.infos)
             if group is not None:
                 self._divided.append((group, slice(first, len(self.weights))))
         self.amax = torch.zeros(len(self.weights), device=device)
@@ -58,6 +67,14 @@ class Codes:
             # reduction serves all weights with the same ranks.
             if (reduce := precision.reduce_weight) is not None:
                 agree.setdefault(id(reduce), (reduce, []))[1].append(number)
+        # Asked for by nobody: so their values are those of a run that stores weights, rounded to their own dtype.
+        kinds = {number: bucket.layout.kind.param_dtype for number, bucket in enumerate(holders)}
+        rounded = {number: dtype for number, dtype in kinds.items() if self.weights[number].primary is None}
+        self._rounded = rounded
+        self._rounded_amax = [
+            (dtype, torch.tensor([n for n, found in rounded.items() if found == dtype], device=device))
+            for dtype in dict.fromkeys(rounded.values())
+        ]
         self._agree = [(reduce, torch.tensor(numbers, device=device)) for reduce, numbers in agree.values()]
 
     def _add(self, bucket: Bucket) -> None:
@@ -81,6 +98,9 @@ class Codes:
             largest = torch._foreach_norm(masters, float("inf"))
             # In float32: scales are, and the largest values of half-precision masters are exact there.
             self.amax[self._here] = torch.stack(largest).float()
+        for dtype, numbers in self._rounded_amax:
+            # Rounding keeps the order, so the largest rounded value is the rounded largest value.
+            self.amax[numbers] = self.amax[numbers].to(dtype).float()
         for group, weights in self._divided:
             dist.all_reduce(self.amax[weights], dist.ReduceOp.MAX, group=group)
         for reduce, numbers in self._agree:
@@ -93,7 +113,9 @@ class Codes:
         for (number, bucket, low, high), master in zip(self.parts, masters, strict=True):
             # The scale comes from the amax of the whole weight. The part's own one
             # would give each rank another scale.
-            rows, _ = cast(master, scheme, None, amax=amax[number])
+            # One part at a time: rounded copies of all masters would need memory.
+            values = master.to(self._rounded.get(number, master.dtype))
+            rows, _ = cast(values, scheme, None, amax=amax[number])
             assert rows is not None
             # As bytes: in-place copies are not available for all 8-bit dtypes.
             offset = bucket.kept[0]

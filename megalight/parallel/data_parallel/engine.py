@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, Groups, ParamInfo, distinct
 from megalight.parallel.data_parallel.codes import codes_of
+from megalight.parallel.data_parallel.communicators import groups_of
 from megalight.parallel.data_parallel.finite import check_finite
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
@@ -29,7 +28,6 @@ from megalight.parallel.data_parallel.route import Route
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.data_parallel.user_buffers import Registration, UserBuffers
 from megalight.parallel.data_parallel.ways import Choice, Way
-from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import spanned
@@ -149,6 +147,9 @@ class DataParallelEngine:
         self._choices = prefetch, reduce_each_micro_batch
         self._offload = optimizer_offload_fraction
         self._overlap = overlap_grad_reduce
+        # Codes are cast from masters on the device that hold at least what the parameters hold.
+        narrow = master_dtype is not None and master_dtype.itemsize < 4
+        self._may_gather_codes = self.level.state and not (self._divide_replicas or self._offload or narrow)
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
         self._route, self._units = route or Route(), units
         against = None if nccl_ub == "off" else f"nccl_ub={nccl_ub!r}: NCCL has the buffers"
@@ -210,7 +211,7 @@ class DataParallelEngine:
         # One set of groups per mesh and data axes, not per bucket: making a group
         # is collective, and each costs buffers.
         ways = {(kind.mesh, kind.data): kind for kind in kinds}
-        groups = {key: _groups(kind, max_ctas) for key, kind in ways.items()}
+        groups = {key: groups_of(kind, max_ctas) for key, kind in ways.items()}
         layouts = plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
         check_masters(kinds, master_dtype)
         params = grads = None
@@ -231,7 +232,7 @@ class DataParallelEngine:
             # Units are gathered and reduced by hooks, in one order on all ranks. Whole buckets are sent when their
             # gradients have arrived, which is not at the same time on all ranks: a bucket of a parameter that a rank
             # does not use is sent last there. Over one communicator, these messages would meet those of units.
-            reducing = {key: _groups(kind, max_ctas, "whole gradients") for key, kind in ways.items()}
+            reducing = {key: groups_of(kind, max_ctas, "whole gradients") for key, kind in ways.items()}
         on_host = offloaded(layouts, self._offload)
         if any(layouts[index].kind.codes is not None for index in on_host):
             raise ConfigurationError(
@@ -286,7 +287,7 @@ class DataParallelEngine:
         allocating = self._user_buffers.allocating
         turns = self._route.turns(self._units, self.unit_memory.turns)
         ways = {(kind.mesh, kind.data): kind for kind in kinds}
-        groups = {key: _groups(kind, max_ctas) for key, kind in ways.items()}
+        groups = {key: groups_of(kind, max_ctas) for key, kind in ways.items()}
         memory = TurnBuffers(layouts, turns, infos[0].parameter.device, allocating, self._room(groups))
         return [
             FlatParameters(
@@ -315,6 +316,8 @@ class DataParallelEngine:
             replicate=self.replicate,
             divide_replicas=self._divide_replicas,
         )
+        if info.parameter.requires_grad and self._may_gather_codes and len(kind.shard_ranks) > 1:
+            kind = replace(kind, codes=codes_of(info, gathered=True))
         if kind.codes is not None and self._divide_replicas:
             raise ConfigurationError(
                 f"{info.name} is stored as 8-bit codes (primary_weights), which each group of replicas casts from "
@@ -562,27 +565,6 @@ def _shared(spec: ShardSpec) -> str:
     """Return the tensor's name if other pipeline stages hold it as well, else an empty string."""
     # Such a tensor is a tied weight: the first and the last stage each have one term of its gradient.
     return next((p.name for p in spec.pieces if any(axis.startswith("pp") for axis in p.partial)), "")
-
-
-def _groups(kind: Kind, max_ctas: int | None, purpose: str = "") -> Groups:
-    """Return the process groups of the buckets of a kind; with a purpose, over communicators for it alone."""
-    made: dict[tuple[int, ...], ProcessGroup | None] = {}
-
-    def group(*axes: str) -> ProcessGroup | None:
-        # The same ranks under other names of axes share a group: a second one
-        # would cost a communicator of its own.
-        ranks = kind.mesh.ranks(*axes)
-        if ranks not in made:
-            if max_ctas is not None and len(ranks) > 1:
-                check_max_ctas("max_ctas", max_ctas, dist.get_backend())
-                made[ranks] = new_group(ranks, purpose or "data parallelism", max_ctas=max_ctas)
-            elif purpose and len(ranks) > 1:
-                made[ranks] = shared_group(ranks, purpose)
-            else:
-                made[ranks] = kind.mesh.group(*axes)
-        return made[ranks]
-
-    return Groups(group(*kind.data), group(*kind.shard_axes), group(*kind.replica_axes))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
