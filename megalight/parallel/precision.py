@@ -71,7 +71,8 @@ class LowPrecisionOptions:
             weights in their own dtype. For ``tensorwise`` and ``delayed``; their weights are then scaled by the current
             values. Not for experts. None: data-parallel ranks that gather weights gather codes, where ``tensorwise`` is
             the recipe of our own products; masters are then rounded to the dtype of the weights first, so that no value
-            differs from False, and experts keep their dtype. False: weights keep their dtype.
+            differs from False. Experts keep their dtype, and so do all weights where hooks may read them. False:
+            weights keep their dtype.
         experts_together: run all experts of a stack in one product, also large ones, which are faster one by one. The
             host then never waits for their numbers of rows: so recorded steps need it. For ``tensorwise``, ``delayed``
             and ``rowwise``.

@@ -317,6 +317,8 @@ class MegatronStrategy(FolderCheckpoints):
             return
         bar = trainer.progress_bar_callback
         self._foreign_bar = bar is not None and not bar.__module__.startswith("megalight.")
+        if setup.reads_weights_between_steps(self.lightning_module, trainer, sharded=True):
+            self.precision.keep_weights()  # before the engine decides how it stores them
         self._make_engine()
         assert self.engine is not None
         sharded, module = self.engine.level.parameters, self.lightning_module

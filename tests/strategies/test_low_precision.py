@@ -42,7 +42,8 @@ def train(options: dict[str, Any] | None, layout: dict[str, Any]) -> Any:
     """A run in every rank; None: without low precision."""
     if options is None:
         return fit(CONFIG, STEPS, **layout)
-    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, **options), "64-true")
+    # `fit` reads the initial weights in a callback that says it reads none, so as not to gather in every step.
+    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, primary_weights=False, **options), "64-true")
     return fit(CONFIG, STEPS, trainer_options={"precision": None}, precision_plugin=plugin, **layout)
 
 

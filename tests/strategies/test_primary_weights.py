@@ -67,10 +67,12 @@ def train(
     save: str | None = None,
     ema: bool = False,
     clip: float | None = 0.5,
+    reads: bool = True,
 ) -> dict[str, Any]:
     plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, first_layers=1, **options), precision)
     strategy = MegatronStrategy(data_parallel=DataParallel(level=level), precision_plugin=plugin, **layout)
     module, watch = WithData(CONFIG, optimizer=ADAM, seed=SEED), Watch()
+    watch.reads_weights = reads
     module.steps = 10
     runner = trainer(
         strategy,
@@ -165,36 +167,50 @@ def _train(options: dict[str, Any], layout: dict[str, Any], level: str) -> dict[
     return train(options, layout, level=level, clip=None)  # buckets differ, and so does the last bit of a norm
 
 
-def _mixed(options: dict[str, Any], level: str) -> dict[str, Any]:
-    return train(options, {}, level=level, clip=None, precision="bf16-mixed")
+def _mixed(options: dict[str, Any], reads: bool) -> dict[str, Any]:
+    return train(options, {}, clip=None, precision="bf16-mixed", reads=reads)
 
 
-@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
 @pytest.mark.parametrize("options", [{}, {"margin": 1, "formats": "e4m3"}], ids=["usual", "margin"])
-def test_ranks_gather_codes_unasked_and_change_no_bit(options: dict[str, Any], level: str) -> None:
+def test_ranks_gather_codes_unasked_and_change_no_bit(options: dict[str, Any]) -> None:
     """Masters in float32, weights in bf16: codes are those of the rounded weights, which direct casts are not."""
-    found, expected = (run(_mixed, 2, {**options, **primary}, level) for primary in ({}, {"primary_weights": False}))
+    found, expected = (run(_mixed, 2, {**options, **more}, False) for more in ({}, {"primary_weights": False}))
     for ours, theirs in zip(found, expected, strict=True):
         assert_equal_runs(ours, theirs)
-    direct = run(_mixed, 2, {**options, "primary_weights": True}, level)[0]
+    direct = run(_mixed, 2, {**options, "primary_weights": True}, False)[0]
     assert direct["losses"] != found[0]["losses"]
 
 
-def _types(options: dict[str, Any], parallel: dict[str, Any], layout: dict[str, Any]) -> set[torch.dtype]:
+def test_who_reads_weights_between_steps_finds_weights() -> None:
+    assert run(_mixed, 2, {}, True)[0]["types"] == {torch.bfloat16}
+
+
+def test_sharded_weights_are_codes_unasked() -> None:
+    found, expected = (
+        run(_types, 2, more, {"level": "optim_grads_params"}, {})[0] for more in ({}, {"primary_weights": False})
+    )
+    assert (found[0], expected[0]) == ({EIGHT_BITS}, {torch.bfloat16})
+    assert found[1] == expected[1]
+
+
+def _types(options: dict[str, Any], parallel: dict[str, Any], layout: dict[str, Any]) -> tuple[Any, list[float]]:
+    """The dtypes of weights between steps, and the losses."""
     plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, **options), "bf16-mixed")
     strategy = MegatronStrategy(data_parallel=DataParallel(**parallel), precision_plugin=plugin, **layout)
     types: set[torch.dtype] = set()
+    losses: list[float] = []
 
     class Types(pl.Callback):
-        reads_weights = True
+        reads_weights = False
 
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+            losses.append(float(trainer.strategy.report.loss))
             types.update(p.dtype for p in pl_module.model.parameters() if precision_of(p) is not None)
 
     trainer(
-        strategy, callbacks=[Types()], precision=None, max_steps=1, use_distributed_sampler=False, limit_val_batches=0
+        strategy, callbacks=[Types()], precision=None, max_steps=3, use_distributed_sampler=False, limit_val_batches=0
     ).fit(WithData(CONFIG, optimizer=ADAM, seed=SEED))
-    return types
+    return types, losses
 
 
 @pytest.mark.parametrize(
@@ -211,7 +227,7 @@ def _types(options: dict[str, Any], parallel: dict[str, Any], layout: dict[str, 
 def test_where_codes_would_not_do_weights_keep_their_dtype(
     ranks: int, options: dict[str, Any], parallel: dict[str, Any], layout: dict[str, Any]
 ) -> None:
-    assert run(_types, ranks, options, parallel, layout)[0] == {torch.bfloat16}
+    assert run(_types, ranks, options, parallel, layout)[0][0] == {torch.bfloat16}
 
 
 def _resume(options: dict[str, Any], layout: dict[str, Any], load: str) -> dict[str, Any]:

@@ -102,6 +102,12 @@ class MegatronLowPrecision(MegatronPrecision):
             None if model.grafted is None else model.grafted.mesh,
         )
 
+    def keep_weights(self) -> None:
+        """Leave weights in their own dtype between steps, where nobody asked for codes: somebody may read them."""
+        assert self.session is not None, "the strategy calls prepare in setup"
+        for layer in self.session.layers:
+            layer.primary = layer.primary or False
+
     def begin(self, number: int) -> None:
         """Begin training step ``number``, which seeds stochastic rounding."""
         assert self.session is not None, "the strategy calls prepare in setup"

@@ -145,6 +145,9 @@ class MegatronPrecision(Precision):
         # A model that was trained with another plugin before may still have products in 8 bits.
         remove_low_precision(model.root)
 
+    def keep_weights(self) -> None:
+        """Leave weights in their own dtype between steps, where nobody asked for codes: somebody may read them."""
+
     def begin(self, number: int) -> None:
         """Begin training step ``number``: work on the host that must not be recorded in a CUDA graph."""
 
