@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Processes of tests; each has ranks of its own, up to 3 GiB in all. Many tests wait for messages, so two fill two cores.
 JOBS ?= 2
 READY := $(VENV)/.ready
+# Tests start hundreds of interpreters; without this, each may compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-full test-gpu checks docs-check format clean
