@@ -261,6 +261,19 @@ def test_the_command_shows_images_to_the_model(saved: str, tmp_path: Path, capsy
     assert capsys.readouterr().out == f"{expected}\n"
 
 
+def test_the_command_takes_a_chat_template(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[0]['content'] }} jumps")
+    (expected,) = TextGenerator.from_checkpoint(saved).complete(["fox jumps"], max_new_tokens=6, temperature=0)
+    words = ["generate", saved, "-n", "6", "-t", "0", "-p", "fox"]
+    assert main([*words, "--chat", "--chat-template", str(file)]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert main([*words, "--chat-template", str(file)]) != 0
+    assert "add --chat" in capsys.readouterr().err
+    assert main([*words, "--chat", "--chat-template", str(tmp_path / "none.jinja")]) != 0
+    assert "none.jinja" in capsys.readouterr().err
+
+
 def _command(words: list[str]) -> tuple[int, str]:
     """What the command prints on this rank."""
     out = io.StringIO()

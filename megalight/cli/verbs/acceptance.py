@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plain", action="store_true", help="turns are texts to continue; for a tokenizer without a chat template"
     )
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the base's own")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's template)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
@@ -36,14 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the acceptance length of each category and of all."""
     from megalight.cli.newest import newest_in
+    from megalight.data.chat.template import ChatTemplate, read_template
+    from megalight.errors import ConfigurationError
     from megalight.inference.questions import read_questions
 
+    if arguments.plain and arguments.chat_template:
+        raise ConfigurationError("--plain takes no template; leave out --plain or --chat-template.")
     # Before the weights: a wrong file is then told at once.
     questions = read_questions(arguments.questions)
+    source = None if arguments.chat_template is None else read_template(arguments.chat_template)
 
     import torch  # after the checks: importing it takes seconds
 
-    from megalight.data.chat.template import ChatTemplate
     from megalight.inference import TextGenerator
     from megalight.inference.acceptance import Acceptance, check_rounds
     from megalight.inference.drafts import load_draft
@@ -55,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
     )
-    template = None if arguments.plain else ChatTemplate.of(writer.tokenizer)
+    template = None if arguments.plain else ChatTemplate.of(writer.tokenizer, source)
     draft = load_draft(newest_in(arguments.draft), writer.whole, writer.tokenizer)
     interview = Interview(writer.whole, draft, writer.tokenizer, template, arguments.max_new_tokens, arguments.guesses)
     counts: dict[str, Acceptance] = defaultdict(Acceptance)

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="each prompt is a user's message; print the assistant's answer"
     )
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's template)")
     parser.add_argument("-n", "--max-new-tokens", type=int, default=128, help="limit of new tokens (default: 128)")
     parser.add_argument("-t", "--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens")
@@ -88,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.cli.ranks import check_ranks, joined
 
     _check_draft(arguments)
+    source = _template(arguments)
     check_ranks(arguments)
 
     import torch  # after the checks: importing it takes seconds
@@ -110,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
             keys=arguments.weights_keys,
             adapter=arguments.adapter,
         )
-        completions = _complete(writer, prompts, files, arguments)
+        completions = _complete(writer, prompts, files, arguments, source)
     # All ranks have the same.
     if mesh is None or mesh.global_rank == 0:
         for prompt, completion in zip(prompts, completions, strict=True):
@@ -132,10 +134,27 @@ def _check_draft(arguments: argparse.Namespace) -> None:
         raise ConfigurationError("--draft serves models of text; leave out --draft or --image.")
 
 
+def _template(arguments: argparse.Namespace) -> str | None:
+    """Return the text of the named chat template. Before the weights are read."""
+    if arguments.chat_template is None:
+        return None
+    if not arguments.chat:
+        from megalight.errors import ConfigurationError
+
+        raise ConfigurationError("--chat-template is the form of a conversation; add --chat.")
+    from megalight.data.chat.template import read_template
+
+    return read_template(arguments.chat_template)
+
+
 def _complete(
-    writer: TextGenerator, prompts: Sequence[str], files: Sequence[bytes], arguments: argparse.Namespace
+    writer: TextGenerator,
+    prompts: Sequence[str],
+    files: Sequence[bytes],
+    arguments: argparse.Namespace,
+    source: str | None,
 ) -> list[str]:
-    """Return the completion of each prompt, or the answer."""
+    """Return the completion of each prompt, or the answer. ``source``: a chat template; None: the tokenizer's."""
     draft, guessing = None, dict[str, int]()
     if arguments.draft is not None:
         from megalight.cli.newest import newest_in
@@ -149,7 +168,7 @@ def _complete(
     if arguments.chat:
         from megalight.data.chat.template import ChatTemplate
 
-        template = ChatTemplate.of(writer.tokenizer)
+        template = ChatTemplate.of(writer.tokenizer, source)
         texts = [template.render([{"role": "user", "content": text}], answer=True) for text in texts]
         ends = template.ends(writer.tokenizer)
     return writer.complete(

@@ -7,14 +7,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalight.data.chat.rows import Conversation, conversations
-from megalight.data.chat.template import ChatTemplate, TrainOn, encode
+from megalight.data.chat.template import ChatTemplate, TrainOn, encode, read_template
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.meta import loss_prefix, tokenizer_path
 from megalight.data.prepare import Encoded, PrepareReport, Sink, encode_files, find_inputs, progress_bar, publish_facts
@@ -185,15 +184,3 @@ def _first_kind(files: Sequence[TextFile]) -> Kind:
 
 def _kind(found: Sequence[Conversation]) -> Kind:
     return "pairs" if len(found) == 2 else "chat"
-
-
-def read_template(path: str | os.PathLike[str]) -> str:
-    """Return the text of a chat template.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"chat_template (--chat-template) {os.fspath(path)!r} cannot be read: {error}.") from error

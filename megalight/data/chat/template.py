@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import jinja2  # torch requires it
@@ -175,3 +177,15 @@ def encode(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[list
 
 def _utilities() -> Any:
     return require("transformers.utils.chat_template_utils", "chat templates")
+
+
+def read_template(path: str | os.PathLike[str]) -> str:
+    """Return the text of a chat template.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"chat_template (--chat-template) {os.fspath(path)!r} cannot be read: {error}.") from error

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megalight.data.chat.prepare import ChatEncoder, ChatSink, read_template
-from megalight.data.chat.template import ChatTemplate, TrainOn
+from megalight.data.chat.prepare import ChatEncoder, ChatSink
+from megalight.data.chat.template import ChatTemplate, TrainOn, read_template
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.meta import image_prefix, loss_prefix, tokenizer_path
 from megalight.data.multimodal.images import decode
