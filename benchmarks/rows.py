@@ -41,6 +41,7 @@ TINY = (
 FEW = "steps=3 warmup=2"
 """Numbers of steps for rows with steps that take seconds."""
 
+COPIES = "sharding=gradient_dtype:bfloat16,reduce_scatter_with_fp32_accumulation:true,gathers:auto,reductions:auto"
 ONE_F_ONE_B = "pp=4 mbs=1 micro=16 layout=Et*8|t*9|t*9|t*6L"
 INTERLEAVED = "pp=4 mbs=1 micro=16 layout=Et|(tt|)*11(ttt|)*3L"
 NORMS = "attention_norm,mlp_norm"
@@ -145,6 +146,12 @@ ROWS: dict[str, Row] = {
         "vocab=128256 mbs=1 level=optim_grads_params",
         gpus=2,
         peers=("fsdp2", "mfsdp"),
+    ),
+    "llama3-16l-dp2-full-copies": _row(
+        "the same by copy engines, gradients in bfloat16 and their sums in float32",
+        f"vocab=128256 mbs=1 level=optim_grads_params {COPIES}",
+        gpus=2,
+        against=("llama3-16l-dp2-full", 1.05),
     ),
     "8b-16l-dp2": _row("the first row on two GPUs, DP=2", "", gpus=2, against=("8b-16l-bf16", 0.96)),
     "8b-16l-tp2": _row("the first row on two GPUs, TP=2 with SP", "tp=2", gpus=2, peers=("mcore-te",)),
