@@ -34,6 +34,26 @@ ROOTS: dict[str, Any] = {
     "data": GPTDataModule,
 }
 TOP = ("seed_everything", "ckpt_path")
+SCRIPTS = """
+num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups kv-channels seq-length
+max-position-embeddings vocab-size position-embedding-type no-position-embedding rotary-base rotary-percent swiglu
+normalization norm-epsilon disable-bias-linear untie-embeddings-and-output-weights init-method-std attention-dropout
+hidden-dropout attention-backend use-flash-attn attention-softmax-in-fp32 no-masked-softmax-fusion
+num-experts moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-grouped-gemm moe-token-dispatcher-type
+moe-permute-fusion micro-batch-size global-batch-size rampup-batch-size train-iters train-samples lr min-lr
+lr-decay-style lr-warmup-iters lr-warmup-fraction lr-decay-iters weight-decay adam-beta1 adam-beta2 adam-eps clip-grad
+decoupled-lr bf16 fp16 fp8-format fp8-recipe fp8-amax-history-len fp8-param-gather initial-loss-scale
+cross-entropy-loss-fusion calculate-per-token-loss manual-gc grad-reduce-in-bf16 accumulate-allreduce-grads-in-fp32
+no-gradient-accumulation-fusion tensor-model-parallel-size pipeline-model-parallel-size sequence-parallel
+num-layers-per-virtual-pipeline-stage context-parallel-size expert-model-parallel-size use-distributed-optimizer
+overlap-grad-reduce overlap-param-gather tp-comm-overlap use-mcore-models transformer-impl recompute-activations
+recompute-granularity recompute-method recompute-num-layers data-path data-cache-path split tokenizer-type
+tokenizer-model vocab-file merge-file mock-data num-workers no-create-attention-mask-in-dataloader reset-position-ids
+eod-mask-loss make-vocab-size-divisible-by save load finetune save-interval ckpt-format async-save no-load-optim
+no-load-rng use-checkpoint-args eval-interval eval-iters log-interval log-throughput tensorboard-dir wandb-project
+wandb-exp-name profile seed distributed-backend distributed-timeout-minutes exit-duration-in-mins exit-signal-handler
+"""
+"""Flags of pretraining scripts that Megatron-LM publishes for GPT-3, Llama 3 in FP8, and Mixtral, and common ones."""
 
 
 def exists(key: str) -> bool:
@@ -56,6 +76,11 @@ def test_the_tables_are_found() -> None:
     assert len(ROWS["from-megatron.md"]) > 80
     assert len(ROWS["from-nemo.md"]) > 35
     assert len(KEYS) > 80
+
+
+def test_every_flag_of_typical_scripts_is_on_the_page() -> None:
+    text = (ROOT / "docs" / "from-megatron.md").read_text(encoding="utf-8")
+    assert [flag for flag in SCRIPTS.split() if not re.search(rf"`--{flag}[` ]", text)] == []
 
 
 @pytest.mark.parametrize("key", sorted(KEYS))

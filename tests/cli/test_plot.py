@@ -9,7 +9,7 @@ from megalight.cli.verbs.plot import _lines, comparison, panels
 from megalight.errors import DataError
 
 FIRST = "epoch,step,train_loss,val_loss,lr\n0,0,4.0,,0.1\n0,1,3.0,3.5,0.1\n0,2,9,,\n"
-SECOND = "step,train_loss,tokens_per_s\n2,2.0,10\n3,1.0,30\n"
+SECOND = "step,train_loss,tokens_per_s,grad_norm,memory_gib\n2,2.0,10,0.5,1.25\n3,1.0,30,0.4,1.5\n"
 
 
 def write(folder, text, name="metrics.csv"):
@@ -64,7 +64,9 @@ def test_panels_are_what_was_logged(logs):
     assert panels(runs) == {
         "loss (nats per token)": ("train_loss", "val_loss"),
         "learning rate": ("lr",),
+        "gradient norm": ("grad_norm",),
         "tokens/s": ("tokens_per_s",),
+        "memory (GiB)": ("memory_gib",),
     }
     assert panels(runs, ["lr"]) == {"lr": ("lr",)}
     with pytest.raises(DataError, match=r"no run has logged 'train_los'\. Did you mean 'train_loss'\?"):
@@ -100,7 +102,7 @@ def test_experts_have_a_panel_per_metric_and_a_map_per_layer(tmp_path):
 def test_runs_are_compared_at_their_last_common_step(logs):
     rows = [line.split() for line in comparison(read_runs(logs))]
     assert rows[1] == ["version_0", "3", "9.0000", "3.5000", "-", "-"]
-    assert rows[2] == ["version_1", "4", "2.0000", "-", "20", "-"]
+    assert rows[2] == ["version_1", "4", "2.0000", "-", "20", "1.50"]
     assert "train_loss at 2" in comparison(read_runs(logs))[0]
 
 
@@ -119,7 +121,7 @@ def test_the_command_draws_and_compares(logs, tmp_path, capsys):
     assert out[0].startswith("run")
     assert out[-1] == str(image)
     text = image.read_text()
-    for part in ("learning rate", "version_0 val_loss", "version_1"):
+    for part in ("learning rate", "gradient norm", "tokens/s", "memory (GiB)", "version_0 val_loss", "version_1"):
         assert part in text  # as text, or beside its outlines
 
 
