@@ -34,7 +34,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     ours, host, theirs, refused = result["rows"]
     assert ours["checks"]["twin_losses_float32"] == theirs["checks"]["twin_losses_float32"]
     assert ours["checks"]["twin_losses"][-1] < 0.99 * ours["checks"]["twin_losses"][0]  # it learns, so scale matters
-    assert refused == {"peer": "mfsdp", "refused": "this runner is of GPUs and bf16"}
+    assert refused == {"peer": "mfsdp", "refused": "this runner is of GPUs and bf16", "held_gib": 0.0}
     assert host["checks"]["twin_losses"] == ours["checks"]["twin_losses"]
     pairs = [("fully-shard", HOST), ("fully-shard", "fsdp2"), (HOST, "fully-shard"), (HOST, "fsdp2")]
     assert list(result["ratios"]) == [f"{a} / {b}" for a, b in pairs]
