@@ -38,6 +38,8 @@ SMALL = "layers=12 hidden=768 ffn=2048 heads=12 kv=12 vocab=50304 seq=1024 mbs=1
 TINY = (
     "device=cpu precision=fp32 layers=2 hidden=64 ffn=128 heads=4 kv=2 vocab=256 seq=64 mbs=2 micro=2 steps=3 warmup=1"
 )
+TINY_WIDE = f"{TINY} hidden=128 heads=2"
+"""Also half as wide, its rows are as long as a block of codes."""
 FEW = "steps=3 warmup=2"
 """Numbers of steps for rows with steps that take seconds."""
 
@@ -255,8 +257,8 @@ ROWS: dict[str, Row] = {
     "tiny-cpu": _row("a tiny model on the CPU, to try the command", TINY, peers=("hf", "mcore-te")),
     "tiny-cpu-dp2": _row("the same, DP=2: two processes", TINY, gpus=2, peers=("fsdp2",)),
     "tiny-cpu-dp2-full": _row("the same, fully sharded", f"{TINY} level=optim_grads_params", gpus=2),
-    "tiny-cpu-lora": _row("the tiny model, adapters alone", f"{TINY} rank=4", peers=("peft",)),
-    "tiny-cpu-qlora": _row("the same, frozen weights as int8 codes", f"{TINY} rank=4 base=int8"),
+    "tiny-cpu-lora": _row("the tiny model, adapters alone", f"{TINY_WIDE} rank=4", peers=("peft",)),
+    "tiny-cpu-qlora": _row("the same, frozen weights as int8 codes", f"{TINY_WIDE} rank=4 base=int8"),
     "tiny-moe-cpu-ep2": _row("tiny experts, EP=2", f"{TINY} experts=4 ep=2", gpus=2),
     "tiny-cpu-tp2": _row("the tiny model, TP=2 with SP", f"{TINY} tp=2", gpus=2),
 }
