@@ -277,6 +277,8 @@ class TokenDataModule(pl.LightningDataModule, ABC):
     def _loader(self, name: str) -> TokenLoader | list[Any]:
         dataset = self._datasets[name]
         if dataset is None:
+            # `setup` has told what is empty; Lightning would tell again, and not what.
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero", UserWarning)
             return []
         sampler = self._sampler(name)
         collate = type(self).collate

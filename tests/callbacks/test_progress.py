@@ -81,6 +81,14 @@ def test_the_bar_shows_the_same(capsys):
         assert part in text
 
 
+def test_a_run_that_steps_end_counts_no_epochs(capsys):
+    """Lightning's bar for rich terminals counts ``Epoch 0/-2`` there."""
+    fit(callbacks=[StepProgress(interval_s=0, plain=False)], max_steps=3, max_epochs=-1)
+    text = "".join(capsys.readouterr())
+    assert "3/3" in text
+    assert "-2" not in re.sub(r"e-\d+", "", text)
+
+
 def test_the_last_state_of_the_bar_is_that_of_the_last_step(capsys):
     torch.manual_seed(1)
     # Ends in the middle of an epoch of 12 batches. No refresh is due by time.

@@ -117,6 +117,15 @@ def test_user_errors_are_one_short_message(words, parts, capsys, tmp_path):
     assert "Traceback" not in errors
 
 
+def test_a_run_shorter_than_its_intervals_is_validated_and_logged_at_its_end(tmp_path):
+    """The first thing people try with a recipe: a few steps of it."""
+    long = ["--trainer.max_steps=2", "--trainer.val_check_interval=100", "--trainer.log_every_n_steps=100"]
+    assert main(["fit", *MODEL, *QUIET, *long, f"--trainer.default_root_dir={tmp_path}"]) == 0
+    found = curves.read(curves.find_logs(tmp_path))
+    assert found["train_loss"][0] == [1]
+    assert len(found["val_loss"][0]) == 1
+
+
 @pytest.mark.parametrize("name", ["train", "val", "test", "predict"])
 def test_one_batch_is_not_all_batches(name):
     parser = ArgumentParser()

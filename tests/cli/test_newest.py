@@ -106,6 +106,20 @@ def test_hidden_and_unfinished_checkpoints_do_not_count(tmp_path: Path) -> None:
     assert resolve("auto", "fit", [tmp_path]) is None
 
 
+def test_the_log_says_which_checkpoint_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("lightning.pytorch").propagate = True
+    with caplog.at_level("INFO"):
+        resolve("auto", "fit", [tmp_path])
+        save(tmp_path / "run" / "a.ckpt", {})
+        resolve("auto", "fit", [tmp_path])
+        resolve("last", "fit", [tmp_path])
+    assert caplog.messages == [
+        f"--ckpt_path=auto: there is no finished checkpoint under {tmp_path}; the run starts anew",
+        f"--ckpt_path=auto: the newest checkpoint is {tmp_path / 'run' / 'a.ckpt'}",
+        f"--ckpt_path=last: the newest checkpoint is {tmp_path / 'run' / 'a.ckpt'}",
+    ]
+
+
 @pytest.mark.parametrize("wanted", [None, "best", "runs/step=1.ckpt"])
 def test_other_values_stay(wanted: str | None, tmp_path: Path) -> None:
     assert resolve(wanted, "fit", [tmp_path]) == wanted

@@ -9,7 +9,7 @@ LOG = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 
 def test_advertisements_are_dropped(caplog):
-    silence()
+    """Also in Python and notebooks: importing the strategies is enough."""
     with caplog.at_level(logging.INFO):
         LOG.info("💡 Tip: For seamless cloud logging, try ...")
         LOG.info("GPU available: False")

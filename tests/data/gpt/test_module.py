@@ -26,7 +26,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec:FutureWarning",
     "ignore:.*when using `ckpt_path`, callbacks used:UserWarning",
     "ignore:You requested to overfit:UserWarning",
-    "ignore:Total length of `list` across ranks is zero:UserWarning",
 )
 
 
