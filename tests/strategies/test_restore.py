@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,18 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"newest finished checkpoint beside it is .*a\.ckpt"):
         load_weights(other, tmp_path / "absent.ckpt")
     assert checkpoint.is_complete(path)
+
+
+def test_a_newer_checkpoint_than_the_last_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that is killed between two saves leaves ``last.ckpt`` behind."""
+    runner = fit_here(Plain(), MegatronStrategy())
+    with caplog.at_level(logging.WARNING, logger="megalight"):
+        for name, told in (("last.ckpt", 0), ("step=4.ckpt", 1), ("last.ckpt", 0)):
+            caplog.clear()
+            runner.save_checkpoint(tmp_path / name)
+            runner.strategy.load_checkpoint(tmp_path / "last.ckpt")
+            assert len(caplog.messages) == told
+            assert all("last.ckpt is older than" in each and "step=4.ckpt" in each for each in caplog.messages)
 
 
 class Scaled(nn.Module):

@@ -26,7 +26,7 @@ from megalight.strategies import _lightning
 from megalight.strategies.checkpoints.beside import SavesBeside
 from megalight.strategies.checkpoints.edits import Edits, edits_of
 from megalight.strategies.checkpoints.hyperparameters import keep_plain
-from megalight.strategies.checkpoints.resuming import Resumed, open_saved
+from megalight.strategies.checkpoints.resuming import Resumed, newer_than_last, open_saved
 from megalight.strategies.checkpoints.saving import save, views
 from megalight.strategies.mesh_strategy import MeshStrategy
 
@@ -242,6 +242,10 @@ class FolderCheckpoints(MeshStrategy):
         # Storage may fail one rank alone, and the others would wait for it at the next collective.
         Ranks().together(f"opening {checkpoint_path}", open_it)
         ((self._resumed, entries),) = read
+        if self.is_global_zero and (newer := newer_than_last(str(checkpoint_path))) is not None:
+            log.warning(
+                "%s is older than %s, which is finished too; give its path to go on from it", checkpoint_path, newer
+            )
         return entries
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

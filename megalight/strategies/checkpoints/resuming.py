@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from megalight import checkpoint
+from megalight.checkpoint.disk import manifest, publish
+from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.sources.precision import FullPrecision
-from megalight.errors import CheckpointError
+from megalight.errors import CheckpointError, MegalightError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import holds_base, needs_base
 from megalight.optim import schedules
@@ -37,6 +40,25 @@ def open_saved(path: str, module: pl.LightningModule | None) -> Saved:
     if module is None:
         raise CheckpointError(f"{path} is a single file, whose names need a module; give the trainer one first.")
     return SingleFile(path, module)
+
+
+def newer_than_last(path: str) -> Place | None:
+    """Return the newest checkpoint beside a ``last.ckpt`` if it was saved later, else None.
+
+    A run that is killed between two saves leaves them so, and Lightning's word ``last`` means the older one.
+    """
+    last = publish.place(path)
+    if last.name.startswith("last"):
+        # Storage that fails now may serve what is read next, and a single file does not say when it was saved.
+        with suppress(MegalightError, OSError):
+            newest = publish.latest(last.parent)
+            if newest is not None and _saved_at(newest) > _saved_at(last):
+                return newest
+    return None
+
+
+def _saved_at(path: Place) -> int:
+    return manifest.read(publish.resolve(path)).saved_at
 
 
 def base_of(module: pl.LightningModule, saved: Saved) -> Source:
