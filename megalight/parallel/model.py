@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -339,10 +339,9 @@ class ParallelModel:
         return frozenset().union(*self.made)
 
     @property
-    def _sharded(self) -> set[int]:
+    def _sharded(self) -> frozenset[int]:
         """The ids of the parameters of which this rank holds only a shard."""
-        buckets = [] if self.shards is None else self.shards.buckets
-        return {id(info.parameter) for bucket in buckets for info in bucket.infos}
+        return frozenset() if self.shards is None else self.shards.sharded
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -353,6 +352,23 @@ class ParallelModel:
         """
         with nullcontext() if self.shards is None else self.shards.full_parameters():
             yield
+
+    def store(self, weights: Sequence[nn.Parameter], store: Callable[[nn.Parameter], None]) -> None:
+        """Replace frozen weights by codes; all ranks of the mesh call this together.
+
+        Sharded ones are gathered one unit after the other, and sharded as codes from then on.
+
+        Args:
+            weights: the same ones on all ranks that hold parts of them, in the same order.
+            store: called with each weight while it has its values; stores it as codes.
+        """
+        held = self._sharded
+        for weight in weights:
+            if id(weight) not in held:
+                store(weight)
+        sharded = [weight for weight in weights if id(weight) in held]
+        if sharded and self.shards is not None:
+            self.shards.store(sharded, store)
 
     def unshard(self) -> None:
         """Give sharded parameters memory of their own again, for good."""
@@ -378,14 +394,14 @@ class ParallelModel:
     def transform_values(self) -> bool:
         """Let transforms act on the values after these are set; return whether one may have changed them."""
         acting = [t for t in self.options.transforms if type(t).with_values is not ModelTransform.with_values]
-        replacing = [transform for transform in acting if not transform.writes_in_place]
-        if replacing and self.shards is not None and self.shards.buckets:
+        replacing = [transform for transform in acting if not (transform.writes_in_place or transform.by_units)]
+        if replacing and self._sharded:
             raise ConfigurationError(
                 f"{type(replacing[0]).__name__} changes the values of whole parameters, and these are sharded by "
                 "data_parallel.level='optim_grads_params'. Use level 'optim_grads' with it."
             )
-        with self.full_parameters() if acting else nullcontext():
-            for transform in acting:
+        for transform in acting:
+            with nullcontext() if transform.by_units else self.full_parameters():
                 transform.with_values(self)
         if acting:
             # Reading the origin again, for wider masters, would undo what transforms have done.

@@ -29,12 +29,15 @@ class ModelTransform(ABC):
         given_by: what users write to have it, for messages. Empty: they list it themselves.
         writes_in_place: :meth:`with_values` only reads parameters and writes into them, so they may be shards that are
             gathered for it. If not, it may replace them, and sharded ones are refused.
+        by_units: :meth:`with_values` leaves sharded parameters to :meth:`~.model.ParallelModel.store`, which gathers
+            one unit at a time.
     """
 
     name: ClassVar[str]
     given_by: ClassVar[str] = ""
     training_only: ClassVar[str | None] = None
     writes_in_place: ClassVar[bool] = False
+    by_units: ClassVar[bool] = False
 
     @abstractmethod
     def change(self, model: nn.Module) -> None:

@@ -176,6 +176,9 @@ def test_experts_are_stored_under_every_layout(form: str, layout: dict[str, Any]
         (2, {"tensor_parallel": 2, "sequence_parallel": True}),
         (2, {"pipeline_parallel": 2}),
         (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads")}),
+        (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
+        (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
+        (4, {"pipeline_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
     ],
 )
 def test_a_layout_trains_the_same_adapters(
@@ -248,9 +251,3 @@ def test_refusals(case: str) -> None:
     act, message = CASES[case]
     with pytest.raises(ConfigurationError, match=message):
         act()
-
-
-def test_full_sharding_is_refused(base: str, tmp_path: Path) -> None:
-    layout = {"data_parallel": DataParallel(level="optim_grads_params")}
-    with pytest.raises(AssertionError, match=r"StoredBase changes the values of whole parameters.*optim_grads"):
-        run(train, 2, str(tmp_path), "int8", layout, base)

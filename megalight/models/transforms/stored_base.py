@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -48,6 +49,7 @@ class StoredBase(ModelTransform):
 
     name: ClassVar[str] = "stored_base"
     training_only: ClassVar[str | None] = "stored_base."
+    by_units: ClassVar[bool] = True
 
     form: str = "int8"
     block: int | None = None
@@ -95,7 +97,8 @@ class StoredBase(ModelTransform):
 
     @torch.no_grad()
     def with_values(self, model: ParallelModel) -> None:
-        """Replace the weights by codes, one layer after the other."""
+        """Replace the weights by codes, one layer or unit after the other."""
+        weights = []
         for path, layer in self._layers(model.root):
             for weight in weights_of(layer):
                 if precision_of(weight) is not None or stack_precision_of(weight) is not None:
@@ -104,8 +107,12 @@ class StoredBase(ModelTransform):
                         f"as {self.form} codes. Use one of the two."
                     )
                 if stored_of(weight) is None:
-                    assert self.block is not None
-                    store(weight, self.form, self.block, self._largest(weight, model))
+                    weights.append(weight)
+        model.store(weights, partial(self._store, model))
+
+    def _store(self, model: ParallelModel, weight: nn.Parameter) -> None:
+        assert self.block is not None
+        store(weight, self.form, self.block, self._largest(weight, model))
 
     def _largest(self, weight: Tensor, model: ParallelModel) -> Tensor | None:
         """Return the largest magnitude of a weight whose parts may be on several ranks, if the format needs it."""

@@ -15,13 +15,13 @@ which exists for one product at a time. Gradients go through it to the input, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.parameter import ParameterState, state_of
 from megalight.ops.stored import reference
@@ -83,6 +83,9 @@ class Codes:
         largest: for ``nvfp4``: the largest magnitude, 0-dim, or ``[E]`` for a stack, if ranks hold parts of the
             weight; None: that of ``weight``.
 
+    Attributes:
+        away: they have no memory now: other units use it, and this rank keeps a shard of them.
+
     Raises:
         ConfigurationError: the block does not divide the features, or the format is unknown.
     """
@@ -91,6 +94,7 @@ class Codes:
         check(weight.shape[-1], form, block)
         self.form, self.shape, self.dtype = form, weight.shape, weight.dtype
         self.second: Tensor | None = None
+        self.away = False
         if form == "nvfp4":
             self._round_twice(weight, largest_of(weight) if largest is None else largest)
             return
@@ -139,8 +143,28 @@ class Codes:
         """Bytes of codes and scales."""
         return self.data.nbytes + self.scales.nbytes + (0 if self.second is None else self.second.nbytes)
 
+    def parts(self) -> dict[str, Tensor]:
+        """Return what has memory, by name: ``data``, ``scales``, and ``second`` for ``nvfp4``."""
+        found = {"data": self.data, "scales": self.scales}
+        return found if self.second is None else {**found, "second": self.second}
+
+    def place(self, parts: Mapping[str, Tensor] | None) -> None:
+        """Let codes and scales be these tensors with their values; None: they have no memory until they come back."""
+        self.away = parts is None
+        for name, part in self.parts().items():
+            setattr(self, name, part.new_empty(0) if parts is None else parts[name])
+
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the decoded weight, in its own dtype or another."""
+        """Return the decoded weight, in its own dtype or another.
+
+        Raises:
+            MegalightError: they are sharded over data-parallel ranks, and not gathered now.
+        """
+        if self.away:
+            raise MegalightError(
+                f"a weight {tuple(self.shape)} that is stored as {self.form} codes was read while only shards of them "
+                "are here. Its unit gathers them when it computes; elsewhere read it inside full_parameters()."
+            )
         found = decode(self.data, self._steps, self.form, self.dtype).view(self.shape)
         return found if dtype is None else found.to(dtype)
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.ops.stored import stored_of
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, Groups, ParamInfo, distinct
 from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.communicators import groups_of
 from megalight.parallel.data_parallel.finite import check_finite
+from megalight.parallel.data_parallel.frozen import FrozenShards
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
 from megalight.parallel.data_parallel.layout import BucketLayout, Kind, level_of, plan_buckets
@@ -98,7 +100,7 @@ class DataParallelEngine:
         units: the modules whose parameters or gradients are sharded; None: there are none.
         main_gradients: the gradient side. Code that replays recorded passes reports to it.
         shards: this rank's part of every bucket, in bucket order (last parameters of the model first).
-        frozen: the parameters of units that need no gradients, and are sharded.
+        frozen_shards: what units hold beside the parameters that are trained, where it is sharded.
 
     Raises:
         ConfigurationError: a level or reduction does not exist, or the two do not fit together; or ``max_ctas`` is set
@@ -178,22 +180,20 @@ class DataParallelEngine:
         self.host = HostMasters([bucket for bucket in self.buckets if bucket.on_host], self.device)
         self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather, self.host)
         self.units: Units | None = None
-        self._addresses: dict[int, int] = {}
-        self.frozen = self._shard_frozen([info for info in every if not info.parameter.requires_grad], max_ctas)
-        sharded = [*(bucket for bucket in self.buckets if bucket.shards_params), *self.frozen]
+        frozen = [info for info in every if not info.parameter.requires_grad]
+        self.frozen_shards = self._shard_frozen(frozen, max_ctas)
+        sharded = [bucket for bucket in self.buckets if bucket.shards_params]
+        self._addresses = {key: place for bucket in sharded for key, place in bucket.addresses().items()}
         # Once all buffers are there: what comes later would be registered by ranks at different times.
         self._user_buffers.register(
             group
             for bucket in (*self.buckets, *self.frozen)
             for group in (bucket.group, bucket.shard_group, bucket.unit_group, bucket.replica_group)
         )
-        for sharding in sharded:
-            self._addresses |= sharding.addresses()
         # Level `optim_grads` shards gradients only, and a model may have units whose parameters are all frozen.
-        if self.main_gradients.of_units.buckets or sharded:
-            turns = self.unit_memory.turns
-            gradients = self.main_gradients.of_units
-            self.units = Units(units, sharded, gradients, self.device, self._route, turns, self._pushes)
+        if self.main_gradients.of_units.buckets or sharded or self.frozen_shards.all:
+            turns, gradients, shards = self.unit_memory.turns, self.main_gradients.of_units, self.frozen_shards
+            self.units = Units(units, sharded, gradients, self.device, self._route, turns, self._pushes, shards)
             self._parameters.residency = self.units.residency
             # Parameters outside of units may still be in flight when somebody asks for all parameters.
             self.units.sync = self._parameters.sync
@@ -274,32 +274,14 @@ class DataParallelEngine:
     def _reduces_by_unit(self, layout: BucketLayout) -> bool:
         return layout.kind.unit is not None and self.unit_memory.reduce_each
 
-    def _shard_frozen(self, infos: Sequence[ParamInfo], max_ctas: int | None) -> list[FlatParameters]:
-        """Shard what units hold beside the parameters that are trained. Only ordinary parameters can lie end to end."""
-        ordinary = [info for info in infos if self.level.parameters and _is_ordinary(info)]
-        chosen = {info: kind for info in ordinary if (kind := self._kind(info, None)).unit is not None}
-        # A kind of their own: they have no place in an optimizer, and must not
-        # lie in a bucket that has gradients.
-        infos, kinds = list(chosen), [replace(kind, group=FROZEN, divide_replicas=False) for kind in chosen.values()]
-        if not infos:
-            return []
-        layouts = plan_buckets([info.parameter.numel() for info in infos], kinds)
-        allocating = self._user_buffers.allocating
-        turns = self._route.turns(self._units, self.unit_memory.turns)
-        ways = {(kind.mesh, kind.data): kind for kind in kinds}
+    def _shard_frozen(self, infos: Sequence[ParamInfo], max_ctas: int | None) -> FrozenShards:
+        """Shard what units hold beside the parameters that are trained. Only plain numbers and codes can be."""
+        sharded = [info for info in infos if self.level.parameters and (_is_ordinary(info) or _is_stored(info))]
+        kinds = {info: kind for info in sharded if (kind := self._kind(info, None)).unit is not None}
+        turns = self._route.turns(self._units, self.unit_memory.turns) if kinds else ()
+        ways = {(kind.mesh, kind.data): kind for kind in kinds.values()}
         groups = {key: groups_of(kind, max_ctas) for key, kind in ways.items()}
-        memory = TurnBuffers(layouts, turns, infos[0].parameter.device, allocating, self._room(groups))
-        return [
-            FlatParameters(
-                layout,
-                infos,
-                groups[layout.kind.mesh, layout.kind.data],
-                True,
-                memory.take(layout, layout.kind.param_dtype),
-                allocating=allocating,
-            )
-            for layout in layouts
-        ]
+        return FrozenShards(kinds, groups, turns, self._user_buffers.allocating, self._room(groups))
 
     def _kind(self, info: ParamInfo, grad_dtype: torch.dtype | None) -> Kind:
         kind = Kind(
@@ -528,16 +510,22 @@ class DataParallelEngine:
                 info.parameter.data = view
                 self.fill_masters(info.name, view)
 
+    @property
+    def frozen(self) -> list[FlatParameters]:
+        """The parameters of units that need no gradients, and are sharded in their own dtype."""
+        return self.frozen_shards.buckets
+
     def address_of(self, parameter: Tensor) -> int:
         """Return the address at which a parameter has its values, also while it has no memory."""
-        return self._addresses.get(id(parameter), 0) or parameter.data_ptr()
+        key = id(parameter)
+        return self._addresses.get(key, 0) or self.frozen_shards.addresses.get(key, 0) or parameter.data_ptr()
 
     def memory(self) -> dict[str, int]:
         """Return bytes on this rank's device: ``parameters``, ``gradients``, ``masters`` (only those that are copies).
 
         If there are masters in host memory, ``host`` tells the bytes there.
         """
-        with_parameters = (*self.buckets, *self.frozen)
+        with_parameters = (*self.buckets, *self.frozen_shards.all)
         return {
             "parameters": _nbytes(flat for bucket in with_parameters for flat in (bucket.params, bucket.own_params)),
             "gradients": _nbytes(flat for bucket in self.buckets for flat in (bucket.grads, bucket.own_grads)),
@@ -546,14 +534,15 @@ class DataParallelEngine:
         }
 
 
-FROZEN = -1
-"""In the place of the optimizer's group, for parameters in none."""
-
-
 def _is_ordinary(info: ParamInfo) -> bool:
     """Whether a frozen parameter is plain numbers, and neither codes nor packed in a type of its own."""
     plain = type(info.parameter.data) is Tensor and info.parameter.is_floating_point()
-    return plain and info.parameter.element_size() > 1 and codes_of(info) is None
+    return plain and info.parameter.element_size() > 1 and codes_of(info) is None and not _is_stored(info)
+
+
+def _is_stored(info: ParamInfo) -> bool:
+    """Whether a frozen parameter is stored as codes of its own."""
+    return stored_of(info.parameter) is not None
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -156,7 +156,8 @@ class TurnBuffers:
             with self._allocating():
                 made = self._room(layout, size, dtype) if self._room else None
                 made = self._new(size, dtype) if made is None else made
-            self._flat[key] = made.fill_(torch.nan)
+            # Bytes are parts of other dtypes, in all of which ones alone are NaN.
+            self._flat[key] = made.fill_(torch.nan if dtype.is_floating_point else 255)
         return self._flat[key][: layout.numel]
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:

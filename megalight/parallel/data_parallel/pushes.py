@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.parallel.data_parallel.buffers import FlatParameters
+from megalight.parallel.data_parallel.flat_codes import FlatCodes
 from megalight.parallel.ending import FAILED
 from megalight.parallel.peers import driver
 from megalight.parallel.peers.copies import Copies
@@ -60,7 +61,7 @@ class Pushes:
         self._buffers[own.data_ptr()] = _Buffer(made, Watch(made))
         return own
 
-    def gather(self, bucket: FlatParameters) -> bool:
+    def gather(self, bucket: FlatParameters | FlatCodes) -> bool:
         """Gather a bucket on the current stream, which waits until all shards are there.
 
         Returns:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from megalight.parallel.data_parallel.buffers import FlatParameters
+from megalight.parallel.data_parallel.flat_codes import FlatCodes
 from megalight.parallel.data_parallel.gather import gather
 from megalight.parallel.data_parallel.pushes import Pushes
 from megalight.parallel.data_parallel.streams import side_stream
@@ -33,13 +34,13 @@ class Residency:
 
     def __init__(
         self,
-        units: Sequence[Sequence[FlatParameters]],
+        units: Sequence[Sequence[FlatParameters | FlatCodes]],
         device: torch.device,
         turn_of: Sequence[int],
         first: Sequence[int],
         pushes: Pushes | None = None,
     ) -> None:
-        self.units = units
+        self.units = list(units)
         self.pushes = pushes
         self.turn_of = turn_of
         self.turns = max(turn_of) + 1
@@ -50,6 +51,14 @@ class Residency:
         self._arriving: dict[int, Callable[[], None]] = {}
         self._stream = side_stream(device)
         self.guard()
+
+    def exchange(
+        self, unit: int, old: Sequence[FlatParameters | FlatCodes], new: Sequence[FlatParameters | FlatCodes]
+    ) -> None:
+        """Replace some of a unit's buckets by others, which have no memory now."""
+        # Buckets that leave are no longer gathered, and those that come have not been.
+        self.forget()
+        self.units[unit] = [*(bucket for bucket in self.units[unit] if bucket not in old), *new]
 
     def guard(self) -> None:
         """Keep memory from other uses until the last gathers from and into it are done."""
@@ -78,7 +87,7 @@ class Residency:
                 self._start(bucket)()
         self._arriving[unit] = self._stream.done()
 
-    def _start(self, bucket: FlatParameters) -> Callable[[], object]:
+    def _start(self, bucket: FlatParameters | FlatCodes) -> Callable[[], object]:
         """Start to gather a bucket; return a function that waits for it."""
         if bucket.unit_group is None or (self.pushes is not None and self.pushes.gather(bucket)):
             return _nothing
@@ -138,7 +147,7 @@ class Residency:
                 self._hide(unit)
 
     @property
-    def _buckets(self) -> list[FlatParameters]:
+    def _buckets(self) -> list[FlatParameters | FlatCodes]:
         return [bucket for buckets in self.units for bucket in buckets]
 
     def forget(self) -> None:

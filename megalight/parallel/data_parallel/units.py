@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megalight.imports import in_backward
 from megalight.parallel.data_parallel.buffers import FlatParameters
+from megalight.parallel.data_parallel.frozen import FrozenShards, Store
 from megalight.parallel.data_parallel.pushes import Pushes
 from megalight.parallel.data_parallel.residency import Residency
 from megalight.parallel.data_parallel.route import Pass, Route
@@ -47,12 +48,12 @@ class Units:
     Args:
         modules: those of each unit, in the order of the forward pass. The further modules of units with several (an
             embedding, and the head that shares its weight) come after all others of their chunk.
-        buckets: the sharded parameters, frozen ones too; they know their unit by ``layout.kind.unit``.
+        buckets: the sharded parameters that are trained; they know their unit by ``layout.kind.unit``.
         route: the chunks of this rank.
         turns: number of units whose whole parameters have memory at a time.
+        frozen: the sharded parameters that are not trained.
 
     Attributes:
-        buckets: the sharded parameters.
         modules: the modules of units, in the order of the forward pass.
         residency: their parameters; None: these are always whole.
         gradients: their gradients; None after training.
@@ -68,6 +69,7 @@ class Units:
         route: Route,
         turns: int,
         pushes: Pushes | None = None,
+        frozen: FrozenShards | None = None,
     ) -> None:
         self._order: list[int] = []
         """The unit of each place in the forward pass."""
@@ -88,12 +90,12 @@ class Units:
                 self._places[id(route.chunks[number])] = places
         self._coming: Sequence[Pass] = ()
         self._chunks: Sequence[nn.Module] = ()
-        self.buckets = list(buckets)
+        self._trained, self._frozen = list(buckets), frozen
         self.gradients: UnitGradients | None = gradients
         self.residency: Residency | None = None
         self.sync: Callable[[], None] = _nothing
-        if self.buckets:
-            own = [[b for b in self.buckets if b.layout.kind.unit == unit] for unit in range(len(modules))]
+        if held := [*self._trained, *(frozen.all if frozen else ())]:
+            own = [[b for b in held if b.layout.kind.unit == unit] for unit in range(len(modules))]
             first = [self._order[place] for place in self._chunk[0]]
             self.residency = Residency(own, device, route.turns(modules, turns), first, pushes)
         for place, module in enumerate(self.modules):
@@ -159,6 +161,24 @@ class Units:
         finally:
             self.residency.release()
 
+    @property
+    def buckets(self) -> list[FlatParameters]:
+        """The sharded parameters, without those that are codes."""
+        return [*self._trained, *(self._frozen.buckets if self._frozen else ())]
+
+    @property
+    def sharded(self) -> frozenset[int]:
+        """The ids of all parameters of which this rank holds only a shard."""
+        codes = self._frozen.codes if self._frozen else ()
+        return frozenset(id(info.parameter) for held in (*self.buckets, *codes) for info in held.infos)
+
+    def store(self, weights: Sequence[nn.Parameter], store: Store) -> None:
+        """Replace frozen weights that are sharded by codes; see :meth:`.frozen.FrozenShards.store`."""
+        assert self._frozen is not None and self.residency is not None, "sharded weights are in a unit"
+        # Values may be on their way to whole parameters, and the shards may be newer than what is there.
+        self.sync()
+        self._frozen.store(self.residency, weights, store)
+
     def expire(self) -> None:
         """Gather parameters again before they are used: values were written to the shards."""
         if self.residency is not None:
@@ -175,7 +195,7 @@ class Units:
         if self.residency is not None:
             self.residency.write_back()
             self.residency.gather_all()
-        self.buckets, self.residency = [], None
+        self._trained, self._frozen, self.residency = [], None, None
 
     def _ahead(self, rest: range, wrapped: range = range(0)) -> Iterator[int]:
         """Yield the units that come next.
