@@ -26,6 +26,13 @@ from megalight.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
 
+OTHER_WAYS = {
+    "pairs": "A loss over preference pairs is yours to write: megalight.data.corpus.Corpus.open reads them, documents "
+    "of two sequences, the preferred one first. To learn the preferred answers alone, prepare rows of 'prompt' and "
+    "'completion'."
+}
+"""What to do with data that no data module reads, by kind."""
+
 
 class TokenDataModule(pl.LightningDataModule, ABC):
     """Reads token files and yields batches of samples.
@@ -143,7 +150,8 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         if corpus.kind not in self.kinds:
             raise DataError(
                 f"{prefix} was prepared as {corpus.kind!r}; {type(self).__name__} reads data of the kinds "
-                f"{', '.join(map(repr, self.kinds))}. Use the data module for such data, or prepare it again."
+                f"{', '.join(map(repr, self.kinds))}. "
+                + OTHER_WAYS.get(corpus.kind, "Use the data module for such data, or prepare it again.")
             )
         return corpus
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megalight.cli.main import main
+from megalight.data.chat.module import SFTDataModule
 from megalight.data.chat.prepare import prepare_chat
 from megalight.data.corpus import Corpus
 from megalight.data.gpt.module import GPTDataModule
@@ -61,6 +62,9 @@ def test_preference_pairs_are_documents_of_two(prepared) -> None:
     assert answers == ["yes<|im_end|>\n", "no, no, no, <|im_end|>\n"]
     with pytest.raises(DataError, match="was prepared as 'pairs'; GPTDataModule reads data of the kinds 'text'"):
         GPTDataModule(data=report.prefix, global_batch_size=1, sequence_length=8)
+    way = r"SFTDataModule reads .*Corpus\.open reads them.*prepare rows of 'prompt' and 'completion'"
+    with pytest.raises(DataError, match=way):
+        SFTDataModule(data=report.prefix, global_batch_size=1, sequence_length=8)
 
 
 @pytest.mark.parametrize(
