@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader
 
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
@@ -233,8 +234,14 @@ def by_hand(
     model = build(config).to(device, dtype)
     apply_transforms(model, transforms)
     initialise(model, SEED, "model.")
+
+    def store(weights: Sequence[nn.Parameter], act: Callable[[nn.Parameter], None]) -> None:
+        for weight in weights:
+            act(weight)
+
     for transform in transforms:
-        transform.with_values(SimpleNamespace(root=model, mesh=ParallelMesh(1, 0)))  # type: ignore[arg-type]
+        parallel = SimpleNamespace(root=model, mesh=ParallelMesh(1, 0), store=store)
+        transform.with_values(parallel)  # type: ignore[arg-type]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for p in trained.values() if p.ndim > 1]
     vectors = [p for p in trained.values() if p.ndim == 1]
