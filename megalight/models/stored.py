@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +54,7 @@ class StoredModel:
         files: companions from the ``transformers`` folder that training began with, and the tokenizer of the data.
         training: entries with which a run resumes from its optimizer state, if ``weights`` has that too.
         unread: why optimizer state that lies beside the weights cannot be read; empty if it can, or there is none.
+        verify: raises CheckpointError if optimizer state is not of these weights; called before it is written.
     """
 
     family: Family
@@ -62,6 +63,7 @@ class StoredModel:
     files: Mapping[str, bytes]
     training: Mapping[str, Any] = field(default_factory=dict)
     unread: str = ""
+    verify: Callable[[], None] | None = None
 
 
 def open_model(path: str | os.PathLike[str], *, ema: bool = False, keys: Keys = "strict") -> StoredModel:
@@ -88,7 +90,7 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False, keys: Keys = 
         if ema:
             raise CheckpointError(f"{path} is of Megatron-core, which keeps no moving averages of weights.")
         source = megatron.MegatronFolder(path, PREFIX)
-        return StoredModel(family("gpt"), source.config, source, {}, source.training, source.unread)
+        return StoredModel(family("gpt"), source.config, source, {}, source.training, source.unread, source.verify)
     opened = checkpoint.open(path)
     described = description(opened)
     if any(transform.name == "modelopt" for transform in serving(described)):
@@ -176,6 +178,8 @@ def save_model(
     described = {"family": model.family.name, "config": model.config.to_dict(), "transforms": [], BASE: True}
     names = [name for name in model.weights.tensors if name.startswith(PREFIX)]
     training = model.training if optimizer else {}
+    if training and model.verify is not None:
+        model.verify()
     states = [name for name in model.weights.tensors if training and name.startswith(STATE)]
     # One process writes, even inside a job with several: nobody else is asked.
     with alone() as group:

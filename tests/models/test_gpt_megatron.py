@@ -566,7 +566,7 @@ def test_training_goes_on_from_imported_state(precision: Any, tmp_path: Path) ->
         ("chained_0.optimizer.state.exp_avg.decoder.final_layernorm.weight", "embeddings.weight is missing"),
         (
             "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param",
-            "in the format dp_reshardable (fully_sharded_bucket_space in older releases), which only the layout",
+            "in the format dp_reshardable (fully_sharded_bucket_space in older releases), and optimizer.distributed.",
         ),
         ("optimizer.distributed.dp_group_idx_0.param_state", "in the format dp_zero_gather_scatter"),
         ("optimizer.state.momentum_buffer.decoder.final_layernorm.weight", "its keys are not known"),

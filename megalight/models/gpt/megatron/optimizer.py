@@ -18,7 +18,7 @@ KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg
 """Their key of a state of one parameter, in the shape of the parameter."""
 
 FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:distributed\.)?dp_group_idx_")
-"""Their keys of state as it lies in flat shards, which only the layout that saved it can cut into parameters."""
+"""Their keys of state as it lies in flat shards."""
 
 MASTERS = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -44,16 +44,8 @@ def places_of_states(
             state = match[1] if match[1] in MOMENTS else MASTERS
             keys.setdefault(state, {})[plain(match[2])] = key
     if not keys:
-        flat = [key for key in (*tensors, *objects) if FLAT.match(key)]
-        if flat:
-            buckets = any(".bucket_idx_" in key for key in flat)
-            kind = (
-                "dp_reshardable (fully_sharded_bucket_space in older releases)" if buckets else "dp_zero_gather_scatter"
-            )
-            return {}, [
-                f"it is in the format {kind}, which only the layout that saved it can cut into parameters. Resume with "
-                "Megatron-LM in this layout, and save once with --dist-ckpt-optim-fully-reshardable"
-            ]
+        if any(FLAT.match(key) for key in (*tensors, *objects)):
+            return {}, [unreadable("dp_zero_gather_scatter", "lies in pickles of each rank")]
         return {}, ["its keys are not known"] if any(OPTIMIZER.match(key) for key in tensors) else []
     # Weights in float32 are their own masters.
     problems = [f"there is no {state}" for state in MOMENTS if state not in keys]
@@ -64,6 +56,20 @@ def places_of_states(
         for name, place in found.items():
             places[f"optimizer.{state}.{prefix}{name}"] = replace(place, key=by_name[place.key])
     return ({}, problems) if problems else (places, [])
+
+
+def unreadable(kind: str, why: str) -> str:
+    """Return a line for a message: state in this format is not read, and what to do."""
+    return (
+        f"it is in the format {kind}, and {why}. Resume with Megatron-LM in the layout that saved it, and save once "
+        "with --dist-ckpt-optim-fully-reshardable"
+    )
+
+
+def kind_of(common: Any) -> str:
+    """Return their name of the format of the distributed optimizer's state; empty if there is none."""
+    names = _entries(common.get("optimizer"), "param_state_sharding_type")
+    return next((name for name in names if isinstance(name, str)), "")
 
 
 def entries_of(common: Any, places: Mapping[str, Place]) -> dict[str, Any]:

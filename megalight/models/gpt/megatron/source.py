@@ -18,7 +18,7 @@ from megalight.checkpoint.foreign.torch_folder import TorchFolder
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
 from megalight.models.bounds import check_held
-from megalight.models.gpt.megatron import optimizer
+from megalight.models.gpt.megatron import buckets, optimizer
 from megalight.models.gpt.megatron.arguments import COMMON, config_of
 from megalight.models.gpt.megatron.flat import unflattened
 from megalight.models.gpt.megatron.places import places_in, plain
@@ -63,7 +63,8 @@ class MegatronFolder:
         self.path = located(path)
         _check_backend(self.path)
         common = pickles.read_file(self.path / COMMON)
-        self.config = config_of(_arguments(common, self.path))
+        arguments = _arguments(common, self.path)
+        self.config = config_of(arguments)
         self._folder = TorchFolder(self.path)
         self._folder.tensors = unflattened(self._folder.tensors, self._folder.notes, self.path)
         check_held(self.config, (stored.shape for stored in self._folder.tensors.values()), self.path)
@@ -77,10 +78,25 @@ class MegatronFolder:
                 f"{'; '.join(problems[:10])}{more}."
             )
         self.tensors = {prefix + name: replace(place, key=keys[place.key]) for name, place in places.items()}
+        cut = buckets.cut(self.config, arguments, optimizer.kind_of(common), self._folder.tensors)
+        self._folder.tensors |= cut.tensors
+        self._ranges = cut.ranges
         states, problems = optimizer.places_of_states(self.config, self._folder.tensors, self._folder.objects, prefix)
+        if cut.problems:
+            states, problems = {}, [optimizer.unreadable(buckets.FORMAT, problem) for problem in cut.problems]
         self.tensors |= states
         self.training = optimizer.entries_of(common, states) if states else {}
         self.unread = "; ".join(problems[:3])
+
+    def verify(self) -> None:
+        """Check that state which lies in flat buckets is of the weights, whose values are compared with masters.
+
+        All weights and masters of such buckets are read; without any, nothing is.
+
+        Raises:
+            CheckpointError: they are others. The message names bucket, range and parameter.
+        """
+        buckets.verify(self._folder, self._ranges)
 
     def fill(
         self,
