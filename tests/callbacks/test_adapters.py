@@ -143,8 +143,8 @@ def test_magnitudes_of_a_checkpoint_go_on(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses, whole["losses"][2:], rtol=1e-9)
     for name, value in whole["final"].items():
         assert np.linalg.norm(final[name] - value) <= 1e-9 * max(float(np.linalg.norm(value)), 1e-3), name
-    with pytest.raises(AssertionError, match=r"DoRA changes the values of whole parameters.*optim_grads"):
-        run(saving, 2, str(tmp_path / "c"), FULL, None, dora)
+    losses, _ = run(saving, 2, str(tmp_path / "c"), FULL, None, dora)[0]
+    np.testing.assert_allclose(losses, whole["losses"][:2], rtol=1e-9)
 
 
 def saving(
