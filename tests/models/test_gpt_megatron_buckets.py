@@ -45,6 +45,7 @@ class Run:
     grouped: bool = False
     padded: bool = False
     float_norms: bool = False
+    local: bool = False
 
     def arguments(self, config: GPTConfig, **changes: Any) -> argparse.Namespace:
         named = {
@@ -55,6 +56,7 @@ class Run:
             "expert_tensor_parallel_size": self.tp,
             "data_parallel_size": self.dp,
             "moe_grouped_gemm": self.grouped,
+            "transformer_impl": "local" if self.local else "transformer_engine",
         }
         return arguments(config, **named | changes)
 
@@ -95,9 +97,13 @@ def modules(
     first = (chunk * run.pp + stage) * each
     for layer in range(first, first + each):
         name = f"decoder.layers.{layer}"
+        if run.local:
+            take(f"{name}.self_attention.linear_qkv.layer_norm_weight")
+            take(f"{name}.self_attention.linear_qkv.layer_norm_bias")
         both(f"{name}.self_attention.linear_proj", columns)
-        take(f"{name}.self_attention.linear_qkv.layer_norm_weight")
-        take(f"{name}.self_attention.linear_qkv.layer_norm_bias")
+        if not run.local:
+            take(f"{name}.self_attention.linear_qkv.layer_norm_weight")
+            take(f"{name}.self_attention.linear_qkv.layer_norm_bias")
         both(f"{name}.self_attention.linear_qkv", rows, rows)
         both(f"{name}.self_attention.q_layernorm")
         both(f"{name}.self_attention.k_layernorm")
@@ -237,6 +243,7 @@ CASES: dict[str, tuple[GPTConfig, Run]] = {
     "tp2, pp2, vpp2": (FOUR, Run(tp=2, pp=2, vpp=2, dp=3)),
     "norms in float32": (FOUR, Run(tp=2, dp=2, float_norms=True, bucket=800)),
     "experts": (SPARSE, Run(dp=2)),
+    "without Transformer Engine": (TIED, Run(tp=2, dp=2, bucket=3000, local=True)),
     "grouped experts": (SPARSE, Run(dp=2, grouped=True, bucket=2000)),
     "divided experts": (SPARSE, Run(tp=2, pp=2, ep=2, dp=2, grouped=True)),
     "padded": (FOUR, Run(tp=2, dp=3, padded=True, bucket=1100)),

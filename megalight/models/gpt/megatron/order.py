@@ -44,7 +44,10 @@ AFTER_EXPERTS = (
     *((f"mlp.shared_experts.linear_fc1.{leaf}", kind) for leaf, kind in FC1),
     *((f"mlp.shared_experts.linear_fc2.{leaf}", kind) for leaf, kind in FC2),
 )
-"""Their tensors of a layer, with Transformer Engine's modules and without. A layer has some of them."""
+"""Their tensors of a layer, in the order of Transformer Engine's modules. A layer has some of them."""
+
+FUSED = tuple((f"self_attention.linear_qkv.layer_norm_{leaf}", WHOLE) for leaf in NORMS)
+"""A norm that modules without Transformer Engine have before attention, and store under the same key."""
 
 OTHERS = {
     "decoder_first_pipeline_num_layers": "stages with other numbers of layers",
@@ -69,6 +72,7 @@ class Layout:
         chunks: parts of the model per stage.
         data: data-parallel ranks, with those of context parallelism.
         grouped: whether the first weights of all experts lie before the second ones.
+        fused: whether modules are those of Transformer Engine, with norms inside of them.
     """
 
     tensor: int
@@ -78,6 +82,7 @@ class Layout:
     expert_tensor: int
     data: int
     grouped: bool
+    fused: bool
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Layout:
@@ -96,6 +101,7 @@ class Layout:
             expert_tensor=degree("expert_tensor_parallel_size", tensor),
             data=degree("data_parallel_size") * degree("context_parallel_size"),
             grouped=bool(arguments.get("moe_grouped_gemm")),
+            fused=arguments.get("transformer_impl") != "local",
         )
 
 
@@ -166,7 +172,10 @@ class Order:
         for key, kind in FIRST if starts else ():
             yield from self._plain(key, (), kind, tensor)
         for layer in range(begin, begin + each):
-            for name, kind in BEFORE_EXPERTS:
+            before = (
+                BEFORE_EXPERTS if layout.fused else (*FUSED, *(each for each in BEFORE_EXPERTS if each not in FUSED))
+            )
+            for name, kind in before:
                 yield from self._plain(*self._of_layer(layer, name), kind, tensor)
             if self.config.has_experts(layer):
                 for held in self._experts(layer, expert, expert_tensor):
