@@ -176,8 +176,9 @@ class MegalightModule(pl.LightningModule):
         Raises:
             ConfigurationError: this process holds a stage of a pipeline only.
         """
-        strategy = None if self._trainer is None else self._trainer.strategy
-        if getattr(strategy, "holds_part", False):
+        # Lightning's name of the hook that runs. The trainer is not asked: CUDA graphs watch steps for that.
+        by_hand = self._current_fx_name != "training_step"
+        if by_hand and self._trainer is not None and getattr(self._trainer.strategy, "holds_part", False):
             raise ConfigurationError(
                 "training_step cannot be called by hand here: this process holds a part of the model only. Load the "
                 "whole model with megalight.strategies.load_weights(module, checkpoint) into a new module first."
@@ -192,8 +193,7 @@ class MegalightModule(pl.LightningModule):
         # the mean over this rank's batch: other strategies average over ranks, whatever their numbers of tokens
         objective = loss.sum * inverse(self.loss_tokens(batch).to(loss.sum))
         metrics = {name: mean(total, count) for name, (total, count) in loss.metrics.items()}
-        logs = self._trainer is not None and self._trainer.training
-        for name, value in {"loss": objective, **side_losses.values, **metrics}.items() if logs else ():
+        for name, value in {"loss": objective, **side_losses.values, **metrics}.items() if not by_hand else ():
             self.log(f"train_{name}", value.detach(), batch_size=1)
         # A single tensor for `backward`. Each term is logged by itself above.
         return torch.stack([objective, *side_losses.values.values()]).sum()

@@ -66,13 +66,16 @@ class StoredModel:
     verify: Callable[[], None] | None = None
 
 
-def open_model(path: str | os.PathLike[str], *, ema: bool = False, keys: Keys = "strict") -> StoredModel:
+def open_model(
+    path: str | os.PathLike[str], *, ema: bool = False, keys: Keys = "strict", whole: bool = True
+) -> StoredModel:
     """Open the model in a checkpoint, a ``transformers`` folder, or one of Megatron-core. No weights are read.
 
     Args:
         path: the folder.
         ema: take the moving averages of the weights, which the callback ``EMA`` keeps in a checkpoint.
         keys: see :func:`~megalight.models.saved.whole_source`.
+        whole: whether a checkpoint must hold all layers that its configuration describes; others are never built whole.
 
     Raises:
         CheckpointError: a file is missing or damaged, the model has adapters, or there are no averages of any step.
@@ -103,7 +106,8 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False, keys: Keys = 
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
     known = family(described["family"])
     config = known.config.from_dict(described["config"])
-    check_held(config, (stored.shape for stored in opened.tensors.values()), opened.path)
+    if whole:
+        check_held(config, (stored.shape for stored in opened.tensors.values()), opened.path)
     weights: Source = FullPrecision(opened)
     if ema:
         # Averages are read in place of the weights of the same names. Tensors without an

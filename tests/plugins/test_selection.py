@@ -30,8 +30,8 @@ BACKENDS = {
     "apex": {"rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "weight_gradient", "adam"},
     "flash_attn": {"attention"},
     "transformer_engine": {
-        "attention", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "activation",
-        "weight_gradient", "adam",
+        "attention", "fp8_attention", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated",
+        "activation", "weight_gradient", "adam",
     },
 }  # fmt: skip
 

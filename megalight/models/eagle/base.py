@@ -19,7 +19,7 @@ from megalight.models.eagle.offline import StoredBase, is_states
 from megalight.models.family import Family
 from megalight.models.gpt import GPTConfig
 from megalight.models.hidden import KEPT
-from megalight.models.stored import open_model
+from megalight.models.stored import StoredModel, open_model
 from megalight.nn import Embedding, Linear, LMHead
 from megalight.nn.canonical import parts
 from megalight.parallel.frozen import Beside, FrozenModel
@@ -99,7 +99,7 @@ class BaseModel:
                 )
             object.__setattr__(self, "states", StatesStore(self.folder))
             object.__setattr__(self, "folder", Path(self.folder) / STORED_ENDS)
-        stored = open_model(self.folder)
+        stored = self._open()
         if not isinstance(stored.config, GPTConfig):
             raise ConfigurationError(
                 f"the base in {self.folder} is a {stored.family.name} model; drafts serve models of the family gpt."
@@ -107,22 +107,25 @@ class BaseModel:
         object.__setattr__(self, "config", stored.config)
         object.__setattr__(self, "files", stored.files)
 
+    def _open(self) -> StoredModel:
+        return open_model(self.folder, whole=self.states is None)
+
     def check_tokenizer(self, data: Mapping[str, bytes]) -> None:
         """See :func:`~megalight.models.distillation.check_tokenizer`."""
         check_tokenizer(f"the base in {self.folder}", self.files, data)
 
     def task(self, layers: Sequence[int]) -> Base:
         """Return its forward pass."""
-        return Base(open_model(self.folder).family, self.config, layers)
+        return Base(self._open().family, self.config, layers)
 
     def head_source(self) -> Source:
         """Return the weight of its output layer under the name that it has in a draft."""
         output = "embed.word" if self.config.tie_embeddings else OUTPUT
-        return Chosen(open_model(self.folder).weights, {f"{SAVED}{OUTPUT}.weight": f"{SAVED}{output}.weight"})
+        return Chosen(self._open().weights, {f"{SAVED}{OUTPUT}.weight": f"{SAVED}{output}.weight"})
 
     def frozen(self, task: Base, draft_ids: Sequence[int]) -> FrozenModel:
         """Return the declaration of the base for a run."""
-        weights = open_model(self.folder).weights
+        weights = self._open().weights
         with torch.device("meta"):
             names = [SAVED + part.name for part in parts(task.build_model())]
         word, config = f"{SAVED}embed.word.weight", task.config
