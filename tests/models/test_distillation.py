@@ -185,6 +185,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     [("vlm", vlm_samples.CONFIG), ("bert", BertConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=16))],
 )
 def test_teachers_of_other_families_are_refused(kind: str, config: Any, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", {}, common={"model": {"family": kind, "config": config.to_dict()}})
+    layers = torch.zeros(8, 1, 1)
+    views = {"x": checkpoint.View("x", layers.shape, [checkpoint.Box((0, 0, 0), layers)])}
+    checkpoint.save(tmp_path / "c", views, common={"model": {"family": kind, "config": config.to_dict()}})
     with pytest.raises(ConfigurationError, match=f"is a {kind} model; students learn from models of the family gpt"):
         Distiller(tmp_path / "c")
