@@ -51,7 +51,7 @@ def _fails_on_one_rank(folder: str) -> list[str]:
         patch.setattr(hooks.folders, "remove", _refuse, raising=False)
         fit(folder, save_top_k=1, **keep)
         if dist.get_rank() == 1:
-            patch.setattr(hooks, "open_folder", _refuse)
+            patch.setattr(hooks, "open_saved", _refuse)
         try:
             fit(folder, resume=f"{folder}/step=1.ckpt", **keep)
         except CheckpointError as error:
