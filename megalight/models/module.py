@@ -193,8 +193,9 @@ class MegalightModule(pl.LightningModule):
         # the mean over this rank's batch: other strategies average over ranks, whatever their numbers of tokens
         objective = loss.sum * inverse(self.loss_tokens(batch).to(loss.sum))
         metrics = {name: mean(total, count) for name, (total, count) in loss.metrics.items()}
-        for name, value in {"loss": objective, **side_losses.values, **metrics}.items() if not by_hand else ():
-            self.log(f"train_{name}", value.detach(), batch_size=1)
+        if not by_hand:
+            for name, value in {"loss": objective, **side_losses.values, **metrics}.items():
+                self.log(f"train_{name}", value.detach(), batch_size=1)
         # A single tensor for `backward`. Each term is logged by itself above.
         return torch.stack([objective, *side_losses.values.values()]).sum()
 

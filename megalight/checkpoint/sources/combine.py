@@ -107,9 +107,10 @@ class Watched(Wrapped):
 
 @dataclass(frozen=True)
 class Held:
-    """Whole tensors in memory, by canonical name."""
+    """Whole tensors in memory, by canonical name. ``where`` they come from is for messages."""
 
     values: Mapping[str, Tensor]
+    where: str = "memory"
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
@@ -127,7 +128,7 @@ class Held:
         """See :meth:`megalight.parallel.source.Source.fill`."""
         boxes = list(targets)
         asked = {box.name: box.shape for box in boxes}
-        filled = compare(Ranks(process_group), "memory", self.tensors, asked, strict=strict, prefix=prefix)
+        filled = compare(Ranks(process_group), self.where, self.tensors, asked, strict=strict, prefix=prefix)
         for box in boxes:
             if box.name in self.values:
                 # A box is a part of the tensor: its offset and size say which.

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
 from megalight.checkpoint.foreign.single_file import WEIGHTS, read
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.run import STATE
+from megalight.checkpoint.sources.combine import Held
 from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.nn.canonical import Part, parts
@@ -93,17 +93,8 @@ class SingleFile:
         process_group: ProcessGroup | None = None,
     ) -> Filled:
         """Read this rank's boxes; see :meth:`megalight.parallel.source.Source.fill`."""
-        boxes = list(targets)
-        asked = {box.name: box.shape for box in boxes}
-        where = f"checkpoint {self.path}"
-        filled = compare(Ranks(process_group), where, self.tensors, asked, strict=strict, prefix=prefix)
-        for box in boxes:
-            if box.name in self._values:
-                value = self._values[box.name]
-                for dim, (start, size) in enumerate(zip(box.offset, box.data.shape, strict=True)):
-                    value = value.narrow(dim, start, size)
-                box.data.copy_(value)
-        return filled
+        held = Held(self._values, f"checkpoint {self.path}")
+        return held.fill(targets, strict=strict, prefix=prefix, process_group=process_group)
 
     def read_optimizer_states(self, optimizer: Optimizer, model: ParallelModel) -> None:
         """Add the states of an optimizer by canonical name. All ranks call it together.
