@@ -24,14 +24,12 @@ from megalight.models.stored import held_model
 from megalight.models.vision.dynamic_config import DynamicConfig
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
-from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.presets import PRESETS
-from megalight.models.vlm.task import pictures_of
 from megalight.ops.rotary import RotaryAxes
 from megalight.parallel.source import model_targets
 from megalight.types import TokenBatch
 from tests.models.test_vlm_hugging_face import TEXT
-from tests.reference_gpt import canonical_gradients, relative_error
+from tests.models.vlm_referee import check_outputs_and_gradients
 
 transformers = pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")
@@ -129,29 +127,13 @@ def test_shapes_that_are_not_read_are_refused() -> None:
 def test_equal_outputs_and_gradients(dtype: torch.dtype, tmp_path: Path) -> None:
     reference = theirs(dtype)
     reference.save_pretrained(tmp_path)
-    model, exact = read(tmp_path, dtype), 2e-6 if dtype == torch.float64 else 2e-5
+    model = read(tmp_path, dtype)
     asked, batch = inputs(model.config, dtype)
     places, _ = reference.model.get_rope_index(
         asked["input_ids"], asked["mm_token_type_ids"], image_grid_thw=asked["image_grid_thw"]
     )
     assert torch.equal(batch.axis_positions, places.transpose(0, 1))
-    tokens = asked["input_ids"]
-    expected = reference(**asked, labels=tokens.masked_fill(tokens == IMAGE, -100))
-    module = VLMModule(model.config)
-    pictures = pictures_of(model.config, batch.images, batch.source.flatten(), 1)
-    logits = model(tokens.flatten(), batch.sequences, pictures=pictures).logits
-    assert relative_error(logits.view_as(expected.logits), expected.logits) < exact
-    loss = module.loss_step(module.forward_step(model, batch), batch).sum / module.loss_tokens(batch)
-    assert relative_error(loss, expected.loss) < exact
-    loss.backward()
-    expected.loss.backward()
-    found = canonical_gradients(model)
-    used = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    wanted = weight_map(model.config).read(used)
-    assert wanted.keys() == found.keys()
-    for name, gradient in found.items():
-        if not name.endswith("k.bias"):  # which softmax does not feel: rounding noise around 0
-            assert relative_error(gradient, wanted[name]) < 10 * exact, name
+    check_outputs_and_gradients(reference, model, asked, batch, IMAGE)
 
 
 def test_weights_return_bit_by_bit(tmp_path: Path) -> None:
