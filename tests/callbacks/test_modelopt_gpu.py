@@ -87,6 +87,10 @@ def test_a_model_rounds_as_by_modelopt(preset: str, kv: str | None, tmp_path: An
     for name, value in found.named_buffers():
         if name.endswith("_amax"):
             torch.testing.assert_close(value, theirs[name].cpu().view_as(value), rtol=1e-4, atol=0, msg=name)
+    batch = global_batch(0).to("cuda")
+    with torch.no_grad():
+        own, his = (each(batch.tokens.reshape(-1), batch.sequences).logits for each in (found.cuda(), wanted))
+    torch.testing.assert_close(own, his, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("preset", ["NVFP4_DEFAULT_CFG", "MXFP4_DEFAULT_CFG", "MXFP8_DEFAULT_CFG"])

@@ -121,6 +121,8 @@ def test_a_cpu_does_not_compute_with_blocks(plain: str, tmp_path: Any) -> None:
     model = load_model(str(tmp_path / "quantized"))
     with pytest.raises(ConfigurationError, match=r"a format to which ModelOpt rounds on CUDA alone.*device 'cpu'"):
         model(torch.arange(4))
+    with pytest.raises(ConfigurationError, match="device 'meta'"):  # where the weights are now
+        model.to("meta")(torch.arange(4, device="meta"))
     for preset in Quantizers("NVFP4_DEFAULT_CFG").read().values():
         with pytest.raises(ConfigurationError, match="on CUDA alone"):
             check_device(preset, torch.device("cpu"))

@@ -16,7 +16,7 @@ from megalight.plugins.precision import MegatronLowPrecision
 from megalight.plugins.transformer_engine.low_precision import why_not
 from tests.nccl import runs_of
 from tests.strategies.test_low_precision import CONFIG as WIDE
-from tests.strategies.training import fit
+from tests.strategies.training import ADAM, fit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -36,18 +36,18 @@ def _missing(implementation: str, recipe: str) -> str | None:
     return why_not("cuda", quantize_recipe(recipe))
 
 
-def _losses(level: str, implementation: str, recipe: str, primary: bool) -> list[float]:
+def _run(level: str, implementation: str, recipe: str, primary: bool) -> tuple[list[float], list[float]]:
     options = LowPrecisionOptions(recipe=recipe, primary_weights=primary)
     found = fit(
         CONFIG,
         6,
         options={"level": level},
         trainer_options={"accelerator": "cuda", "precision": None},
+        optimizer=replace(ADAM, lr=1e-4),
         micro_batch_size=1,
         precision_plugin=MegatronLowPrecision(options, implementation=implementation),
     )
-    losses: list[float] = found["losses"]
-    return losses
+    return found["losses"], found["norms"]
 
 
 def _ways() -> list[tuple[str, str, bool]]:
@@ -56,7 +56,7 @@ def _ways() -> list[tuple[str, str, bool]]:
 
 
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
-    return [(_losses, (level, *way)) for way in _ways() for level in ("optim", FULL)]
+    return [(_run, (level, *way)) for way in _ways() for level in ("optim", FULL)]
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,7 @@ def test_layers_in_8_bits_train_as_on_level_optim(implementation: str, recipe: s
         pytest.skip(reason)
     way = implementation, recipe, primary
     expected, found = (runs_of(jobs, 2).outcome((level, *way)) for level in ("optim", FULL))
-    np.testing.assert_allclose(found, expected, rtol=2e-3)
+    # The norm's order of sums differs, and so does the last bit of some weights. With a high learning rate, that grows
+    # by a factor of 100 in each of Adam's first steps.
+    np.testing.assert_allclose(found[0], expected[0], rtol=5e-4)
+    np.testing.assert_allclose(found[1], expected[1], rtol=5e-3)

@@ -188,12 +188,13 @@ def fit(
     packed: bool = False,
     extra_callbacks: Sequence[pl.Callback] = (),
     module_type: type[WithData] = WithData,
+    optimizer: AdamConfig = ADAM,
     **strategy_options: Any,
 ) -> dict[str, Any]:
     """Train in every rank of the pool; returns losses, norms, initial and final weights, and callback metrics."""
     strategy = MegatronStrategy(data_parallel=DataParallel(**(options or {})), **strategy_options)
     losses = Losses()
-    module = module_type(config, optimizer=ADAM, seed=SEED)
+    module = module_type(config, optimizer=optimizer, seed=SEED)
     module.steps, module.packed = steps, packed
     runner = trainer(
         strategy,

@@ -161,17 +161,18 @@ class Quantizers(ModelTransform):
         for preset in presets.values():
             for chunk in model.chunks if preset.only_cuda else ():
                 # a model may be calibrated, loaded and exported elsewhere
-                chunk.register_forward_pre_hook(partial(_check_rounding, preset, model))
+                chunk.register_forward_pre_hook(partial(_check_rounding, preset))
         for matrix in matrices(model.root):
             check_tokens(model, matrix)
             check_blocks(model, matrix)
         return empty(model)
 
 
-def _check_rounding(preset: Preset, model: ParallelModel, *_: object) -> None:
+def _check_rounding(preset: Preset, chunk: nn.Module, _: object) -> None:
     """Raise if a pass would round to what the device cannot."""
-    if model.device.type != "cuda" and any(place.rounds_blocks for place in places(model.root)):
-        check_device(preset, model.device)
+    device = next(chunk.parameters()).device  # a loaded model may have been moved
+    if device.type != "cuda" and any(place.rounds_blocks for place in places(chunk)):
+        check_device(preset, device)
 
 
 def check_device(preset: Preset, device: torch.device) -> None:
