@@ -127,7 +127,7 @@ def train(recipe: str, size: Size, steps: int, text: Tensor, device: str, emulat
     return {
         "recipe": recipe,
         "emulated": emulate and recipe not in (BASELINE, NUDGED),
-        "losses": torch.stack(losses).tolist(),
+        "losses": [round(loss, 5) for loss in torch.stack(losses).tolist()],
         "seconds_per_step": seconds,
     }
 
@@ -152,6 +152,13 @@ def verdicts(runs: Sequence[dict[str, Any]], bound: float) -> None:
     for run in runs:
         run["difference"] = run["last"] / expected - 1
         run["passed"] = abs(run["difference"]) <= bound  # False for NaN
+
+
+def text_of(about: dict[str, Any]) -> str:
+    """Return JSON with a line for each value and for each run."""
+    runs = ",\n".join("  " + json.dumps(run) for run in about["runs"])
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in about.items() if name != "runs"]
+    return "{\n" + ",\n".join([*lines, f' "runs": [\n{runs}\n ]']) + "\n}\n"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -193,7 +200,7 @@ def main(words: Sequence[str] | None = None) -> int:
             f"{run['difference']:+.3%}  {run['seconds_per_step']:.4f} s/step",
             flush=True,
         )
-        arguments.result.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")  # a later run may fail
+        arguments.result.write_text(text_of(about), encoding="utf-8")  # a later run may fail
     return 0 if all(run["passed"] for run in about["runs"] if run["recipe"] != NUDGED) else 1
 
 
