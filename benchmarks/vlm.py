@@ -68,6 +68,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 3e-2}
 """Precision -> relative difference of a twin's losses from float32 that rounding may cause."""
 GAP = 8
 """Tokens of text before each image."""
+FROZEN_TOWER = Trained(tower=Passes(0.0, inputs=False))
+"""Nobody needs the gradient of the frozen tower's features."""
 
 
 @dataclass(frozen=True)
@@ -106,26 +108,24 @@ class Shape:
         mask[:, -1] = 0
         return with_cuts(TokenBatch(tokens, labels, mask), cuts, token, form), [cut for own in cuts for cut in own]
 
-    def flops(self) -> float:
+    def flops(self, trained: Trained = FROZEN_TOWER) -> float:
         """Return the model FLOPs of a step."""
         config, rows = self.config, self.mbs * self.micro
         _, cuts = self.batch(0, 1)
         windows = [part for cut in cuts for part in cut.windows]
-        # Nobody needs the gradient of the frozen tower's features.
-        trained = Trained(tower=Passes(0.0, inputs=False))
         images = flops_of_images(config, [len(cut.pixels) for cut in cuts], windows, trained)
         return rows * (self.seq * flops_per_token(config, self.seq, trained) + images)
 
 
-def half(name: str) -> VLMConfig:
-    """Return a preset with half of its language model's layers."""
+def part(name: str, divisor: int) -> VLMConfig:
+    """Return a preset with a part of its language model's layers."""
     config = PRESETS[name]
-    return replace(config, language=replace(config.language, num_layers=config.language.num_layers // 2))
+    return replace(config, language=replace(config.language, num_layers=config.language.num_layers // divisor))
 
 
 SHAPES: dict[str, Callable[[], Shape]] = {
-    "llava-1.5": lambda: Shape(half("llava_1_5_7b"), ((336, 336),), 1024, 8),
-    "qwen2.5-vl": lambda: Shape(half("qwen2_5_vl_7b"), ((476, 644), (672, 1008), (448, 448)), 2048, 4),
+    "llava-1.5": lambda: Shape(part("llava_1_5_7b", 2), ((336, 336),), 1024, 8),
+    "qwen2.5-vl": lambda: Shape(part("qwen2_5_vl_7b", 2), ((476, 644), (672, 1008), (448, 448)), 2048, 4),
 }
 WAYS = ("megalight bf16", "megalight fp8", "transformers bf16")
 ROWS = tuple(f"{shape}, {way}" for shape in SHAPES for way in WAYS)

@@ -87,7 +87,11 @@ class Encoder:
             self._send(batches)
 
     def _ahead(self, micro_batches: int) -> int:
-        """Return how many micro-batches the language model begins before it first needs to have ended one."""
+        """Return how many micro-batches are encoded before a gradient must come back.
+
+        These are those that the language model begins before it has ended one, and the next one. So its features are
+        there when the language model has sent that gradient, and neither side waits for a whole pass of the other.
+        """
         options, pp = self.language, self.division.language.pp
         schedule = options.pipeline
         name, chunks = schedule.schedule, options.virtual_pipeline
@@ -97,7 +101,7 @@ class Encoder:
             # Gradients of features come with those of the first chunk's input.
             begun += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1}.get(action.kind, 0)
             most = max(most, begun)
-        return most
+        return most + 1
 
     def _send(self, batches: Any) -> bool:
         """Send the features of a micro-batch, which may be empty; return whether gradients will come back."""

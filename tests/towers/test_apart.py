@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.transforms import LoRA
 from megalight.parallel.data_parallel import DataParallel
 from megalight.towers import Side, TowersApart
+from megalight.towers.encoder import Encoder
 from megalight.towers.shares import consecutive
 from tests.models.test_vlm_strategy import ADAPTERS, CONFIGS, COUNTS, FREEZE, by_hand
 from tests.models.vlm_samples import batch
@@ -158,6 +161,45 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["gradients"].keys() == expected["gradients"].keys()
     assert_same_gradients(found["gradients"], expected["gradients"])
     assert_same_gradients(found["final"], expected["final"])
+
+
+class Noted:
+    """A bridge and an engine that note what a tower does."""
+
+    def __init__(self) -> None:
+        self.notes = ""
+
+    def backward(self) -> None:
+        self.notes += "b"
+
+    def finish_grad_sync(self) -> None:
+        self.notes += "."
+
+    def micro_batches(self, count: int, sync: bool) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("side", "order"),
+    [
+        # One micro-batch more than the language model begins before its first backward pass.
+        (Side(), "ffbfbfbfbb."),
+        (Side(ranks=2, pipeline_parallel=2), "fffbfbfbbb."),
+    ],
+    ids=["one stage", "two stages"],
+)
+def test_the_tower_works_ahead(side: Side, order: str) -> None:
+    noted = Noted()
+    division = mock.Mock(language=side.mesh(1, 1))
+    encoder = Encoder(CONFIGS["llava"], mock.Mock(), noted, division, side.options())  # type: ignore[arg-type]
+
+    def send(batch: str) -> bool:
+        noted.notes += batch
+        return True
+
+    with mock.patch.object(encoder, "_send", send):
+        encoder.train("fffff", noted)  # type: ignore[arg-type]
+    assert noted.notes == order
 
 
 def test_images_are_divided_in_order_by_their_rows() -> None:
