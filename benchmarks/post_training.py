@@ -199,9 +199,14 @@ def quantize(run: Run) -> dict[str, Any]:
         weights = "--model.init_args.weights=runs/quantize/checkpoints/last.ckpt"
         said = run.say("quantize", f"runs/{name}", *options, "--", *words, weights)
         ((before, after),) = re.findall(r"perplexity (\S+) before, (\S+) quantized", said)
+        told = found[name] = {"perplexity_before": float(before), "perplexity": float(after)}
+        # Said at once: a failure of a later format takes nothing of it away.
+        print(f"RESULT {name}: {json.dumps(told)}", flush=True)
         run.say("convert", f"runs/{name}", f"folders/{name}", "--to", "modelopt")
-        change = in_transformers(f"runs/{name}", f"folders/{name}", "cuda" if run.cuda else "cpu")
-        found[name] = {"perplexity_before": float(before), "perplexity": float(after), "transformers": change}
+        change = told["transformers"] = in_transformers(
+            f"runs/{name}", f"folders/{name}", "cuda" if run.cuda else "cpu"
+        )
+        print(f"RESULT {name}: {json.dumps(told)}", flush=True)
         found["ok"] &= float(after) < 1.1 * float(before) and change < 1e-3
     return found
 
