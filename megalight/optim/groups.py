@@ -29,8 +29,9 @@ class GroupRule:
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter usually decays: biases, norms and other one-dimensional parameters do not."""
-    # A norm's weight and a bias have few elements. Decay would pull them to 0, where they do nothing.
-    return parameter.ndim > 1 and not name.endswith("bias")
+    # A norm's weight and a bias have few elements. Decay would pull them to 0, where they do nothing. Those of stacked
+    # experts have two dims.
+    return parameter.ndim > 1 and not name.endswith(("bias", "magnitude"))
 
 
 def parameter_groups(

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import BackendError
-from megalight.ops.grouped_linear import PRODUCT, WGRAD, Spec, grouped_bias, grouped_linear
+from megalight.ops.grouped_linear import PRODUCT, WGRAD, Spec, grouped_bias, grouped_linear, grouped_scale
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from tests.ops.checks import error
 from tests.ops.moe_checks import GROUPS, check_grouped_product, check_grouped_weight_gradient, offsets_of
@@ -121,6 +121,25 @@ def test_rows_after_the_last_group_reach_no_bias(sizes: tuple[int, ...] | None) 
     seed[3:] = torch.nan
     (grad,) = torch.autograd.grad(out, bias, seed)
     assert torch.equal(grad, torch.tensor([[2.0], [1.0]]).expand(2, 4))
+
+
+@pytest.mark.parametrize(("extra", "told"), [(0, True), (0, False), (2, True), (2, False)])
+def test_factors_of_experts(extra: int, told: bool) -> None:
+    """Rows after the last group hold anything, and so do their gradients: neither reaches a factor."""
+    sizes = [3, 0, 2]
+    y = torch.randn(5 + extra, 4, dtype=torch.float64, requires_grad=True)
+    factors = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    expected = y[:5] * factors.repeat_interleave(torch.tensor(sizes), 0)
+    seed = torch.randn(5 + extra, 4, dtype=torch.float64)
+    exact = torch.autograd.grad(expected, [y, factors], seed[:5])
+    with torch.no_grad():
+        y[5:] = torch.nan
+    seed[5:] = torch.nan
+    out = grouped_scale(y, factors, offsets_of(sizes), sizes if told else None)
+    assert error(out[:5], expected) < 1e-14
+    assert not out[5:].any()
+    for actual, wanted in zip(torch.autograd.grad(out, [y, factors], seed), exact, strict=True):
+        assert error(actual, wanted) < 1e-14
 
 
 def test_no_rows_at_all() -> None:

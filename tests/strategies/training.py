@@ -240,12 +240,13 @@ def by_hand(
         for weight in weights:
             act(weight)
 
-    for transform in transforms:
+    for transform in sorted(transforms, key=lambda each: not each.by_units):
         parallel = SimpleNamespace(root=model, mesh=ParallelMesh(1, 0), store=store)
         transform.with_values(parallel)  # type: ignore[arg-type]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = [p for p in trained.values() if p.ndim > 1]
-    vectors = [p for p in trained.values() if p.ndim == 1]
+    # Magnitudes of stacked experts are a row for each expert.
+    vectors = [p for name, p in trained.items() if p.ndim == 1 or name.endswith("magnitude")]
+    matrices = [p for p in trained.values() if all(p is not vector for vector in vectors)]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": ADAM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=ADAM.lr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from megalight.nn.init import Constant, Initializer, Normal
 from megalight.nn.mlp import Activation
 from megalight.nn.moe.dispatch import Dispatcher, Grouped, LocalDispatcher
 from megalight.ops.grouped_linear import grouped_bias, grouped_linear
+from megalight.ops.stored import readable
 
 
 class Experts(nn.Module):
@@ -97,10 +99,10 @@ class Experts(nn.Module):
         return {"up": ("gate", "up") if self.act.gated else ("up",), "down": ("down",)}
 
     def weight_of(self, projection: str) -> Tensor:
-        """Return the weights of one projection, ``[E, out, in]``, as a view of their stack."""
+        """Return the weights of one projection, ``[E, out, in]``: a view of their stack, or decoded."""
         for stack, names in self.projections.items():
             if projection in names:
-                weight: Tensor = getattr(self, stack)
+                weight = readable(getattr(self, stack))
                 return weight.chunk(len(names), 1)[names.index(projection)]
         raise KeyError(projection)
 
@@ -141,7 +143,7 @@ class Experts(nn.Module):
         for number, name in enumerate(names):
             adapter = cast(AdapterSet, self.adapters[name]).current if name in self.adapters else None
             if adapter is not None:
-                parts[number] = parts[number] + adapter(x, copies, self.backend)
+                parts[number] = adapter(x, parts[number], partial(self.weight_of, name), copies, self.backend)
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def __len__(self) -> int:

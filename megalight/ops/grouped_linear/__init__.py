@@ -21,7 +21,7 @@ from megalight.ops.parameter import main_grad_of, stack_precision_of, state_of
 from megalight.ops.stored import readable
 from megalight.registry import BackendRegistry
 
-__all__ = ["EXAMPLE", "PRODUCT", "REGISTRIES", "WGRAD", "Spec", "grouped_bias", "grouped_linear"]
+__all__ = ["EXAMPLE", "PRODUCT", "REGISTRIES", "WGRAD", "Spec", "grouped_bias", "grouped_linear", "grouped_scale"]
 
 REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (PRODUCT, WGRAD)
 
@@ -67,18 +67,40 @@ def grouped_bias(
     Rows after the last group become zeros, and their gradients are not read. ``sizes`` and all else are those of
     :func:`grouped_linear`.
     """
-    row = torch.arange(len(y), dtype=offsets.dtype, device=y.device)
-    expert = torch.searchsorted(offsets, row, right=True)
-    # a product with one-hot rows, so that the gradient of the bias is a product too: always summed in the same order
-    chosen = (expert.unsqueeze(1) == torch.arange(len(bias), device=y.device)).to(y.dtype)
+    chosen, inside = _rows_of(offsets, y, len(bias), sizes)
     if weights is not None:
         chosen = chosen * weights.to(y.dtype).unsqueeze(-1)
     out = torch.addmm(y, chosen, bias.to(y.dtype))
-    if sizes is not None and sum(sizes) == len(y):
-        return out
     # Rows after the last group hold anything, even NaN, and so do their gradients. In the product that is the gradient
     # of the bias, NaN times zero would reach the biases of all experts.
-    return torch.where((expert < len(bias)).unsqueeze(1), out, 0)
+    return out if inside is None else torch.where(inside, out, 0)
+
+
+def grouped_scale(y: Tensor, factors: Tensor, offsets: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    """Multiply each group's rows by the group's own factors: ``y [R, out] * factors[e]``, with ``factors [E, out]``.
+
+    Rows after the last group become zeros, and their gradients are not read. ``sizes`` and all else are those of
+    :func:`grouped_linear`.
+    """
+    chosen, inside = _rows_of(offsets, y, len(factors), sizes)
+    by_row = chosen @ factors.to(y.dtype)
+    if inside is None:
+        return y * by_row
+    # Before the product too: its gradient multiplies by these rows, which may be NaN.
+    return torch.where(inside, torch.where(inside, y, 0) * by_row, 0)
+
+
+def _rows_of(offsets: Tensor, y: Tensor, count: int, sizes: Sequence[int] | None) -> tuple[Tensor, Tensor | None]:
+    """Return which group each row of ``y`` is in, as one-hot rows ``[R, E]``, and which rows are in any, ``[R, 1]``.
+
+    The product with one-hot rows has a product as gradient: it is always summed in the same order. None: all rows are
+    known to be in a group.
+    """
+    row = torch.arange(len(y), dtype=offsets.dtype, device=y.device)
+    group = torch.searchsorted(offsets, row, right=True)
+    chosen = (group.unsqueeze(1) == torch.arange(count, device=y.device)).to(y.dtype)
+    full = sizes is not None and sum(sizes) == len(y)
+    return chosen, None if full else (group < count).unsqueeze(1)
 
 
 def _product(

@@ -21,6 +21,7 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
+from megalight.parallel.tensor.adapter import RowStackAdapter
 
 
 @register
@@ -85,12 +86,17 @@ def _adapters(splitter: Splitter, name: str, adapters: nn.Module) -> AdapterSet:
 def _adapter(splitter: Splitter, name: str, adapter: nn.Module) -> StackAdapter:
     """Split an adapter like the projection that it is beside.
 
-    The matrix without the inner width is whole on every ``etp`` rank. Each computes one term of its gradient, from its
+    A parameter without the inner width is whole on every ``etp`` rank. Each computes one term of its gradient, from its
     own part of the inner width.
     """
     assert isinstance(adapter, StackAdapter)
     splitter.done.add(id(adapter))
-    here = copy.copy(adapter)
+    mesh = splitter.shared.mesh
+    if adapter.inner_dims["B"] is None and mesh.etp > 1:
+        here: StackAdapter = RowStackAdapter(adapter, mesh)
+        splitter.dress(here, adapter)
+    else:
+        here = copy.copy(adapter)
 
     def rule(dim: int | None, parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
         spec = split.stack(parts, shape, mesh, dim)

@@ -1,4 +1,4 @@
-"""The adapters of linear layers whose output or input features are split over ``tp``."""
+"""The adapters of linear layers whose output or input features are split over ``tp``; of experts over ``etp``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from megalight.nn.adapter import Adapter
+from megalight.nn.moe.adapters import StackAdapter
 from megalight.parallel.collectives import all_gather, all_reduce, copy
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.shared import Shared, Tokens
 
 
@@ -69,3 +71,21 @@ class RowAdapter(Adapter):
     def total(self, squares: Tensor) -> Tensor:
         """Sum over the ranks, which hold different input features of each row."""
         return all_reduce(squares, self.shared.group)
+
+
+class RowStackAdapter(StackAdapter):
+    """An adapter of ``down`` of stacked experts, with ``A [E, r, in/etp]`` split and ``B [E, out, r]`` whole.
+
+    Args:
+        adapter: the one-device adapter.
+        mesh: the mesh of ranks.
+    """
+
+    def __init__(self, adapter: StackAdapter, mesh: ParallelMesh) -> None:
+        super().__init__(adapter.A, adapter.B, adapter.scale, inner=1)
+        self.magnitude = adapter.magnitude
+        self.mesh = mesh
+
+    def total(self, squares: Tensor) -> Tensor:
+        """Sum over the ranks, which hold different input features of each row."""
+        return all_reduce(squares, self.mesh.group("etp"))
