@@ -39,9 +39,9 @@ class Adapters(pl.Callback):
 
     Raises:
         ConfigurationError: a value is out of range. Before processes start: a target matches no layer, the rank is too
-            large, the module has no ``build_model``, ``base`` is given without ``save_base=False`` or with ``dora``,
-            ``block`` without ``base``, ``save_base=False`` but there are no initial weights that hold the whole
-            base, or ``rank`` is None and ``weights`` has no adapter of this name.
+            large, the module has no ``build_model``, ``base`` is given without ``save_base=False``, ``block`` without
+            ``base``, ``save_base=False`` but there are no initial weights that hold the whole base, or ``rank`` is None
+            and ``weights`` has no adapter of this name.
         CheckpointError: ``weights`` has no adapters, or those of another base. Before processes start.
     """
 
@@ -76,11 +76,6 @@ class Adapters(pl.Callback):
             raise ConfigurationError(f"block={block} is of weights that are stored as codes; set base, too.")
         if base is not None:
             self.stored = StoredBase(base, block)
-            if dora:
-                raise ConfigurationError(
-                    f"base={base!r} with dora=True: DoRA reads whole rows of the weights in every step, and codes "
-                    "would be decoded for it. Leave one of the two out."
-                )
             if save_base:
                 raise ConfigurationError(
                     f"base={base!r} keeps codes of the frozen weights, not the weights, so checkpoints cannot hold "

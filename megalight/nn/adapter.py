@@ -12,6 +12,7 @@ from megalight.nn.canonical import Section, joined
 from megalight.nn.init import Constant, Initializer, Normal
 from megalight.ops.linear import linear
 from megalight.ops.low_rank import add_low_rank
+from megalight.ops.stored import readable
 
 DEFAULT = "default"
 """Name of an adapter that was given none. Names of its tensors leave it out."""
@@ -188,11 +189,12 @@ class Adapter(nn.Module):
         """Yield the number of each adapted section, and the lengths of its rows of ``W + scale B A``.
 
         They are ``||W||^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T``, so that no second matrix as large as ``W`` is made.
-        The paper treats them as constants, which saves the gradient through them.
+        The paper treats them as constants, which saves the gradient through them. A weight that is stored as codes is
+        decoded once more for them.
         """
         wide = torch.promote_types(weight.dtype, torch.float32)
         pairs = zip(self.A.split(self.width), self.B.split(self.sizes), strict=True)  # type: ignore[no-untyped-call]
-        for index, rows in enumerate(torch.split(weight, self.section_sizes)):
+        for index, rows in enumerate(torch.split(readable(weight), self.section_sizes)):
             if self.adapted[index]:
                 w, (a, b) = rows.to(wide), (x.to(wide) for x in next(pairs))
                 squares = w.square().sum(1) + (2 * self.scale * (w @ a.T) + self.scale**2 * b @ (a @ a.T)).mul(b).sum(1)

@@ -400,7 +400,8 @@ class ParallelModel:
                 f"{type(replacing[0]).__name__} changes the values of whole parameters, and these are sharded by "
                 "data_parallel.level='optim_grads_params'. Use level 'optim_grads' with it."
             )
-        for transform in acting:
+        # What stores weights as codes comes first: the others read the weights that compute (lengths of rows, DoRA).
+        for transform in sorted(acting, key=lambda each: not each.by_units):
             with nullcontext() if transform.by_units else self.full_parameters():
                 transform.with_values(self)
         if acting:

@@ -30,7 +30,7 @@ class ModelTransform(ABC):
         writes_in_place: :meth:`with_values` only reads parameters and writes into them, so they may be shards that are
             gathered for it. If not, it may replace them, and sharded ones are refused.
         by_units: :meth:`with_values` leaves sharded parameters to :meth:`~.model.ParallelModel.store`, which gathers
-            one unit at a time.
+            one unit at a time. It is called before that of the others, which read the weights that it leaves.
     """
 
     name: ClassVar[str]

@@ -18,7 +18,7 @@ from megalight.errors import ConfigurationError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.stored import held_model, save_model
-from megalight.models.transforms import LoRA, StoredBase
+from megalight.models.transforms import DoRA, LoRA, StoredBase
 from megalight.models.transforms.merge import merge_checkpoint
 from megalight.models.transforms.stored_base import weights_of
 from megalight.nn import Linear
@@ -55,6 +55,8 @@ class Rounded(ModelTransform):
     """Writes the values of codes into the weights, which stay plain."""
 
     name: ClassVar[str] = "rounded"
+    by_units: ClassVar[bool] = True
+    """As what stores codes: lengths of rows (DoRA) are those of the rounded weights."""
     form: str = "int8"
 
     def change(self, model: torch.nn.Module) -> None:
@@ -82,13 +84,19 @@ class Seen(pl.Callback):
 
 
 def train(
-    folder: str, form: str | None, layout: dict[str, Any], base: str | None, resume: str | None = None
+    folder: str,
+    form: str | None,
+    layout: dict[str, Any],
+    base: str | None,
+    resume: str | None = None,
+    dora: bool = False,
 ) -> dict[str, Any]:
     """Two steps with codes, or one of the whole model without."""
     losses, gradients = Seen(), Kept()
     save = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     nvfp4 = form == "nvfp4"
-    lora = Adapters(**LORA, base=form, block=None if nvfp4 else BLOCK, save_base=False) if form else None
+    block = None if nvfp4 else BLOCK
+    lora = Adapters(**LORA, base=form, block=block, save_base=False, dora=dora) if form else None
     module = WithData(WIDE if nvfp4 else CONFIGS["gqa"], optimizer=ADAM, seed=SEED, weights=base)
     runner = trainer(
         MegatronStrategy(micro_batch_size=1, **layout),
@@ -120,24 +128,26 @@ def one(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "folder": folder}
 
 
+@pytest.mark.parametrize("kind", [LoRA, DoRA])
 @pytest.mark.parametrize("config", [CONFIGS["gqa"], EXPERTS], ids=["dense", "experts"])
-def test_the_run_is_that_of_the_decoded_weights(config: GPTConfig) -> None:
+def test_the_run_is_that_of_the_decoded_weights(config: GPTConfig, kind: type[LoRA]) -> None:
     """torch alone: the same model with codes, and with the codes' values as plain weights."""
     for form in ("int8", "nf4", "nvfp4"):
-        plain = by_hand(config, 2, transforms=[LoRA(**LORA), Rounded(form)])
-        codes = by_hand(config, 2, transforms=[LoRA(**LORA), StoredBase(form, block_of(form))])
+        plain = by_hand(config, 2, transforms=[kind(**LORA), Rounded(form)])
+        codes = by_hand(config, 2, transforms=[kind(**LORA), StoredBase(form, block_of(form))])
         np.testing.assert_allclose(codes["losses"], plain["losses"], rtol=1e-11)
         assert_same_gradients(codes["gradients"], plain["gradients"])
-        assert codes["losses"] != by_hand(config, 2, transforms=[LoRA(**LORA)])["losses"]
+        assert codes["losses"] != by_hand(config, 2, transforms=[kind(**LORA)])["losses"]
 
 
-def adapters_of_experts(base: str, form: str, layout: dict[str, Any]) -> dict[str, Any]:
+def adapters_of_experts(base: str, form: str, layout: dict[str, Any], dora: bool) -> dict[str, Any]:
     losses, gradients = Seen(), Kept()
     block = None if form == "nvfp4" else BLOCK
+    adapters = Adapters(**LORA, base=form, block=block, save_base=False, dora=dora)
     module = WithData(EXPERTS, optimizer=ADAM, seed=SEED, weights=base)
     runner = trainer(
         MegatronStrategy(micro_batch_size=1, **layout),
-        callbacks=[losses, gradients, Adapters(**LORA, base=form, block=block, save_base=False)],
+        callbacks=[losses, gradients, adapters],
         max_steps=2,
         gradient_clip_val=CLIP,
         use_distributed_sampler=False,
@@ -145,29 +155,69 @@ def adapters_of_experts(base: str, form: str, layout: dict[str, Any]) -> dict[st
     )
     runner.fit(module)
     stacks = [p for p in module.model.parameters() if p.ndim == 3 and not p.requires_grad]
-    assert stacks
     assert all(stored_of(stack) is not None for stack in stacks)
-    return {"losses": losses.losses, "gradients": gradients.first}
+    return {"losses": losses.losses, "gradients": gradients.first, "stacks": len(stacks)}
+
+
+INSIDE = {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}
+SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
 
 
 @pytest.mark.parametrize(
-    ("form", "layout"),
+    ("world", "form", "layout", "dora"),
     [
-        ("nvfp4", {"expert_parallel": 2}),
-        ("nf4", {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}),
-        pytest.param(
-            "nvfp4",
-            {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2},
-            marks=pytest.mark.full,
-        ),
+        (2, "nvfp4", {"expert_parallel": 2}, False),
+        (2, "nf4", INSIDE, False),
+        pytest.param(2, "nvfp4", INSIDE, False, marks=pytest.mark.full),
+        (2, "nvfp4", SHARDED, False),
+        pytest.param(2, "int8", {"expert_parallel": 2, **SHARDED}, False, marks=pytest.mark.full),
+        (4, "nvfp4", {"expert_parallel": 2, **SHARDED}, True),
+        (2, "nf4", INSIDE, True),
+        pytest.param(2, "int8", {"expert_parallel": 2}, True, marks=pytest.mark.full),
+        pytest.param(2, "nvfp4", SHARDED, True, marks=pytest.mark.full),
+        pytest.param(2, "int8", {"pipeline_parallel": 2}, True, marks=pytest.mark.full),
     ],
 )
-def test_experts_are_stored_under_every_layout(form: str, layout: dict[str, Any], tmp_path: Path) -> None:
+def test_experts_are_stored_under_every_layout(
+    world: int, form: str, layout: dict[str, Any], dora: bool, tmp_path: Path
+) -> None:
     save_model(held_model("gpt", EXPERTS, drawn(EXPERTS)), tmp_path / "base")
-    wanted = by_hand(EXPERTS, 2, transforms=[LoRA(**LORA), Rounded(form)])
-    found = run(adapters_of_experts, 2, str(tmp_path / "base"), form, layout, timeout=240)[0]
+    wanted = by_hand(EXPERTS, 2, transforms=[(DoRA if dora else LoRA)(**LORA), Rounded(form)])
+    ranks = run(adapters_of_experts, world, str(tmp_path / "base"), form, layout, dora, timeout=240)
+    found = ranks[0]
+    assert any(rank["stacks"] for rank in ranks)
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-9)
     assert_same_gradients(found["gradients"], wanted["gradients"])
+
+
+@pytest.fixture(scope="module")
+def lengths(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Magnitudes beside codes, on one device."""
+    return run(train, 1, str(tmp_path_factory.mktemp("lengths")), "nf4", {}, base, None, True)[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+        (2, SHARDED),
+        pytest.param(2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"tensor_parallel": 2, **SHARDED}, marks=pytest.mark.full),
+    ],
+)
+def test_a_layout_trains_the_same_magnitudes(
+    world: int, layout: dict[str, Any], base: str, lengths: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run(train, world, str(tmp_path), "nf4", layout, base, None, True, timeout=240)[0]
+    np.testing.assert_allclose(found["losses"], lengths["losses"], rtol=1e-9)
+    assert_same_gradients(found["gradients"], lengths["gradients"])
+    assert any("magnitude" in name for name in lengths["gradients"])
+    # checkpoints of adapters beside codes are merged with the plain base
+    path = str(tmp_path / "step=2.ckpt")
+    assert merge_checkpoint(path, tmp_path / "merged", base) == 4
+    tokens, sequences = torch.arange(9), PackedSequences.of_lengths([4, 5])
+    logits = load_model(path, base=base)(tokens, sequences).logits
+    torch.testing.assert_close(load_model(tmp_path / "merged")(tokens, sequences).logits, logits)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +226,9 @@ def test_experts_are_stored_under_every_layout(form: str, layout: dict[str, Any]
         (2, {"tensor_parallel": 2, "sequence_parallel": True}),
         (2, {"pipeline_parallel": 2}),
         (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads")}),
-        (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
-        (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
-        (4, {"pipeline_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
+        (2, SHARDED),
+        (4, {"tensor_parallel": 2, **SHARDED}),
+        (4, {"pipeline_parallel": 2, **SHARDED}),
     ],
 )
 def test_a_layout_trains_the_same_adapters(
@@ -226,7 +276,6 @@ def test_adapters_go_on_and_are_merged_with_the_plain_base(base: str, one: dict[
 
 CASES = {
     "saved": (lambda: Adapters(2, base="int8"), "checkpoints cannot hold them. Set save_base=False"),
-    "dora": (lambda: Adapters(2, base="nf4", dora=True, save_base=False), "DoRA reads whole rows"),
     "format": (lambda: Adapters(2, base="int7", save_base=False), "no format 'int7' of stored weights"),
     "alone": (lambda: Adapters(2, block=32), "block=32 is of weights that are stored as codes; set base, too"),
     "odd": (lambda: Adapters(2, base="int8", block=5, save_base=False), "^block=5 must be even and at least 2"),
