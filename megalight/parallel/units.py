@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.layers import depth_layers_of, layers_of
+from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.recompute.group import Member
 
 CONTAINERS = nn.ModuleList | nn.ModuleDict | nn.Sequential
@@ -35,7 +35,9 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
     if not classes:
         layers: list[Unit] = [(layer,) for layer in layers_of(model).values()]
         if not layers:
-            return [(module,) for module in _repeated(model)]
+            # A tower without a language model behind it: what holds tower and projectors is not called.
+            alone = tower_layers_of(model).values() or _repeated(model)
+            return [(module,) for module in alone]
         # Other modules may read the weight of a bare embedding or head, outside of its
         # forward. Those stay whole.
         first, last, depths = _edge(model, "embed"), _edge(model, "head"), depth_layers_of(model).values()

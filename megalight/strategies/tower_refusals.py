@@ -25,11 +25,6 @@ def check_options(strategy: MeshStrategy, what: str) -> None:
     Raises:
         ConfigurationError: it cannot be combined with such a tower.
     """
-    if strategy.data_parallel.has_units:
-        raise ConfigurationError(
-            f"data_parallel.level={strategy.data_parallel.level!r} with {what}: only whole parameters and gradients "
-            "are supported there. Use level='optim', or MegatronFSDPStrategy."
-        )
     if strategy.micro_batch_size == AUTO:
         raise ConfigurationError(
             f"micro_batch_size='auto' with {what}: both models must run the same micro-batches, and each rank measures "
@@ -39,6 +34,23 @@ def check_options(strategy: MeshStrategy, what: str) -> None:
         raise ConfigurationError(
             f"checkpoints.format={strategy.checkpoints.format!r} with {what}: its names are those of one layout, and "
             f"there are two. Use {Checkpoints().format!r}."
+        )
+
+
+def check_whole(strategy: MeshStrategy, what: str) -> None:
+    """Refuse sharded parameters and gradients: one engine would share memory between units of two meshes.
+
+    Args:
+        what: how the tower is placed, for the message.
+
+    Raises:
+        ConfigurationError: says what to do.
+    """
+    if strategy.data_parallel.has_units:
+        raise ConfigurationError(
+            f"data_parallel.level={strategy.data_parallel.level!r} with {what} on the same ranks: only whole "
+            "parameters and gradients are supported there. Use level='optim', or MegatronTowersStrategy or "
+            "MegatronFSDPStrategy."
         )
 
 

@@ -15,6 +15,7 @@ from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents
 from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.data_parallel.route import Pass
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.actions import Kind
@@ -53,6 +54,7 @@ class Encoder:
         self.division = division
         self.language = language
         self.context = context
+        self.trained = any(parameter.requires_grad for parameter in model.parameters())
 
     def joined(self, micro_batches: Sequence[Any]) -> list[Any]:
         """Return the micro-batches, with empty ones if another lane has more; all ranks call it together."""
@@ -67,16 +69,15 @@ class Encoder:
             engine: reduces the gradients.
             sync: reduce them, because no further micro-batches follow before the optimizer's step.
         """
-        ahead, waiting = self._ahead(len(micro_batches)), 0
+        order, batches = self._order(len(micro_batches)), iter(micro_batches)
         with engine.micro_batches(len(micro_batches), sync):
-            for batches in micro_batches:
-                if waiting == ahead:
+            for number, step in enumerate(order, 1):
+                if engine.units is not None:
+                    engine.units.follow(self.model.chunks, order[number:])
+                if step.forward:
+                    self._send(next(batches))
+                else:
                     self.bridge.backward()
-                    waiting -= 1
-                # Where nothing is trained, no gradients come back.
-                waiting += self._send(batches)
-            for _ in range(waiting):
-                self.bridge.backward()
         if sync:
             engine.finish_grad_sync()
 
@@ -86,12 +87,21 @@ class Encoder:
         for batches in micro_batches:
             self._send(batches)
 
-    def _ahead(self, micro_batches: int) -> int:
-        """Return how many micro-batches are encoded before a gradient must come back.
+    def _order(self, micro_batches: int) -> list[Pass]:
+        """Return the order of passes through the tower.
 
-        These are those that the language model begins before it has ended one, and the next one. So its features are
-        there when the language model has sent that gradient, and neither side waits for a whole pass of the other.
+        As many forward passes come first as the language model begins before it has ended one, and one more. So the
+        features of the next micro-batch are there when the language model has sent a gradient, and neither side waits
+        for a whole pass of the other.
         """
+        forward, backward = Pass(0, True), Pass(0, False)
+        if not self.trained:  # no gradients come back
+            return [forward] * micro_batches
+        ahead = min(self._begun(micro_batches) + 1, micro_batches)
+        return [forward] * ahead + [backward, forward] * (micro_batches - ahead) + [backward] * ahead
+
+    def _begun(self, micro_batches: int) -> int:
+        """Return how many micro-batches the language model begins before it first needs to have ended one."""
         options, pp = self.language, self.division.language.pp
         schedule = options.pipeline
         name, chunks = schedule.schedule, options.virtual_pipeline
@@ -101,14 +111,13 @@ class Encoder:
             # Gradients of features come with those of the first chunk's input.
             begun += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1}.get(action.kind, 0)
             most = max(most, begun)
-        return most + 1
+        return most
 
-    def _send(self, batches: Any) -> bool:
-        """Send the features of a micro-batch, which may be empty; return whether gradients will come back."""
+    def _send(self, batches: Any) -> None:
+        """Send the features of a micro-batch, which may be empty."""
         with self.context():
             features, parts = self._features(contents(batches))
         self.bridge.send_forward({"features": features}, {"features": parts})
-        return features.requires_grad
 
     def _features(self, batches: Together) -> tuple[Tensor, list[int]]:
         """Return the features of the images that this replica reads, and the rows of each destination."""

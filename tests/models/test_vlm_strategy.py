@@ -151,7 +151,7 @@ def fit(name: str, counts: str, options: dict[str, Any]) -> dict[str, Any]:
         strategy: Any = MegatronFSDPStrategy(**{key: value for key, value in options.items() if key != "sharded"})
     else:
         kind = options.pop("kind", MegatronTowersStrategy if "tower" in options else MegatronStrategy)
-        strategy = kind(data_parallel=DataParallel(), **options)
+        strategy = kind(**{"data_parallel": DataParallel(), **options})
     losses, gradients = Losses(), Gradients()
     rules = tuple(GroupRule(pattern, lr_scale=scale) for pattern, scale in RATES.get(name, {}).items())
     module = WithData(CONFIGS[name], optimizer=replace(ADAM, rules=rules), seed=SEED, freeze=FREEZE.get(name, ()))

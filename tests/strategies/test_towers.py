@@ -55,6 +55,8 @@ TP = {"tensor_parallel": 2}
 SP = {**TP, "sequence_parallel": True}
 PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
 VPP = {**PP, "virtual_pipeline": 2}
+SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
+GRADS = {"data_parallel": DataParallel(level="optim_grads")}
 CHOSEN = [
     # Model, images of rows, ranks, layout of the tower, layout of the language model.
     ("llava", "mixed", 2, Side(), {}),
@@ -68,8 +70,20 @@ CHOSEN = [
     ("both_adapters", "mixed", 3, Side(), SP),
     ("language_adapters", "mixed", 2, Side(), {}),
     ("experts", "mixed", 3, Side(), {"expert_parallel": 2}),
+    # Each side shards what it has over replicas of its own.
+    ("qwen3", "mixed", 4, Side(ranks=2), {**PP, **SHARDED}),
+    ("qwen", "mixed", 3, Side(ranks=2), GRADS),
+    ("frozen", "mixed", 4, Side(ranks=2), SHARDED),
 ]
 FULL = [
+    ("llava", "mixed", 4, Side(ranks=2), SHARDED),
+    ("llava", "none", 4, Side(ranks=2), SHARDED),
+    ("qwen", "mixed", 3, Side(), SHARDED),
+    ("qwen", "one", 6, Side(ranks=4, **SP), {**CP, **SHARDED}),
+    ("deep_qwen", "mixed", 4, Side(ranks=2), {**VPP, **SHARDED}),
+    ("language_adapters", "mixed", 4, Side(ranks=2), SHARDED),
+    ("experts", "mixed", 4, Side(ranks=2), {"expert_parallel": 2, **SHARDED}),
+    ("qwen3", "mixed", 4, Side(ranks=2, recompute=Recompute(granularity="full")), SHARDED),
     ("llava", "none", 2, Side(), {}),
     ("onevision", "mixed", 4, Side(ranks=2, **SP), SP),
     ("llava", "mixed", 4, Side(ranks=2, **TP), {}),
@@ -196,6 +210,7 @@ def go_on(options: dict[str, Any], steps: int, save: str, resume: str | None = N
 
 
 APART = (4, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2, **SP), **PP})
+APART_SHARDED = (4, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2), **SHARDED})
 BESIDE = (4, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **SP, **PP})
 OTHER = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(recompute=Recompute(granularity="full"), **SP)})
 TOGETHER = (2, SP)
@@ -216,8 +231,19 @@ def alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         (BESIDE, BESIDE),
         (OTHER, TOGETHER),
         pytest.param((APART, OTHER), marks=pytest.mark.full),
+        (APART_SHARDED, TOGETHER),
+        pytest.param((APART, APART_SHARDED), marks=pytest.mark.full),
     ],
-    ids=["apart", "apart-together", "together-apart", "beside", "beside-together", "apart-beside"],
+    ids=[
+        "apart",
+        "apart-together",
+        "together-apart",
+        "beside",
+        "beside-together",
+        "apart-beside",
+        "sharded-together",
+        "apart-sharded",
+    ],
 )
 def test_runs_go_on_in_any_layout(
     order: tuple[tuple[int, dict[str, Any]], ...], tmp_path_factory: pytest.TempPathFactory
@@ -292,7 +318,6 @@ def small(**options: Any) -> MegatronTowersStrategy:
         ({"tower": Side(ranks=2, **CP)}, r"the tower has context_parallel=2; images are not cut"),
         ({"tower": Side(expert_parallel=2)}, r"the tower has expert_parallel=2, expert_tensor_parallel=1; it has no"),
         ({"expert_parallel": 2}, r"the language model, on 3 ranks from 1 on"),
-        ({"data_parallel": DataParallel(level="optim_grads")}, r"level='optim_grads' with a tower"),
         ({"micro_batch_size": "auto"}, r"micro_batch_size='auto' with a tower"),
         ({"checkpoints": Checkpoints(format="dp_reshardable")}, r"format='dp_reshardable' with a tower"),
     ],
@@ -449,6 +474,7 @@ def test_lanes_validate_on_different_numbers_of_batches(lanes: int) -> None:
         ({"tower": Side(ranks=2)}, r"tower\.ranks=2, and there are 4 processes, which both models share"),
         ({"tower": Side(tensor_parallel=3)}, r"the tower: world size 4 is not a multiple"),
         ({"tower": Side(**CP)}, r"the tower has context_parallel=2"),
+        (GRADS, r"level='optim_grads' with a tower in a layout of its own on the same ranks"),
         ({"tensor_parallel": 3}, r"world size 4 is not a multiple"),
         ({"expert_parallel": 3}, r"world size 4"),
     ],

@@ -155,6 +155,24 @@ def test_lanes_whose_experts_meet_may_have_different_numbers_of_micro_batches() 
     assert_same(run(train, 4, *layout, True)[0], by_hand("experts", "mixed"))
 
 
+def _sharded() -> tuple[set[str], float]:
+    """Which parameters of this rank's side are shards, and the loss of a step."""
+    options = DataParallel(level="optim_grads_params", overlap_param_gather=False)
+    made = make("qwen3", {"ranks": 2}, {"ranks": 2}, data_parallel=options)
+    assert made.engine.units is not None
+    shards = made.engine.units.sharded
+    rows = batch(COUNTS["mixed"][0], seed=0, config=CONFIGS["qwen3"]).split(2)
+    loss = float(made.forward_backward(lambda replica: rows[replica].split(1)))
+    return {name for name, parameter in made.model.root.named_parameters() if id(parameter) in shards}, loss
+
+
+def test_each_side_shards_its_layers() -> None:
+    (tower, loss), _, (language, _), _ = run(_sharded, 4)
+    assert {name.rpartition(".layers.")[0] for name in tower} == {"embed.tower"}
+    assert {name.partition(".")[0] for name in language} == {"embed", "layers", "head"}
+    assert loss == pytest.approx(by_hand("qwen3", "mixed")["losses"][0], rel=1e-9)
+
+
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for what in ("losses", "norms"):
         assert all(rank == pytest.approx(expected[what], rel=1e-9) for rank in found[what])
@@ -165,6 +183,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 class Noted:
     """A bridge and an engine that note what a tower does."""
+
+    units = None
 
     def __init__(self) -> None:
         self.notes = ""
@@ -190,12 +210,11 @@ class Noted:
 )
 def test_the_tower_works_ahead(side: Side, order: str) -> None:
     noted = Noted()
-    division = mock.Mock(language=side.mesh(1, 1))
-    encoder = Encoder(CONFIGS["llava"], mock.Mock(), noted, division, side.options())  # type: ignore[arg-type]
+    division, model = mock.Mock(language=side.mesh(1, 1)), nn.Linear(1, 1)
+    encoder = Encoder(CONFIGS["llava"], model, noted, division, side.options())  # type: ignore[arg-type]
 
-    def send(batch: str) -> bool:
+    def send(batch: str) -> None:
         noted.notes += batch
-        return True
 
     with mock.patch.object(encoder, "_send", send):
         encoder.train("fffff", noted)  # type: ignore[arg-type]
