@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from math import prod
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 
 from megalight.models.module import MegalightModule
-from megalight.parallel.transform import apply_transforms
 from megalight.strategies.mesh_strategy import MeshStrategy
+from megalight.strategies.whole_model import whole_model
 
 
 class WholeModelSummary(ModelSummary):
@@ -50,17 +49,6 @@ def render(module: pl.LightningModule, trainer: pl.Trainer) -> str:
     layout = f" ({strategy.mesh.describe()})" if isinstance(strategy, MeshStrategy) else ""
     part = f"; rank 0 holds {_short(held)}{layout}" if held != total else ""
     return "\n".join([f"{type(module).__name__}: {_short(total)} parameters, {frozen}{part}", *lines])
-
-
-def whole_model(module: pl.LightningModule) -> nn.Module:
-    """Return the one-device model: built again without memory, or the module itself if it builds none."""
-    if not isinstance(module, MegalightModule):
-        return module
-    # On meta, and with the state of the generator kept: the run's values do not change.
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = module.build_model()
-        apply_transforms(model, module.transforms)
-    return model
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
+from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.loops.progress import _OptimizationProgress
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
@@ -57,6 +59,9 @@ USED = {
     "trainer._logger_connector.should_reset_tensors": "whether they are those of an earlier epoch",
     "trainer._logger_connector._current_fx": "the hook that logged last, noted by LightningModule.log",
     "lightning.pytorch.callbacks.ModelCheckpoint._link_checkpoint": "makes last.ckpt a link to the newest checkpoint",
+    "lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints": "what ckpt_path='last' chooses from",
+    "lightning.pytorch.callbacks.RichProgressBar._get_train_description": "counts Epoch 0/-2 where steps end the run",
+    "lightning.pytorch.callbacks.ModelSummary._summary": "counts what one rank holds",
     "module._trainer": "the field behind module.trainer, which may be None",
     "module._current_fx_name": "the hook that is running; part of the name under which a value is kept",
 }
@@ -113,6 +118,45 @@ def link_by(callback: Any, link: Callable[[pl.Trainer, str, str], None] | None) 
     callback.__dict__.pop("_link_checkpoint", None)
     if link is not None:
         callback._link_checkpoint = link
+
+
+def find_last_by(callback: Any, replace: Callable[[str], str] | None) -> None:
+    """Let a ModelCheckpoint replace each path that it finds for ``ckpt_path="last"``; None: find as before."""
+    callback.__dict__.pop("_find_last_checkpoints", None)
+    if replace is not None:
+        callback._find_last_checkpoints = partial(_replaced, callback, replace)
+
+
+def _replaced(callback: Any, replace: Callable[[str], str], trainer: pl.Trainer) -> set[str]:
+    return {replace(path) for path in type(callback)._find_last_checkpoints(callback, trainer)}
+
+
+def summarize(trainer: pl.Trainer, counted: Callable[[pl.LightningModule], pl.LightningModule] | None) -> None:
+    """Let Lightning's summaries count what ``counted`` makes of the module; None: the module itself, as before."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelSummary):
+            callback.__dict__.pop("_summary", None)
+            if counted is not None:
+                callback._summary = partial(_summary, callback, counted)  # type: ignore[method-assign]
+
+
+def _summary(callback: Any, counted: Callable[[Any], Any], trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+    return type(callback)._summary(callback, trainer, counted(module))
+
+
+def count_no_epochs(trainer: pl.Trainer, on: bool) -> None:
+    """Let Lightning's bar for rich terminals say ``Epoch 0`` where steps end the run; it says ``Epoch 0/-2``."""
+    bar, name = trainer.progress_bar_callback, "_get_train_description"
+    if isinstance(bar, RichProgressBar):
+        bar.__dict__.pop(name, None)
+        own = type(bar)._get_train_description is not RichProgressBar._get_train_description
+        if on and trainer.max_epochs == -1 and not own:
+            setattr(bar, name, partial(_epoch, bar))
+
+
+def _epoch(bar: RichProgressBar, current_epoch: int) -> str:
+    # As wide as the bar of validation, or the lines flicker.
+    return f"Epoch {current_epoch}".ljust(len(bar.validation_description))
 
 
 def entries_at(step: int) -> dict[str, Any]:

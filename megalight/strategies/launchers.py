@@ -35,6 +35,7 @@ from megalight.strategies._lightning import (
     SubprocessScriptLauncher,
     WorkerOutput,
 )
+from megalight.strategies.checkpoints.resuming import newest_for_last
 from megalight.strategies.checkpoints.whole import restore_whole
 from megalight.strategies.mesh_strategy import MeshStrategy
 
@@ -70,14 +71,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
         # Before any process starts: an error is then shown once, and nothing has to be ended.
         preflight.check(self._strategy, trainer, function, *args, **kwargs)
         if self._alone:
-            return function(*args, **kwargs)
+            with newest_for_last(trainer):
+                return function(*args, **kwargs)
         # Another process has started this one. If that was rank 0, it may be killed and leave this one alone.
         if self.cluster_environment.creates_processes_externally:
             orphans.watch()
         else:
             orphans.announce()
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            with newest_for_last(trainer):
+                return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException as error:
             if self.procs:
                 first = self._strategy.node_rank * self.num_processes + 1
@@ -120,7 +123,8 @@ class WorkerLauncher(MultiProcessingLauncher):
     def launch(self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Run the checks, start one worker per rank, and take over their results at the end."""
         preflight.check(self._strategy, trainer, function, *args, **kwargs)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        with newest_for_last(trainer):
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         """Run one rank. If SIGTERM ends it, tell the main process, which waits for a result."""

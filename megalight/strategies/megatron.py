@@ -41,6 +41,7 @@ from megalight.strategies.even_loader import even
 from megalight.strategies.process_group import join
 from megalight.strategies.step import Stepper, StepReport
 from megalight.strategies.user_module import own_steps
+from megalight.strategies.whole_model import with_whole_model
 
 log = logging.getLogger(__name__)
 
@@ -308,6 +309,9 @@ class MegatronStrategy(FolderCheckpoints):
             trainer, self.any_rank, self.finish_saves, self.sigterm_every_n_steps
         )
         self._sigterm.install()
+        _lightning.count_no_epochs(trainer, on=True)
+        if self.mesh.world_size > 1:
+            _lightning.summarize(trainer, with_whole_model)
         self.begin_saving(trainer)
         if not on_shards:
             ordinary.check(self, self.lightning_module, self.optimizers)
@@ -555,6 +559,8 @@ class MegatronStrategy(FolderCheckpoints):
         # First, while all ranks are still here.
         self.end_saving(failed=FAILED.is_set())
         if self._sigterm is not None:
+            _lightning.count_no_epochs(self._sigterm.trainer, on=False)
+            _lightning.summarize(self._sigterm.trainer, None)
             self._sigterm.uninstall()
             self._sigterm = None
         self._resumed = None

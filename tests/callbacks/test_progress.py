@@ -3,7 +3,7 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from megalight.callbacks import StepProgress, Throughput
 from megalight.errors import ConfigurationError
@@ -87,6 +87,18 @@ def test_a_run_that_steps_end_counts_no_epochs(capsys):
     text = "".join(capsys.readouterr())
     assert "3/3" in text
     assert "-2" not in re.sub(r"e-\d+", "", text)
+
+
+def test_lightnings_own_bar_counts_no_epochs_either(capsys):
+    bar = RichProgressBar()
+    for limits, told in (({"max_steps": 3, "max_epochs": -1}, "Epoch 0 "), ({"max_epochs": 1}, "Epoch 0/0 ")):
+        tiny_trainer(**{"enable_progress_bar": True, "callbacks": [bar], "strategy": MegatronStrategy(), **limits}).fit(
+            Tiny()
+        )
+        text = "".join(capsys.readouterr())
+        assert told in text
+        assert "/-2" not in text
+    assert "_get_train_description" not in vars(bar)
 
 
 def test_the_last_state_of_the_bar_is_that_of_the_last_step(capsys):

@@ -1,8 +1,10 @@
 """The summary counts the whole model, whatever a rank holds of it."""
 
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
+from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 
 from megalight.callbacks import WholeModelSummary
@@ -11,8 +13,10 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import Tiny, tiny_trainer
+from tests.strategies.training import fit
+from tests.workers import run
 
-CONFIG = GPTConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=40, max_sequence_length=8)
+CONFIG = GPTConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=101, max_sequence_length=24)
 SERIAL = SimpleNamespace(strategy=SimpleNamespace())
 
 
@@ -36,7 +40,29 @@ def test_a_part_of_the_model_is_told_as_such():
     module.model.embed = nn.Identity()
     text = render(module, SERIAL)
     assert f"GPTModule: {whole() / 1000:.1f} K parameters" in text
-    assert f"rank 0 holds {(whole() - 640) / 1000:.1f} K" in text
+    assert f"rank 0 holds {(whole() - 1616) / 1000:.1f} K" in text
+
+
+class Kept(ModelSummary):
+    """Lightning's summary, which keeps its figure instead of printing it."""
+
+    totals: ClassVar[list[int]] = []
+
+    @staticmethod
+    def summarize(summary_data: Any, total_parameters: int, *args: Any, **kwargs: Any) -> None:
+        Kept.totals.append(total_parameters)
+
+
+def _totals() -> list[int]:
+    kept = Kept()
+    for way in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+        fit(CONFIG, steps=1, extra_callbacks=[kept], **way)
+    assert "_summary" not in vars(kept)
+    return Kept.totals
+
+
+def test_lightnings_own_summary_counts_the_whole_too():
+    assert run(_totals, 2) == [[whole()] * 2, []]
 
 
 def test_frozen_parameters_are_not_trainable():

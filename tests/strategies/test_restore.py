@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from megalight import checkpoint
@@ -94,16 +95,15 @@ def new_trainer(strategy: Any, **options: Any) -> pl.Trainer:
         devices=1,
         strategy=strategy,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"enable_checkpointing": False, **options},
     )
 
 
 def fit_here(module: pl.LightningModule, strategy: Any, **options: Any) -> pl.Trainer:
-    """One step."""
-    runner = new_trainer(strategy, max_steps=1, **options)
+    """One step, if ``options`` do not say otherwise."""
+    runner = new_trainer(strategy, **{"max_steps": 1, **options})
     runner.fit(module)
     return runner
 
@@ -194,6 +194,20 @@ def test_a_newer_checkpoint_than_the_last_is_told(tmp_path: Path, caplog: pytest
             runner.strategy.load_checkpoint(tmp_path / "last.ckpt")
             assert len(caplog.messages) == told
             assert all("last.ckpt is older than" in each and "step=4.ckpt" in each for each in caplog.messages)
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty", "ignore:.*ended before the epoch ended")
+def test_the_word_last_means_a_newer_checkpoint_beside_it(tmp_path: Path) -> None:
+    """As for the commands. A path that is given itself stays."""
+    # What a kill between two saves leaves.
+    fit_here(Plain(), MegatronStrategy(), max_steps=3).save_checkpoint(tmp_path / "last.ckpt")
+    fit_here(Plain(), MegatronStrategy(), max_steps=4).save_checkpoint(tmp_path / "step=4.ckpt")
+    for wanted, name in (("last", "step=4.ckpt"), (tmp_path / "last.ckpt", "last.ckpt")):
+        again = ModelCheckpoint(tmp_path, filename="{step}", save_last=True)
+        runner = new_trainer(MegatronStrategy(), max_steps=4, callbacks=[again], enable_checkpointing=True)
+        runner.fit(Plain(), ckpt_path=wanted)
+        assert Path(str(runner.ckpt_path)).name == name
+        assert "_find_last_checkpoints" not in vars(again)
 
 
 class Scaled(nn.Module):

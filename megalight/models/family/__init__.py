@@ -11,7 +11,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -177,8 +177,10 @@ def family_of_transformers(values: Mapping[str, Any]) -> Family:
 PACKAGE = __name__.rpartition(".")[0]
 
 
+@cache
 def _folders() -> list[str]:
     """List the families' folders, which are those beside this one with a plan."""
+    # Kept, since every module asks several times.
     here = Path(__file__).parent.parent
     # Shared files lie beside the folders of families, and a plan is what only a family has.
     return [found.name for found in pkgutil.iter_modules([str(here)]) if (here / found.name / "plan.py").is_file()]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Optimizer
 
 from megalight import checkpoint
@@ -55,6 +56,27 @@ def newer_than_last(path: str) -> Place | None:
             if newest is not None and _saved_at(newest) > _saved_at(last):
                 return newest
     return None
+
+
+@contextmanager
+def newest_for_last(trainer: pl.Trainer | None) -> Iterator[None]:
+    """Let ``ckpt_path="last"`` mean the newest finished checkpoint beside a ``last.ckpt``, as the commands do.
+
+    A path that is given itself stays.
+    """
+    savers = () if trainer is None else trainer.checkpoint_callbacks
+    found = [callback for callback in savers if isinstance(callback, ModelCheckpoint)]
+    for callback in found:
+        _lightning.find_last_by(callback, _newest_beside)
+    try:
+        yield
+    finally:
+        for callback in found:
+            _lightning.find_last_by(callback, None)
+
+
+def _newest_beside(last: str) -> str:
+    return str(newer_than_last(last) or last)
 
 
 def _saved_at(path: Place) -> int:
