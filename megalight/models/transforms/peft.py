@@ -6,6 +6,7 @@ The values of ``A`` and ``B`` are the same in both formats, so that both ways ke
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -29,6 +30,7 @@ from megalight.models.saved import BASE, PREFIX, companions_of, description, ini
 from megalight.models.transforms import describe
 from megalight.models.transforms.dora import DoRA
 from megalight.models.transforms.lora import LoRA
+from megalight.models.transforms.peft_experts import ExpertLayer, check_config, check_export, cut
 from megalight.models.transforms.saved import chosen_adapter, tensors_of
 from megalight.nn.adapter import DEFAULT, parse_tensor_name, tensor_name
 from megalight.nn.canonical import canonical_tensors, parts
@@ -63,6 +65,9 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
 }
 """Settings of ``peft`` that change what a model computes, and the values of them that we have."""
 
+OF_STACKS = "target_parameters", "rank_pattern", "alpha_pattern"
+"""Those that adapters of stacked experts have."""
+
 NUMBER, SWITCH = (int, float), (bool, type(None))
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "r": ((int,), "a whole number"),
@@ -93,7 +98,8 @@ def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str],
     Raises:
         CheckpointError: the checkpoint is incomplete or has no adapters, not this one, or several and none is named;
             or ``output`` is there already.
-        ConfigurationError: ``transformers`` has no such model, or stores an adapted weight fused with others.
+        ConfigurationError: ``transformers`` has no such model, or stores an adapted weight fused with others; or
+            ``peft`` cannot adapt these experts.
     """
     opened = checkpoint.open(path)
     described = description(opened)
@@ -103,33 +109,40 @@ def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str],
         raise CheckpointError(f"checkpoint {opened.path} has {kinds}; a folder of peft holds one LoRA.")
     lora, known = chosen_adapter(opened, adapter), family(described["family"])
     config = known.config.from_dict(described["config"])
-    modules, transposed = _modules(known, config)
+    modules, transposed, experts = _modules(known, config)
     source = FullPrecision(opened)
+    parsed = {name: parse_tensor_name(name.removeprefix(PREFIX)) for name in tensors_of(opened, lora.adapter)}
+    adapted = {each[0] for each in parsed.values() if each is not None}
+    if fused := sorted(adapted - modules.keys()):
+        raise ConfigurationError(
+            f"{fused[0]} is part of a fused or stacked weight in transformers, where peft adapts only the whole. Merge "
+            "the adapters instead (megalight merge)."
+        )
+    has_experts = not adapted.isdisjoint(experts)
+    if has_experts:
+        check_export(lora, adapted, modules, experts)
     tensors: dict[str, Tensor] = {}
     targets: list[str] = []
     with alone() as group:
-        for name in tensors_of(opened, lora.adapter):
-            stored = source.tensors[name]
-            around, matrix, _ = parse_tensor_name(name.removeprefix(PREFIX)) or ("", "", "")
-            if around not in modules:
-                raise ConfigurationError(
-                    f"{around} is part of a fused or stacked weight in transformers, where peft adapts only the whole. "
-                    "Merge the adapters instead (megalight merge)."
-                )
+        for name, each in parsed.items():
+            assert each is not None
+            stored, (around, matrix, _) = source.tensors[name], each
             data = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
             source.fill([Target(name, stored.shape, (0,) * data.ndim, data)], strict=False, process_group=group)
             # peft leaves the last name of magnitudes out.
             leaf = MAGNITUDE if matrix == MAGNITUDE else f"{matrix}.weight"
             tensors[f"{ROOT}{modules[around]}.lora_{leaf}"] = data
             targets += [modules[around]] if matrix == "A" else []
+    # Where peft puts gate and up of experts together, it doubles rank and alpha, which keeps their quotient alone.
+    plain = has_experts and lora.rank_stabilized
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if known.generates else None,
         "base_model_name_or_path": None,
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": lora.alpha * math.sqrt(lora.rank) if plain else lora.alpha,
         "lora_dropout": lora.dropout,
-        "use_rslora": lora.rank_stabilized,
+        "use_rslora": lora.rank_stabilized and not plain,
         "use_dora": isinstance(lora, DoRA),
         "target_modules": targets,
         "fan_in_fan_out": any(name in transposed for name in targets),
@@ -173,20 +186,26 @@ def import_adapter(
     """
     values = _read_config(place(folder))
     known, config = _base(base)
-    modules, _ = _modules(known, config)
+    modules, _, experts = _modules(known, config)
     names = {theirs: ours for ours, theirs in modules.items()}
     tensors: dict[str, Tensor] = {}
+    stacks: dict[str, Tensor] = {}
     for key, tensor in _read_weights(place(folder)).items():
         module, _, leaf = key.removeprefix(ROOT).rpartition(".lora_")
+        if module not in names and values.get("target_parameters") and experts:
+            stacks[key.removeprefix(ROOT)] = tensor
+            continue
         if module not in names:
             raise CheckpointError(
                 f"{folder} adapts {module!r}, which the base {base} does not have.{nearest(module, names)} Name the "
                 "base that the adapters were trained on."
             )
         tensors[tensor_name(names[module], leaf.removesuffix(".weight"), adapter)] = tensor
+    tensors |= cut(stacks, values["r"], experts.values(), adapter, folder)
     if not tensors:
         raise CheckpointError(f"{folder} holds no adapters; copy it again.")
-    targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
+    adapted = {name.rpartition(".lora_")[0] for name in tensors}
+    targets = sorted({experts[name].target if name in experts else name for name in adapted})
     lora = (DoRA if values.get("use_dora") else LoRA)(
         values["r"], targets, float(values["lora_alpha"]), float(values["lora_dropout"]),
         bool(values.get("use_rslora")), adapter=adapter,
@@ -202,7 +221,7 @@ def import_adapter(
             files=companions_of(base),
             process_group=group,
         )
-    return len(targets)
+    return len(adapted)
 
 
 def _base(path: str | os.PathLike[str]) -> tuple[Family, Any]:
@@ -216,31 +235,38 @@ def _base(path: str | os.PathLike[str]) -> tuple[Family, Any]:
     return known, config
 
 
-def _modules(known: Family, config: Any) -> tuple[dict[str, str], set[str]]:
-    """Return our matrices -> their modules, where they are one and the same, and which of theirs are ``[in, out]``."""
+def _modules(known: Family, config: Any) -> tuple[dict[str, str], set[str], dict[str, ExpertLayer]]:
+    """Return our matrices -> their modules, where they are one and the same.
+
+    Returns also which of theirs are ``[in, out]``, and which of ours are experts'.
+    """
     if known.weights is None:
         raise ConfigurationError(f"transformers has no models like those of the family {known.name}, nor has peft.")
     weights: Weights = known.weights
     table = weights.map(config)
     with torch.device("meta"):
         model = known.model(config)
-    # Stacks of experts: files of transformers may name each expert, but its models have stacks too, and no layers.
     stacked = {part.name for part in parts(model) if model.get_parameter(part.parameter).ndim == 3}
-    found, transposed = {}, set()
+    found, transposed, experts = {}, set(), {}
     for name, tensor in canonical_tensors(model).items():
-        if not name.endswith(".weight") or tensor.ndim != 2 or name in stacked:
+        if not name.endswith(".weight") or tensor.ndim != 2:
             continue
-        place = table.theirs(name)
+        place, own = table.theirs(name), name.removesuffix(".weight")
         if place.rows is None and not place.stack:
-            module = place.name.removesuffix(".weight")
-            found[name.removesuffix(".weight")] = module
+            module = found[own] = place.name.removesuffix(".weight")
             transposed |= {module} if place.transposed else set()
-    return found, transposed
+            if name in stacked:
+                stack, index, projection = own.rsplit(".", 2)
+                experts[own] = ExpertLayer(stack, int(index), projection, (tensor.shape[0], tensor.shape[1]))
+    return found, transposed, experts
 
 
 def _read_config(folder: Place) -> dict[str, Any]:
     values = json_of(folder / CONFIG)
+    stacks = values.get("target_parameters")
     for name, possible in DEFAULTS.items():
+        if stacks and name in OF_STACKS:
+            continue
         if values.get(name, possible[0]) not in possible:
             raise ConfigurationError(
                 f"{folder} has {name}={values[name]!r}; only {possible[0]!r} can be read. Merge these adapters into "
@@ -252,6 +278,8 @@ def _read_config(folder: Place) -> dict[str, Any]:
         # JSON's true is an int to Python.
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise CheckpointError(f"{folder / CONFIG} has {name}={value!r}; it must be {what}.")
+    if stacks:
+        check_config(values, folder)
     return values
 
 

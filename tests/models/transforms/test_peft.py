@@ -15,12 +15,20 @@ from safetensors.torch import load, load_file, save
 
 from megalight import checkpoint
 from megalight.checkpoint.disk.publish import delete, place
+from megalight.checkpoint.sources.combine import Held
+from megalight.checkpoint.sources.precision import FullPrecision
+from megalight.checkpoint.view import views_of_source
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import load_model
-from megalight.models.transforms import activate
-from megalight.models.transforms.peft import CONFIG, WEIGHTS, export_adapter, import_adapter
+from megalight.models.gpt.module import GPTModule
+from megalight.models.transforms import DoRA, LoRA, activate, describe
+from megalight.models.transforms.peft import CONFIG, WEIGHTS, _base, _modules, export_adapter, import_adapter
+from megalight.models.transforms.peft_experts import check_export
 from megalight.models.transforms.saved import join_adapters
+from megalight.nn.canonical import canonical_tensors
+from megalight.nn.init import initialise
+from megalight.parallel.source import Target
 from megalight.types import PackedSequences
 from tests.reference_gpt import relative_error
 
@@ -199,3 +207,136 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "out" / "mine.txt").write_text("")
     with pytest.raises(CheckpointError, match="is there already"):
         export_adapter(tmp_path / "ours.ckpt", tmp_path / "out")
+
+
+def of_experts(kind: str, implementation: str | None = "eager") -> Any:
+    """A small model with experts in every layer. Products of stacks in float64 are only in the eager form."""
+    torch.manual_seed(5)
+    sizes: dict[str, Any] = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(**{**sizes, "intermediate_size": 12}, num_local_experts=4)
+    else:
+        few = {"moe_intermediate_size": 12, "head_dim": 8, "num_experts": 4, "norm_topk_prob": True}
+        config = transformers.Qwen3MoeConfig(**sizes, **few, decoder_sparse_step=1, mlp_only_layers=[])
+    config._experts_implementation = implementation
+    return transformers.AutoModelForCausalLM.from_config(config).double()
+
+
+def logits_of(path: Path, base: Path, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        ours = load_model(path, base=base)
+        found: torch.Tensor = ours(tokens.flatten(), PackedSequences.of_uniform(*tokens.shape)).logits
+    return found.view(*tokens.shape, -1)
+
+
+PATTERNS = pytest.mark.filterwarnings(r"ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+"""peft warns of the patterns that it makes for stacks, and follows them."""
+
+
+@PATTERNS
+@pytest.mark.parametrize("stabilized", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_there_and_back(tmp_path: Path, kind: str, stabilized: bool) -> None:
+    """Ours to peft, which stacks them, and what peft saves to ours: the bits are the same."""
+    base = of_experts(kind)
+    base.save_pretrained(tmp_path / "base")
+    module = GPTModule(weights=str(tmp_path / "base"))
+    lora = LoRA(3, ["attention.*", "experts.*"], 5.0, rank_stabilized=stabilized)
+    model = module.build_model().double()
+    lora.change(model)
+    initialise(model, 1)
+    tensors = {f"model.{name}": tensor for name, tensor in canonical_tensors(model).items() if ".lora_" in name}
+    for tensor in tensors.values():
+        torch.nn.init.normal_(tensor.detach(), std=0.3)
+    described = {"family": "gpt", "config": module.config.to_dict(), "transforms": describe([lora]), "base": False}
+    held = Held(tensors)
+    checkpoint.save(
+        tmp_path / "ours.ckpt", views_of_source(held, held.tensors, None, None), common={"model": described}
+    )
+    assert export_adapter(tmp_path / "ours.ckpt", tmp_path / "there") == 2 * (4 + 4 * 3)
+    theirs = peft.PeftModel.from_pretrained(of_experts(kind), tmp_path / "there", autocast_adapter_dtype=False).eval()
+    tokens = torch.randint(0, 53, (2, 11))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        plain = base.eval()(tokens).logits
+    found = logits_of(tmp_path / "ours.ckpt", tmp_path / "base", tokens)
+    assert relative_error(found, expected) < 2e-6
+    assert relative_error(found, plain) > 1e-3
+
+    theirs.save_pretrained(tmp_path / "stacked")
+    stacked = json.loads((tmp_path / "stacked" / CONFIG).read_text())
+    assert stacked["target_parameters"]
+    for folder in ("there", "stacked"):
+        again = tmp_path / f"{folder}.ckpt"
+        import_adapter(tmp_path / folder, tmp_path / "base", again)
+        back = FullPrecision(checkpoint.open(again))
+        assert back.tensors.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            data = torch.empty_like(tensor)
+            back.fill([Target(name, data.shape, (0,) * data.ndim, data)], strict=False)
+            assert torch.equal(data, tensor), name
+        # rsLoRA's scale becomes a quotient, with a rounding more
+        assert relative_error(logits_of(again, tmp_path / "base", tokens), found) < 1e-12
+
+
+@PATTERNS
+def test_a_stack_that_peft_trained_as_a_whole(tmp_path: Path) -> None:
+    """One pair for gate and up together: both get its A, and a half of its B each."""
+    of_experts("qwen3_moe").save_pretrained(tmp_path / "base")
+    options = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    theirs = adapted(of_experts("qwen3_moe"), **options)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "ours.ckpt") == 2 * (1 + 4 * 3)
+    tokens = torch.randint(0, 53, (2, 11))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    found = logits_of(tmp_path / "ours.ckpt", tmp_path / "base", tokens)
+    assert relative_error(found, expected) < 2e-6
+    with torch.no_grad():
+        assert relative_error(found, of_experts("qwen3_moe").eval()(tokens).logits) > 1e-3
+    # and back, as pairs for each expert
+    export_adapter(tmp_path / "ours.ckpt", tmp_path / "back")
+    again = peft.PeftModel.from_pretrained(of_experts("qwen3_moe"), tmp_path / "back", autocast_adapter_dtype=False)
+    with torch.no_grad():
+        assert relative_error(again.eval()(tokens).logits, expected) < 1e-12
+
+    config = json.loads((tmp_path / "theirs" / CONFIG).read_text())
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"target_parameters": ["mlp.gate.weight"]}, "adapts the parameter 'mlp.gate.weight'; only gate_up_proj"),
+        ({"rank_pattern": {".*.gate_up_proj": 5}}, "has rank 5 and alpha 7 for '.*.gate_up_proj'; only twice r=3"),
+        ({"rank_pattern": {".*.gate_up_proj": 6}}, "has rank 6 and alpha 7 .* with the same scale"),
+        ({"rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 14}}, "for gate_up_proj alone"),
+    ]
+    for change, message in wrong:
+        (tmp_path / "theirs" / CONFIG).write_text(json.dumps({**config, **change}))
+        with pytest.raises(ConfigurationError, match=message):
+            import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "no.ckpt")
+    (tmp_path / "theirs" / CONFIG).write_text(json.dumps(config))
+    weights = load_file(tmp_path / "theirs" / WEIGHTS)
+    name = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
+    for tensor in (weights[name][:-1], weights[name][:, :-1]):
+        (tmp_path / "theirs" / WEIGHTS).write_bytes(save({**weights, name: tensor.contiguous()}))
+        with pytest.raises(CheckpointError, match=r"stack .*the base"):
+            import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "no.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (DoRA(2), "peft has no DoRA for experts"),
+        (LoRA(2, exclude=["experts.up"]), r"experts.0.up has no adapter; peft adapts gate, up and down of all"),
+        (LoRA(2, ["layers.0.*"]), r"layers.1.mlp.experts.0.gate has no adapter"),
+    ],
+)
+def test_experts_that_peft_cannot_put_together(tmp_path: Path, lora: LoRA, message: str) -> None:
+    of_experts("qwen3_moe").save_pretrained(tmp_path / "base")
+    model = GPTModule(weights=str(tmp_path / "base")).build_model()
+    lora.change(model)
+    modules, _, experts = _modules(*_base(tmp_path / "base"))
+    adapted = {name.rpartition(".lora_")[0] for name in canonical_tensors(model) if ".lora_" in name}
+    with pytest.raises(ConfigurationError, match=message):
+        check_export(lora, adapted, modules, experts)
+    lora = LoRA(2)
+    named = {**modules, "layers.0.attention.q": "model.layers.0.mlp.shared.gate_proj"}
+    with pytest.raises(ConfigurationError, match="peft takes adapters of that name for those of experts"):
+        check_export(lora, set(named), named, experts)
