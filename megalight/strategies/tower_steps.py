@@ -181,6 +181,10 @@ class TowerStepper(Stepper):
             return None
         return torch.cat([each.to(self.model.device) for each in found]) if _are_tensors(found) else found
 
+    def _share(self, part: Any) -> Any:
+        """Return the micro-batch as it is: ranks share the rows of images, not the text."""
+        return part
+
     def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
         """Return the samples of the lane, and for each micro-batch those of its replicas side by side."""
         assert isinstance(self.module, VLMModule)

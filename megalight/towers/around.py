@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megalight.data.multimodal.batch import Images, ImageTextBatch
 from megalight.errors import DataError
-from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.coupling import contents
 from megalight.parallel.exchange import Route, exchange
@@ -30,6 +29,7 @@ from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, Entry
 from megalight.parallel.pipeline.executor import Executor
 from megalight.towers.balance import balanced
+from megalight.towers.features import features
 from megalight.towers.language import padded
 from megalight.towers.shares import end_to_end, take
 from megalight.types import Loss
@@ -119,11 +119,8 @@ class Around:
         for batch, homes in zip(batches, self._sizes(batches), strict=True):
             shares = balanced([lengths for lengths, _ in homes], len(self._towers))
             images = self._to_replica(batch.parts()[0], homes, shares)
-            nothing = torch.zeros(0, dtype=torch.int64, device=self._device)
-            pictures = task.pictures_of(self.config, images, nothing, self.tower.token_multiple)
             with self.context():
-                features: Tensor = self.tower.root(pictures)
-            each = Pass(homes, shares, features[: sum(images.lengths) // images.joined])
+                each = Pass(homes, shares, features(self.config, self.tower, images))
             each.arrived = self._to_language(each)
             if each.arrived is not None:
                 # An empty micro-batch, which only takes part in communication, has the contents of another one.

@@ -29,7 +29,7 @@ class Division:
         replicas: indices of the replicas of the language model whose micro-batches this rank reads.
 
     Raises:
-        LayoutError: neither data-parallel degree divides the other, or the tower has context parallelism.
+        LayoutError: neither data-parallel degree divides the other.
     """
 
     def __init__(self, tower: ParallelMesh, language: ParallelMesh) -> None:

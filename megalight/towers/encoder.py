@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megalight.data.multimodal.batch import ImageTextBatch
-from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents
@@ -21,6 +20,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.actions import Kind
 from megalight.parallel.pipeline.schedules import build
 from megalight.towers.division import Division
+from megalight.towers.features import features
 from megalight.towers.shares import consecutive, end_to_end, features_of, take
 
 Together = Sequence[ImageTextBatch]
@@ -116,8 +116,8 @@ class Encoder:
     def _send(self, batches: Any) -> None:
         """Send the features of a micro-batch, which may be empty."""
         with self.context():
-            features, parts = self._features(contents(batches))
-        self.bridge.send_forward({"features": features}, {"features": parts})
+            found, parts = self._features(contents(batches))
+        self.bridge.send_forward({"features": found}, {"features": parts})
 
     def _features(self, batches: Together) -> tuple[Tensor, list[int]]:
         """Return the features of the images that this replica reads, and the rows of each destination."""
@@ -128,8 +128,4 @@ class Encoder:
             own = consecutive(whole.lengths, shares)[self.model.mesh.rank("dp") % shares]
             images = [take(whole, own)]
         parts = [features_of(each) for each in images]
-        nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
-        pictures = task.pictures_of(self.config, end_to_end(images), nothing, self.model.token_multiple)
-        features: Tensor = self.model.root(pictures)
-        # Without the rows of padding.
-        return features[: sum(parts)], parts
+        return features(self.config, self.model, end_to_end(images)), parts

@@ -86,18 +86,13 @@ def check_tower(side: Side) -> None:
     """Raise if a vision tower cannot have this layout.
 
     Raises:
-        LayoutError: it has a pipeline, context or expert parallelism.
+        LayoutError: it has a pipeline, or expert parallelism.
     """
     if side.pipeline_parallel > 1 or side.virtual_pipeline > 1 or side.pipeline_layout is not None:
         raise LayoutError(
             f"the tower has pipeline_parallel={side.pipeline_parallel}, virtual_pipeline={side.virtual_pipeline}, "
             f"pipeline_layout={side.pipeline_layout!r}; it is one stage, which runs before the language model's. Use "
             "tensor_parallel, or more data-parallel replicas."
-        )
-    if side.context_parallel > 1:
-        raise LayoutError(
-            f"the tower has context_parallel={side.context_parallel}; images are not cut. Use tensor_parallel with "
-            "sequence_parallel, or more data-parallel replicas, which divide the images among them."
         )
     if side.expert_parallel * side.expert_tensor_parallel > 1:
         raise LayoutError(

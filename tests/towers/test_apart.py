@@ -106,6 +106,8 @@ CHOSEN = [
     # Patterns of adapters match layers of both sides, or of one: then nothing is trained on the tower's ranks.
     ("both_adapters", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
     ("language_adapters", "mixed", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2}),
+    # Ranks of the tower share the rows of each image.
+    ("qwen", "mixed", {"ranks": 2, "context_parallel": 2}, {"ranks": 1}),
     # Experts exchange tokens between replicas, whose images one rank reads.
     ("experts", "mixed", {"ranks": 1}, {"ranks": 2, "expert_parallel": 2}),
     # A layout of two chunks per rank: the first one begins four micro-batches before a gradient returns.
@@ -246,7 +248,6 @@ def _refused(tower: dict[str, Any], language: dict[str, Any], options: dict[str,
             "the tower has 2 ranks and the language model 1, which are 3, and there are 2",
         ),
         ({"pipeline_parallel": 2}, {}, {}, "the tower has pipeline_parallel=2, virtual_pipeline=1"),
-        ({"context_parallel": 2}, {}, {}, "the tower has context_parallel=2; images are not cut"),
         (
             {"expert_parallel": 2},
             {},

@@ -7,7 +7,7 @@ from torch import nn
 from megalight.models.gpt.plan import RULES as GPT_RULES
 from megalight.models.vision.model import LayerScale
 from megalight.parallel.plan import Plan
-from megalight.parallel.styles import Boundary, Column, Dropout, Row, SequenceRegion
+from megalight.parallel.styles import AllRows, Boundary, Column, Dropout, Row, RowExchange, SequenceRegion
 
 TOWER = Plan(
     {
@@ -37,7 +37,15 @@ ARRIVED = Plan({"*embed.arrived": Boundary(enter="split", leave="gather")})
 
 RULES = GPT_RULES | TOWER | ARRIVED
 
-APART = RULES | Plan({"*projector": Boundary(leave="join")})
+APART = RULES | Plan(
+    {
+        "*projector": Boundary(leave="join"),
+        # Under context parallelism, ranks hold runs of the rows of all images.
+        "*tower.layers.*.attention.inner": (RowExchange(), Dropout(split=True)),
+        # What the boundary gathers is this rank's run.
+        "*projector.patches": (Boundary(enter="join", leave="split"), AllRows()),
+    }
+)
 """Rules for a tower without a language model behind it: gradients of its features come whole to all of its ranks."""
 
 

@@ -75,10 +75,11 @@ class BridgeCommunicator:
     source replica sends to several, its rows are split (fan-out). Replicas may send different numbers of rows.
     Gradients go back in the same parts.
 
-    **Inside a replica** one leader communicates. The source's tensors must be equal on all its ``tp`` ranks (for
-    example after the layer that ends a sequence-parallel region), and all of these ranks get the gradients. All ``tp x
-    cp`` ranks of the destination get the whole tensors. Their gradients must be whole and equal on all ``tp`` ranks, as
-    those of split layers are; gradients of ``cp`` ranks are summed. Nothing is scaled.
+    **Inside a replica** one leader communicates. The source's tensors must be whole and equal on all its ``tp x cp``
+    ranks (for example after the layer that ends a sequence-parallel region, and after
+    :func:`~megalight.parallel.collectives.join` of the shares along ``cp``). All of these ranks get the whole
+    gradients. All ``tp x cp`` ranks of the destination get the whole tensors. Their gradients must be whole and equal
+    on all ``tp`` ranks, as those of split layers are; gradients of ``cp`` ranks are summed. Nothing is scaled.
 
     **Gradients.** A received tensor requires a gradient if the sent tensor did. A message with such a tensor must be
     answered by one ``send_backward``, in the order of the messages. Other messages are not answered.
@@ -95,8 +96,8 @@ class BridgeCommunicator:
         device: device of received tensors. None: the current CUDA device, or the CPU if the backend is gloo.
 
     Raises:
-        LayoutError: the meshes share ranks or have ranks beyond the world size, neither data-parallel degree divides
-            the other, or the source has ``cp > 1`` (its ranks would hold only shares of sequences).
+        LayoutError: the meshes share ranks or have ranks beyond the world size, or neither data-parallel degree divides
+            the other.
 
     Attributes:
         is_source: whether this rank is in the last stage of the source mesh.
@@ -165,7 +166,7 @@ class BridgeCommunicator:
         """Send a message from the source, without waiting.
 
         Args:
-            tensors: tensors of any dtype with the batch dim. They must be equal on all ``tp`` ranks.
+            tensors: tensors of any dtype with the batch dim. They must be equal on all ``tp x cp`` ranks.
             parts: name -> number of rows for each destination replica. By default rows are divided as evenly as
                 possible; give parts for packed tokens, which must be split between sequences.
 

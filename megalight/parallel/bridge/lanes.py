@@ -35,8 +35,7 @@ def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
     """Divide the replicas of both sides into the same number of runs of neighbours, so that rows keep their order.
 
     Raises:
-        LayoutError: the meshes share ranks, neither data-parallel degree divides the other, or the source has context
-            parallelism.
+        LayoutError: the meshes share ranks, or neither data-parallel degree divides the other.
     """
     shared = sorted(set(src.members) & set(dest.members))
     if shared:
@@ -48,11 +47,6 @@ def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
         raise LayoutError(
             f"the data-parallel degrees of the bridge are {src.dp} (source) and {dest.dp} (destination); one must "
             "divide the other. Change a degree of one mesh."
-        )
-    if src.cp > 1:
-        raise LayoutError(
-            f"the source mesh of the bridge has cp = {src.cp}: each rank would hold a share of every sequence, and "
-            "only one rank per replica sends. Use cp = 1 on the source; the destination may have any cp."
         )
     # As many lanes as the smaller side has replicas; each takes a run of the larger side.
     count = min(src.dp, dest.dp)

@@ -67,14 +67,17 @@ def sinks_of(sink: Tensor | None, group: ProcessGroup) -> Tensor | None:
     return None if sink is None else sink.view(group.size(), -1)[group.rank()]
 
 
-def trade_tokens(q: Tensor, k: Tensor, v: Tensor, order: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def trade_tokens(
+    q: Tensor, k: Tensor, v: Tensor, order: Tensor | None, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange a share of the tokens of all heads for all tokens of a share of the heads, in one all-to-all.
 
     Args:
         q: ``[T, H, D]``.
         k: ``[T, Hkv, D]``; if there are too few heads, each is sent to several ranks.
         v: ``[T, Hkv, Dv]``.
-        order: ``[N]``: the tokens to return, as indices into the concatenation of all ranks' tokens.
+        order: ``[N]``: the tokens to return, as indices into the concatenation of all ranks' tokens. None: all of them,
+            in that order.
         group: a group of ``n`` ranks.
 
     Returns:
@@ -89,15 +92,20 @@ def trade_tokens(q: Tensor, k: Tensor, v: Tensor, order: Tensor, group: ProcessG
     # `[n, T, heads / n * D]`: what goes to each rank is contiguous. One message carries q, k and v.
     parts = [x.reshape(len(x), ranks, -1).transpose(0, 1) for x in (q, k, v)]
     # All ranks' parts lie rank by rank here; `order` brings them to the order of the sequence.
-    received = take(all_to_all(torch.cat(parts, -1).flatten(0, 1), group), order)
+    received = all_to_all(torch.cat(parts, -1).flatten(0, 1), group)
+    if order is not None:
+        received = take(received, order)
     sizes = [part.shape[-1] for part in parts]
     whole = zip(torch.split(received, sizes, -1), (q, k, v), strict=True)
     mine, keys, values = (part.view(len(part), -1, x.shape[-1]) for part, x in whole)
     return mine, keys, values
 
 
-def trade_heads(out: Tensor, order: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
+def trade_heads(out: Tensor, order: Tensor | None, tokens: int, group: ProcessGroup) -> Tensor:
     """Inverse of :func:`trade_tokens`: ``[N, H / n, D] -> [T, H, D]``. Tokens that are not in ``order`` are 0."""
     ranks = group.size()
-    received = all_to_all(put(out.flatten(1), order, ranks * tokens), group)
+    sent = out.flatten(1)
+    if order is not None:
+        sent = put(sent, order, ranks * tokens)
+    received = all_to_all(sent, group)
     return received.view(ranks, tokens, -1).transpose(0, 1).reshape(tokens, -1, out.shape[-1])

@@ -1,5 +1,6 @@
 """Styles: one file each, with the options that a plan declares, and how the style splits a module."""
 
+from megalight.parallel.styles.all_rows import AllRows as AllRows
 from megalight.parallel.styles.attributes import Attributes as Attributes
 from megalight.parallel.styles.boundary import Boundary as Boundary
 from megalight.parallel.styles.channels import Channels as Channels
@@ -15,6 +16,7 @@ from megalight.parallel.styles.norm_groups import NormGroups as NormGroups
 from megalight.parallel.styles.replicated import Replicated as Replicated
 from megalight.parallel.styles.routing import Routing as Routing
 from megalight.parallel.styles.row import Row as Row
+from megalight.parallel.styles.row_exchange import RowExchange as RowExchange
 from megalight.parallel.styles.sequence_region import SequenceRegion as SequenceRegion
 from megalight.parallel.styles.shared_head import SharedHead as SharedHead
 from megalight.parallel.styles.style import STYLES as STYLES
