@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import numpy as np
@@ -25,10 +26,13 @@ from megalight.nn import Linear
 from megalight.nn.init import initialise
 from megalight.nn.moe import Experts, MoEConfig
 from megalight.ops.stored import Codes, stored_of
+from megalight.parallel.data_parallel import pushes
+from megalight.parallel.peers import memory
 from megalight.parallel.transform import ModelTransform
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import PackedSequences
 from tests.environment import trainer
+from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, WithData, assert_same_gradients, by_hand
 from tests.strategies.training import Gradients as Kept
 from tests.workers import run
@@ -249,6 +253,45 @@ def test_the_second_scale_is_that_of_the_whole_weight(tmp_path: Path) -> None:
     found = run(train, 2, str(tmp_path / "two"), "nvfp4", layout, base, timeout=240)[0]
     np.testing.assert_allclose(found["losses"], one["losses"], rtol=1e-9)
     assert_same_gradients(found["gradients"], one["gradients"])
+
+
+def pushed(folder: str, base: str) -> dict[str, Any]:
+    """Train while copy engines gather; returns the sizes of their buffers before and after some are given back, too."""
+    layout = {"data_parallel": DataParallel(level="optim_grads_params", gathers="symmetric")}
+    sizes: list[list[int]] = []
+    done: list[bool] = []
+    keep, gather = pushes.Pushes.keep, pushes.Pushes.gather
+
+    def kept(self: Any, buckets: Any) -> None:
+        for act in (lambda: None, lambda: keep(self, buckets)):
+            act()
+            sizes.append(sorted(made.capacity for made in memory._MADE))
+
+    def gathered(self: Any, bucket: Any) -> bool:
+        done.append(gather(self, bucket))
+        return done[-1]
+
+    with (
+        symmetric_on_cpu(),
+        patch.object(pushes.Pushes, "keep", kept),
+        patch.object(pushes.Pushes, "gather", gathered),
+    ):
+        found = train(folder, "int8", layout, base)
+    return {**found, "sizes": sizes, "done": done}
+
+
+def test_copy_engines_gather_codes(base: str, one: dict[str, Any], tmp_path: Path) -> None:
+    """The buffers of the weights that were there before are given back."""
+    found = run(pushed, 2, str(tmp_path), base)[0]
+    np.testing.assert_allclose(found["losses"], one["losses"], rtol=1e-9)
+    assert_same_gradients(found["gradients"], one["gradients"])
+    assert found["done"]
+    assert all(found["done"]), "a unit was gathered by a collective"
+    before, after = found["sizes"]
+    # In turn: two for adapters, two for codes, two for what stays plain. The two for whole layers go.
+    assert before[-2] > 2 * max(after)
+    assert len(after) == 6
+    assert before[:-2] == after
 
 
 def test_memory_is_that_of_the_codes(base: str, one: dict[str, Any]) -> None:

@@ -50,10 +50,10 @@ class FrozenShards:
     ) -> None:
         # A kind of their own: they have no place in an optimizer, and must not lie in a bucket that has gradients.
         self._kinds = {info: replace(kind, group=FROZEN, divide_replicas=False) for info, kind in kinds.items()}
-        self._groups, self._turns = groups, turns
+        self._groups, self._turns, self._room = groups, turns, room
         self._device = next((info.parameter.device for info in kinds), torch.device("cpu"))
         layouts, plain = self._layouts([info for info in kinds if stored_of(info.parameter) is None])
-        memory = self._memory(layouts, allocating, room)
+        memory = self._memory(layouts, allocating)
         self.buckets = [self._bucket(layout, plain, memory, allocating) for layout in layouts]
         # A second run over a model whose weights are codes already.
         self.codes = self._flat_codes([info for info in kinds if stored_of(info.parameter) is not None])
@@ -67,7 +67,8 @@ class FrozenShards:
     def store(self, residency: Residency, wanted: Sequence[nn.Parameter], store: Store) -> None:
         """Replace weights by codes, one unit after the other, so that only one is whole at a time.
 
-        All ranks call this together. The memory of the weights is freed.
+        All ranks call this together. The memory of the weights is freed, and that in which they were gathered: what
+        stays plain gets other memory, which is as large as the rest of the largest unit.
 
         Args:
             wanted: some of the parameters.
@@ -77,12 +78,11 @@ class FrozenShards:
         weights = {id(weight) for weight in wanted}
         old: dict[int | None, list[FlatParameters]] = {}
         for bucket in self.buckets:
-            if any(id(info.parameter) in weights for info in bucket.infos):
-                old.setdefault(bucket.layout.kind.unit, []).append(bucket)
-        held = {id(info.parameter) for buckets in old.values() for bucket in buckets for info in bucket.infos}
-        infos = [info for info in self._kinds if id(info.parameter) in held]
+            old.setdefault(bucket.layout.kind.unit, []).append(bucket)
+        infos = [info for info in self._kinds if stored_of(info.parameter) is None]
         layouts, rest = self._layouts([info for info in infos if id(info.parameter) not in weights])
-        memory = self._memory(layouts, nullcontext, None)
+        # Not among the buffers that NCCL knows: ranks would tell it of them at different times.
+        memory = self._memory(layouts, nullcontext)
         # In the order of registration, which is the same on all ranks that gather together.
         for unit in dict.fromkeys(self._kinds[info].unit for info in infos):
             assert unit is not None, "only parameters of units are sharded"
@@ -104,8 +104,8 @@ class FrozenShards:
         sizes, kinds = [info.parameter.numel() for info in infos], [self._kinds[info] for info in infos]
         return plan_buckets(sizes, kinds), infos
 
-    def _memory(self, layouts: Sequence[BucketLayout], allocating: Allocating, room: Room | None) -> TurnBuffers:
-        return TurnBuffers(layouts, self._turns, self._device, allocating, room)
+    def _memory(self, layouts: Sequence[BucketLayout], allocating: Allocating) -> TurnBuffers:
+        return TurnBuffers(layouts, self._turns, self._device, allocating, self._room)
 
     def _bucket(
         self, layout: BucketLayout, infos: Sequence[ParamInfo], memory: TurnBuffers, allocating: Allocating
@@ -122,8 +122,7 @@ class FrozenShards:
 
     def _lend(self) -> None:
         """Give codes of units memory in turn, once all sizes are known, and note where everything is."""
-        # By collectives alone: buffers that peers fill, or that NCCL knows, are made when all sizes are known at first.
-        memory = self._memory([codes.layout for codes in self.codes], nullcontext, None)
+        memory = self._memory([codes.layout for codes in self.codes], nullcontext)
         for codes in self.codes:
             lent = memory.take(codes.layout, torch.uint8)
             assert lent is not None, "codes belong to a unit"

@@ -9,9 +9,11 @@ before its own wait.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -45,6 +47,7 @@ class Pushes:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._copies = Copies()
         self._buffers: dict[int, _Buffer] = {}
         # Copies may still be on their way when a run is dropped, and they must not meet memory that is gone.
@@ -60,6 +63,17 @@ class Pushes:
         own = made.view(made.rank, 0, (numel,), dtype, 0)
         self._buffers[own.data_ptr()] = _Buffer(made, Watch(made))
         return own
+
+    def keep(self, buckets: Iterable[FlatParameters | FlatCodes]) -> None:
+        """Free the buffers in which none of these buckets lies. The ranks of their groups call this together."""
+        used = {bucket.params.data_ptr() for bucket in buckets}
+        leaving = {address: buffer for address, buffer in self._buffers.items() if address not in used}
+        # Copies of this rank may be on their way into memory of peers, and copies of theirs into ours.
+        finish(self._device)
+        for group in {buffer.memory.group: None for buffer in leaving.values()}:
+            dist.barrier(group)
+        for address in leaving:
+            del self._buffers[address]
 
     def gather(self, bucket: FlatParameters | FlatCodes) -> bool:
         """Gather a bucket on the current stream, which waits until all shards are there.

@@ -178,6 +178,9 @@ class Units:
         # Values may be on their way to whole parameters, and the shards may be newer than what is there.
         self.sync()
         self._frozen.store(self.residency, weights, store)
+        if self.residency.pushes is not None:
+            # The buffers of the weights that were replaced: codes have others.
+            self.residency.pushes.keep([*self._trained, *self._frozen.all])
 
     def expire(self) -> None:
         """Gather parameters again before they are used: values were written to the shards."""
