@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class InnerAttention(nn.Module):
             softcap=self.softcap,
             # The op knows no modes, and dropout is for training only.
             dropout=self.dropout if self.training else 0.0,
-            sink=self.sinks(q, sink),
+            sink=sink if self.softmax == "vanilla" else self.sinks(q, sink),
             backend=self.backend,
         )
 
@@ -241,12 +242,13 @@ class Attention(nn.Module):
         # As in the layer: attribute access of modules costs a microsecond each.
         modules: dict[str, Any] = self._modules
         table = None if self.rotary is None else context.rotary[self.rotary]
-        qkv, gate = modules["qkv"](hidden), None
-        if len(sizes := modules["qkv"].section_sizes) == 4:
+        projection = modules["qkv"]
+        qkv, gate = projection(hidden), None
+        if len(sizes := projection.section_sizes) == 4:
             # The gate lies after the values, so that the first three sections stay one tensor
             # for the fused rotation.
             qkv, gate = torch.split(qkv, [sum(sizes[:3]), sizes[3]], dim=-1)
-        q, k, v = self._heads(qkv, table)
+        q, k, v = self._heads(qkv, sizes, table)
         if self.temperature is not None:
             # After rotation, and before the product with keys. Keys need no factor: a factor of a query
             # scales all of its scores.
@@ -259,12 +261,12 @@ class Attention(nn.Module):
         projected: Tensor = modules["proj"](mixed if gate is None else mixed * gate.sigmoid())
         return projected
 
-    def _heads(self, qkv: Tensor, rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, sizes: Sequence[int], rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
         """``[T, q|k|v] -> q [T, H, D], k, v [T, Hkv, D]``, normed and rotated."""
         # without norms between them, one op splits and rotates in a single pass over memory
         if rotary is not None and self.q_norm is None and self.k_norm is None:
-            return rotary.rotate_qkv(qkv, *self.heads, self.head_dim)
-        parts = torch.split(qkv, self.qkv.section_sizes[:3], dim=-1)
+            return rotary.rotate_qkv(qkv, sizes[0] // self.head_dim, sizes[1] // self.head_dim, self.head_dim)
+        parts = torch.split(qkv, list(sizes[:3]), dim=-1)
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in parts)
         # Norms come before the rotation, as in the models that have them: a norm's weight differs between the
         # two features that a rotation mixes.

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.nn.context import LayerContext
+from megalight.nn.dropout import drop
 from megalight.nn.norm import norm_and_sum
 from megalight.nn.state import Slots
 
@@ -55,7 +56,7 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.mlp_dropout = nn.Dropout(dropout)
-        self.mlp_post_norm = mlp_post_norm
+        self.add_module("mlp_post_norm", mlp_post_norm)  # an entry also where there is none
 
     def make_state(self, slots: Slots) -> Any:
         """Make the mixer's state, which holds what it needs of earlier tokens."""
@@ -72,12 +73,11 @@ class TransformerLayer(nn.Module):
         mixed = modules[mixer](normed, context, state, memory)
         if (after := modules[post_norm]) is not None:
             mixed = after(mixed)
-        mixed = modules[dropout](mixed)
+        mixed = drop(modules[dropout], mixed)
         # the sum with the residual and the next norm run as one op
-        normed, hidden = norm_and_sum(self.mlp_norm, mixed, hidden)
-        added: Tensor = self.mlp(normed, context)
-        if self.mlp_post_norm is not None:
-            added = self.mlp_post_norm(added)
-        added = self.mlp_dropout(added)
-        hidden = hidden + added
+        normed, hidden = norm_and_sum(modules["mlp_norm"], mixed, hidden)
+        added: Tensor = modules["mlp"](normed, context)
+        if (after := modules["mlp_post_norm"]) is not None:
+            added = after(added)
+        hidden = hidden + drop(modules["mlp_dropout"], added)
         return hidden if self.adds is None or memory is None else hidden + memory[self.adds]

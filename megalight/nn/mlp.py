@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, nearest
@@ -128,6 +130,8 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """``[T, h] -> [T, h]``. Every feed-forward layer is called with the context; this one does not read it."""
         # `[T, 2 f]` if gated, gate first; else `[T, f]`.
-        wide = self.gate_up(hidden) if self.act.gated else self.up(hidden)
-        narrow: Tensor = self.down(self.act(wide))
+        modules: dict[str, Any] = self._modules  # see the transformer layer
+        act = modules["act"]
+        wide = modules["gate_up" if act.gated else "up"](hidden)
+        narrow: Tensor = modules["down"](act(wide))
         return narrow

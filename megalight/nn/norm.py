@@ -66,7 +66,8 @@ class RMSNorm(nn.Module):
             # One op for the norm alone. Its backward has no second gradient to add.
             return rms_norm(x, self.factor, self.eps, backend=self.backend, average=self.average)
         assert self.average is None
-        return add_rms_norm(x, residual, self.factor, self.eps, backend=self.backend)
+        factor = self.factor if self.around_zero else self.weight
+        return add_rms_norm(x, residual, factor, self.eps, self.backend)
 
     def check_backend(self, device: torch.device) -> None:
         """Raise if the named backend cannot serve on ``device``; see :func:`~megalight.ops.norm.check_backend`."""
@@ -131,13 +132,17 @@ class LayerNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
 
 
+FUSED = (RMSNorm, LayerNorm)
+"""Norms that add the residual themselves."""
+
+
 def norm_and_sum(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return ``(norm(s), s)`` with ``s = x + residual``, or ``s = x`` without a residual.
 
     For norms of this file, one op computes both: the sum and the norm in forward, and the sum of both gradients in
     backward. It needs equal dtypes of ``x`` and ``residual``.
     """
-    if isinstance(norm, RMSNorm | LayerNorm) and (residual is None or x.dtype == residual.dtype):
+    if isinstance(norm, FUSED) and (residual is None or x.dtype == residual.dtype):
         both: tuple[Tensor, Tensor] = norm(x, residual, pair=True)
         return both
     # Different dtypes (a foreign module, autocast) are promoted here, as in an ordinary addition.

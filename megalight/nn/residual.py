@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.nn.context import LayerContext
+from megalight.nn.dropout import drop
 from megalight.nn.norm import norm_and_sum
 from megalight.nn.state import Slots
 
@@ -38,7 +39,10 @@ class ResidualLayer(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, h] -> [T, h]``. A mixer gets ``state`` and ``memory``."""
-        norm, inner, dropout = (self.get_submodule(name) for name in self.names)
-        normed, hidden = norm_and_sum(norm, hidden)
-        added: Tensor = dropout(inner(normed, context, state, memory) if self.mixes else inner(normed, context))
-        return hidden + added
+        # As in the transformer layer: looking up modules by attribute costs more than the dict.
+        norm, inner, dropout = self.names
+        modules: dict[str, Any] = self._modules
+        normed, hidden = norm_and_sum(modules[norm], hidden)
+        feed = modules[inner]
+        added: Tensor = feed(normed, context, state, memory) if self.mixes else feed(normed, context)
+        return hidden + drop(modules[dropout], added)

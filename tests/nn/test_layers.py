@@ -1,6 +1,7 @@
 """Single layers: what the parity tests of whole models do not see."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from megalight.nn import (
     TransformerLayer,
 )
 from megalight.nn import norm as norms
+from megalight.nn.dropout import drop
 from megalight.nn.init import initialise
 from megalight.nn.mlp import ACTIVATIONS
 from megalight.nn.norm import norm_and_sum
@@ -159,6 +161,39 @@ def test_layer_is_a_residual():
         layer.mlp.down.weight.zero_()
     hidden = torch.randn(5, 8, dtype=torch.float64)
     assert torch.equal(layer(hidden, LayerContext(PackedSequences.of_lengths([2, 3]))), hidden)
+
+
+class Dropped(nn.Dropout):
+    pass
+
+
+def test_a_dropout_that_drops_nothing_is_not_called():
+    calls: list[nn.Module] = []
+    x = torch.ones(4, 8)
+
+    def count(kind: type[nn.Dropout], p: float) -> int:
+        dropout, before = kind(p), len(calls)
+        with patch.object(nn.Dropout, "forward", lambda self, x: calls.append(self) or x):
+            assert drop(dropout, x) is x
+        return len(calls) - before
+
+    assert count(nn.Dropout, 0.0) == 0
+    assert count(nn.Dropout, 0.5) == 1
+    assert count(Dropped, 0.0) == 1  # it may do anything
+    hooked = nn.Dropout(0.0)
+    hooked.register_forward_hook(lambda module, inputs, out: calls.append(module))
+    assert drop(hooked, x) is x
+    assert calls[-1] is hooked
+
+
+def test_the_probability_of_a_layers_dropout_may_change():
+    layer = TransformerLayer(RMSNorm(8), Attention(8, 2, 2, 4, InnerAttention()), RMSNorm(8), MLP(8, 12))
+    filled(layer)
+    hidden, context = torch.randn(5, 8, dtype=torch.float64), LayerContext(PackedSequences.of_lengths([2, 3]))
+    assert torch.equal(layer(hidden, context), layer.eval()(hidden, context))
+    layer.train()
+    layer.attention_dropout.p = layer.mlp_dropout.p = 1.0
+    assert torch.equal(layer(hidden, context), hidden)
 
 
 def test_layers_print_what_they_are():

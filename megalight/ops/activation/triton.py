@@ -136,10 +136,9 @@ def _grid(y: Tensor) -> tuple[tuple[int, int], int, int]:
     return (y.numel() // max(1, size), cdiv(size, block)), size, block
 
 
-def _parts(y: Tensor, measure: bool) -> Tensor:
-    """Room for the largest magnitude that each program meets; ``y`` stands in where nobody asks."""
-    (rows, blocks), _, _ = _grid(y)
-    return y.new_empty(rows * blocks, dtype=torch.float32) if measure else y
+def _parts(y: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Room for the largest magnitude that each program meets."""
+    return y.new_empty(grid[0] * grid[1], dtype=torch.float32)
 
 
 class _Activation(torch.autograd.Function):
@@ -147,9 +146,9 @@ class _Activation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
-        grid, size, block = _grid(y)
-        parts = _parts(y, measure)
-        if y.numel():
+        ctx.grid = grid, size, block = _grid(y)
+        parts = _parts(y, grid) if measure else y  # a kernel that does not measure writes no parts
+        if grid[0]:
             _forward[grid](x, y, parts, size, KIND=kind, GATED=gated, MEASURE=measure, BLOCK=block, num_warps=4)
         ctx.save_for_backward(x)
         ctx.kind, ctx.gated, ctx.measure = kind, gated, measure
@@ -160,9 +159,9 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        grid, size, block = _grid(grad_y)
-        parts = _parts(grad_y, ctx.measure)
-        if grad_y.numel():
+        grid, size, block = ctx.grid  # the gradient has the shape of the output
+        parts = _parts(grad_y, grid) if ctx.measure else grad_y
+        if grid[0]:
             _backward[grid](
                 x,
                 grad_y.contiguous(),

@@ -37,7 +37,7 @@ def _dense(
 ) -> Tensor:
     """Attention of ``[B * S, H, D]``: ``batch`` equally long sequences."""
     tokens, heads, _ = q.shape
-    query, key, value = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+    query, key, value = [t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v)]
     length, num_keys = query.shape[2], key.shape[2]
     if causal and length == 1:  # the only query is the last position: no key is later
         causal = False

@@ -138,8 +138,11 @@ def add_rms_norm(
     Raises:
         ValueError: ``x`` and ``residual`` differ in shape or dtype.
     """
-    _check_alike(x, residual)
-    out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, _spec(x, weight), backend)(x, residual, weight, eps)
+    if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
+        raise _unlike(x, residual)
+    # the request is written out: every layer comes here twice
+    spec = Spec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
+    out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, spec, backend)(x, residual, weight, eps)
     return out
 
 
@@ -151,14 +154,14 @@ def add_layer_norm(
     Raises:
         ValueError: ``x`` and ``residual`` differ in shape or dtype.
     """
-    _check_alike(x, residual)
+    if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
+        raise _unlike(x, residual)
     out: tuple[Tensor, Tensor] = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)(x, residual, weight, bias, eps)
     return out
 
 
-def _check_alike(x: Tensor, residual: Tensor | None) -> None:
-    if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
-        raise ValueError(
-            f"x is {list(x.shape)} {x.dtype} and residual {list(residual.shape)} {residual.dtype}; "
-            "shape and dtype must be equal. Cast one of them first."
-        )
+def _unlike(x: Tensor, residual: Tensor) -> ValueError:
+    return ValueError(
+        f"x is {list(x.shape)} {x.dtype} and residual {list(residual.shape)} {residual.dtype}; "
+        "shape and dtype must be equal. Cast one of them first."
+    )

@@ -179,6 +179,21 @@ def _shape(head_dim: int, half: int) -> dict[str, int]:
     return {"HALF": half, "HALF_BLOCK": next_power(half), "REST": rest, "REST_BLOCK": next_power(rest)}
 
 
+@lru_cache
+def _heads(heads: int, kv_heads: int, head_dim: int, half: int) -> dict[str, int]:
+    """Return what the kernel of packed projections is compiled for, and its warps."""
+    return {
+        "HEADS": heads,
+        "HEAD_BLOCK": next_power(heads),
+        "KV_HEADS": kv_heads,
+        "KV_BLOCK": next_power(kv_heads),
+        "HEAD_DIM": head_dim,
+        **_shape(head_dim, half),
+        # More warps for wide tokens, as one program serves all heads.
+        "num_warps": 4 if heads * head_dim <= 8192 else 8,
+    }
+
+
 def _rows(x: Tensor) -> Tensor:
     """Return ``x`` with a contiguous last dim."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -236,16 +251,10 @@ def _run_qkv(
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
-            HEADS=heads,
-            HEAD_BLOCK=next_power(heads),
-            KV_HEADS=kv_heads,
-            KV_BLOCK=next_power(kv_heads),
-            HEAD_DIM=head_dim,
-            **_shape(head_dim, cos.shape[-1]),
+            **_heads(heads, kv_heads, head_dim, cos.shape[-1]),
             INTERLEAVED=interleaved,
             BACKWARD=backward,
             MEASURE=parts is not None,
-            num_warps=4 if heads * head_dim <= 8192 else 8,
         )
 
 
@@ -279,8 +288,10 @@ class _RotateQKV(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.features, ctx.measure = interleaved, qkv.shape[1], measure
-        q = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
-        k, v = (qkv.new_empty(qkv.shape[0], num_kv_heads, head_dim) for _ in range(2))
+        tokens = qkv.shape[0]
+        q = qkv.new_empty(tokens, num_heads, head_dim)
+        k = qkv.new_empty(tokens, num_kv_heads, head_dim)
+        v = qkv.new_empty(tokens, num_kv_heads, head_dim)
         _run_qkv(_rows(qkv), q, k, v, cos, sin, interleaved, False)
         return q, k, v
 
