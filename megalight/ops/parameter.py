@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -120,6 +121,21 @@ def cast_of(parameter: Tensor) -> LowPrecision | StackPrecision | None:
     return precision_of(parameter) or stack_precision_of(parameter)
 
 
+def may_hide(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether a function of ``x`` and parameters may hide these from autograd, in a tuple.
+
+    It may if its backward adds all of their gradients to main gradients. Autograd would visit each parameter in every
+    backward pass all the same, find no gradient for it, and run its hook. ``x`` must require a gradient, or no backward
+    would come. ``torch.compile`` does not look into tuples.
+    """
+    for parameter in parameters:
+        if parameter is not None:
+            state: ParameterState | None = getattr(parameter, "megalight", None)
+            if state is None or state.main_grad is None or not parameter.requires_grad:
+                return False
+    return x.requires_grad and not torch.compiler.is_dynamo_compiling()
+
+
 def collect(parameter: Tensor, main_grad: Tensor, ready: Callable[[], None] = nobody) -> ParameterState:
     """Let ops add the gradients of a parameter to ``main_grad`` from now on.
 
@@ -165,5 +181,6 @@ def put(target: Tensor, gradient: Tensor, write: bool) -> None:
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Add one gradient, of the parameter's shape, to its main gradient, and call the callback."""
     state = state_of(parameter)
-    state.add(gradient)
+    assert state.main_grad is not None
+    put(state.main_grad, gradient, state.touch())
     state.mark_grad_ready()

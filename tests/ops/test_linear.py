@@ -55,6 +55,27 @@ def test_main_gradients_equal_ordinary_ones(leading: tuple[int, ...], has_bias: 
             assert ours.ready == 2
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_autograd_visits_parameters_only_where_nothing_else_leads_to_the_backward(seen: bool) -> None:
+    weight, bias = (with_main_grad(torch.randn(size, dtype=torch.float64)) for size in ((4, 5), (4,)))
+    visits: list[Tensor] = []
+    for parameter in (weight, bias):
+        parameter.register_post_accumulate_grad_hook(visits.append)  # type: ignore[no-untyped-call]
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=not seen)
+    linear(x, weight, bias).backward(torch.ones(3, 4, dtype=torch.float64))
+    assert len(visits) == 2 * seen
+    assert (weight.ready, bias.ready) == (1, 1)
+    torch.testing.assert_close(weight.main_grad, x.detach().sum(0).expand(4, 5))
+    torch.testing.assert_close(bias.main_grad, torch.full((4,), 3.0, dtype=torch.float64))
+
+
+def test_a_parameter_without_a_main_gradient_gets_its_gradient_from_autograd() -> None:
+    weight, bias = with_main_grad(torch.randn(4, 5)), nn.Parameter(torch.randn(4))
+    linear(torch.randn(3, 5, requires_grad=True), weight, bias).backward(torch.ones(3, 4))
+    torch.testing.assert_close(bias.grad, torch.full((4,), 3.0))
+    assert (weight.ready, weight.grad) == (1, None)
+
+
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 def test_half_weights_accumulate_in_the_main_gradients_type(main_dtype: torch.dtype) -> None:
     x = torch.randn(63, 32).bfloat16().requires_grad_()

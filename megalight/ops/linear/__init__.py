@@ -12,7 +12,7 @@ from megalight.ops.common import apply, once_differentiable
 from megalight.ops.linear import wgrad
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
-from megalight.ops.parameter import ParameterState, add_gradient, main_grad_of, precision_of
+from megalight.ops.parameter import ParameterState, add_gradient, main_grad_of, may_hide, precision_of
 from megalight.ops.quantize import Quantized
 from megalight.ops.stored import readable
 from megalight.registry import BackendRegistry
@@ -40,7 +40,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # The plain case goes to torch, whose autograd is written in C++ and keeps fewer things on the host.
     if not own and recipe_of(x) is None and main_grad_of(bias) is None:
         return F.linear(x, weight, bias)
-    out: Tensor = apply(_Linear, x, weight, bias)
+    hidden = may_hide(x, weight, bias)
+    out: Tensor = apply(_Linear, x, None, None, (weight, bias)) if hidden else apply(_Linear, x, weight, bias, None)
     return out
 
 
@@ -53,10 +54,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
     return F.linear(x, readable(weight), bias) if precision is None else precision.product(x, weight, bias)
 
 
-def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """For the forward of an autograd function of ``(x, weight, ...)``: return the product, and save ``x`` as needed."""
+def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, needed: bool) -> Tensor:
+    """For the forward of an autograd function: return the product, and save ``x`` if the weight gradient is needed."""
     state: ParameterState | None = getattr(weight, "megalight", None)
-    precision, needed = None if state is None else state.precision, ctx.needs_input_grad[1]
+    precision = None if state is None else state.precision
     if precision is None:
         save_input(ctx, x, needed)
         plain = state is None or state.stored is None
@@ -127,23 +128,37 @@ def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer with a main gradient, a precision, or an input with a recipe."""
+    """A linear layer with a main gradient, a precision, or an input with a recipe.
+
+    ``hidden`` is ``(weight, bias)`` in place of both arguments: see :func:`~megalight.ops.parameter.may_hide`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        hidden: tuple[Tensor, Tensor | None] | None,
+    ) -> Tensor:
         # Parameters are kept by reference: a saved-tensor hook would return tensors without their state.
-        ctx.weight, ctx.bias = weight, bias
-        ctx.x_dtype = x.dtype
-        return product_and_save(ctx, x, weight, bias)
+        if hidden is None:
+            assert weight is not None
+            ctx.needs = ctx.needs_input_grad[1:3]
+        else:
+            weight, bias = hidden
+            ctx.needs = True, bias is not None
+        ctx.weight, ctx.bias, ctx.x_dtype = weight, bias, x.dtype
+        return product_and_save(ctx, x, weight, bias, ctx.needs[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        need_x, need_weight, need_bias = ctx.needs_input_grad
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        need_x, (need_weight, need_bias) = ctx.needs_input_grad[0], ctx.needs
         # The input gradient comes first: with deferred weight gradients it is all that the previous stage waits for.
         grad_x = input_gradient(grad_y, ctx.weight) if need_x else None
         if grad_x is not None and grad_x.dtype != ctx.x_dtype:
             grad_x = grad_x.to(ctx.x_dtype)
         grad_weight = accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight) if need_weight else None
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if need_bias else None
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None

@@ -110,33 +110,35 @@ class Arrivals:
         here = weakref.ref(self)  # a hook of a parameter holds this closure: a strong reference would leak the engine
 
         def arrived() -> None:
-            if (alive := here()) is None:
-                return
-            # The pass is being recorded. Its gradients do not exist yet; each replay reports them.
-            if alive._noted is not None:
-                alive._noted.append((index, place))
-            else:
+            if (alive := here()) is not None:
                 alive.count(index, place)
 
         return arrived
 
     def _on_announcement(self, index: int, place: int) -> Callable[[], None]:
-        here, arrived = weakref.ref(self), self._on_arrival(index, place)
+        here = weakref.ref(self)
 
         def announced() -> None:
+            if (alive := here()) is None:
+                return
+            info = alive.buckets[index].infos[place]
             # Adding to old values would give a wrong gradient without a sign.
-            if (alive := here()) is not None and state_of(alive.buckets[index].infos[place].parameter).untouched:
+            if state_of(info.parameter).untouched:
                 raise MegalightError(
-                    f"an op added to main_grad of {alive.buckets[index].infos[place].name} without asking whether its "
-                    "gradient is the first one of the step, which is written. Let it use "
-                    "megalight.ops.parameter.add_gradient, or ParameterState.touch."
+                    f"an op added to main_grad of {info.name} without asking whether its gradient is the first one of "
+                    "the step, which is written. Let it use megalight.ops.parameter.add_gradient, or "
+                    "ParameterState.touch."
                 )
-            arrived()
+            alive.count(index, place)
 
         return announced
 
     def count(self, index: int, place: int) -> None:
         """Count one gradient, and send every bucket that is now complete and next in order."""
+        # The pass is being recorded. Its gradients do not exist yet; each replay reports them.
+        if self._noted is not None:
+            self._noted.append((index, place))
+            return
         bucket = self.buckets[index]
         if bucket.sent:
             raise MegalightError(

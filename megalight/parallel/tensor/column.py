@@ -93,7 +93,7 @@ class _WholeInput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: Overlap, dim: int) -> Tensor:
         # Parameters are kept by reference: a saved-tensor hook would return tensors without their attributes.
         ctx.weight, ctx.bias, ctx.overlap, ctx.dim = weight, bias, overlap, dim
-        return product_and_save(ctx, x, weight, bias)
+        return product_and_save(ctx, x, weight, bias, ctx.needs_input_grad[1])
 
     @staticmethod
     @once_differentiable

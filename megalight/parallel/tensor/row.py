@@ -124,4 +124,7 @@ def _product(ctx: Any, x: Tensor, weight: Tensor) -> Product:
         save_input(ctx, x, ctx.needs_input_grad[1])
         return Product.forward(weight, None)
     # Not callable in pieces: in low precision it saves the cast of the whole input.
-    return Product(lambda whole, out: product_and_save(ctx, whole, weight, None), weight.shape[1], weight.shape[0])
+    needed = ctx.needs_input_grad[1]
+    return Product(
+        lambda whole, out: product_and_save(ctx, whole, weight, None, needed), weight.shape[1], weight.shape[0]
+    )
