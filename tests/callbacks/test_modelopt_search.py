@@ -312,18 +312,10 @@ def adapted() -> str:
 
 
 def test_what_cannot_be_searched_is_refused() -> None:
-    tokens = run(refused, 2, "FP8_PER_CHANNEL_PER_TOKEN_CFG", SP)[0]
-    assert "has a scale for each token" in tokens
     assert "has adapters that would see other inputs" in run(adapted, 1)[0]
     tied = replace(CONFIG, tie_embeddings=True)
     with torch.device("meta"), pytest.raises(ConfigurationError, match=r"head\.output_layer\.weight, which is also"):
         Quantizers("INT4_AWQ_CFG", head=True).change(GPT(tied))
-
-
-def refused(preset: str, layout: dict[str, Any]) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        validate("gqa", preset, layout, None, None)
-    return str(caught.value)
 
 
 def test_rows_that_blocks_do_not_divide_are_refused() -> None:

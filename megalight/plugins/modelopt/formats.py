@@ -32,7 +32,8 @@ from megalight.plugins.modelopt.places import STACKS, matrices
 from megalight.plugins.modelopt.presets import Preset
 from megalight.plugins.modelopt.quantizers import UNQUANTIZED
 from megalight.plugins.modelopt.search import Search
-from megalight.plugins.modelopt.specs import check_blocks, check_tokens, matrix_spec, row_weights, rows_are_split
+from megalight.plugins.modelopt.specs import check_blocks, matrix_spec, row_weights, rows_are_split
+from megalight.plugins.modelopt.tokens import share_tokens
 
 BITS = 16
 """Bits of a weight without quantization, as ModelOpt counts."""
@@ -166,7 +167,7 @@ class FormatSearch:
                 else:
                     put(layer.module, layer.held[UNQUANTIZED])
             for matrix in matrices(self.model.root):
-                check_tokens(self.model, matrix)
+                share_tokens(self.model, matrix)
                 check_blocks(self.model, matrix)
             empty(self.model)
             search = Search(self.model, [preset], fold=False)

@@ -22,7 +22,8 @@ from megalight.parallel.transform import ModelTransform
 from megalight.plugins.modelopt.insertion import KINDS, apply_rules, convert, empty
 from megalight.plugins.modelopt.places import matrices, places
 from megalight.plugins.modelopt.presets import Preset
-from megalight.plugins.modelopt.specs import check_blocks, check_tokens
+from megalight.plugins.modelopt.specs import check_blocks
+from megalight.plugins.modelopt.tokens import share_tokens
 
 NAMED = "megalight_quantized"
 """Attribute of a model: path of each module that gets quantizers -> its preset."""
@@ -163,7 +164,7 @@ class Quantizers(ModelTransform):
                 # a model may be calibrated, loaded and exported elsewhere
                 chunk.register_forward_pre_hook(partial(_check_rounding, preset))
         for matrix in matrices(model.root):
-            check_tokens(model, matrix)
+            share_tokens(model, matrix)
             check_blocks(model, matrix)
         return empty(model)
 

@@ -95,21 +95,6 @@ def check_blocks(model: ParallelModel, matrix: Matrix) -> None:
             _check_division(matrix_spec(model, matrix), 1, int(sizes[-1]))
 
 
-def check_tokens(model: ParallelModel, matrix: Matrix) -> None:
-    """Raise if inputs have a scale for each token, and ranks hold parts of the features of a token.
-
-    Raises:
-        ConfigurationError: each rank would find a scale of its own.
-    """
-    split = any(piece.size[1] != piece.shape[1] for piece in matrix_spec(model, matrix).pieces)
-    if split and matrix.input_quantizer.is_enabled and matrix.input_quantizer._dynamic:
-        raise ConfigurationError(
-            f"{matrix.path} has a scale for each token, found in the forward pass, and this layout splits its input "
-            "features over ranks, which would find different ones. Use a preset with calibrated inputs, such as "
-            "FP8_DEFAULT_CFG, or a layout without tensor_parallel and expert_tensor_parallel."
-        )
-
-
 def features_spec(model: ParallelModel, site: Site) -> ShardSpec:
     """Return what a rank holds of one number for each feature of an input."""
     weight = matrix_spec(model, site.matrices[0])
