@@ -131,6 +131,8 @@ def _route(models: Sequence[ParallelModel]) -> Route:
             actions = build(pipeline.schedule, pp, model.layout.vpp, ROUNDS * pp, pipeline.group_size)
             found = passes_of(actions[model.mesh.rank("pp")])
             passes += [step._replace(chunk=first + step.chunk) for step in found]
+    # Last, as the chunks of the others contain their modules.
+    chunks += [model.grafted.root for model in models if model.grafted is not None]
     return Route(chunks, passes)
 
 
@@ -152,6 +154,10 @@ def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]
 
 def _units_of(model: ParallelModel, options: DataParallel) -> list[Unit]:
     """Return the units of a model on this rank. Each class must be found on some stage of its pipeline."""
+    if model.grafted is not None:
+        # It runs by itself, so what holds it in the root is not called around it.
+        found = [unit for unit in units_of(model.root, options.units) if getattr(model.root, "embed", None) not in unit]
+        return found if options.units else [*units_of(model.grafted.root), *found]
     if model.mesh.pp == 1 or not options.units:
         return units_of(model.root, options.units)
     # A class may be on other stages only, and that is no mistake.

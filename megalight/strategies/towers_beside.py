@@ -49,7 +49,7 @@ class MegatronTowersBesideStrategy(TowersStrategy):
 
     def __init__(self, tower: Side | None = None, **options: Any) -> None:
         super().__init__(tower, **options)
-        tower_refusals.check_whole(self, self.what)
+        tower_refusals.check_stages(self, self.what)
 
     def tower_mesh(self, world_size: int, rank: int = 0) -> ParallelMesh:
         """Make the mesh of the tower.

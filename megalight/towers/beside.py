@@ -55,10 +55,11 @@ class TowersBeside(Towers):
                     f"set ranks={world}, or use TowersApart."
                 )
         check_tower(tower)
-        if sharing.has_units:
+        if sharing.has_units and language.pipeline_parallel > 1:
             raise ConfigurationError(
-                f"data_parallel.level={sharing.level!r} with two layouts on the same ranks: only whole parameters and "
-                "gradients are supported there. Use level='optim'."
+                f"data_parallel.level={sharing.level!r} and pipeline_parallel={language.pipeline_parallel} with two "
+                "layouts on the same ranks: replicas of the tower are on several stages, which shard other layers. Use "
+                "level='optim', or no pipeline, or TowersApart."
             )
         self._meshes = tower.mesh(rank, 0), language.mesh(rank, 0)
         return self._meshes[1]

@@ -125,6 +125,18 @@ BESIDE_LAYOUTS = [
     ("both_adapters", "mixed", 2, Side(**TP), {}),
     ("experts", "mixed", 2, Side(**SP), {"expert_parallel": 2}),
     ("qwen", "mixed", 2, Side(**CP), SP),
+    # Each model shards over its own replicas: four of the tower, two of the language model.
+    ("qwen3", "mixed", 4, Side(), {**SP, **SHARDED}),
+    ("llava", "mixed", 2, Side(**TP), SHARDED),
+    ("frozen", "mixed", 2, Side(), {**SP, **SHARDED}),
+    (
+        "qwen",
+        "mixed",
+        4,
+        Side(**CP),
+        {"data_parallel": DataParallel(level="optim_grads_params", units=("TransformerLayer",))},
+    ),
+    ("llava", "none", 2, Side(), {**SP, **GRADS}),
 ]
 
 
@@ -225,6 +237,7 @@ def go_on(options: dict[str, Any], steps: int, save: str, resume: str | None = N
 APART = (4, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2, **SP), **PP})
 APART_SHARDED = (4, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2), **SHARDED})
 BESIDE = (4, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **SP, **PP})
+BESIDE_SHARDED = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **SP, **SHARDED})
 OTHER = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(recompute=Recompute(granularity="full"), **SP)})
 TOGETHER = (2, SP)
 
@@ -245,6 +258,7 @@ def alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         (OTHER, TOGETHER),
         pytest.param((APART, OTHER), marks=pytest.mark.full),
         (APART_SHARDED, TOGETHER),
+        (BESIDE_SHARDED, APART_SHARDED),
         pytest.param((APART, APART_SHARDED), marks=pytest.mark.full),
     ],
     ids=[
@@ -255,6 +269,7 @@ def alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         "beside-together",
         "apart-beside",
         "sharded-together",
+        "beside_sharded-apart_sharded",
         "apart-sharded",
     ],
 )
@@ -485,7 +500,10 @@ def test_lanes_validate_on_different_numbers_of_batches(lanes: int) -> None:
     [
         ({"tower": Side(ranks=2)}, r"tower\.ranks=2, and there are 4 processes, which both models share"),
         ({"tower": Side(tensor_parallel=3)}, r"the tower: world size 4 is not a multiple"),
-        (GRADS, r"level='optim_grads' with a tower in a layout of its own on the same ranks"),
+        (
+            {**GRADS, **PP},
+            r"level='optim_grads' and pipeline_parallel=2 with a tower in a layout of its own on the same",
+        ),
         ({"tensor_parallel": 3}, r"world size 4 is not a multiple"),
         ({"expert_parallel": 3}, r"world size 4"),
     ],

@@ -130,7 +130,6 @@ def test_images_are_balanced_by_rows() -> None:
         ({"ranks": 2}, {}, {}, "the tower has 2 ranks, and there are 1 processes"),
         ({}, {"ranks": 3}, {}, "the language model has 3 ranks, and there are 1 processes"),
         ({"pipeline_parallel": 2}, {}, {}, "the tower has pipeline_parallel=2"),
-        ({}, {}, {"data_parallel": DataParallel(level="optim_grads")}, "level='optim_grads' with two layouts"),
     ],
     ids=str,
 )
@@ -140,6 +139,37 @@ def test_what_cannot_be_is_refused(
     sides = {"tower": Side(**tower), "language": Side(**language)}
     with pytest.raises((LayoutError, ConfigurationError), match=message):
         TowersBeside(CONFIGS["llava"], optimizer=adam, **sides, **options)
+
+
+def _sharded() -> tuple[set[str], float]:
+    """Which parameters are shards on this rank, and the loss of a step."""
+    options = DataParallel(level="optim_grads_params", overlap_param_gather=False)
+    made = make("qwen3", {}, SP, data_parallel=options)
+    assert made.engine.units is not None
+    shards = made.engine.units.sharded
+    named = [*made.tower.root.named_parameters(), *made.language.root.named_parameters()]
+    rows = batch(COUNTS["mixed"][0], seed=0, config=CONFIGS["qwen3"]).split(2)[made.replica]
+    loss = float(made.forward_backward(rows.split(1)))  # type: ignore[arg-type]
+    return {name for name, parameter in named if id(parameter) in shards}, loss
+
+
+def test_each_model_shards_its_layers() -> None:
+    for names, loss in run(_sharded, 4):
+        assert {name.rpartition(".layers.")[0] for name in names if "tower" in name} == {"embed.tower"}
+        assert {name.partition(".")[0] for name in names if "tower" not in name} == {"embed", "layers", "head"}
+        assert loss == pytest.approx(by_hand("qwen3", "mixed")["losses"][0], rel=1e-9)
+
+
+def _beside_a_pipeline() -> str:
+    try:
+        make("llava", {}, PP, data_parallel=DataParallel(level="optim_grads"))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_sharding_beside_a_pipeline_is_refused() -> None:
+    assert all("level='optim_grads' and pipeline_parallel=2 with two" in told for told in run(_beside_a_pipeline, 2))
 
 
 def test_a_replica_without_micro_batches_is_told() -> None:
