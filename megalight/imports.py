@@ -35,6 +35,7 @@ def has(package: str) -> bool:
         return False
 
 
+@functools.cache  # files are parsed, and every save asks
 def version(distribution: str) -> str | None:
     """Return the installed version of a distribution, or None. Nothing is imported."""
     try:

@@ -40,7 +40,11 @@ def require(good: bool, message: str) -> None:
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless ``value`` is one of ``choices``. The message names the nearest one."""
-    require(value in choices, f"{name} is {value!r}; it must be one of {', '.join(choices)}." + nearest(value, choices))
+    # Only now: the search for a near name takes a millisecond, and a configuration has many names.
+    if value not in choices:
+        raise ConfigurationError(
+            f"{name} is {value!r}; it must be one of {', '.join(choices)}." + nearest(value, choices)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,8 @@ def from_plain(cls: type[Any], values: Mapping[str, Any], path: str = "") -> Any
     known = [f.name for f in fields(cls)]
     for name in values:
         # Before the class is called: its own error would not name the nearest key.
-        require(name in known, f"unknown key {path + name!r}; known: {', '.join(known)}." + nearest(name, known))
+        if name not in known:
+            raise ConfigurationError(f"unknown key {path + name!r}; known: {', '.join(known)}." + nearest(name, known))
     built = dict(values)
     for name, value in values.items():
         # The hint may be `X | None`, whose members are looked at as well.
