@@ -153,11 +153,21 @@ def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]
 
 
 def _units_of(model: ParallelModel, options: DataParallel) -> list[Unit]:
-    """Return the units of a model on this rank. Each class must be found on some stage of its pipeline."""
+    """Return the units of a model on this rank. Each class must be found on some stage of its pipeline.
+
+    Raises:
+        ConfigurationError: a class is nowhere, or holds a part that runs by itself.
+    """
     if model.grafted is not None:
         # It runs by itself, so what holds it in the root is not called around it.
-        found = [unit for unit in units_of(model.root, options.units) if getattr(model.root, "embed", None) not in unit]
-        return found if options.units else [*units_of(model.grafted.root), *found]
+        holder, found = getattr(model.root, "embed", None), units_of(model.root, options.units)
+        own = [unit for unit in found if holder not in unit]
+        if options.units and len(own) < len(found):
+            raise ConfigurationError(
+                f"data_parallel.units names {type(holder).__name__}, which holds a part with a layout of its own, and "
+                "that part runs by itself. Name the class of the layers, or leave units out."
+            )
+        return own if options.units else [*units_of(model.grafted.root), *own]
     if model.mesh.pp == 1 or not options.units:
         return units_of(model.root, options.units)
     # A class may be on other stages only, and that is no mistake.

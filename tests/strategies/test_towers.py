@@ -393,6 +393,21 @@ def _refused(verb: str, module: Any, callbacks: list[Callback]) -> str:
     return ""
 
 
+def _holding() -> str:
+    sharing = DataParallel(level="optim_grads_params", units=("ImageTextEmbedding",))
+    module = WithData(CONFIG, optimizer=ADAM, seed=SEED)
+    try:
+        trainer(MegatronTowersBesideStrategy(data_parallel=sharing), use_distributed_sampler=False).fit(module)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_unit_that_holds_the_tower_is_refused_beside() -> None:
+    message = "units names ImageTextEmbedding, which holds a part with a layout of its own"
+    assert all(message in told for told in run(_holding, 2))
+
+
 @pytest.mark.parametrize(
     ("verb", "module", "callbacks", "message"),
     [
