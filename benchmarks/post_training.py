@@ -113,13 +113,20 @@ def logged(folder: str, column: str) -> list[float]:
         return [float(row[column]) for row in csv.DictReader(lines) if row.get(column)]
 
 
+def prepare(run: Run) -> str:
+    """Prepare the demo's data, unless it is there; return its prefix."""
+    data = "runs/demo/data/stdlib"
+    if not Path(f"{data}.tokenizer.json").exists():
+        entries = sorted(Path(sysconfig.get_path("stdlib")).iterdir())
+        corpus = [str(path) for path in entries if path.name not in LEFT_OUT and path.suffix == ".py"]
+        words = ["--skip-bad", "--train-tokenizer", "--vocab-size", "4096", "--quiet"]
+        run.say("prepare", *corpus[: run.python], *words, "--output", data)
+    return data
+
+
 def demo(run: Run) -> dict[str, Any]:
     """Train the demo's model."""
-    entries = sorted(Path(sysconfig.get_path("stdlib")).iterdir())
-    corpus = [str(path) for path in entries if path.name not in LEFT_OUT and path.suffix == ".py"]
-    data = "runs/demo/data/stdlib"
-    words = ["--skip-bad", "--train-tokenizer", "--vocab-size", "4096", "--quiet"]
-    run.say("prepare", *corpus[: run.python], *words, "--output", data)
+    prepare(run)
     run.fit("-c", recipe("demo"), f"--trainer.val_check_interval={run.steps}")
     return {"val_loss": logged("runs/demo", "val_loss")[-1], "steps": run.steps}
 
@@ -188,7 +195,8 @@ def eagle(run: Run) -> dict[str, Any]:
 
 def quantize(run: Run) -> dict[str, Any]:
     """Round a small Llama to each format, write folders, and load them in ``transformers``."""
-    data = ["--data.data=runs/demo/data/stdlib", "--data.tokenizer=runs/demo/data/stdlib.tokenizer.json"]
+    prefix = prepare(run)
+    data = [f"--data.data={prefix}", f"--data.tokenizer={prefix}.tokenizer.json"]
     words = ["-c", recipe("quantize"), *data, *run.device]
     run.fit("-c", recipe("quantize"), *data)
     formats = {"fp8": ["--kv", "FP8_KV_CFG"], "int4-awq": ["--preset", "INT4_AWQ_CFG"]}
@@ -259,7 +267,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts; the demo is needed")
+    told = "parts; all but quantize need the demo"
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help=told)
     parser.add_argument("--work", type=Path, default=Path("runs/post-training"))
     parser.add_argument("--python", type=int, help="train on so many files of the library (default: all)")
     given = parser.parse_args(words)

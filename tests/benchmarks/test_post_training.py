@@ -15,7 +15,7 @@ RESULT = ROOT / "benchmarks" / "results" / "h100_post_training.json"
 
 def test_the_committed_parts_did_what_they_should() -> None:
     found = json.loads(RESULT.read_text(encoding="utf-8"))
-    parts = [part for part in post_training.PARTS if part not in found["cut"]]
+    parts = [part for part in post_training.PARTS if part not in found.get("cut", "")]
     assert found.keys() >= {"command", "device", *parts}
     assert not any("error" in found[part] for part in parts)
     assert found["chat"]["right"] == found["chat"]["questions"] == len(post_training.questions())
@@ -25,6 +25,9 @@ def test_the_committed_parts_did_what_they_should() -> None:
     assert found["eagle"]["same_as_the_base"] == found["eagle"]["greedy_texts"]
     first, last = found["qlora"]["train_loss_of_ten_steps"]
     assert last < first
+    for told in (each for each in found.get("quantize", {}).values() if isinstance(each, dict)):
+        assert told["perplexity"] < 1.1 * told["perplexity_before"]
+        assert told["transformers"] < 1e-3
 
 
 def test_a_part_that_fails_is_told_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
