@@ -25,7 +25,7 @@ from megalight.parallel.precision import (
 )
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
 from megalight.parallel.recompute.override import Override
-from megalight.strategies import MegatronTowersBesideStrategy, Side
+from megalight.strategies import DataParallel, MegatronTowersBesideStrategy, Side
 from tests.models.test_vlm_strategy import CONFIGS, SP, fit
 from tests.models.vlm_samples import LANGUAGE, QWEN, batch
 from tests.strategies.training import assert_same_gradients
@@ -142,6 +142,7 @@ def of_one_device(low: LowPrecisionOptions | None) -> dict[str, Any]:
         (3, {**SP, "tower": Side()}),
         # Replicas that divide images would scale other rows together, so either side has one.
         (2, {"pipeline_parallel": 2, **BESIDE, "tower": Side(**SP)}),
+        (4, {"tower": Side(ranks=2), "data_parallel": DataParallel(level="optim_grads_params")}),
         pytest.param(2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
         pytest.param(3, {"tower": Side(ranks=2, **SP)}, marks=pytest.mark.full),
         pytest.param(2, {**SP, **BESIDE, "tower": Side(tensor_parallel=2)}, marks=pytest.mark.full),
