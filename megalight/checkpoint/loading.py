@@ -155,12 +155,14 @@ class Checkpoint:
         filled = compare(ranks, f"checkpoint {self.path}", self.tensors, asked, strict=strict, prefix=prefix)
         # Missing ones were reported above; DCP would fail on them.
         present = {name: view for name, view in views.items() if name in self.tensors}
+        # Of all others the reader need not know: a checkpoint may be read tensor by tensor.
+        tensors = {name: self.tensors[name] for name in present}
         try:
             with _collectives(f"loading {self.path}"):
                 # DCP plans which rank reads what. Its own formats play no part.
                 load_state_dict(
                     dict(present),
-                    storage_reader=Reader(self._root, self.tensors, dict(self.manifest.files)),
+                    storage_reader=Reader(self._root, tensors, dict(self.manifest.files)),
                     planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                     process_group=process_group,
                     no_dist=ranks.alone,
