@@ -331,6 +331,7 @@ def over_nccl() -> dict[int, Any]:
     return found
 
 
+@pytest.mark.xdist_group("replays over NCCL")
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda number: f"{LAYOUTS[number]}")
 def test_replays_over_nccl(over_nccl: dict[int, Any], number: int) -> None:
     outcome = over_nccl.get(number, "it did not end, or one before it failed")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from megalight.parallel.tensor.shared import Shared
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import BASE, canonical
-from tests.workers import free_port
 
 pytestmark = pytest.mark.gpu
 
@@ -69,10 +68,11 @@ def test_initial_values_on_the_device() -> None:
             assert torch.equal(piece.view(parameter.detach()), same[piece.name][piece.box])
 
 
-def _nccl(rank: int, size: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _nccl(rank: int, size: int, meeting: str) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=size, device_id=torch.device("cuda", rank))
+    # By a file: a port that is free now may be taken by another test when rank 0 wants it.
+    store = dist.FileStore(meeting, size)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=torch.device("cuda", rank))
     mesh = ParallelMesh(size, rank, tp=size)
     for sequence_parallel in (False, True):
         config = GPTConfig(**{**BASE, "hidden_size": 64, "head_dim": 16, "num_kv_heads": 2, "tie_embeddings": True})
@@ -92,8 +92,8 @@ def _nccl(rank: int, size: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_parity_over_nccl() -> None:
+def test_parity_over_nccl(tmp_path: Path) -> None:
     size = min(torch.cuda.device_count(), 4) // 2 * 2
     if not size:
         pytest.skip("needs two GPUs")
-    mp.spawn(_nccl, (size, free_port()), nprocs=size)
+    mp.spawn(_nccl, (size, str(tmp_path / "meeting")), nprocs=size)
