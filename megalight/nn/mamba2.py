@@ -19,6 +19,7 @@ from megalight.nn.short_conv import CausalConv
 from megalight.nn.state import SequenceRows, Slots
 from megalight.ops.common import HALF, wide
 from megalight.ops.gated_norm import check_backend, gated_norm
+from megalight.ops.parts import split
 from megalight.ops.ssd import ssd, ssd_continued
 from megalight.types import PackedSequences
 
@@ -270,7 +271,7 @@ class Mamba2(nn.Module):
         inner, _, shared, _, _ = sections = self.in_proj.section_sizes
         heads, groups = self.heads
         sizes, units = (inner, shared, shared), (heads, groups, groups)
-        z, rows, dt = torch.split(self.in_proj(hidden), [inner, sum(sections[1:4]), heads], -1)
+        z, rows, dt = split(self.in_proj(hidden), [inner, sum(sections[1:4]), heads])
         # The gate and the norm need no other tokens, so `z` stays.
         packed = context.sequences
         rows, dt, sequences = self.tokens.gather(rows, dt, sizes, units, packed)
@@ -278,7 +279,7 @@ class Mamba2(nn.Module):
         rows = self.conv(rows, sequences, state and state.conv, partial(select, sizes=sizes, units=units))
         # of the heads that are computed here
         inner = dt.shape[1] * self.head_dim
-        x, b, c = torch.split(rows, [inner, *[(rows.shape[1] - inner) // 2] * 2], -1)
+        x, b, c = split(rows, [inner, *[(rows.shape[1] - inner) // 2] * 2])
         y = self.scan(
             x.view(len(x), -1, self.head_dim),
             dt,

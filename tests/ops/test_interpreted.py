@@ -15,6 +15,7 @@ from megalight.ops.delta_rule import reference as rule_reference
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
+from megalight.ops.parts import split
 from megalight.ops.quantize import Scheme, amax_of, known
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.rotary import rotary_table
@@ -58,6 +59,26 @@ def test_ssd(lengths: list[int], sizes: tuple[int, int, int, int], monkeypatch: 
     monkeypatch.setattr(module, "ROWS", 16)
     monkeypatch.setattr(module, "PASSED", 64)
     checks.check_ssd(module, "cpu", torch.float32, lengths, sizes)
+
+
+def test_gradients_of_parts_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Mamba-2: the gated norm and the convolution write into the gradient of one projection's output."""
+    convolution, norm = kernels("causal_conv"), kernels("gated_norm")
+    monkeypatch.setattr(convolution, "STRIP", 16)
+    weight, taps, y = torch.randn(24), torch.randn(20, 4), torch.randn(20, 24)
+    whole = torch.randn(20, 50).requires_grad_()
+    found: list[torch.Tensor] = []
+    memory: list[int] = []
+    for divide in (split, lambda rows, sizes: torch.split(rows, sizes, -1)):
+        z, rows, dt = divide(whole * 1.0, [24, 20, 6])
+        z.register_hook(lambda grad: memory.append(grad.untyped_storage().data_ptr()))
+        rows.register_hook(lambda grad: memory.append(grad.untyped_storage().data_ptr()))
+        out = norm.gated_norm(y, z, weight, 12, 1e-5).square().sum()
+        out = out + convolution.causal_conv(rows, taps, None, torch.arange(20), True).square().sum() + dt.exp().sum()
+        found.append(torch.autograd.grad(out, whole)[0])
+    assert found[0].equal(found[1])
+    assert memory[0] == memory[1]
+    assert memory[2] != memory[3]
 
 
 @pytest.mark.parametrize(

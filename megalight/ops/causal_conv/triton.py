@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
+from megalight.ops.parts import empty_gradient, place_of
 
-TILE = 64
+TILE = 128
 """Channels of a program at most."""
 TOKENS = 16
 """Tokens that a program computes at once."""
@@ -118,6 +119,7 @@ def _backward(
     tokens: Value,
     channels: Value,
     stride: Value,
+    grad_stride: Value,
     TAPS: constexpr,
     BIAS: constexpr,
     SILU: constexpr,
@@ -186,7 +188,7 @@ def _backward(
                     added += (open_[tap - 1] + factors[tap] * tl.where(place >= tap, grad, 0.0),)
             sums = more
             done = token - (TAPS - 1)
-            target = grad_x + tl.cast(done, tl.int64) * channels + channel
+            target = grad_x + tl.cast(done, tl.int64) * grad_stride + channel
             last = added[TAPS - 1].to(grad_x.dtype.element_ty)
             tl.store(target, last, mask=within & (done >= begin) & (done < stop))
             past = read[: TAPS - 1]
@@ -206,6 +208,7 @@ def _options(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> dict
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
+        ctx.place = place_of(x)
         x = x if x.stride(1) == 1 else x.contiguous()
         weight = weight.contiguous()
         tokens, channels = x.shape
@@ -223,12 +226,12 @@ class _Conv(torch.autograd.Function):
         x, weight, bias, positions = ctx.saved_tensors
         tokens, channels = x.shape
         taps, strips = weight.shape[1], cdiv(tokens, STRIP)
-        grad_x = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
+        grad_x = empty_gradient(x, ctx.place)
         grad_weight = torch.empty(strips, channels, taps, dtype=torch.float32, device=x.device)
         grad_bias = None if bias is None else grad_weight.new_empty(strips, channels)
         _backward[(strips, cdiv(channels, ROW))](
             *(grad_y.contiguous(), x, weight, bias, positions, grad_x, grad_weight, grad_bias),
-            *(tokens, channels, x.stride(0)),
+            *(tokens, channels, x.stride(0), grad_x.stride(0)),
             TAPS=taps,
             BIAS=bias is not None,
             SILU=ctx.silu,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
+from megalight.ops.parts import empty_gradient, place_of
 
 TILE = 2048
 """Elements that a program handles at once, if groups are smaller than this."""
@@ -70,6 +71,7 @@ def _backward(
     y_stride: Value,
     z_stride: Value,
     size: Value,
+    grad_z_stride: Value,
     eps: Value,
     ROWS: constexpr,
     BLOCK: constexpr,
@@ -97,6 +99,7 @@ def _backward(
         target = row.to(tl.int64)[:, None] * size + column[None, :]
         tl.store(grad_y + target, (grad * opened).to(grad_y.dtype.element_ty), mask=inside)
         slope = share * (1 + gate * (1 - share))
+        target = row.to(tl.int64)[:, None] * grad_z_stride + column[None, :]
         tl.store(grad_z + target, (grad * value * slope).to(grad_z.dtype.element_ty), mask=inside)
     tl.store(grad_weight + program * size + column, tl.sum(sums, 0), mask=feature < group)
 
@@ -117,6 +120,7 @@ def _row_wise(x: Tensor) -> Tensor:
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, z: Tensor, weight: Tensor, group: int, eps: float) -> Tensor:
+        place = place_of(z)
         y, z = _row_wise(y), _row_wise(z)
         rows, size = y.shape
         out = torch.empty(rows, size, dtype=y.dtype, device=y.device)
@@ -124,7 +128,7 @@ class _GatedNorm(torch.autograd.Function):
         sizes = (rows, group, y.stride(0), z.stride(0), size)
         _forward[(cdiv(rows, tile["ROWS"]), size // group)](y, z, weight, out, *sizes, eps, **tile)
         ctx.save_for_backward(y, z, weight)
-        ctx.group, ctx.eps = group, eps
+        ctx.group, ctx.eps, ctx.place = group, eps, place
         return out
 
     @staticmethod
@@ -136,9 +140,10 @@ class _GatedNorm(torch.autograd.Function):
         tile = _tile(group)
         programs = num_multiprocessors(y.device) * WARPS_PER_SM // tile["num_warps"] * group // size
         programs = max(1, min(programs, cdiv(rows, tile["ROWS"])))
-        grad_y, grad_z = (torch.empty(rows, size, dtype=t.dtype, device=y.device) for t in (y, z))
+        grad_y = torch.empty(rows, size, dtype=y.dtype, device=y.device)
+        grad_z = empty_gradient(z, ctx.place)
         shares = torch.empty(programs, size, dtype=torch.float32, device=y.device)
-        sizes = (rows, group, y.stride(0), z.stride(0), size)
+        sizes = (rows, group, y.stride(0), z.stride(0), size, grad_z.stride(0))
         tensors = (grad_out.contiguous(), y, z, weight, grad_y, grad_z, shares)
         _backward[(programs, size // group)](*tensors, *sizes, ctx.eps, **tile)
         return grad_y, grad_z, shares.sum(0).to(weight.dtype), None, None
