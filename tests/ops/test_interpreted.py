@@ -55,9 +55,8 @@ def test_norms_add_to_main_gradients() -> None:
 )
 def test_ssd(lengths: list[int], sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels("ssd")
-    monkeypatch.setattr(module, "CHUNK", 32)
-    monkeypatch.setattr(module, "ROWS", 16)
-    monkeypatch.setattr(module, "PASSED", 64)
+    monkeypatch.setattr(module, "CHUNK", 16)
+    monkeypatch.setattr(module, "PART", 16)
     checks.check_ssd(module, "cpu", torch.float32, lengths, sizes)
 
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("lengths", [[512], [5, 1, 260, 333], [128, 128], [127, 1, 200]])
-@pytest.mark.parametrize("sizes", [(16, 2, 64, 128), (6, 3, 20, 100), (8, 1, 128, 16)])
+@pytest.mark.parametrize("sizes", [(16, 2, 64, 128), (6, 3, 20, 100), (8, 1, 128, 16), (8, 1, 128, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_triton_equals_the_reference(lengths: list[int], sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     from megalight.ops.ssd import triton
