@@ -1,4 +1,8 @@
-"""The process groups over which buckets of one kind are sent."""
+"""The process groups over which buckets of one kind are sent.
+
+Their communicators are for data parallelism alone. A communicator sends one message after the other, and buckets take
+long: what the next layer waits for (counts of tokens, keys of other ranks, sums) would queue behind all of them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ from megalight.parallel.data_parallel.layout import Kind
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 
 
-def groups_of(kind: Kind, max_ctas: int | None, purpose: str = "") -> Groups:
-    """Return the process groups of the buckets of a kind; with a purpose, over communicators for it alone."""
+def groups_of(kind: Kind, max_ctas: int | None, purpose: str = "data parallelism") -> Groups:
+    """Return the process groups of the buckets of a kind, over communicators for this purpose alone."""
     made: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def group(*axes: str) -> ProcessGroup | None:
@@ -19,13 +23,13 @@ def groups_of(kind: Kind, max_ctas: int | None, purpose: str = "") -> Groups:
         # would cost a communicator of its own.
         ranks = kind.mesh.ranks(*axes)
         if ranks not in made:
-            if max_ctas is not None and len(ranks) > 1:
+            if len(ranks) == 1:
+                made[ranks] = None
+            elif max_ctas is not None:
                 check_max_ctas("max_ctas", max_ctas, dist.get_backend())
-                made[ranks] = new_group(ranks, purpose or "data parallelism", max_ctas=max_ctas)
-            elif purpose and len(ranks) > 1:
-                made[ranks] = shared_group(ranks, purpose)
+                made[ranks] = new_group(ranks, purpose, max_ctas=max_ctas)
             else:
-                made[ranks] = kind.mesh.group(*axes)
+                made[ranks] = shared_group(ranks, purpose)
         return made[ranks]
 
     return Groups(group(*kind.data), group(*kind.shard_axes), group(*kind.replica_axes))

@@ -78,6 +78,21 @@ def test_a_limit_on_multiprocessors_needs_nccl() -> None:
     run(_limited_without_nccl, 2)
 
 
+def _communicators_of_its_own() -> None:
+    for sizes in ({}, {"cp": 2}, {"tp": 2}):
+        place = mesh(**sizes)
+        first, second = (DataParallelEngine(infos(build()), place) for _ in range(2))
+        others = {id(place.group(*axes)) for axes in (("dp",), ("cp",), ("tp",), ("dp", "cp"), ("pp", "dp", "cp"))}
+        used = {id(group) for b in first.buckets for group in (b.group, b.shard_group) if group is not None}
+        assert used, sizes
+        assert not used & {*others, id(dist.group.WORLD)}, "buckets would delay counts, and keys of other ranks"
+        assert all(id(bucket.group) in used for bucket in second.buckets), "a second engine needs no further ones"
+
+
+def test_nothing_else_queues_behind_buckets() -> None:
+    run(_communicators_of_its_own, 4)
+
+
 def _trains_like_one_process(level: str) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for overlap, micro in product((True, False), (1, 3)):
@@ -407,4 +422,5 @@ class _Mesh(ParallelMesh):
 
 
 def _without_groups(params: list[ParamInfo], world: int, rank: int, level: str) -> DataParallelEngine:
-    return DataParallelEngine(params, _Mesh(world, rank), level=level)
+    with patch.object(communicators, "shared_group", lambda ranks, purpose: None):
+        return DataParallelEngine(params, _Mesh(world, rank), level=level)
