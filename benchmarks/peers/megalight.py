@@ -6,13 +6,11 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import yaml
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.meter import Meter, forget, random_rows
@@ -32,6 +30,8 @@ from megalight.ops.stored import readable
 from megalight.optim import AdamConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
@@ -306,14 +306,8 @@ def by_hand(step: Step) -> list[float]:
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.bfloat16().float()
-
-    def store(weights: Sequence[nn.Parameter], act: Callable[[nn.Parameter], None]) -> None:
-        for weight in weights:
-            act(weight)
-
-    alone = SimpleNamespace(root=model, mesh=ParallelMesh(1, 0), store=store)  # a model of one device
-    for transform in transforms_of(step):
-        transform.with_values(alone)  # type: ignore[arg-type]
+    # The transforms have changed it already; here they act on its values.
+    ParallelModel(model, ParallelMesh(1, 0), ParallelOptions(transforms=tuple(transforms_of(step)))).transform_values()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0.0)
     replicas = world_size() // step.model_ranks

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader
 
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
@@ -22,7 +20,9 @@ from megalight.nn.init import initialise
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.optim import AdamConfig
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.transform import ModelTransform, apply_transforms
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.transform import ModelTransform
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
@@ -233,16 +233,9 @@ def by_hand(
 ) -> dict[str, Any]:
     """The same run with torch alone: one device, torch's own AdamW and clipping; side losses by micro-batch."""
     model = build(config).to(device, dtype)
-    apply_transforms(model, transforms)
+    alone = ParallelModel(model, ParallelMesh(1, 0), ParallelOptions(transforms=tuple(transforms)))
     initialise(model, SEED, "model.")
-
-    def store(weights: Sequence[nn.Parameter], act: Callable[[nn.Parameter], None]) -> None:
-        for weight in weights:
-            act(weight)
-
-    for transform in sorted(transforms, key=lambda each: not each.by_units):
-        parallel = SimpleNamespace(root=model, mesh=ParallelMesh(1, 0), store=store)
-        transform.with_values(parallel)  # type: ignore[arg-type]
+    alone.transform_values()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Magnitudes of stacked experts are a row for each expert.
     vectors = [p for name, p in trained.items() if p.ndim == 1 or name.endswith("magnitude")]
