@@ -181,6 +181,5 @@ def put(target: Tensor, gradient: Tensor, write: bool) -> None:
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Add one gradient, of the parameter's shape, to its main gradient, and call the callback."""
     state = state_of(parameter)
-    assert state.main_grad is not None
-    put(state.main_grad, gradient, state.touch())
+    state.add(gradient)
     state.mark_grad_ready()
