@@ -24,6 +24,7 @@ settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--summary", metavar="PATH", type=Path, help="write date, versions, counts and duration to PATH")
+    parser.addoption("--remark", metavar="TEXT", default="", help="with --summary: a sentence to write there, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     # Of several processes of tests, the first one hears of all results.
     if (path := config.getoption("--summary")) and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Summary(path, config.getoption("markexpr")))
+        config.pluginmanager.register(Summary(path, config.getoption("markexpr"), config.getoption("--remark")))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

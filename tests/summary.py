@@ -50,11 +50,13 @@ class Summary:
     Args:
         path: the page.
         selection: the expression of marks (pytest's ``-m``) that chose the tests.
+        remark: what a reader must know beside the figures; empty: nothing.
     """
 
-    def __init__(self, path: Path, selection: str = "") -> None:
+    def __init__(self, path: Path, selection: str = "", remark: str = "") -> None:
         self.path = path.absolute()
         self.selection = selection
+        self.remark = remark
         self.started = time.monotonic()
         self.outcomes: dict[str, str] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -87,6 +89,7 @@ class Summary:
             f"- Result: {'passed' if exitstatus == 0 else f'exit status {exitstatus}'}; "
             + ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped")),
             f"- Duration: {minutes} min {seconds} s",
+            *([f"- Remark: {self.remark}"] if self.remark else []),
             "",
             "| slowest tests | seconds |",
             "| --- | --- |",

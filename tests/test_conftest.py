@@ -66,7 +66,10 @@ def test_summary_of_a_good_run(tmp_path: Path) -> None:
     text = (tmp_path / "full.md").read_text()
     assert "- Result: passed; 1 passed, 0 failed, 0 skipped\n" in text
     assert "- Tests: all\n" in text
-    assert "- Tests: those marked 'gpu'\n" in Summary(tmp_path / "gpu.md", "gpu").render(0)
+    assert "Remark" not in text
+    other = Summary(tmp_path / "gpu.md", "gpu", "One file was left out.").render(0)
+    assert "- Tests: those marked 'gpu'\n" in other
+    assert "s\n- Remark: One file was left out.\n\n| slowest" in other
 
 
 def test_a_copy_of_the_files_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +82,6 @@ def test_a_copy_of_the_files_is_told_its_commit(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("process", "writers"), [({}, 1), ({"workerinput": {}}, 0)])
 def test_one_process_of_several_writes_the_summary(process: dict[str, Any], writers: int, tmp_path: Path) -> None:
     plugins = pytest.PytestPluginManager()
-    options = {"--summary": tmp_path / "full.md", "markexpr": ""}
+    options = {"--summary": tmp_path / "full.md", "markexpr": "", "--remark": ""}
     conftest.pytest_configure(SimpleNamespace(getoption=options.get, pluginmanager=plugins, **process))  # type: ignore[arg-type]
     assert sum(isinstance(plugin, Summary) for plugin in plugins.get_plugins()) == writers
