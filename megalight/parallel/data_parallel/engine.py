@@ -155,20 +155,23 @@ class DataParallelEngine:
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
         self._route, self._units = route or Route(), units
         against = None if nccl_ub == "off" else f"nccl_ub={nccl_ub!r}: NCCL has the buffers"
-        self._gathers, self._reductions = Choice("gathers", gathers, against), Choice("reductions", reductions, against)
+        gathering, reducing = Choice("gathers", gathers, against), Choice("reductions", reductions, against)
         summing = self.level.gradients or (self.level.state and reductions != "auto")
-        self._pushed_sums = PushedSums(device) if summing and self._reductions.on(device) else None
+        no_sums = reducing.why_not(device) if summing else None
+        no_pushes = gathering.why_not(device) if self.level.parameters else None
+        self._pushed_sums = PushedSums(device) if summing and no_sums is None else None
         self._reducer = Reducer(self.level.state, reduce_dtype, reduction, self._pushed_sums)
-        self._pushes = Pushes(device) if self.level.parameters and self._gathers.on(device) else None
+        self._pushes = Pushes(device, gathering) if self.level.parameters and no_pushes is None else None
         self._user_buffers = UserBuffers(nccl_ub if mesh.everyone is not None else "off", device)
         self.device = device
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
         if self._pushed_sums is not None:
-            self._pushed_sums.serve(self.buckets, reduce_dtype, self._reductions)
-        used = {self._gathers: self._pushes, self._reductions: self._pushed_sums}
-        self.unit_memory.reasons.update(
-            {choice.option: choice.told() for choice, engines in used.items() if engines or choice.way == "auto"}
-        )
+            self._pushed_sums.serve(self.buckets, reduce_dtype, reducing)
+        for choice, nowhere, copies in ((gathering, no_pushes, self._pushes), (reducing, no_sums, self._pushed_sums)):
+            if copies is not None:
+                self.unit_memory.reasons[choice.option] = choice.told(copies.without)
+            elif nowhere is not None and choice.way == "auto":
+                self.unit_memory.reasons[choice.option] = choice.told([nowhere])
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
         self.main_gradients = MainGradients(
             self.buckets,
@@ -265,8 +268,6 @@ class DataParallelEngine:
         def make(layout: BucketLayout, numel: int, dtype: torch.dtype) -> Tensor | None:
             group = groups[layout.kind.mesh, layout.kind.data].shards
             assert group is not None, "a unit is sharded over several ranks"
-            if not self._gathers.over(group):
-                return None
             return pushes.room(numel, dtype, group)
 
         return make

@@ -36,9 +36,13 @@ class PushedSums:
 
     Args:
         device: of the gradients.
+
+    Attributes:
+        without: why some groups that were asked for have no slots.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.without: list[str] = []
         self._copies = Copies()
         self._slots: dict[ProcessGroup, tuple[PeerMemory, Watch]] = {}
         # Copies may still be on their way when a run is dropped, and they must not meet memory that is gone.
@@ -55,15 +59,19 @@ class PushedSums:
         # Others may be sent at different times on different ranks: those of a parameter that a rank does not use come
         # last there. Where they met gradients of units, ranks would wait for each other.
         for bucket in [bucket for bucket in buckets if bucket.shards_grads] or buckets:
-            if bucket.shard_group is not None and choice.over(bucket.shard_group):
-                itemsize = (wire_dtype or bucket.grads.dtype).itemsize
-                self.reserve(bucket.shard_group, (bucket.kept[1] - bucket.kept[0]) * itemsize)
+            if bucket.shard_group is None:
+                continue
+            if (reason := choice.why_not_over(bucket.shard_group)) is not None:
+                self.without.append(reason)
+                continue
+            itemsize = (wire_dtype or bucket.grads.dtype).itemsize
+            self.reserve(bucket.shard_group, (bucket.kept[1] - bucket.kept[0]) * itemsize)
 
     def reserve(self, group: ProcessGroup, nbytes: int) -> None:
         """Let the ranks of a group sum gradients. They call this together, and in the same order.
 
         Args:
-            group: ranks among which gradients are divided, that reach each other's memory (:meth:`.ways.Choice.over`).
+            group: ranks among which gradients are divided, that copy engines may serve (:meth:`.Choice.why_not_over`).
             nbytes: the largest interval that a rank will sum; larger ones travel in more pieces.
         """
         if group not in self._slots:

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.flat_codes import FlatCodes
+from megalight.parallel.data_parallel.ways import Choice
 from megalight.parallel.ending import FAILED
 from megalight.parallel.peers import driver
 from megalight.parallel.peers.copies import Copies
@@ -44,20 +45,29 @@ class Pushes:
 
     Args:
         device: of the buffers.
+        choice: decides which groups of ranks have buffers.
+
+    Attributes:
+        without: why some groups that were asked for have none.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, choice: Choice) -> None:
+        self.without: list[str] = []
+        self._device, self._choice = device, choice
         self._copies = Copies()
         self._buffers: dict[int, _Buffer] = {}
         # Copies may still be on their way when a run is dropped, and they must not meet memory that is gone.
         weakref.finalize(self, finish, device).atexit = False
 
-    def room(self, numel: int, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
+    def room(self, numel: int, dtype: torch.dtype, group: ProcessGroup) -> Tensor | None:
         """Allocate a buffer ``[numel]``. The ranks of the group call this together, and in the same order.
 
-        They must reach each other's memory (:meth:`.ways.Choice.over`).
+        Returns:
+            None if collectives gather among these ranks.
         """
+        if (reason := self._choice.why_not_over(group)) is not None:
+            self.without.append(reason)
+            return None
         made = PeerMemory(group, slots=1, exact=True)
         made.reserve(numel * dtype.itemsize)
         own = made.view(made.rank, 0, (numel,), dtype, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -13,54 +15,54 @@ from megalight.parallel.peers import memory
 Way: TypeAlias = Literal["plain", "symmetric", "auto"]
 
 
+@dataclass(frozen=True)
 class Choice:
-    """Decides the way of one kind of message, for each group of ranks alike.
+    """Decides the way of one kind of message. It is a value: what one group gets does not depend on those before it.
 
-    Args:
+    Attributes:
         option: name of the option, for messages.
         way: its value: ``plain``, ``symmetric``, or ``auto``: copy engines where they can be had.
         against: why ``auto`` does without copy engines whatever the machine; None: it does not.
-
-    Attributes:
-        reason: why ``auto`` has chosen collectives, at least for some ranks; None: it has not.
     """
 
-    def __init__(self, option: str, way: Way, against: str | None = None) -> None:
-        self.option = option
-        self.way = way
-        self.reason = against
+    option: str
+    way: Way
+    against: str | None = None
 
-    def on(self, device: torch.device) -> bool:
-        """Whether copy engines may be used on this device.
+    def why_not(self, device: torch.device) -> str | None:
+        """Return why collectives carry all messages of a device; None: copy engines may.
 
         Raises:
-            ConfigurationError: they were asked for by name, and cannot be had.
+            ConfigurationError: copy engines were asked for by name, and cannot be had.
         """
-        if self.way == "plain" or self.reason is not None:
-            return False
-        return self._judge(memory.why_not(device.type))
+        if self.way == "plain":
+            return "'plain' was asked for"
+        return self.against or self._judge(memory.why_not(device.type))
 
-    def over(self, group: ProcessGroup) -> bool:
-        """Whether copy engines serve a group. Its ranks call this together, and get the same answer.
+    def why_not_over(self, group: ProcessGroup) -> str | None:
+        """Return why collectives carry the messages of a group; None: copy engines do.
+
+        Its ranks call this together, and get the same answer.
 
         Raises:
-            ConfigurationError: they were asked for by name, and cannot be had.
+            ConfigurationError: copy engines were asked for by name, and cannot be had.
         """
         return self._judge(memory.unreachable(group))
 
-    def told(self) -> str:
-        """Return the way that was chosen, and why."""
-        if self.reason is not None:
-            return f"by collectives, for some ranks at least: {self.reason}"
+    def told(self, reasons: Sequence[str]) -> str:
+        """Return the way that was chosen, and why.
+
+        Args:
+            reasons: why some messages do without copy engines, as the methods above gave them.
+        """
+        if reasons:
+            return f"by collectives, for some ranks at least: {reasons[0]}"
         return f"by copy engines: {self.way!r} was asked for, and the GPUs reach each other's memory"
 
-    def _judge(self, reason: str | None) -> bool:
-        if reason is None:
-            return True
-        if self.way == "symmetric":
+    def _judge(self, reason: str | None) -> str | None:
+        if reason is not None and self.way == "symmetric":
             raise ConfigurationError(
                 f"data_parallel.{self.option}='symmetric': it {reason}. Set {self.option}='plain', or replicate, so "
                 "that the ranks of a group are on one host."
             )
-        self.reason = f"the other way {reason}"
-        return False
+        return None if reason is None else f"the other way {reason}"

@@ -51,7 +51,7 @@ def gathers(world: World) -> None:
     """Two units in one buffer and one in another, gathered ahead of computation; then all shards change."""
     rank, size = world.local.rank, world.size
     group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: size)
-    pushes = Pushes(torch.device("cpu"))
+    pushes = Pushes(torch.device("cpu"), SimpleNamespace(why_not_over=lambda group: None))  # type: ignore[arg-type]
     compute, side = world.local.stream, Stream()
     buffers = []
     for _ in range(2):
