@@ -23,6 +23,7 @@ from megalight.errors import MegalightError
 from megalight.imports import has, has_symmetric_memory, symmetric_memory
 from megalight.ops.common import cuda_why_not
 from megalight.parallel.peers import driver
+from megalight.parallel.peers.rendezvous import MEETINGS
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 BUFFERS = "TORCH_SYMMMEM"
@@ -173,7 +174,7 @@ class PeerMemory:
             # Peers may write to flags as soon as they have the addresses, so these must be set before.
             torch.cuda.current_stream().synchronize()
         self._kept.append(memory)
-        return symmetric_memory().rendezvous(memory, self.group)
+        return MEETINGS.meet(memory, self.group)
 
     def view(self, rank: int, place: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
         """Return a tensor in a slot of a rank's memory, from element ``offset`` on."""

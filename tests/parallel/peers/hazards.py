@@ -226,7 +226,7 @@ def play(size: int, calls: Callable[[World], None], forgotten: tuple[int, Flag] 
         together.wait()
         return handle
 
-    memory = SimpleNamespace(empty=empty, rendezvous=rendezvous)
+    memory = SimpleNamespace(empty=empty)
     fakes = {
         "current_stream": lambda: world.local.stream,
         "Stream": Stream,
@@ -239,6 +239,7 @@ def play(size: int, calls: Callable[[World], None], forgotten: tuple[int, Flag] 
         patch.multiple(torch.cuda, **fakes),
         patch.multiple(driver, **calls_of),
         patch.object(peers, "symmetric_memory", lambda: memory),
+        patch.object(peers, "MEETINGS", SimpleNamespace(meet=rendezvous)),
         patch.object(copies, "import_module", lambda name: SimpleNamespace(wait_with=world.spin)),
     ):
         threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]

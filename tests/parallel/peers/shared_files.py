@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.ops.common import HALF
-from megalight.parallel.peers import copies, driver
+from megalight.parallel.peers import copies, driver, rendezvous
 from megalight.parallel.peers import memory as peers
 from megalight.parallel.tensor.overlap import symmetric
 
@@ -65,16 +64,17 @@ class Memory:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.handles: list[Handle] = []
-        self.numbers: Counter[str] = Counter()
 
     def empty(self, size: int, dtype: torch.dtype, device: object) -> Tensor:
         return torch.zeros(size, dtype=dtype)
 
     def rendezvous(self, memory: Tensor, group: dist.ProcessGroup) -> Handle:
+        # As in torch, a meeting has the number of the process, and ranks with others would never meet.
         number = len(self.handles)
-        # A rank may be in several groups, and its neighbours in others: numbers agree within a group alone.
-        self.numbers[group.group_name] += 1
-        folder = f"{self.folder}/{group.group_name}/{self.numbers[group.group_name]}"
+        numbers: list[int] = [number] * group.size()
+        dist.all_gather_object(numbers, number, group=group)
+        assert len(set(numbers)) == 1, f"ranks would wait for each other in meetings {numbers}"
+        folder = f"{self.folder}/{group.group_name}/{number}"
         os.makedirs(folder, exist_ok=True)
         self.handles.append(Handle(folder, number, memory, group))
         return self.handles[-1]
@@ -131,6 +131,8 @@ def symmetric_on_cpu() -> Iterator[None]:
             (peers, "why_not", lambda device: None),
             (peers, "unreachable", lambda group: None),
             (peers, "symmetric_memory", lambda: memory),
+            (rendezvous, "symmetric_memory", lambda: memory),
+            (rendezvous.MEETINGS, "count", 0),
             (copies, "import_module", lambda name: SimpleNamespace(wait_with=memory.spin_with)),
         ):
             stack.enter_context(patch.object(module, name, value))

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.peers.memory import PeerMemory
 from megalight.parallel.pipeline.edges import Edges
 from megalight.parallel.pipeline.p2p import Message
 from megalight.parallel.pipeline.peer_channel import PeerChannel
@@ -65,12 +67,43 @@ def _exchange() -> tuple[int, int]:
     return int(wrong), out._number
 
 
+def _around() -> tuple[int, int]:
+    """Return as above, where each rank sends to the next one, and rank 0 met with nobody before."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        PeerMemory(shared_group((rank,), "alone")).reserve(SIZES[0])
+    edges = Edges.between(ParallelMesh(world, rank, pp=world), around=True, messages="symmetric")
+    out, into = edges.activations_out, edges.activations_in
+    assert isinstance(out, PeerChannel)
+    assert isinstance(into, PeerChannel)
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    for run in range(RUNS):
+        size = SIZES[run % len(SIZES)]
+        edges.prepare(SLOTS)
+        for number in range(MESSAGES):
+            sent = out.send([_values(run * 100 + number + 7919 * rank, size)])
+            message = into.receive([torch.full((size,), -1, device="cuda", dtype=torch.int32)])
+            (found,) = message.wait()
+            wrong += (found != _values(run * 100 + number + 7919 * ((rank - 1) % world), size)).sum()
+            sent.wait()
+    dist.all_reduce(wrong)
+    return int(wrong), out._number
+
+
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
-    return [(_exchange, ())]
+    # Results are found by arguments, and each world size has its own.
+    return [(_exchange, ())] if world == 2 else [(_around, ())]
 
 
 def test_every_element_arrives() -> None:
     wrong, through_slots = runs_of(jobs, 2).outcome(())
     assert wrong == 0
     # Messages larger than the slots so far are plain: those of the first three runs, each the first of its size.
+    assert through_slots == (RUNS - 3) * MESSAGES
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_around_several_gpus(world: int) -> None:
+    wrong, through_slots = runs_of(jobs, world).outcome(())
+    assert wrong == 0
     assert through_slots == (RUNS - 3) * MESSAGES
