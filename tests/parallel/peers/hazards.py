@@ -164,12 +164,13 @@ class Place:
         self.world.access(source, write=False)
         self.world.access(self, write=True)
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function in (torch.sum, torch.add)
-        for place in args:
-            if isinstance(place, Place):
-                place.world.access(place, write=False)
+
+def note_sum(out: Any, own: Any, others: Any, place: int, *, add: bool = False) -> None:
+    """Stands for :func:`megalight.ops.sum_terms.sum_terms`."""
+    for term in (own, *others):
+        assert term.shape == out.shape
+        out.world.access(term, write=False)
+    out.world.access(out, write=True)
 
 
 class Handle:

@@ -16,7 +16,7 @@ from megalight.parallel.data_parallel.pushes import Pushes
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import Flag
 from megalight.parallel.pipeline.peer_channel import Line, PeerChannel, offsets
-from tests.parallel.peers.hazards import Place, Stream, World, play
+from tests.parallel.peers.hazards import Place, Stream, World, note_sum, play
 
 ROWS, WIDTH, MESSAGES = 2, 4, 7
 
@@ -116,18 +116,11 @@ def sums(world: World) -> None:
         world.access(shards[turn], write=False)
 
 
-def _note(out: Any, own: Any, others: Any, place: int, *, add: bool) -> None:
-    for term in (own, *others):
-        assert term.shape == out.shape
-        out.world.access(term, write=False)
-    out.world.access(out, write=True)
-
-
 @pytest.fixture(autouse=True)
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "why_not", lambda device: None)
     monkeypatch.setattr(memory, "unreachable", lambda group: None)
-    monkeypatch.setattr(pushed_sums, "sum_terms", _note)
+    monkeypatch.setattr(pushed_sums, "sum_terms", note_sum)
 
 
 def test_messages_are_ordered() -> None:

@@ -56,14 +56,21 @@ class ScatteringMessages:
     def __init__(self, group: ProcessGroup, parts: Tensor, rounds: tuple[Round, ...]) -> None:
         self.group = group
         self.parts = parts
-        self.own = parts[group.rank()]
         self.rounds = rounds
         self.works: list[list[dist.Work]] = []
         self.leaving: list[Tensor] = []
 
+    def place(self) -> Tensor:
+        """Return the place of the own part."""
+        return self.parts[self.group.rank()]
+
+    def keep(self, own: Tensor) -> None:
+        """Copy the own part to its place."""
+        self.place().copy_(own)
+
     def send(self, number: int, piece: Tensor) -> None:
         """Start to send the rows of a piece, and to receive as many."""
-        run, rows = self.group.size() // len(self.rounds), len(self.own)
+        run, rows = self.group.size() // len(self.rounds), self.parts.shape[1]
         by_owner = piece.view(run, rows, -1)
         for ahead, behind in self.rounds[number].pairs:
             self.works.append(exchange(self.group, by_owner[ahead % run], ahead, self.parts[behind], behind))

@@ -41,15 +41,20 @@ class Gathering(Protocol):
 class Scattering(Protocol):
     """Partial sums on their way to the ranks that own their rows."""
 
-    own: Tensor
-    """``[n, w]``: the place of this rank's own partial sum."""
+    def place(self) -> Tensor:
+        """Return memory ``[n, w]`` for this rank's own partial sum, which must be written before :meth:`finish`."""
+        ...
+
+    def keep(self, own: Tensor) -> None:
+        """Take this rank's own partial sum ``[n, w]``, instead of :meth:`place`; it must not change any more."""
+        ...
 
     def send(self, number: int, piece: Tensor) -> None:
         """Start to send a round's finished piece ``[run * n, w]`` to the owners of its rows, without own rows."""
         ...
 
     def finish(self) -> Tensor:
-        """Return the sum ``[n, w]`` of the received parts and :attr:`own`."""
+        """Return the sum ``[n, w]`` of the received parts and the own one."""
         ...
 
 
@@ -129,13 +134,13 @@ class Pipelined(Plain):
             part = x[first : first + run * rows]
             # Written straight to its place: with one rank per block, nothing of the own block is for others.
             if number == 0 and run == 1:
-                product.call(part, leaving.own)
+                product.call(part, leaving.place())
                 continue
             piece = product.call(part, None)
             leaving.send(number, piece)
             if number == 0:
                 # The own rows of the own block stay here; the rest of the block has just been sent.
-                leaving.own.copy_(piece[rank % run * rows :][:rows])
+                leaving.keep(piece[rank % run * rows :][:rows])
         return leaving
 
     def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.common import HALF
+from megalight.ops.sum_terms import sum_terms
 from megalight.parallel.collectives import Pending, check_divides
-from megalight.parallel.peers import memory
+from megalight.parallel.peers import driver, memory
 from megalight.parallel.peers.copies import Copies
 from megalight.parallel.peers.memory import Flag, PeerMemory, Slot
 from megalight.parallel.peers.watch import Watch
@@ -153,7 +154,7 @@ class PeerCopies(Copies):
     def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringCopies:
         """Prepare to receive partial sums."""
         self.watch.check()
-        return ScatteringCopies(self, (rows, width), like.dtype, rounds)
+        return ScatteringCopies(self, (rows, width), like, rounds)
 
 
 class GatheringCopies:
@@ -170,12 +171,17 @@ class GatheringCopies:
             for _, behind in each.pairs:
                 place = self.slot.view(behind, shape, share.dtype, rank * share.numel())
                 carrier.push(self.slot, behind, (place, share))
-        # The share leaves with this event: until then its memory must not be written again.
-        self.left = carrier.stream.record_event()
         self.whole = self.slot.view(rank, (size * shape[0], *shape[1:]), share.dtype)
         carrier.open[self.whole.data_ptr()] = self.slot
         if place_own:
-            self.whole.view(size, *shape)[rank].copy_(share)
+            own = self.whole.view(size, *shape)[rank]
+            if len(rounds) in (1, size):
+                # Nothing reads it before the last round, so the products need not wait for a copy of their own stream.
+                driver.copy(carrier.stream, own, share)
+            else:
+                own.copy_(share)
+        # The share leaves with this event: until then its memory must not be written again.
+        self.left = carrier.stream.record_event()
 
     def wait(self, number: int) -> None:
         """Let the current stream wait for a round's shares; in the last round also until the own share has left."""
@@ -187,15 +193,21 @@ class GatheringCopies:
 class ScatteringCopies:
     """A scatter in which each rank pushes partial sums into the slots of the ranks that own their rows."""
 
-    def __init__(
-        self, carrier: PeerCopies, shape: tuple[int, int], dtype: torch.dtype, rounds: tuple[Round, ...]
-    ) -> None:
-        self.carrier, self.shape, self.dtype, self.rounds = carrier, shape, dtype, rounds
+    def __init__(self, carrier: PeerCopies, shape: tuple[int, int], like: Tensor, rounds: tuple[Round, ...]) -> None:
+        self.carrier, self.shape, self.like, self.rounds = carrier, shape, like, rounds
         self.rank, self.size = carrier.sums.rank, carrier.sums.size
-        self.slot = carrier.sums.slot(self.size * prod(shape) * dtype.itemsize)
-        self.parts = self.slot.view(self.rank, (self.size, *shape), dtype)
-        self.own = self.parts[self.rank]
+        self.slot = carrier.sums.slot((self.size - 1) * prod(shape) * like.itemsize)
+        self.own: Tensor | None = None
         self.leaving: list[Tensor] = []
+
+    def place(self) -> Tensor:
+        """Return memory for the own part. Only the parts of peers lie in the slot."""
+        self.own = self.like.new_empty(*self.shape)
+        return self.own
+
+    def keep(self, own: Tensor) -> None:
+        """Take the own part where it is."""
+        self.own = own
 
     def send(self, number: int, piece: Tensor) -> None:
         """Start to push the rows of a piece."""
@@ -206,18 +218,24 @@ class ScatteringCopies:
         if not self.leaving:
             self.carrier.await_free(self.slot)
         for ahead, _ in self.rounds[number].pairs:
-            place = self.slot.view(ahead, self.shape, self.dtype, self.rank * prod(self.shape))
+            # The owner has a row for each of its peers, in the order of ranks.
+            row = self.rank - (self.rank > ahead)
+            place = self.slot.view(ahead, self.shape, self.like.dtype, row * prod(self.shape))
             self.carrier.push(self.slot, ahead, (place, by_owner[ahead % run]))
         self.left = self.carrier.stream.record_event()
         self.leaving.append(piece)  # freed after the current stream has waited for the copies
 
     def finish(self) -> Tensor:
-        """Wait until all peers have pushed, and sum; float32 is used for accumulation."""
+        """Wait until all peers have pushed, and sum in the order of ranks; float32 is used for accumulation."""
         self.carrier.await_ready(self.slot, self.slot.memory.others)
         # The pieces are read by copies; their memory may be reused only after these.
         torch.cuda.current_stream().wait_event(self.left)
         self.leaving.clear()
-        # Two terms: a single addition gives the same result as the reduction.
-        total = torch.add(self.parts[0], self.parts[1]) if self.size == 2 else torch.sum(self.parts, 0)
+        own, self.own = self.own, None
+        assert own is not None, "the own part was neither written nor given"
+        size, dtype = prod(self.shape), self.like.dtype
+        rows = [self.slot.view(self.rank, self.shape, dtype, row * size) for row in range(self.size - 1)]
+        total = own.new_empty(*self.shape)
+        sum_terms(total, own, rows, self.rank)
         self.carrier.free(self.slot)
         return total
