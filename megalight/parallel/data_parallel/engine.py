@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -400,6 +400,17 @@ class DataParallelEngine:
             homes: wait for the parameters of these buckets only (:meth:`homes_of`).
         """
         self._parameters.sync(homes)
+
+    def recording_parameters(self) -> AbstractContextManager[None]:
+        """Record passes of a step inside: at each replay, modules wait for parameters that are then on their way.
+
+        Call :meth:`replaying_parameters` before every replay.
+        """
+        return self._parameters.recording()
+
+    def replaying_parameters(self) -> None:
+        """Leave it to a replay that follows to wait for parameters; where recordings cannot wait, wait here."""
+        self._parameters.replay()
 
     def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         """Return the indices of the buckets that hold these parameters, for :meth:`sync_parameters`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megalight.imports import torch_distributed
 from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.streams import side_stream
 
 all_gather = torch_distributed("all_gather_single", "all_gather_into_tensor")
 
@@ -27,28 +29,68 @@ def gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
 class Gatherer:
     """All-gathers the parameters of buckets in place, and keeps track of the buckets still in flight.
 
+    On a GPU, an event marks the end of each bucket's gather. A CUDA graph may wait for it: at each replay, for the
+    gather that was started last before it.
+
     Args:
         buckets: in the order in which the forward pass needs them.
+        device: of the buckets.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
         self.buckets = buckets
         self._waits: dict[int, Callable[[], object]] = {}
         self._home = {id(info.parameter): index for index, bucket in enumerate(buckets) for info in bucket.infos}
+        travelling = [index for index, bucket in enumerate(buckets) if bucket.shard_group is not None]
+        self._stream = side_stream(device, bool(travelling))
+        self._marks: dict[int, torch.cuda.Event] = {}
+        if self._stream is not None:
+            for index in travelling:
+                self._marks[index] = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+                # torch ignores a wait for an event without a record, and a recording would never wait.
+                self._marks[index].record()
+        self._keep()
 
     def start(self) -> None:
         """Start gathering every bucket."""
-        for index, bucket in enumerate(self.buckets):
-            if bucket.shard_group is not None:
-                # In place: `own_params` is this rank's interval of `params`, so the
-                # collective copies nothing on this rank.
-                self._waits[index] = gather(bucket.params, bucket.own_params, bucket.shard_group).wait
+        if self._stream is None:
+            for index, bucket in enumerate(self.buckets):
+                if bucket.shard_group is not None:
+                    # In place: `own_params` is this rank's interval of `params`, so the
+                    # collective copies nothing on this rank.
+                    self._waits[index] = gather(bucket.params, bucket.own_params, bucket.shard_group).wait
+            return
+        with self._stream.after_computation():
+            for index, mark in self._marks.items():
+                bucket = self.buckets[index]
+                assert bucket.shard_group is not None
+                # This stream waits. So the mark, which is behind it, comes after the gather.
+                gather(bucket.params, bucket.own_params, bucket.shard_group).wait()
+                mark.record()
+                self._waits[index] = mark.wait
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Let passes that are recorded inside wait for their parameters in each replay; :meth:`replay` follows."""
+        before, self._waits = self._waits, {index: mark.wait for index, mark in self._marks.items()}
+        try:
+            yield
+            self.wait()  # what no module has waited for: code behind the replay may read it
+        finally:
+            self._waits = before
+
+    def replay(self) -> None:
+        """Leave the waiting to a replay that follows. On a CPU recordings cannot wait, so wait here."""
+        if self._stream is None:
+            self.wait()
+        self._waits.clear()
 
     def widen(self, bucket: Bucket, params: Tensor | None) -> None:
         """Turn a bucket's codes into parameters of their own dtype; see :meth:`Bucket.widen`."""
         self.wait()
         group = bucket.shard_group
         bucket.widen(lambda whole, own: group is not None and gather(whole, own, group).wait(), params)
+        self._keep()  # the parameters have other memory now
 
     def wait(self, indices: Sequence[int] | None = None) -> None:
         """Wait for some buckets, or for all. On CUDA the current stream waits, not the host."""
@@ -75,6 +117,11 @@ class Gatherer:
                 before.remove()  # the hook of an earlier engine
             if any(self.buckets[index].shard_group is not None for index in needed):
                 part.__dict__["gathering"] = part.register_forward_pre_hook(self._hook(needed))
+
+    def _keep(self) -> None:
+        if self._stream is not None:
+            # A run that is dropped after a step leaves gathers on their way, which nobody waits for.
+            self._stream.uses(self.buckets[index].params for index in self._marks)
 
     def _hook(self, indices: list[int]) -> Callable[[nn.Module, tuple[object, ...]], None]:
         def wait(module: nn.Module, inputs: tuple[object, ...]) -> None:

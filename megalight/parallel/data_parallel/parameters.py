@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class ShardedParameters:
         self.residency: Residency | None = None
         self._device = device
         # Buckets come in the order of the backward pass. The forward pass needs the last one first.
-        self._gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params])
+        self._gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params], device)
         self._codes = Codes(self._with_codes(), device)
         self.recast()
 
@@ -76,6 +77,14 @@ class ShardedParameters:
         # A wait for some buckets comes from one module's forward. Units wait in hooks of their own.
         if homes is None and self.residency is not None:
             self.residency.settle()
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Record passes inside, which wait for their parameters in each replay."""
+        return self._gatherer.recording()
+
+    def replay(self) -> None:
+        """Let the replay that follows wait for parameters; without such waits in recordings, wait here."""
+        self._gatherer.replay()
 
     def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         """Return the indices of the buckets that hold these parameters, for :meth:`sync`."""

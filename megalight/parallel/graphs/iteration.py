@@ -137,13 +137,14 @@ class IterationGraphs:
         form.seen += 1
         # Eager warm-up steps also read the static inputs, so that the inspection sees what a recording will read.
         form.inputs.fill(list(micro_batches))
-        self.engine.sync_parameters()  # a graph cannot wait for a gather that began outside it
         if way is Way.EAGER:
+            self.engine.sync_parameters()  # what waits for parameters is no operation of the step
             looked = form.seen in (self.warmup_steps - 1, self.warmup_steps)
             return self._look_through(form, passes) if looked else passes(form.inputs.value)
         if not self._record_all(form, passes, way):
             return passes(form.inputs.value)
         assert form.recording is not None
+        self.engine.replaying_parameters()
         form.recording.replay()
         self.replays += 1
         # No hook of autograd has run, so the engine is told what the graph has done.
@@ -257,7 +258,7 @@ class IterationGraphs:
             try:
                 # Nothing runs while it is recorded. So the ranks may agree afterwards, and replay only if all have
                 # succeeded.
-                form.recording = self.recorder.record(lambda: passes(form.inputs.value), self.generators())
+                form.recording = self.recorder.record(lambda: self._recorded(form, passes), self.generators())
                 form.gradients = gradients.values if gradients.reduced else None
             except Exception as error:
                 # The capture has marked gradients as written, but no kernel has run.
@@ -273,6 +274,10 @@ class IterationGraphs:
             told = f"recording failed: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
         self.refuse(told)
         return False
+
+    def _recorded(self, form: Form, passes: Callable[[Sequence[Any]], Any]) -> Any:
+        with self.engine.recording_parameters():
+            return passes(form.inputs.value)
 
     def _refuse(self, reason: str) -> None:
         self._refused = True

@@ -24,6 +24,7 @@ class Tape:
     Attributes:
         tapes: all that were made and not dropped.
         fail_at: number of the recording that fails halfway; None: none.
+        entries: what is on the tape that is being recorded; None: nothing is recorded now.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class Tape:
         self.made = 0
         self.entered = 0
         self.fail_at: int | None = None
+        self.entries: list[Any] | None = None
 
     def enter(self) -> None:
         self.entered += 1
@@ -49,6 +51,7 @@ class Tape:
         self.made += 1
         states = [(g, g.get_state()) for g in (torch.default_generator, *generators)]
         listening = _Listening(list(generators))
+        self.entries = listening.entries
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(random, "lend", listening.lend)
             patch.setattr(dist.Work, "wait", _wait)
@@ -58,6 +61,7 @@ class Tape:
                     if self.fail_at == self.made:
                         raise RuntimeError("operation not permitted when stream is capturing")
             finally:
+                self.entries = None
                 listening.undo()
                 for generator, state in states:
                     generator.set_state(state)
