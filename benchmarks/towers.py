@@ -29,24 +29,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.dense_step import PACKAGES
+from benchmarks.image_text import ours, shapes
+from benchmarks.image_text.shapes import SHAPES, Shape, twin
 from benchmarks.meter import Meter, device_name, forget
 from benchmarks.peers import world_size
-from benchmarks.peers.megalight import Steps, Wrong, say
+from benchmarks.peers.megalight import Wrong, say
 from benchmarks.step import Step
-from benchmarks.vlm import SHAPES, Same, Shape, options_of, part, twin
-from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.imports import version
 from megalight.models.vlm.flops import Trained
-from megalight.models.vlm.module import VLMModule
 from megalight.optim import AdamConfig
 from megalight.parallel.ending import end_at_exit
 from megalight.strategies import (
@@ -57,8 +54,6 @@ from megalight.strategies import (
     Side,
 )
 
-PRESETS = {"llava-1.5": ("llava_1_5_7b", 8), "qwen2.5-vl": ("qwen2_5_vl_7b", 2)}
-"""Shape -> preset, and rows of a micro-batch: activations of a trained tower must fit, too."""
 TP = {"tensor_parallel": 2, "sequence_parallel": True}
 WAYS: dict[str, tuple[type[MegatronStrategy], dict[str, Any]]] = {
     "together": (MegatronStrategy, {}),
@@ -73,23 +68,9 @@ TOLERANCE = 1e-2
 """Relative difference of losses that another order of sums in bf16 may cause in the steps of a row."""
 
 
-class OneBatch(VLMModule):
-    """Trains on this rank's share of one batch, over and over."""
-
-    whole: ImageTextBatch
-    steps: int
-
-    def train_dataloader(self) -> DataLoader[ImageTextBatch]:
-        share = self.trainer.strategy.distributed_sampler_kwargs
-        own = self.whole.split(len(self.whole) // share["num_replicas"])[share["rank"]]
-        pinned = self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(Same(own, self.steps), batch_size=None, pin_memory=pinned)
-
-
 def shape_of(name: str, device: str) -> Shape:
-    """Return a shape with a quarter of its layers, or a narrow twin for the CPU."""
-    preset, mbs = PRESETS[name]
-    shape = replace(SHAPES[name](), config=part(preset, 4), mbs=mbs)
+    """Return a shape with a quarter of its layers and the global batch, or a narrow twin for the CPU."""
+    shape = shapes.shape_of(name, 4, trained=True)
     if device == "cpu":
         shape = replace(twin(shape), seq=128)
     return replace(shape, micro=ROWS[device][name] // shape.mbs)
@@ -109,25 +90,9 @@ def train(shape: Shape, way: str, device: str, meter: Meter) -> list[Tensor]:
         losses.append(strategy.report.loss)
         meter.tick()
 
-    module = OneBatch(shape.config, optimizer=AdamConfig(lr=LEARNING_RATE))
-    module.whole, _ = shape.batch(1, shape.mbs * shape.micro)
-    module.steps = meter.total
-    trainer = pl.Trainer(
-        accelerator=device,
-        devices=world_size(),
-        strategy=kind(micro_batch_size=shape.mbs, data_parallel=DataParallel(level="optim"), **layout),
-        **options_of(shape, "bf16" if device == "cuda" else "fp32", device),
-        max_steps=meter.total,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        limit_val_batches=0,
-        callbacks=[Steps(meter.start, tick)],
-    )
-    trainer.fit(module)
+    strategy = kind(micro_batch_size=shape.mbs, data_parallel=DataParallel(level="optim"), **layout)
+    precision, adam = "bf16" if device == "cuda" else "fp32", AdamConfig(lr=LEARNING_RATE)
+    ours.train(shape, shape.rows, strategy, precision, device, meter.total, tick, meter.start, optimizer=adam)
     meter.close()
     return losses
 
@@ -148,7 +113,7 @@ def measure(name: str, way: str, device: str, referee: list[float] | None) -> di
     every: list[Any] = [None] * world_size()
     dist.all_gather_object(every, meter.seconds())
     seconds = max(every, key=statistics.median)
-    median, tokens, flops = statistics.median(seconds), shape.seq * shape.mbs * shape.micro, shape.flops(Trained())
+    median, tokens, flops = statistics.median(seconds), shape.seq * shape.rows, shape.flops(Trained())
     return {
         "row": f"{name}, {way}",
         "device": device_name(step),

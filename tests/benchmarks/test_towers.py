@@ -25,8 +25,8 @@ def test_a_trained_tower_is_counted() -> None:
     tower = 577 * (6 * (23 * 12 * 1024**2 + 588 * 1024) + 12 * 23 * 1024 * 577)
     projector = 577 * 6 * (1024 * 4096 + 4096**2)
     assert shape.flops(Trained()) - towers.text_flops(shape) == pytest.approx(32 * (tower + projector), rel=2e-3)
-    for name in towers.PRESETS:  # so that each way can divide it
-        assert towers.shape_of(name, "cuda").mbs * towers.shape_of(name, "cuda").micro == towers.ROWS["cuda"][name]
+    for name in towers.SHAPES:  # so that each way can divide it
+        assert towers.shape_of(name, "cuda").rows == towers.ROWS["cuda"][name]
 
 
 def test_other_losses_than_those_of_the_first_way_are_not_timed() -> None:

@@ -3,43 +3,75 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from benchmarks import vlm
+from benchmarks.image_text import measure
+from benchmarks.image_text.row import Row
+from benchmarks.image_text.shapes import shape_of
+from benchmarks.in_turn import in_turn
 from benchmarks.peers.megalight import Wrong
-from megalight.models.vlm.flops import flops_of_images
+from megalight.models.vlm.flops import Trained, flops_of_images
+from tests.workers import run
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+ONE = [Row(shape, way, "bf16", small=True) for shape in vlm.SHAPES for way in ("megalight", "transformers")]
 
 
 def test_operations_of_the_shapes_are_counted() -> None:
-    shape = vlm.SHAPES["llava-1.5"]()
+    shape = shape_of("llava-1.5", 2)
     batch, cuts = shape.batch(0, 2)
-    assert (batch.tokens == 32000).sum() == 2 * 576
+    assert (batch.tokens == 32000).sum() == 2 * 576 == 2 * shape.image_tokens()
     assert [len(cut.pixels) for cut in cuts] == [577, 577]
     language = 16 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32064
     tower = 577 * (2 * (23 * 12 * 1024**2 + 588 * 1024) + 4 * 23 * 1024 * 577)
     projector = 577 * (4 * 1024 * 4096 + 6 * 4096**2)
     attention = 6 * 16 * 4096 * 1024
     assert shape.flops() == pytest.approx(16 * (1024 * (6 * language + attention) + tower + projector), rel=2e-3)
-    qwen = vlm.SHAPES["qwen2.5-vl"]()
+    whole = Row("llava-1.5", "megalight", "bf16", gpus=4, trained=True, divisor=1, mbs=4)
+    assert whole.passes == Trained()
+    language += 16 * (4 * 4096**2 + 3 * 4096 * 11008)
+    more = 1024 * (6 * language + 2 * attention) + 3 * tower + 577 * 6 * (1024 * 4096 + 4096**2)
+    assert whole.made().flops(whole.passes) == pytest.approx(8 * more, rel=2e-3)
+    qwen = shape_of("qwen2.5-vl")
     sizes = [17 * 23, 24 * 36, 16 * 16]
     assert [cut.features for cut in qwen.batch(0, 1)[1]] == sizes
     assert qwen.flops() > 8 * flops_of_images(qwen.config, [4 * size for size in sizes]) / 3
 
 
-@pytest.mark.parametrize("row", [row for row in vlm.ROWS if "fp8" not in row])
-def test_a_row_on_the_cpu(row: str) -> None:
-    found = vlm.measure(row, "cpu", unchecked=False)
-    assert found["checks"]["twin_difference"] < vlm.TOLERANCE["fp32"]
+@pytest.mark.parametrize("row", ONE, ids=lambda row: row.name)
+def test_a_row_on_the_cpu(row: Row) -> None:
+    _right(measure.measure(row))
+
+
+def _right(found: dict[str, Any]) -> None:
+    assert found["checks"]["twin_difference"] < measure.TOLERANCE["fp32"]
     losses = found["checks"]["twin_losses"]
     assert losses[-1] < 0.999 * losses[0]  # it learns, so that steps matter
     assert found["seconds"] > 0
     assert found["tflops"] * found["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "level", "trained"),
+    [
+        ("llava-1.5", "optim_grads_params", True),
+        pytest.param("qwen2.5-vl", "optim_grads_params", True, marks=pytest.mark.full),
+        pytest.param("llava-1.5", "optim", False, marks=pytest.mark.full),
+        pytest.param("qwen2.5-vl", "optim", True, marks=pytest.mark.full),
+        pytest.param("qwen2.5-vl", "optim_grads", False, marks=pytest.mark.full),
+    ],
+)
+def test_fsdp2_on_two_ranks_has_the_losses_of_the_global_batch(shape: str, level: str, trained: bool) -> None:
+    row = Row(shape, "transformers", "bf16", 2, level, trained=trained, small=True)
+    for found in run(measure.measure, 2, row):
+        _right(found)
 
 
 @pytest.mark.full
@@ -51,9 +83,81 @@ def test_rows_in_processes(tmp_path: Path) -> None:
     assert "x transformers" in vlm.table(rows)
 
 
-def test_what_is_wrong_is_not_timed() -> None:
-    def wrong(*arguments: object, **options: object) -> None:
-        arguments[4](mock.Mock(report=mock.Mock(loss=1.0)))  # type: ignore[operator]
+@pytest.mark.full
+def test_rows_of_two_ranks(tmp_path: Path) -> None:
+    path, level = tmp_path / "result.json", "optim_grads_params"
+    options = ["--small", "--gpus", "2", "--limit", "280", "--sharding", "prefetch:2", "--breakdown"]
+    asked = [f"qwen2.5-vl, transformers bf16, {level}", "megalight fp8", "megalight bf16"]
+    assert vlm.main([str(path), *options, "--rows", *asked]) == 0
+    peer, *ours = json.loads(path.read_text())["rows"]
+    assert [row["row"].split(",")[0] for row in ours] == list(vlm.SHAPES) * 2
+    assert peer["sharding"] == [] != ours[0]["sharding"]
+    assert [len(row.get("breakdown", ())) for row in (peer, *ours)] == [0, 2, 2, 2, 2]
+    for row in (peer, *ours):
+        assert (row["gpus"], row["tower"], len(row["peak_gib"])) == (2, "trained", 2)
+        assert row["checks"]["twin_difference"] < measure.TOLERANCE["fp8" if "fp8" in row["row"] else "fp32"]
+    assert not path.with_suffix(".log").exists()
 
-    with mock.patch.object(vlm, "train", wrong), mock.patch.object(vlm, "CHECKED_STEPS", 1), pytest.raises(Wrong):
-        vlm.check(vlm.SHAPES["llava-1.5"](), "megalight", "fp32", "cpu")
+
+def test_rows_are_asked_for_by_name_or_word_and_in_order() -> None:
+    words = ["result.json", "--gpus", "2", "--level", "optim", "optim_grads", "--mbs", "3", "--rows"]
+    words += ["qwen2.5-vl, megalight bf16, optim", "transformers", "qwen2.5-vl, megalight bf16, optim"]
+    rows = vlm.rows_of(vlm.arguments().parse_args(words))
+    assert [(row.shape, row.way, row.level) for row in rows] == [
+        ("qwen2.5-vl", "megalight", "optim"),
+        ("llava-1.5", "transformers", "optim"),
+        ("qwen2.5-vl", "transformers", "optim"),
+        ("llava-1.5", "transformers", "optim_grads"),
+        ("qwen2.5-vl", "transformers", "optim_grads"),
+    ]
+    assert {(row.gpus, row.divisor, row.trained, row.mbs) for row in rows} == {(2, 1, True, 3)}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--level", "optim"], "--level says what several ranks shard"),
+        (["--gpus", "2", "--sharding", "gather:auto"], "gather"),
+        (["--gpus", "2", "--sharding", "gathers:copied"], "gathers='copied'"),
+    ],
+)
+def test_what_does_not_act_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        vlm.main(["result.json", "--small", *words])
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: object, **options: object) -> None:
+        arguments[3](mock.Mock(report=mock.Mock(loss=1.0)))  # type: ignore[operator]
+
+    row = Row("llava-1.5", "megalight", "bf16", small=True)
+    monkeypatch.setattr(measure, "train_ours", wrong)
+    monkeypatch.setattr(measure, "CHECKED_STEPS", 1)
+    with pytest.raises(Wrong):
+        measure.check(row)
+
+
+RANK = """
+import json, sys, time
+from pathlib import Path
+from benchmarks.in_turn import add
+for row in json.loads(Path(sys.argv[1]).read_text()):
+    if row["name"] == "dies":
+        raise RuntimeError("no memory")
+    if row["name"] == "hangs":
+        time.sleep(1000)
+    add(Path(sys.argv[2]), row)
+"""
+
+
+def test_rows_behind_one_that_fails_or_hangs_run_all_the_same(tmp_path: Path) -> None:
+    log, names = tmp_path / "result.log", ["a", "dies", "b", "hangs", "c"]
+    found = list(in_turn([sys.executable, "-c", RANK], [{"name": name} for name in names], log, 4.0))
+    assert [found[0], found[2], found[4]] == [{"name": name} for name in "abc"]
+    assert found[1].startswith("exit code 1\n")
+    assert "no memory" in found[1]
+    assert found[3].startswith("not done after 4 s")
+    assert "no memory" in log.read_text()
+    assert list(in_turn([sys.executable, "-c", RANK], [{"name": "a"}], log, 30.0)) == [{"name": "a"}]
+    assert not log.exists()
