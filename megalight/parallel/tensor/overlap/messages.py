@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.parallel.tensor.overlap.rounds import Round
+from megalight.parallel.tensor.overlap.rounds import Own, Round
 
 
 class Messages:
@@ -20,9 +20,9 @@ class Messages:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
-    def gather(self, share: Tensor, rounds: tuple[Round, ...], *, place_own: bool) -> GatheringMessages:
+    def gather(self, share: Tensor, rounds: tuple[Round, ...], own: Own) -> GatheringMessages:
         """Start to gather all shares."""
-        return GatheringMessages(self.group, share, rounds, place_own)
+        return GatheringMessages(self.group, share, rounds, own != "absent")
 
     def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringMessages:
         """Prepare to receive partial sums."""
@@ -46,8 +46,11 @@ class GatheringMessages:
             shares[group.rank()].copy_(share)
 
     def wait(self, number: int) -> None:
-        """Wait for the shares of a round."""
+        """Wait for the shares of a round, and until own ones have left."""
         wait(self.works[number])
+
+    def finish(self) -> None:
+        """Do nothing: the rounds have waited for everything."""
 
 
 class ScatteringMessages:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from megalight.parallel.collectives import Pending, check_divides, start_all_reduce
 from megalight.parallel.tensor.overlap.pieces import best_pieces
 from megalight.parallel.tensor.overlap.plain import Plain
-from megalight.parallel.tensor.overlap.rounds import Round, rounds_of
+from megalight.parallel.tensor.overlap.rounds import Own, Round, rounds_of
 from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
 
 
@@ -31,10 +31,14 @@ class Gathering(Protocol):
     """Shares on their way to this rank."""
 
     whole: Tensor
-    """``[tp * n, h]``: all shares in rank order; each is valid after the wait for its round."""
+    """``[tp * n, h]``: all shares in rank order; each of another rank is valid after the wait for its round."""
 
     def wait(self, number: int) -> None:
         """Wait for the shares of a round; on a GPU the current stream waits, not the host."""
+        ...
+
+    def finish(self) -> None:
+        """Wait, after the last round, until all of ``whole`` is valid and the own share may be written again."""
         ...
 
 
@@ -61,8 +65,8 @@ class Scattering(Protocol):
 class Carrier(Protocol):
     """Moves shares between the ranks."""
 
-    def gather(self, share: Tensor, rounds: tuple[Round, ...], *, place_own: bool) -> Gathering:
-        """Start to gather all shares ``[n, h]``; the own one is included if ``place_own``."""
+    def gather(self, share: Tensor, rounds: tuple[Round, ...], own: Own) -> Gathering:
+        """Start to gather all shares ``[n, h]``."""
         ...
 
     def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> Scattering:
@@ -102,7 +106,8 @@ class Pipelined(Plain):
         rank, size, rows = self.group.rank(), self.group.size(), len(share)
         rounds = rounds_of(rank, size, pieces)
         alone = pieces == size  # then the first product needs only the own share, and no message
-        arriving = self.carrier.gather(share, rounds, place_own=keep or not alone)
+        own: Own = "early" if not alone else "late" if keep else "absent"
+        arriving = self.carrier.gather(share, rounds, own)
         y = share.new_empty(size * rows, product.width)
         block = size // pieces * rows
         for number, each in enumerate(rounds):
@@ -110,6 +115,8 @@ class Pipelined(Plain):
             arriving.wait(number)
             part = slice(each.block * block, (each.block + 1) * block)
             product.call(share if alone and number == 0 else arriving.whole[part], y[part])
+        # After the last product, which runs while the own share still leaves.
+        arriving.finish()
         return y, arriving.whole
 
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:

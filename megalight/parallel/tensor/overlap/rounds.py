@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, TypeAlias
+
+Own: TypeAlias = Literal["absent", "early", "late"]
+"""Whether a rank's own share is among the gathered ones: not at all, from the first round on, or only at the end."""
 
 
 @dataclass(frozen=True)

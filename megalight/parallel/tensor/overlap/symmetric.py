@@ -24,7 +24,7 @@ from megalight.parallel.peers.memory import Flag, PeerMemory, Slot
 from megalight.parallel.peers.watch import Watch
 from megalight.parallel.tensor.overlap.pipelined import Pipelined, as_rows, pieces_why_not
 from megalight.parallel.tensor.overlap.plain import Plain
-from megalight.parallel.tensor.overlap.rounds import Round, rounds_of
+from megalight.parallel.tensor.overlap.rounds import Own, Round, rounds_of
 from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
 
 LEAST_BYTES = 1 << 20
@@ -63,10 +63,11 @@ class Symmetric(Pipelined):
         if share.nbytes < LEAST_BYTES:
             return super().start_gather(share, dim)
         flat, back = as_rows(share, dim)
-        arriving = self.carrier.gather(flat, rounds_of(self.group.rank(), self.group.size(), 1), place_own=True)
+        arriving = self.carrier.gather(flat, rounds_of(self.group.rank(), self.group.size(), 1), "late")
 
         def finish() -> Tensor:
             arriving.wait(0)
+            arriving.finish()
             return self._whole(arriving.whole, back)
 
         return Pending(None, finish)
@@ -146,10 +147,10 @@ class PeerCopies(Copies):
         """
         self.spin.wait_with(self.watch, slot.flags(Flag.READY, peers), slot.memory)
 
-    def gather(self, share: Tensor, rounds: tuple[Round, ...], *, place_own: bool) -> GatheringCopies:
+    def gather(self, share: Tensor, rounds: tuple[Round, ...], own: Own) -> GatheringCopies:
         """Start to gather all shares."""
         self.watch.check()
-        return GatheringCopies(self, share, rounds, place_own)
+        return GatheringCopies(self, share, rounds, own)
 
     def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringCopies:
         """Prepare to receive partial sums."""
@@ -160,7 +161,7 @@ class PeerCopies(Copies):
 class GatheringCopies:
     """A gather in which each rank pushes its share into a slot of every other rank."""
 
-    def __init__(self, carrier: PeerCopies, share: Tensor, rounds: tuple[Round, ...], place_own: bool) -> None:
+    def __init__(self, carrier: PeerCopies, share: Tensor, rounds: tuple[Round, ...], own: Own) -> None:
         rank, size, shape = carrier.shares.rank, carrier.shares.size, tuple(share.shape)
         self.carrier, self.rounds = carrier, rounds
         self.share = share  # keeps the memory until it has been copied
@@ -173,21 +174,22 @@ class GatheringCopies:
                 carrier.push(self.slot, behind, (place, share))
         self.whole = self.slot.view(rank, (size * shape[0], *shape[1:]), share.dtype)
         carrier.open[self.whole.data_ptr()] = self.slot
-        if place_own:
-            own = self.whole.view(size, *shape)[rank]
-            if len(rounds) in (1, size):
-                # Nothing reads it before the last round, so the products need not wait for a copy of their own stream.
-                driver.copy(carrier.stream, own, share)
-            else:
-                own.copy_(share)
+        place = self.whole.view(size, *shape)[rank]
+        if own == "early":
+            place.copy_(share)
+        elif own == "late":
+            # Behind the pushes, so that products do not wait for a copy on their own stream.
+            driver.copy(carrier.stream, place, share)
         # The share leaves with this event: until then its memory must not be written again.
         self.left = carrier.stream.record_event()
 
     def wait(self, number: int) -> None:
-        """Let the current stream wait for a round's shares; in the last round also until the own share has left."""
+        """Let the current stream wait for a round's shares."""
         self.carrier.await_ready(self.slot, [ahead for ahead, _ in self.rounds[number].pairs])
-        if number == len(self.rounds) - 1:
-            torch.cuda.current_stream().wait_event(self.left)
+
+    def finish(self) -> None:
+        """Let the current stream wait, after all rounds, for the copies of the own share."""
+        torch.cuda.current_stream().wait_event(self.left)
 
 
 class ScatteringCopies:
@@ -228,9 +230,6 @@ class ScatteringCopies:
     def finish(self) -> Tensor:
         """Wait until all peers have pushed, and sum in the order of ranks; float32 is used for accumulation."""
         self.carrier.await_ready(self.slot, self.slot.memory.others)
-        # The pieces are read by copies; their memory may be reused only after these.
-        torch.cuda.current_stream().wait_event(self.left)
-        self.leaving.clear()
         own, self.own = self.own, None
         assert own is not None, "the own part was neither written nor given"
         size, dtype = prod(self.shape), self.like.dtype
@@ -238,4 +237,7 @@ class ScatteringCopies:
         total = own.new_empty(*self.shape)
         sum_terms(total, own, rows, self.rank)
         self.carrier.free(self.slot)
+        # The pieces are read by copies; their memory may be reused only after these.
+        torch.cuda.current_stream().wait_event(self.left)
+        self.leaving.clear()
         return total

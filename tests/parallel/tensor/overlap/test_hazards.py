@@ -46,15 +46,17 @@ def calls(world: World, pieces: int) -> None:
         way.done(gathered)
         way.scatter_in_pieces(whole, product, pieces).finish()  # type: ignore[arg-type]
         way.scatter_in_pieces(whole, product, pieces).finish()  # type: ignore[arg-type]
-        arriving = way.carrier.gather(share, rounds_of(rank, size, 1), place_own=True)  # type: ignore[arg-type]
+        arriving = way.carrier.gather(share, rounds_of(rank, size, 1), "late")  # type: ignore[arg-type]
         leaving = way.scatter_in_pieces(whole, product, 1)  # type: ignore[arg-type]
         arriving.wait(0)
+        arriving.finish()
         world.access(arriving.whole, write=False)  # type: ignore[arg-type]
         way.done(arriving.whole)
         leaving.finish()
-    several = [way.carrier.gather(share, rounds_of(rank, size, 1), place_own=True) for _ in range(2)]  # type: ignore[arg-type]
+    several = [way.carrier.gather(share, rounds_of(rank, size, 1), "late") for _ in range(2)]  # type: ignore[arg-type]
     for arriving in several:
         arriving.wait(0)
+        arriving.finish()
         world.access(arriving.whole, write=False)  # type: ignore[arg-type]
     for arriving in several:
         way.done(arriving.whole)
@@ -62,8 +64,9 @@ def calls(world: World, pieces: int) -> None:
         leaving.finish()
     way.scatter_in_pieces(whole, product, 1).finish()  # type: ignore[arg-type]
     for _ in range(2):  # weight gradients that come later gather one input after another
-        arriving = way.carrier.gather(share, rounds_of(rank, size, 1), place_own=True)  # type: ignore[arg-type]
+        arriving = way.carrier.gather(share, rounds_of(rank, size, 1), "late")  # type: ignore[arg-type]
         arriving.wait(0)
+        arriving.finish()
         world.access(share, write=True)
         world.access(arriving.whole, write=False)  # type: ignore[arg-type]
         way.done(arriving.whole)

@@ -39,13 +39,17 @@ class Recorder:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.events: list[str] = []
-        self.placed = False
+        self.own = ""
 
-    def gather(self, share: Tensor, rounds: Any, *, place_own: bool) -> Any:
-        self.placed = place_own
+    def gather(self, share: Tensor, rounds: Any, own: str) -> Any:
+        self.own = own
         self.events.append(f"post {sum(len(each.pairs) for each in rounds)}")
         whole = torch.zeros(self.size * len(share), share.shape[1])
-        return SimpleNamespace(whole=whole, wait=lambda number: self.events.append(f"wait {number}"))
+        return SimpleNamespace(
+            whole=whole,
+            wait=lambda number: self.events.append(f"wait {number}"),
+            finish=lambda: self.events.append("left"),
+        )
 
     def scatter(self, rows: int, width: int, like: Tensor, rounds: Any) -> Any:
         def send(number: int, piece: Tensor) -> None:
@@ -79,14 +83,18 @@ def test_gathered_shares_travel_under_the_products_before_them() -> None:
     overlap, carrier = way(1, 4, 4)
     y, whole = overlap.gather_product(torch.zeros(ROWS, 4), carrier.product(), 0, keep=False)
     own = f"multiply {ROWS}"
-    assert carrier.events == ["post 3", "wait 0", own, "wait 1", own, "wait 2", own, "wait 3", own]
-    assert (tuple(y.shape), whole, carrier.placed) == ((4 * ROWS, 5), None, False)
+    assert carrier.events == ["post 3", "wait 0", own, "wait 1", own, "wait 2", own, "wait 3", own, "left"]
+    assert (tuple(y.shape), whole, carrier.own) == ((4 * ROWS, 5), None, "absent")
 
     overlap, carrier = way(1, 4, 2)
     _, whole = overlap.gather_product(torch.zeros(ROWS, 4), carrier.product(), 0, keep=True)
-    assert carrier.events == ["post 3", "wait 0", f"multiply {2 * ROWS}", "wait 1", f"multiply {2 * ROWS}"]
+    assert carrier.events == ["post 3", "wait 0", f"multiply {2 * ROWS}", "wait 1", f"multiply {2 * ROWS}", "left"]
     assert whole is not None
-    assert carrier.placed
+    assert carrier.own == "early", "the first product reads it"
+
+    overlap, carrier = way(1, 4, 4)
+    overlap.gather_product(torch.zeros(ROWS, 4), carrier.product(), 0, keep=True)
+    assert carrier.own == "late", "only the caller reads it, when all products are there"
 
 
 def test_sums_leave_under_the_products_after_them() -> None:
