@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,8 +153,9 @@ class TowerStepper(Stepper):
         self.precision.begin(number)
         samples, micro_batches = self._split(args[0])
         self.has_gradients = True
+        passes = partial(self.encoder.train, engine=self.engine, sync=sync)
         with self.micro_batches.step(samples, sync), self.precision.step():
-            self.encoder.train(self.encoder.joined(micro_batches), self.engine, sync)
+            self.step.runner((scale, sync), self.encoder.joined(micro_batches), passes)
         self.encoder.bridge.finish()
         values = self.relay("train")
         loss, tokens = values.pop("loss"), values.pop("num_tokens")

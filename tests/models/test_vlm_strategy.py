@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from megalight.callbacks import Adapters
@@ -113,6 +115,11 @@ COUNTS = {
     "one": [(0, 0, 0, 1)],
     "many": [(4, 4, 3, 4), (4, 0, 4, 4)],
     "huge": [(HUGE, 0, 1, 1), (0, 1, 0, HUGE)],
+    # Every step has the same shapes.
+    "same": [(1, 1, 1, 1)] * 4,
+    "same_huge": [(HUGE, HUGE, HUGE, HUGE)] * 4,
+    # The third micro-batch has other images than the rest.
+    "nearly_same": [(1, 1, 2, 1)] * 4,
 }
 """Images of each row of each step."""
 
@@ -142,7 +149,7 @@ class WithData(VLMModule):
         return DataLoader(rows, batch_size=None, sampler=From(self.trainer.global_step, len(rows)))
 
 
-def fit(name: str, counts: str, options: dict[str, Any]) -> dict[str, Any]:
+def fit(name: str, counts: str, options: dict[str, Any], also: Sequence[Callback] = ()) -> dict[str, Any]:
     """Train in every rank of the pool; losses, norms, initial and final weights, first gradients."""
     options, shared = dict(options), dict[str, Any]()
     if (low := options.pop("low", None)) is not None:
@@ -156,7 +163,7 @@ def fit(name: str, counts: str, options: dict[str, Any]) -> dict[str, Any]:
     rules = tuple(GroupRule(pattern, lr_scale=scale) for pattern, scale in RATES.get(name, {}).items())
     module = WithData(CONFIGS[name], optimizer=replace(ADAM, rules=rules), seed=SEED, freeze=FREEZE.get(name, ()))
     module.case = (name, counts)
-    callbacks: list[Any] = [losses] if options.get("sharded") else [losses, gradients]
+    callbacks: list[Any] = [losses, *also] if options.get("sharded") else [losses, gradients, *also]
     if name in ADAPTERS:
         callbacks.append(Adapters(rank=3, alpha=6.0, **ADAPTERS[name]))
     shared |= {"use_distributed_sampler": False, "gradient_clip_val": CLIP, "limit_val_batches": 0}

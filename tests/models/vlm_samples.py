@@ -151,6 +151,7 @@ def batch(
     text = TokenBatch(tokens, labels, mask, ((first, length - first),) * len(counts))
     found = images(counts, generator, config)
     options = {"class_token": config.vision.class_token and not config.added_rows, "newline": config.newline}
+    options["mutual"] = config.mutual
     return with_images(text, found, config.image_token, **options)
 
 

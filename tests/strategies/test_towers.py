@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from megalight import checkpoint
 from megalight.callbacks import EMA, Adapters
-from megalight.callbacks.graphs import reasons_against
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.inference import generate
 from megalight.inference.pictures import with_pictures
@@ -420,12 +419,6 @@ def test_a_unit_that_holds_the_tower_is_refused_beside() -> None:
 )
 def test_what_needs_the_whole_model_is_refused(verb: str, module: Any, callbacks: list[Callback], message: str) -> None:
     assert all(message in found for found in run(_refused, 2, verb, module, callbacks))
-
-
-def test_steps_are_not_recorded() -> None:
-    for strategy in (MegatronTowersStrategy(), MegatronTowersBesideStrategy()):
-        assert "its messages change with the images" in next(reasons_against.of_strategy(strategy))
-    assert not list(reasons_against.of_strategy(MegatronStrategy()))
 
 
 class Sent:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 
 from megalight.callbacks.graphs import reasons_against
+from megalight.callbacks.graphs.parts import lanes_of, roots_of
 from megalight.callbacks.graphs.watch import INTERNAL, STAND_INS, watched
 from megalight.errors import ConfigurationError
 from megalight.parallel.graphs.backends import GRAPH_BACKENDS, Named, PartGraphs, Parts
@@ -147,7 +148,7 @@ class CUDAGraph(pl.Callback):
             self._refuse("; ".join(dict.fromkeys(reasons)) or "another rank cannot record its steps")
             return
         # replays use the generators that were recorded, so each stream keeps one generator for the run
-        found = [streams for chunk in strategy.chunks for streams in streams_of(chunk)]
+        found = [streams for root in roots_of(strategy) for streams in streams_of(root)]
         self._streams = list({id(streams): streams for streams in found}.values())
         for streams in self._streams:
             streams.persist(strategy.root_device)
@@ -164,17 +165,16 @@ class CUDAGraph(pl.Callback):
         on_gpu = strategy.root_device.type == "cuda"
         reasons = [
             *reasons_against.of_environment(on_gpu),
-            *reasons_against.of_strategy(strategy),
-            *reasons_against.of_recompute(strategy.chunks),
+            *reasons_against.of_recompute(roots_of(strategy)),
         ]
         if (missing := GRAPH_BACKENDS[self.backend].why_not(strategy.root_device.type)) is not None:
             reasons.append(missing)
         if self.scope == "iteration":
             reasons += reasons_against.of_sharding(strategy, self.backend, [])
             return [*reasons, *reasons_against.of_whole_steps(trainer, module, strategy)], []
-        reasons += reasons_against.of_module(module)
+        reasons += [*reasons_against.of_module(module), *reasons_against.of_backend(strategy, self.backend)]
         try:
-            lanes = [reasons_against.parts_of(chunk, self.scope) for chunk in strategy.chunks]
+            lanes = lanes_of(strategy, self.scope, towers=self.backend == "own")
         except ConfigurationError as error:
             return [*reasons, str(error)], []
         reasons += reasons_against.of_sharding(strategy, self.backend, lanes)

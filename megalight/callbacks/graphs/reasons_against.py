@@ -1,4 +1,4 @@
-"""Find what to record as CUDA graphs, and reasons against it that are known before a run begins."""
+"""Reasons against recording CUDA graphs that are known before a run begins."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
-from megalight.nn.moe import Dispatcher, MoE
+from megalight.nn.moe import Dispatcher
 from megalight.ops.parameter import cast_of
 from megalight.parallel.groups import speaks
-from megalight.parallel.layers import depth_layers_of, layers_of
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.hooks import defines, is_ours
 from megalight.strategies.megatron import MegatronStrategy
-from megalight.strategies.towers import MegatronTowersStrategy
-from megalight.strategies.towers_beside import MegatronTowersBesideStrategy
+from megalight.strategies.tower_base import TowersStrategy
 from megalight.strategies.user_module import own_steps
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -42,10 +39,10 @@ def of_environment(on_gpu: bool) -> Iterator[str]:
         yield f"collectives run over {dist.get_backend()}, through the host; use nccl"
 
 
-def of_strategy(strategy: MegatronStrategy) -> Iterator[str]:
-    """Yield reasons in the strategy."""
-    if isinstance(strategy, MegatronTowersStrategy | MegatronTowersBesideStrategy):
-        yield "the tower has a layout of its own, and its messages change with the images; use MegatronStrategy"
+def of_backend(strategy: MegatronStrategy, backend: str) -> Iterator[str]:
+    """Yield reasons in the backend that records parts: others than our own follow the schedule of one model."""
+    if backend != "own" and isinstance(strategy, TowersStrategy):
+        yield f"backend={backend!r} records one model, and {strategy.what} is a second one; use backend='own'"
 
 
 def of_module(module: pl.LightningModule) -> Iterator[str]:
@@ -102,6 +99,11 @@ def of_sharding(
 
 def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
     """Yield reasons against whole steps: code that runs between the beginning and the end of a step."""
+    if isinstance(strategy, TowersStrategy):
+        yield (
+            f"{strategy.what} gets rows of images, and sends features, whose numbers ranks tell each other on the host "
+            "in the middle of a step; record both models with scope='layer', or use MegatronStrategy"
+        )
     if strategy.pipeline.schedule == "combined":
         yield "the schedule 'combined' runs forward and backward in turns, in two threads; choose another schedule"
     for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
@@ -121,7 +123,8 @@ def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tu
         yield f"zero-bubble schedules keep weight gradients back, which scope={scope!r} cannot; use scope='iteration'"
     if strategy.pipeline.schedule == "combined":
         yield f"the schedule 'combined' runs forward and backward in turns, which scope={scope!r} cannot repeat"
-    if strategy.mesh.cp > 1:
+    # That of the language model: ranks of a tower trade rows for heads, whose numbers they know.
+    if strategy.context_parallel > 1:
         yield f"context parallelism plans its exchange inside layers, on the host; use scope='iteration', not {scope!r}"
     if strategy.recompute.granularity == "full":
         yield f"recompute of whole layers runs them twice for one backward, which scope={scope!r} cannot repeat"
@@ -153,28 +156,6 @@ def of_hooks_in(parts: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
     for name, module in parts:
         yield from of_hooks((f"{name}.{part}", child) for part, child in module.named_modules() if part)
     yield from of_parameter_hooks(pair for name, module in parts for pair in module.named_parameters(name))
-
-
-def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
-    """Return the layers of a chunk, or their attention (and routers, with scope ``router``), by name and in order.
-
-    Raises:
-        ConfigurationError: the chunk has no layers, or they have no attention.
-    """
-    by_index = layers_of(chunk, f"CUDAGraph(scope={scope!r})")
-    layers = [(f"layers.{index}", layer) for index, layer in by_index.items()] + list(depth_layers_of(chunk).items())
-    if scope == "layer":
-        return layers
-    found: list[tuple[str, nn.Module]] = []
-    for name, layer in layers:
-        if not isinstance(getattr(layer, "attention", None), nn.Module):
-            raise ConfigurationError(
-                f"{name} ({type(layer).__name__}) has no module `attention`; give it that name, or use scope='layer'"
-            )
-        found.append((f"{name}.attention", layer.attention))  # type: ignore[arg-type]
-        if scope == "router" and isinstance(mlp := getattr(layer, "mlp", None), MoE):
-            found.append((f"{name}.mlp.router", mlp.router))
-    return found
 
 
 def of_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:

@@ -52,6 +52,7 @@ class AnyResForm:
     alone: bool = False
 
     axes = False
+    mutual = False
     cut_axes = ()
     fixed_tokens = None
 

@@ -165,7 +165,8 @@ class ImageTextBatch(TokenBatch):
         images: the images.
         source: ``[B, S]`` int64: for each token, the row of features of ``images`` that replaces it, -1 for text,
             ``NEWLINE``: a learned row replaces it, or ``MIXED`` less the number of a mixture.
-        runs: where the tokens of each image are. A context-parallel share has none.
+        runs: where the tokens of each image are, for models in which these see each other. Without need they are left
+            out: they differ from batch to batch, and a recorded step is of one form. A context-parallel share has none.
     """
 
     images: Images | None = None
@@ -247,7 +248,13 @@ def runs_of(source: NDArray[np.int64], images: Images) -> Runs:
 
 
 def with_images(
-    text: TokenBatch, images: Images, image_token: int, *, class_token: bool, newline: bool = False
+    text: TokenBatch,
+    images: Images,
+    image_token: int,
+    *,
+    class_token: bool,
+    newline: bool = False,
+    mutual: bool = False,
 ) -> ImageTextBatch:
     """Join rows of tokens and their images: each image takes the next image tokens of its row, one for each patch.
 
@@ -257,6 +264,7 @@ def with_images(
         image_token: the id of image tokens.
         class_token: whether the first row of an image is its class token, which no token stands for.
         newline: whether each image has one more token, its last, for a learned row.
+        mutual: whether the tokens of an image see each other.
 
     Raises:
         DataError: a row has another number of image tokens than its images have patches.
@@ -280,7 +288,7 @@ def with_images(
             own = [F.pad(each, (0, 1), value=NEWLINE) for each in own]
         if own:
             source[number, places[number]] = torch.cat(own)
-    return _with(text, images, source, runs_of(source.numpy(), images))
+    return _with(text, images, source, runs_of(source.numpy(), images) if mutual else ())
 
 
 def with_cuts(text: TokenBatch, cuts: Sequence[Sequence[Cut]], image_token: int, form: Form) -> ImageTextBatch:
@@ -314,7 +322,7 @@ def with_cuts(text: TokenBatch, cuts: Sequence[Sequence[Cut]], image_token: int,
             begins = accumulate((len(cut.source) for cut in own[:-1]), initial=0)
             grids = [(int(places[at]), cut.grid) for at, cut in zip(begins, own, strict=True)] if own else []
             axes.append(torch.from_numpy(document_positions(lengths, grids)))
-    joined = _with(text, images, source, runs_of(source.numpy(), images))
+    joined = _with(text, images, source, runs_of(source.numpy(), images) if form.mutual else ())
     return replace(joined, axis_positions=torch.stack(axes)) if axes else joined
 
 

@@ -74,6 +74,7 @@ class DynamicForm:
     extent: bool = False
     resample: str = "bicubic"
 
+    mutual = False
     fixed_tokens = None
 
     @property

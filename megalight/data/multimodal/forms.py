@@ -78,6 +78,11 @@ class Form(Protocol):
         ...
 
     @property
+    def mutual(self) -> bool:
+        """Whether the tokens of an image see each other in the language model."""
+        ...
+
+    @property
     def merge(self) -> int:
         """Side of the squares of patches that are one row of features."""
         ...

@@ -35,6 +35,7 @@ class ImageForm:
             https://arxiv.org/abs/2404.16821). 1: it is one square, by ``resize``.
         newline: whether the tokens of an image end with one that stands for no patch, but for a learned row.
         axes: whether tokens have positions on several axes.
+        mutual: whether the tokens of an image see each other in the language model.
         resize: ``crop``: the shorter side becomes ``size``, and the middle is kept (CLIP, LLaVA-1.5 in
             ``transformers``). ``pad``: borders make a square first. ``stretch``: height and width alone.
         resample: ``bicubic`` or ``bilinear``.
@@ -51,6 +52,7 @@ class ImageForm:
     newline: bool = False
     resize: Resize = "crop"
     axes: bool = False
+    mutual: bool = False
     merge: int = 1
     tiles: int = 1
     resample: str = "bicubic"

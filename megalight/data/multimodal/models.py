@@ -31,6 +31,7 @@ def form_of(config: Any, resize: Resize | None = None) -> Form:
             resample=vision.resample,
             border=tuple(int(255 * mean) for mean in vision.mean),
             axes=axes,
+            mutual=config.mutual,
         )
         if (anyres := vision.anyres) is None:
             return square

@@ -1,0 +1,128 @@
+"""Graphs of the layers of vision towers, in any layout: the run of one device by hand."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from megalight.callbacks import CUDAGraph
+from megalight.callbacks.graphs.parts import tower_parts_of
+from megalight.callbacks.graphs.reasons_against import of_backend
+from megalight.models.vlm import VLM
+from megalight.models.vlm.frozen import freeze
+from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute.apply import apply_recompute
+from megalight.strategies import (
+    DataParallel,
+    MegatronStrategy,
+    MegatronTowersBesideStrategy,
+    MegatronTowersStrategy,
+    Side,
+)
+from tests.models.test_vlm_strategy import CONFIGS, by_hand, fit
+from tests.parallel.graphs.tape import Tape
+from tests.strategies.test_towers import joined
+from tests.strategies.training import assert_same_gradients, assert_same_run
+from tests.workers import run
+
+STEPS = 4
+SP = {"tensor_parallel": 2, "sequence_parallel": True}
+PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
+SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
+APART = {"kind": MegatronTowersStrategy}
+BESIDE = {"kind": MegatronTowersBesideStrategy}
+
+
+def recorded(name: str, counts: str, scope: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """A run in every rank, whose layers are recorded after two steps."""
+    callback = CUDAGraph(scope, warmup_steps=2)
+    callback.recorder = tape = Tape()
+    found = fit(name, counts, {**options, "micro_batch_size": 1}, also=(callback,))
+    assert tape.entered == 0
+    assert not tape.tapes, "all is given back"
+    return {**found, "replays": callback.replays, "reasons": callback.reasons}
+
+
+RUNS: dict[str, tuple[str, int, str, str, dict[str, Any], list[int]]] = {
+    # Scope, ranks, model, images of rows, options; replayed forwards of a step on each rank.
+    "beside": ("layer", 2, "llava", "same", {**BESIDE, "tower": Side(), **SP}, [2 * 4 + 2 * 4] * 2),
+    "apart": ("layer", 2, "intern", "same", {**APART, "tower": Side()}, [2 * 4] * 2),
+    # The tower's ranks divide rows of images for their layers, and trade them for heads in attention.
+    "apart, cp of the tower": ("layer", 3, "qwen3", "same_huge", {**APART, "tower": Side(ranks=2, **CP)}, [12, 12, 8]),
+    "beside, attention, sharded": (
+        "attention",
+        2,
+        "qwen3",
+        "same_huge",
+        {**BESIDE, "tower": Side(**SP), **SHARDED},
+        [3 * 2 + 2 * 2] * 2,
+    ),
+    "together": ("layer", 2, "llava", "same", PP, [2 * 4 + 1 * 4, 1 * 4]),
+    "beside, pp": ("layer", 2, "deep", "same", {**BESIDE, "tower": Side(), **PP}, [2 * 4 + 2 * 4] * 2),
+    "apart, sharded": ("layer", 4, "llava", "same", {**APART, "tower": Side(ranks=2), **SHARDED}, [4] * 4),
+    # A frozen tower has no backward pass.
+    "frozen": ("layer", 2, "frozen", "same", {**BESIDE, "tower": Side(), **SP}, [2 * 4] * 2),
+    "adapters": ("layer", 2, "tower_adapters", "same", {**BESIDE, "tower": Side(), **SP}, [2 * 4 + 2 * 4] * 2),
+    "recompute": (
+        "layer",
+        2,
+        "llava",
+        "same",
+        {**BESIDE, "tower": Side(recompute=Recompute(granularity="full")), **SP},
+        [2 * 4] * 2,
+    ),
+}
+DEFAULT = ("beside", "apart, cp of the tower", "beside, attention, sharded", "together")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in DEFAULT)) for name in RUNS]
+)
+def test_replays_train_the_model_of_one_device(name: str) -> None:
+    scope, ranks, model, counts, options, replays = RUNS[name]
+    every = run(recorded, ranks, model, counts, scope, options, timeout=240)
+    assert [rank["reasons"] for rank in every] == [[]] * ranks
+    assert [rank["replays"] for rank in every] == [(STEPS - 2) * each for each in replays]
+    whole, expected = joined(every), by_hand(model, counts)
+    assert_same_gradients(whole["gradients"], expected["gradients"])
+    assert_same_run(whole, expected)
+
+
+def test_other_images_run_eagerly() -> None:
+    """The third micro-batch of each step does so, in the tower alone: its text has the shape of the others."""
+    (found,) = run(recorded, 1, "llava", "nearly_same", "layer", {})
+    assert found["replays"] == 2 * (2 * 3 + 2 * 4)
+    assert found["reasons"] == [
+        "embed.tower.layers.0 is called with arguments of a different form than when it was recorded"
+    ]
+    assert_same_run(found, by_hand("llava", "nearly_same"))
+
+
+@pytest.mark.parametrize("options", [{**APART, "tower": Side()}, {**BESIDE, "tower": Side()}], ids=["apart", "beside"])
+def test_whole_steps_of_two_layouts_are_not_recorded(options: dict[str, Any]) -> None:
+    for found in run(recorded, 2, "llava", "same", "iteration", options):
+        assert found["replays"] == 0
+        assert re.search(
+            r"tell each other on the host in the middle of a step; record both .* scope='layer'", found["reasons"][0]
+        )
+
+
+def test_backends_of_one_model_are_refused() -> None:
+    (reason,) = of_backend(MegatronTowersStrategy(), "transformer_engine")
+    assert "records one model, and a tower on ranks of its own is a second one" in reason
+    assert not [*of_backend(MegatronTowersStrategy(), "own"), *of_backend(MegatronStrategy(), "transformer_engine")]
+
+
+def test_parts_of_a_tower_begin_where_gradients_do() -> None:
+    with torch.device("meta"):
+        model = VLM(CONFIGS["qwen3"])
+    assert [name for name, _ in tower_parts_of(model, "layer")] == [f"embed.tower.layers.{i}" for i in range(3)]
+    freeze(model, ["*.tower.patch.*", "*.tower.position.*", "*.tower.layers.0.*", "*.tower.layers.1.attention.*"])
+    assert [name for name, _ in tower_parts_of(model, "layer")] == [f"embed.tower.layers.{i}" for i in (1, 2)]
+    # The attention of the layer before whose MLP nothing is trained has no gradient, either.
+    assert [name for name, _ in tower_parts_of(model, "attention")] == ["embed.tower.layers.2.attention"]
+    apply_recompute(model, Recompute(vision=Recompute(granularity="full")))
+    assert not tower_parts_of(model, "layer")
