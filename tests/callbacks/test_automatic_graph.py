@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from megalight.callbacks import ActivationOffload, AutomaticCUDAGraph, CUDAGraph
+from megalight.callbacks.graphs import automatic, cuda_graph
 from megalight.callbacks.graphs.trial import SETTLING, TIMED, Reading
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.micro_batches import Usage
@@ -170,6 +171,36 @@ def test_otherwise_they_run_as_before(eager: Reading, replayed: Reading, verdict
     assert (reasons, found_verdict) == ("", verdict)
     assert replays == (SETTLING + TIMED if "without" in verdict else 0)
     equal(found, run(trained, 1, Logs, None)[0])
+
+
+def hidden(eager: Reading, replayed: Reading, gains: bool) -> Any:
+    """Train with split layers that hide more in recorded steps; also return what layers were told, and when."""
+    told: list[tuple[bool, int]] = []
+    callback = AutomaticCUDAGraph()
+    callback.probe = probe = StandIn(callback, eager, replayed)
+    with (
+        mock.patch.object(automatic, "gains_by_recording", return_value=gains),
+        mock.patch.object(cuda_graph, "steps_recorded", lambda chunk, flag: told.append((flag, probe.measured))),
+    ):
+        trained(Logs, callback)
+    return callback.replays, callback.trial and callback.trial.verdict, told
+
+
+BUSY = Reading(0.002, 0.010, ROOMY)
+
+
+def test_a_busy_device_is_no_reason_where_recorded_layers_hide_more() -> None:
+    replays, verdict, told = run(hidden, 1, BUSY, FAST, True)[0]
+    assert (replays > TIMED, verdict) == (True, "4.0 ms for forward and backward, 10.0 ms without")
+    assert told[0] == (True, TIMED), "eager steps are measured as they would be without graphs"
+    assert [flag for flag, _ in told] == [True, False]
+
+
+def test_layers_hear_of_graphs_that_are_given_up() -> None:
+    _, verdict, told = run(hidden, 1, BUSY, Reading(0.001, 0.0099, ROOMY), True)[0]
+    assert verdict == "9.9 ms for forward and backward, 10.0 ms without"
+    assert [flag for flag, _ in told] == [True, False]
+    assert run(hidden, 1, BUSY, FAST, False)[0][2] == [], "they were never tried"
 
 
 def test_ranks_decide_alike() -> None:

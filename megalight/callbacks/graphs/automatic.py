@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.callbacks.graphs.trial import DeviceProbe, Probe, Trial
 from megalight.parallel.graphs.iteration import IterationGraphs
 from megalight.parallel.step import StepRunner
+from megalight.parallel.tensor.shared import gains_by_recording
 from megalight.strategies.megatron import MegatronStrategy
 
 
@@ -21,9 +23,10 @@ class AutomaticCUDAGraph(CUDAGraph):
 
     It does nothing without a GPU, with other strategies than ``MegatronStrategy``, where steps cannot be recorded, and
     beside a ``CUDAGraph`` or ``ActivationOffload`` of the trainer or of the module's ``configure_callbacks``.
-    Steps are tried as graphs if the host needs most of a step to launch kernels, and there is memory for a second set
-    of activations. If the replayed steps are not faster, later ones run eagerly. The log gives the decision and both
-    times. With ``micro_batch_size="auto"``, it waits until the number is found.
+    Steps are tried as graphs if the host needs most of a step to launch kernels, or if split layers hide more of their
+    communication when a graph launches it, and there is memory for a second set of activations. If the replayed steps
+    are not faster, later ones run eagerly. The log gives the decision and both times. With
+    ``micro_batch_size="auto"``, it waits until the number is found.
 
     Attributes:
         probe: object that measures steps. None means the GPU.
@@ -67,8 +70,12 @@ class AutomaticCUDAGraph(CUDAGraph):
 
     def _runner(self, graphs: IterationGraphs, strategy: MegatronStrategy) -> StepRunner:
         probe = self.probe or DeviceProbe(strategy.root_device, strategy.mesh)
-        self.trial = Trial(graphs, probe, strategy.largest, self._tell)
+        self.trial = Trial(graphs, probe, strategy.largest, self._tell, partial(_gains, strategy))
         return self.trial
 
     def _tell(self, verdict: str) -> None:
         rank_zero_info(verdict)
+
+
+def _gains(strategy: MegatronStrategy) -> bool:
+    return any(gains_by_recording(chunk) for chunk in strategy.chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -154,8 +155,6 @@ class CUDAGraph(pl.Callback):
             streams.persist(strategy.root_device)
         assert strategy.engine is not None
         whole = self.scope == "iteration"
-        for chunk in strategy.chunks:
-            steps_recorded(chunk, whole)
         strategy.run_steps_by(self._whole_steps(strategy, pl_module) if whole else self._parts(strategy, lanes))
 
     def _look_ahead(
@@ -198,6 +197,7 @@ class CUDAGraph(pl.Callback):
             max_graphs=self.max_graphs,
             refuse=self._refuse,
             looking=lambda reasons: watched(module, reasons),
+            tell=partial(_tell_layers, strategy),
         )
         runner = self._runner(graphs, strategy)
 
@@ -213,6 +213,7 @@ class CUDAGraph(pl.Callback):
 
     def _runner(self, graphs: IterationGraphs, strategy: MegatronStrategy) -> StepRunner:
         """Return what runs the passes of whole steps, from graphs where it can."""
+        graphs.prepare()
         return graphs
 
     def _parts(self, strategy: MegatronStrategy, lanes: list[list[Named]]) -> StepRunner:
@@ -288,12 +289,15 @@ class CUDAGraph(pl.Callback):
         if recorder is None:
             return
         if self._graphs is not None:
-            for chunk in _strategy(trainer).chunks:
-                steps_recorded(chunk, False)
             _strategy(trainer).run_steps_by(run_passes)
             self._graphs.close()
         # Last: graphs are closed on the stream on which they were recorded.
         recorder.leave()
+
+
+def _tell_layers(strategy: MegatronStrategy, recorded: bool) -> None:
+    for chunk in strategy.chunks:
+        steps_recorded(chunk, recorded)
 
 
 def _strategy(trainer: pl.Trainer) -> MegatronStrategy:

@@ -72,8 +72,8 @@ class DeviceProbe:
 class Trial:
     """Runs steps eagerly, then from graphs, measures both, and stays with the faster way.
 
-    Graphs are tried only if launches limit the eager steps, and if the device has room for a second set of activations.
-    All ranks decide by the same figures.
+    Graphs are tried only if launches limit the eager steps, or layers hide more in recorded ones, and if the device has
+    room for a second set of activations. All ranks decide by the same figures.
 
     Attributes:
         verdict: the decision, in words. None: it is still open.
@@ -83,6 +83,7 @@ class Trial:
         probe: measures steps.
         agree: integers of all ranks -> the largest of each.
         tell: called with the verdict.
+        gains: whether layers hide more communication in recorded steps; all ranks ask together.
     """
 
     def __init__(
@@ -91,11 +92,13 @@ class Trial:
         probe: Probe,
         agree: Callable[[list[int]], list[int]],
         tell: Callable[[str], None],
+        gains: Callable[[], bool],
     ) -> None:
         self.graphs = graphs
         self.probe = probe
         self.agree = agree
         self.tell = tell
+        self.gains = gains
         self.verdict: str | None = None
         self._kind: Hashable = None
         self._steps = 0
@@ -128,9 +131,10 @@ class Trial:
     def _look(self, readings: list[Reading]) -> None:
         """Decide whether to try graphs."""
         launched, done = self._agreed(readings)
+        gains = self.agree([int(self.gains())]) == [1]
         usage = readings[-1].memory
         needed = usage.peak - usage.before
-        if launched < LAUNCHES * done:
+        if launched < LAUNCHES * done and not gains:
             self._end(f"the device is busy, launches take {launched * 1e3:.1f} of {done * 1e3:.1f} ms")
         # The graph keeps its activations, and evaluation needs as much again at most.
         elif usage.peak + needed > usage.limit:
@@ -138,6 +142,7 @@ class Trial:
             self._end(f"a graph would keep {needed / 2**30:.1f} GiB, and {free:.1f} GiB are free")
         else:
             self._trying, self._steps = True, 0
+            self.graphs.prepare()
 
     def _replay(self, key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Any:
         before = self.graphs.replays

@@ -78,6 +78,8 @@ class IterationGraphs:
         max_graphs: largest number of forms that are recorded.
         refuse: called with the reason why steps run eagerly; may raise.
         looking: a context around the inspected step; gets the list of reasons.
+        tell: called when it changes whether steps are recorded, on all ranks before the same step. Layers may then
+            work in another way.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class IterationGraphs:
         max_graphs: int,
         refuse: Callable[[str], None],
         looking: Callable[[list[str]], AbstractContextManager[None]] = lambda reasons: nullcontext(),
+        tell: Callable[[bool], None] = lambda recorded: None,
     ) -> None:
         self.recorder = recorder
         self.engine = engine
@@ -104,9 +107,11 @@ class IterationGraphs:
         self.max_graphs = max_graphs
         self.refuse = refuse
         self.looking = looking
+        self.tell = tell
         self.replays = 0
         self._refused = False  # on this rank
         self._off = False  # on all ranks
+        self._recorded = False  # what `tell` was told
         self._varied = False
         self._forms: OrderedDict[Hashable, Form] = OrderedDict()
 
@@ -169,10 +174,17 @@ class IterationGraphs:
                 form.recording.drop()
         self._forms.clear()
 
+    def prepare(self, recorded: bool = True) -> None:
+        """Let layers work as in recorded steps, or as in others, before the same step on all ranks."""
+        if recorded != self._recorded:
+            self._recorded = recorded
+            self.tell(recorded)
+
     def close(self) -> None:
-        """Free all graphs, and run all later steps eagerly."""
+        """Free all graphs, and run all later steps eagerly, before the same step on all ranks."""
         self._off = True
         self.drop()
+        self.prepare(False)
 
     # ------------------------------------------------------------------ which way
 
@@ -224,8 +236,7 @@ class IterationGraphs:
         # largest of the negated wishes) and whether any rank has refused.
         largest, least, refused = self.agree([wish, -wish, int(self._refused)])
         if refused:
-            self._off = True
-            self.drop()
+            self.close()
             if not self._refused:
                 self.refuse("another rank cannot record its steps")
         return Way.EAGER if refused or least == 0 else Way(largest)
@@ -258,7 +269,7 @@ class IterationGraphs:
             try:
                 # Nothing runs while it is recorded. So the ranks may agree afterwards, and replay only if all have
                 # succeeded.
-                form.recording = self.recorder.record(lambda: self._recorded(form, passes), self.generators())
+                form.recording = self.recorder.record(lambda: self._waiting(form, passes), self.generators())
                 form.gradients = gradients.values if gradients.reduced else None
             except Exception as error:
                 # The capture has marked gradients as written, but no kernel has run.
@@ -267,15 +278,14 @@ class IterationGraphs:
         if self.agree([int(problem is not None)]) == [0]:
             return True
         gradients.give_up(first)
-        self.drop()
-        self._off = True
+        self.close()
         told = "recording failed on another rank"
         if problem is not None:
             told = f"recording failed: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
         self.refuse(told)
         return False
 
-    def _recorded(self, form: Form, passes: Callable[[Sequence[Any]], Any]) -> Any:
+    def _waiting(self, form: Form, passes: Callable[[Sequence[Any]], Any]) -> Any:
         with self.engine.recording_parameters():
             return passes(form.inputs.value)
 

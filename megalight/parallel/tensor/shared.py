@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -20,7 +20,7 @@ from megalight.parallel.expert.symmetric import PeerExchange
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.tensor.overlap.kinds import choose
+from megalight.parallel.tensor.overlap.kinds import automatic, choose
 from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
 from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec
 
@@ -146,6 +146,13 @@ class Shared:
             self._overlaps[kind, spec] = self._ways[way.name]
         return self._overlaps[kind, spec]
 
+    def gains_by_recording(self) -> bool:
+        """Whether layers that have run would overlap in another way if steps were recorded."""
+        return any(
+            kind == "auto" and automatic(replace(spec, recorded=True)) != automatic(replace(spec, recorded=False))
+            for kind, spec in self._overlaps
+        )
+
     def check_overlap(self, name: str, weight: Tensor, device: torch.device) -> None:
         """Raise now, before anything runs, if the chosen overlap backend cannot serve a layer.
 
@@ -185,6 +192,18 @@ def steps_recorded(model: nn.Module, recorded: bool) -> None:
     This affects the choice of ``overlap="auto"``, so call it before the first step, on all ranks.
     """
     # In place, because the layers hold the object since the split.
-    for module in model.modules():
-        if isinstance(shared := getattr(module, "shared", None), Shared):
-            shared.recorded = recorded
+    for shared in _states(model):
+        shared.recorded = recorded
+
+
+def gains_by_recording(model: nn.Module) -> bool:
+    """Whether split layers of ``model`` that have run hide more of their communication if steps are recorded.
+
+    The ranks that share layers call this together.
+    """
+    return any(shared.gains_by_recording() for shared in _states(model))
+
+
+def _states(model: nn.Module) -> list[Shared]:
+    found = [getattr(module, "shared", None) for module in model.modules()]
+    return list({id(shared): shared for shared in found if isinstance(shared, Shared)}.values())

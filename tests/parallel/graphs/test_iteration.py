@@ -39,6 +39,7 @@ class Steps:
         self.tape = Tape()
         self.tape.enter()
         self.reasons: list[str] = []
+        self.told: list[bool] = []
         self.calls = 0
         self.graphs = IterationGraphs(
             self.tape,
@@ -48,6 +49,7 @@ class Steps:
             Fingerprint([("", self.model)]),
             lambda: [],
             refuse=self.reasons.append,
+            tell=self.told.append,
             **{"warmup_steps": 2, "max_graphs": 2, **options},
         )
 
@@ -144,15 +146,19 @@ class Opaque:
 def test_what_cannot_be_seen_is_refused(steps: Steps) -> None:
     batches = [{"x": torch.ones(2, 3).double(), "weight": 1.0, "more": Opaque()}]
     steps.engine.zero_grad()
+    steps.graphs.prepare()
     steps.graphs("train", batches, steps.passes)
+    assert steps.told == [True, False], "layers must not work as in recorded steps for ever"
     assert "type dict holds objects whose contents cannot be inspected" in steps.reasons[0]
     assert not any(steps(4) for _ in range(4)), "once and for all"
 
 
 def test_a_recording_that_fails_leaves_nothing_behind(steps: Steps) -> None:
     steps.tape.fail_at = 1
+    steps.graphs.prepare()
     states = torch.get_rng_state()
     assert [steps(4) for _ in range(5)] == [False] * 5
+    assert steps.told == [True, False]
     assert "recording failed: RuntimeError: operation not permitted" in steps.reasons[0]
     assert len(steps.reasons) == 1
     torch.set_rng_state(states)

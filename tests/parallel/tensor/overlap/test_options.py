@@ -24,7 +24,7 @@ from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.kinds import OVERLAPS, choose
 from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
 from megalight.parallel.tensor.overlap.spec import OverlapSpec
-from megalight.parallel.tensor.shared import Shared, steps_recorded
+from megalight.parallel.tensor.shared import Shared, gains_by_recording, steps_recorded
 from tests.parallel.test_apply import BASE
 from tests.workers import run
 
@@ -102,6 +102,21 @@ def test_auto_takes_copy_engines_for_recorded_steps(monkeypatch: pytest.MonkeyPa
     for recorded in (True, False):
         steps_recorded(model, recorded)
         assert layer.shared._spec(torch.zeros(1), torch.device("cpu"), None, None).recorded is recorded
+
+
+def test_layers_know_whether_recording_would_hide_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "why_not", lambda device: None)
+    for kind, spec, gains in (
+        ("auto", SPEC, True),
+        ("auto", replace(SPEC, recorded=True), True),
+        ("auto", replace(SPEC, low_precision=True), False),
+        ("plain", SPEC, False),
+    ):
+        model = split(TensorOptions())
+        assert not gains_by_recording(model), "no layer has run"
+        layer = next(module for module in model.modules() if isinstance(module, ColumnLinear))
+        layer.shared._overlaps[kind, spec] = None  # type: ignore[assignment]
+        assert gains_by_recording(model) is gains
 
 
 def per_layer(limit: int | None) -> tuple[list[str], list[int | None]]:
