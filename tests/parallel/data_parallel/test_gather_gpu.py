@@ -79,10 +79,12 @@ def _losses(warmup: int) -> tuple[list[float], int]:
     engine = _engine(model, bucket_size=WIDTH * WIDTH)
     optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-3), engine)
 
+    hosts = dist.new_group(backend="gloo")
+
     def agree(values: list[int]) -> list[int]:
-        found = torch.tensor(values, device=device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return [int(value) for value in found.tolist()]
+        found = torch.tensor(values)  # on the host, which runs ahead of the device
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=hosts)
+        return [int(value) for value in found]
 
     def passes(micro_batches: Any) -> dict[str, Tensor]:
         total = torch.zeros((), device=device)
@@ -106,10 +108,14 @@ def _losses(warmup: int) -> tuple[list[float], int]:
         refuse=pytest.fail,
     )
     draws = torch.Generator().manual_seed(dist.get_rank())
+    batches = [
+        [torch.randn(256, WIDTH, generator=draws).to(device, torch.bfloat16) for _ in range(2)] for _ in range(STEPS)
+    ]
     losses = []
     with patch.object(gathers, "gather", _late):
-        for _ in range(STEPS):
-            batch = [torch.randn(256, WIDTH, generator=draws).to(device, torch.bfloat16) for _ in range(2)]
+        for batch in batches:
+            # The gathers for the next replay begin on the host while this one has not begun on the device.
+            torch.cuda._sleep(10 * CYCLES)  # type: ignore[no-untyped-call]
             engine.zero_grad()
             losses.append(graphs("train", batch, passes)["loss"])
             optimizer.step()
