@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -161,6 +162,43 @@ def test_8_bits_in_both_towers_are_those_of_one_device(recipe: str, ranks: int, 
     for rank in found:
         # Later, a value between two codes may be rounded to the other one.
         assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+
+
+CP = Side(context_parallel=2)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {**SP, **BESIDE, "tower": CP}),
+        pytest.param(3, {"tower": replace(CP, ranks=2)}, marks=pytest.mark.full),
+        pytest.param(4, {"tower": replace(CP, ranks=4, **SP), "kind": BESIDE["kind"], **SP}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_8_bits_in_a_tower_whose_ranks_share_rows(recipe: str, ranks: int, layout: dict[str, Any]) -> None:
+    """Scales of single rows are those of one device, and all is equal. Those of many rows are of each rank's own run.
+
+    In ``rowwise`` these are in gradients of weights alone.
+    """
+    low = LowPrecisionOptions(recipe, towers=("vision",), emulate=True, reduce_amax=True)
+    expected, exact = of_one_device(low), of_one_device(None)
+    found = run(fit, ranks, "wide", "mixed", {"micro_batch_size": 2, "low": low, **layout})
+    gradients = {name: value for rank in found for name, value in rank["gradients"].items()}
+    assert gradients.keys() == expected["gradients"].keys()
+    rounded = {name for name in gradients if re.search(r"tower\.layers\..*(attention|mlp)\..*weight", name)}
+    if recipe == "rowwise":
+        assert found[0]["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-9)
+        others = gradients.keys() - rounded
+        assert_same_gradients(*({name: each[name] for name in others} for each in (gradients, expected["gradients"])))
+    assert len(rounded) == 2 * 7
+    for name in rounded:
+        whole = expected["gradients"][name]
+        error, usual = (np.linalg.norm(each[name] - whole) for each in (gradients, exact["gradients"]))
+        assert 1e-3 * usual < error < 1.5 * usual, f"8 bits alone change {name} by {usual:.1e}, the runs by {error:.1e}"
+    for rank in found:
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=2e-3)
 
 
 @pytest.mark.parametrize("towers", ["language", "vision"])
