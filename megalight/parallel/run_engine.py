@@ -122,7 +122,7 @@ def engine_over(
 
 def _route(models: Sequence[ParallelModel]) -> Route:
     """The chunks of all models, and the order of passes through them in a long step."""
-    chunks, passes = list[nn.Module](), list[Pass]()
+    chunks, passes, phases = list[nn.Module](), list[Pass](), list[range]()
     for model in models:
         pipeline, pp, first = model.options.pipeline, model.mesh.pp, len(chunks)
         chunks += model.chunks
@@ -131,9 +131,11 @@ def _route(models: Sequence[ParallelModel]) -> Route:
             actions = build(pipeline.schedule, pp, model.layout.vpp, ROUNDS * pp, pipeline.group_size)
             found = passes_of(actions[model.mesh.rank("pp")])
             passes += [step._replace(chunk=first + step.chunk) for step in found]
-    # Last, as the chunks of the others contain their modules.
-    chunks += [model.grafted.root for model in models if model.grafted is not None]
-    return Route(chunks, passes)
+        phases.append(range(first, len(chunks)))
+    # Last, as the chunks of the others contain their modules. But they run first.
+    grafted = [model.grafted.root for model in models if model.grafted is not None]
+    phases = [range(len(chunks), len(chunks) + len(grafted)), *phases] if grafted else phases
+    return Route([*chunks, *grafted], passes, phases)
 
 
 def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]:
@@ -158,25 +160,30 @@ def _units_of(model: ParallelModel, options: DataParallel) -> list[Unit]:
     Raises:
         ConfigurationError: a class is nowhere, or holds a part that runs by itself.
     """
-    if model.grafted is not None:
-        # It runs by itself, so what holds it in the root is not called around it.
-        holder, found = getattr(model.root, "embed", None), units_of(model.root, options.units)
-        own = [unit for unit in found if holder not in unit]
-        if options.units and len(own) < len(found):
-            raise ConfigurationError(
-                f"data_parallel.units names {type(holder).__name__}, which holds a part with a layout of its own, and "
-                "that part runs by itself. Name the class of the layers, or leave units out."
-            )
-        return own if options.units else [*units_of(model.grafted.root), *own]
-    if model.mesh.pp == 1 or not options.units:
-        return units_of(model.root, options.units)
-    # A class may be on other stages only, and that is no mistake.
-    here = [any(is_a(module, wanted) for module in model.root.modules()) for wanted in options.units]
-    stages: list[Any] = [None] * model.mesh.pp
-    dist.all_gather_object(stages, here, group=model.mesh.group("pp"))
-    elsewhere = [any(held) and not own for own, *held in zip(here, *stages, strict=True)]
-    sought = [kind for kind, away in zip(options.units, elsewhere, strict=True) if not away]
-    return units_of(model.root, sought) if sought else []
+    sought = options.units
+    if sought and model.mesh.pp > 1:
+        # A class may be on other stages only, and that is no mistake.
+        here = [any(is_a(module, wanted) for module in model.root.modules()) for wanted in sought]
+        stages: list[Any] = [None] * model.mesh.pp
+        dist.all_gather_object(stages, here, group=model.mesh.group("pp"))
+        elsewhere = [any(held) and not own for own, *held in zip(here, *stages, strict=True)]
+        sought = tuple(kind for kind, away in zip(options.units, elsewhere, strict=True) if not away)
+        if not sought:
+            return []
+    found = units_of(model.root, sought)
+    if model.grafted is None:
+        return found
+    # It runs by itself, so what holds it in the root is not called around it.
+    holder = getattr(model.root, "embed", None)
+    if sought and any(holder in unit for unit in found):
+        raise ConfigurationError(
+            f"data_parallel.units names {type(holder).__name__}, which holds a part with a layout of its own, and "
+            "that part runs by itself. Name the class of the layers, or leave units out."
+        )
+    if sought:
+        return found
+    inside = set(map(id, () if holder is None else holder.modules()))
+    return [*units_of(model.grafted.root), *(unit for unit in found if id(unit[0]) not in inside)]
 
 
 def _check_streams(models: Sequence[ParallelModel], units: Sequence[Unit]) -> None:

@@ -37,25 +37,6 @@ def check_options(strategy: MeshStrategy, what: str) -> None:
         )
 
 
-def check_stages(strategy: MeshStrategy, what: str) -> None:
-    """Refuse sharded parameters and gradients beside a pipeline.
-
-    Replicas of the tower are on several of its stages, which hold other units, and would gather in other orders.
-
-    Args:
-        what: how the tower is placed, for the message.
-
-    Raises:
-        ConfigurationError: says what to do.
-    """
-    if strategy.data_parallel.has_units and strategy.pipeline_parallel > 1:
-        raise ConfigurationError(
-            f"data_parallel.level={strategy.data_parallel.level!r} and pipeline_parallel={strategy.pipeline_parallel} "
-            f"with {what} on the same ranks: replicas of the tower are on several stages, which shard other layers. "
-            "Use level='optim', or no pipeline, or MegatronTowersStrategy."
-        )
-
-
 def check_module(module: pl.LightningModule, what: str) -> None:
     """Refuse modules that cannot be divided.
 

@@ -15,12 +15,10 @@ from megalight.models.vlm.module import VLMModule
 from megalight.parallel.coupling import Coupling
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.strategies import tower_refusals
 from megalight.strategies.mesh_strategy import Part
 from megalight.strategies.step import Stepper
 from megalight.strategies.tower_base import TowersStrategy
 from megalight.strategies.user_module import options_for
-from megalight.towers import Side
 from megalight.towers.around import Around
 from megalight.towers.part import divided
 
@@ -46,10 +44,6 @@ class MegatronTowersBesideStrategy(TowersStrategy):
     strategy_name = "megatron_towers_beside"
     what = "a tower in a layout of its own"
     _part: TowerPart | None = None
-
-    def __init__(self, tower: Side | None = None, **options: Any) -> None:
-        super().__init__(tower, **options)
-        tower_refusals.check_stages(self, self.what)
 
     def tower_mesh(self, world_size: int, rank: int = 0) -> ParallelMesh:
         """Make the mesh of the tower.

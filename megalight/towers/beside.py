@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megalight.data.multimodal.batch import ImageTextBatch
-from megalight.errors import ConfigurationError, DataError, LayoutError
+from megalight.errors import DataError, LayoutError
 from megalight.optim import shard_optimizer
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
@@ -55,12 +55,6 @@ class TowersBeside(Towers):
                     f"set ranks={world}, or use TowersApart."
                 )
         check_tower(tower)
-        if sharing.has_units and language.pipeline_parallel > 1:
-            raise ConfigurationError(
-                f"data_parallel.level={sharing.level!r} and pipeline_parallel={language.pipeline_parallel} with two "
-                "layouts on the same ranks: replicas of the tower are on several stages, which shard other layers. Use "
-                "level='optim', or no pipeline, or TowersApart."
-            )
         self._meshes = tower.mesh(rank, 0), language.mesh(rank, 0)
         return self._meshes[1]
 

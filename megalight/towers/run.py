@@ -54,8 +54,7 @@ class Towers(ABC):
 
     Raises:
         LayoutError: the ranks do not add up, or a side cannot have its layout; the message names it.
-        ConfigurationError: a pattern of ``freeze`` or of a transform matches nothing, or parameters or gradients would
-            be sharded beside a pipeline on the tower's ranks.
+        ConfigurationError: a pattern of ``freeze`` or of a transform matches nothing.
     """
 
     optimizer: Optimizer

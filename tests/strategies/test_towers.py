@@ -136,6 +136,25 @@ BESIDE_LAYOUTS = [
         {"data_parallel": DataParallel(level="optim_grads_params", units=("TransformerLayer",))},
     ),
     ("llava", "none", 2, Side(), {**SP, **GRADS}),
+    # Replicas of the tower are on both stages, which shard other layers; here one of them has none.
+    ("deep", "mixed", 4, Side(), {**PP, "pipeline_layout": "E|ttttL", **SHARDED}),
+    ("deep_qwen", "mixed", 4, Side(**SP), {**VPP, **SHARDED}),
+]
+FULL_BESIDE = [
+    ("qwen3", "mixed", 4, Side(), {**PP, **SHARDED}),
+    ("qwen3", "huge", 4, Side(**CP), {**PP, **SHARDED}),
+    ("llava", "none", 2, Side(), {**PP, **GRADS}),
+    ("frozen", "mixed", 4, Side(), {**PP, **SHARDED}),
+    ("both_adapters", "one", 4, Side(), {**PP, **SHARDED}),
+    ("experts", "mixed", 4, Side(), {**PP, "expert_parallel": 2, **SHARDED}),
+    ("deep", "mixed", 4, Side(), {**PP, "pipeline": Pipeline(schedule="zero_bubble"), **SHARDED}),
+    (
+        "deep",
+        "mixed",
+        4,
+        Side(**CP),
+        {**PP, **SP, "data_parallel": DataParallel(level="optim_grads_params", units=("TransformerLayer",))},
+    ),
 ]
 
 
@@ -161,7 +180,9 @@ def test_layout_trains_the_same_model(layout: tuple[str, str, int, Side, dict[st
     assert_same_run(whole, expected)
 
 
-@pytest.mark.parametrize("layout", BESIDE_LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout", [*BESIDE_LAYOUTS, *(pytest.param(each, marks=pytest.mark.full) for each in FULL_BESIDE)], ids=str
+)
 def test_layout_beside_trains_the_same_model(layout: tuple[str, str, int, Side, dict[str, Any]]) -> None:
     name, counts, ranks, tower, language = layout
     options = {"kind": MegatronTowersBesideStrategy, "tower": tower, **language, "micro_batch_size": 1}
@@ -237,6 +258,10 @@ APART = (4, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2, **SP), **PP}
 APART_SHARDED = (4, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2), **SHARDED})
 BESIDE = (4, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **SP, **PP})
 BESIDE_SHARDED = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **SP, **SHARDED})
+STAGES_SHARDED = (4, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **PP, **SHARDED})
+APART_CP = (3, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2, **CP)})
+BESIDE_CP = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(**CP), **SP})
+ALONE = (1, {})
 OTHER = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(recompute=Recompute(granularity="full"), **SP)})
 TOGETHER = (2, SP)
 
@@ -259,6 +284,14 @@ def alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         (APART_SHARDED, TOGETHER),
         (BESIDE_SHARDED, APART_SHARDED),
         pytest.param((APART, APART_SHARDED), marks=pytest.mark.full),
+        (STAGES_SHARDED, TOGETHER),
+        pytest.param((TOGETHER, STAGES_SHARDED), marks=pytest.mark.full),
+        (APART_CP, ALONE),
+        (ALONE, BESIDE_CP),
+        pytest.param((BESIDE_CP, APART_CP), marks=pytest.mark.full),
+        pytest.param((BESIDE_CP, ALONE), marks=pytest.mark.full),
+        pytest.param((APART_CP, BESIDE), marks=pytest.mark.full),
+        pytest.param((APART, APART_CP), marks=pytest.mark.full),
     ],
     ids=[
         "apart",
@@ -270,6 +303,14 @@ def alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         "sharded-together",
         "beside_sharded-apart_sharded",
         "apart-sharded",
+        "stages_sharded-together",
+        "together-stages_sharded",
+        "apart_cp-alone",
+        "alone-beside_cp",
+        "beside_cp-apart_cp",
+        "beside_cp-alone",
+        "apart_cp-beside",
+        "apart-apart_cp",
     ],
 )
 def test_runs_go_on_in_any_layout(
@@ -508,10 +549,6 @@ def test_lanes_validate_on_different_numbers_of_batches(lanes: int) -> None:
     [
         ({"tower": Side(ranks=2)}, r"tower\.ranks=2, and there are 4 processes, which both models share"),
         ({"tower": Side(tensor_parallel=3)}, r"the tower: world size 4 is not a multiple"),
-        (
-            {**GRADS, **PP},
-            r"level='optim_grads' and pipeline_parallel=2 with a tower in a layout of its own on the same",
-        ),
         ({"tensor_parallel": 3}, r"world size 4 is not a multiple"),
         ({"expert_parallel": 3}, r"world size 4"),
     ],

@@ -141,10 +141,10 @@ def test_what_cannot_be_is_refused(
         TowersBeside(CONFIGS["llava"], optimizer=adam, **sides, **options)
 
 
-def _sharded() -> tuple[set[str], float]:
+def _sharded(language: dict[str, Any]) -> tuple[set[str], float]:
     """Which parameters are shards on this rank, and the loss of a step."""
     options = DataParallel(level="optim_grads_params", overlap_param_gather=False)
-    made = make("qwen3", {}, SP, data_parallel=options)
+    made = make("qwen3", {}, language, data_parallel=options)
     assert made.engine.units is not None
     shards = made.engine.units.sharded
     named = [*made.tower.root.named_parameters(), *made.language.root.named_parameters()]
@@ -153,23 +153,14 @@ def _sharded() -> tuple[set[str], float]:
     return {name for name, parameter in named if id(parameter) in shards}, loss
 
 
-def test_each_model_shards_its_layers() -> None:
-    for names, loss in run(_sharded, 4):
-        assert {name.rpartition(".layers.")[0] for name in names if "tower" in name} == {"embed.tower"}
-        assert {name.partition(".")[0] for name in names if "tower" not in name} == {"embed", "layers", "head"}
+@pytest.mark.parametrize("language", [SP, PP], ids=str)
+def test_each_model_shards_its_layers(language: dict[str, Any]) -> None:
+    found = run(_sharded, 4, language)
+    names = {name for held, _ in found for name in held if "tower" not in name}
+    assert {name.partition(".")[0] for name in names} == {"embed", "layers", "head"}
+    for held, loss in found:
+        assert {name.rpartition(".layers.")[0] for name in held if "tower" in name} == {"embed.tower"}
         assert loss == pytest.approx(by_hand("qwen3", "mixed")["losses"][0], rel=1e-9)
-
-
-def _beside_a_pipeline() -> str:
-    try:
-        make("llava", {}, PP, data_parallel=DataParallel(level="optim_grads"))
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
-def test_sharding_beside_a_pipeline_is_refused() -> None:
-    assert all("level='optim_grads' and pipeline_parallel=2 with two" in told for told in run(_beside_a_pipeline, 2))
 
 
 def test_a_replica_without_micro_batches_is_told() -> None:

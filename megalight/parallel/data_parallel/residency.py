@@ -24,11 +24,11 @@ class Residency:
     Args:
         units: the buckets of each unit, in the order of the forward pass.
         turn_of: the turn of each unit (:meth:`.route.Route.turns`), which has buffers of its own.
-        first: the units of the first pass of a step, in order.
+        first: the units of each model's first pass of a step, in order.
         pushes: the buffers that copy engines fill; None: collectives do.
 
     Attributes:
-        turns: number of units that have memory at a time.
+        turns: number of units that have memory at a time, of all models.
         whole: all parameters have their values, in memory of their own (:meth:`gather_all`).
     """
 
@@ -37,7 +37,7 @@ class Residency:
         units: Sequence[Sequence[FlatParameters | FlatCodes]],
         device: torch.device,
         turn_of: Sequence[int],
-        first: Sequence[int],
+        first: Sequence[Sequence[int]],
         pushes: Pushes | None = None,
     ) -> None:
         self.units = list(units)
@@ -118,8 +118,13 @@ class Residency:
 
     def fetch_first(self) -> None:
         """Start to gather the first units of the next forward pass."""
-        for unit in self.first[: self.turns]:
-            self.fetch(unit)
+        for units in self.first:
+            taken = set[int]()
+            for unit in units:
+                if self.turn_of[unit] in taken:
+                    break
+                taken.add(self.turn_of[unit])
+                self.fetch(unit)
 
     def gather_all(self) -> None:
         """Give all parameters memory of their own, with their values, until :meth:`release`."""

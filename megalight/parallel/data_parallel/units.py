@@ -78,11 +78,13 @@ class Units:
         self.modules: list[nn.Module] = []
         self._places: dict[int, range] = {}
         """The places of each chunk, by its id."""
+        every = []
         for number, part in enumerate(route.parts(modules)):
             # Further modules of a unit (a tied head) run after all first ones.
             calls = [(modules[unit][0], unit) for unit in part]
             calls += [(module, unit) for unit in part for module in modules[unit][1:]]
             places = range(len(self._order), len(self._order) + len(calls))
+            every.append(places)
             self.modules += [module for module, _ in calls]
             self._order += [unit for _, unit in calls]
             self._chunk += [places] * len(calls)
@@ -96,7 +98,8 @@ class Units:
         self.sync: Callable[[], None] = _nothing
         if held := [*self._trained, *(frozen.all if frozen else ())]:
             own = [[b for b in held if b.layout.kind.unit == unit] for unit in range(len(modules))]
-            first = [self._order[place] for place in self._chunk[0]]
+            # Of each model those of its first chunk, which may have none.
+            first = [[self._order[place] for place in next(filter(None, phase), ())] for phase in route.by_phase(every)]
             self.residency = Residency(own, device, route.turns(modules, turns), first, pushes)
         for place, module in enumerate(self.modules):
             remove_hooks(module)

@@ -41,6 +41,12 @@ def test_turns_follow_each_other_unless_passes_would_meet_in_one() -> None:
     assert Route(even, beside).turns(four, 2) == [0, 1, 1, 0]
     # Gradients know backward passes alone.
     assert Route(even, beside).turns(four, 2, backward_only=True) == [0, 1, 0, 1]
+    # Models that run one after the other share no turns, in the order in which they run.
+    assert Route(two, phases=[[1], [0]]).turns(units, 2) == [2, 3, 2, 0, 1]
+    assert Route(two, phases=[[1], [0]]).by_phase(["first", "second", "in no chunk"]) == [
+        ["second"],
+        ["first", "in no chunk"],
+    ]
     # Units in no chunk come last.
     assert Route(two[1:]).parts(units) == [[3, 4], [0, 1, 2]]
 
