@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -85,8 +85,7 @@ def check(row: Row) -> dict[str, Any]:
     model: Any = theirs.reference(small.config, row.device, row.trained)
     exact, found = list[float](), list[float]()
     everything = [micro for rank in range(row.gpus) for micro in theirs.inputs_of(small, row.device, rank, row.gpus)]
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+    with folder_of_all(row.gpus, model.save_pretrained) as folder:
         theirs.train(model, everything, row.device, steps, lambda loss: exact.append(float(loss)), lr)
         if row.way == "megalight":
             adam = AdamConfig(lr=lr, weight_decay=0.0)
@@ -99,6 +98,22 @@ def check(row: Row) -> dict[str, Any]:
     if not worst < TOLERANCE[row.arithmetic]:
         raise Wrong(f"the twin's losses differ from float32 by {worst:.1e}: {found}, {exact}")
     return {"twin_losses": found, "twin_losses_float32": exact, "twin_difference": worst}
+
+
+@contextmanager
+def folder_of_all(ranks: int, save: Callable[[str], object]) -> Iterator[str]:
+    """Save in a folder for the time of the context, and yield that of the first rank: `transformers` saves on it only.
+
+    Other versions save on every rank, so each has a folder of its own.
+    """
+    with tempfile.TemporaryDirectory() as own:
+        save(own)
+        first = [own]
+        if ranks > 1:
+            dist.broadcast_object_list(first)  # after the first rank has saved
+        yield first[0]
+        if ranks > 1:
+            dist.barrier()
 
 
 def mean_of_ranks(loss: Tensor, ranks: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks import vlm
 from benchmarks.image_text import measure
@@ -72,6 +73,22 @@ def test_fsdp2_on_two_ranks_has_the_losses_of_the_global_batch(shape: str, level
     row = Row(shape, "transformers", "bf16", 2, level, trained=trained, small=True)
     for found in run(measure.measure, 2, row):
         _right(found)
+
+
+def _saved_by_the_first() -> str:
+    def save(folder: str) -> None:  # as transformers 5.17 does
+        if dist.get_rank() == 0:
+            Path(folder, "config.json").write_text("{}", encoding="utf-8")
+
+    with measure.folder_of_all(2, save) as folder:
+        assert Path(folder, "config.json").exists()
+    return folder
+
+
+def test_all_ranks_read_what_the_first_one_saved() -> None:
+    first, second = run(_saved_by_the_first, 2)
+    assert first == second
+    assert not Path(first).exists()
 
 
 @pytest.mark.full
