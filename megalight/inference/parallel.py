@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import Output
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import Pictures
 from megalight.models.vlm.config import VLMConfig
+from megalight.models.vlm.model import VLM, TowerPart
 from megalight.parallel.apply import whole_tokens
 from megalight.parallel.layers import layers_of
 from megalight.parallel.model import ParallelModel
@@ -26,6 +28,9 @@ from megalight.types import PackedSequences
 
 T = TypeVar("T")
 
+FROM_CHECKPOINT = (
+    "save a checkpoint and generate from it in one layout, with `megalight generate` or TextGenerator.from_checkpoint."
+)
 REPLICA_AXES = ("pp", "cp", "tp")
 """Mesh axes over which one replica of the model is divided."""
 
@@ -42,10 +47,16 @@ class ParallelGPT(nn.Module):
 
     Args:
         model: this rank's part of the model (a strategy's ``parallel_model``).
+
+    Raises:
+        ConfigurationError: this rank has a vision tower alone.
     """
 
     def __init__(self, model: ParallelModel) -> None:
         super().__init__()
+        if isinstance(model.root, TowerPart):
+            raise ConfigurationError(f"this rank has the vision tower alone, and no language model; {FROM_CHECKPOINT}")
+        self._blind = _why_blind(model)
         # In a list of modules, so that modes and `.to` reach the chunks.
         self.chunks = nn.ModuleList(model.chunks)
         self.mesh = model.mesh
@@ -90,7 +101,12 @@ class ParallelGPT(nn.Module):
             states: the states of the layers on this rank.
             rows: ``[N]`` indices of the tokens for which to compute logits. None means all tokens.
             pictures: the images of the sequences, for a model that reads images.
+
+        Raises:
+            ConfigurationError: there are images, and the ranks of this replica cannot run the tower by themselves.
         """
+        if pictures is not None and self._blind is not None:
+            raise ConfigurationError(f"images cannot be read in this layout: {self._blind}; {FROM_CHECKPOINT}")
         return Output(logits=self._run(tokens, sequences, (), states, rows, pictures)[0])
 
     @torch.no_grad()
@@ -206,3 +222,24 @@ class ParallelGPT(nn.Module):
         # All stages must choose the same tokens, so they all need what these follow from.
         dist.broadcast(rows, source, group)
         return rows
+
+
+def _why_blind(model: ParallelModel) -> str | None:
+    """Return why the ranks of a replica cannot run the vision tower for their own prompts; None: they can.
+
+    All ranks of a replica find the same, since it is arithmetic.
+    """
+    if not isinstance(model.root, VLM) or not model.root.divided:
+        return None
+    if model.grafted is None:
+        return "the vision tower is on other ranks"
+    tower, language = model.grafted.mesh, model.mesh
+    if tower.cp > 1:
+        return f"ranks of the vision tower share the rows of images (context_parallel={tower.cp})"
+    # The first stage runs the tower with its embedding, for its own replica.
+    own = language.rank("dp")
+    readers = {r for r in language.members if (language.rank("dp", of=r), language.rank("pp", of=r)) == (own, 0)}
+    running = {tower.rank("dp", of=rank) for rank in readers}
+    if {rank for rank in tower.members if tower.rank("dp", of=rank) in running} != readers:
+        return "a replica of the vision tower has ranks outside of the first stage of one replica of the language model"
+    return None

@@ -21,7 +21,7 @@ from megalight import checkpoint
 from megalight.cli.main import main
 from megalight.data.multimodal.forms import NEWLINE
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import DataError
+from megalight.errors import ConfigurationError, DataError
 from megalight.inference import ParallelGPT, TextGenerator, generate
 from megalight.inference.pictures import with_pictures
 from megalight.models.gpt import GPT, InitConfig
@@ -30,7 +30,7 @@ from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialise
-from megalight.strategies import MegatronStrategy
+from megalight.strategies import MegatronStrategy, MegatronTowersBesideStrategy, MegatronTowersStrategy, Side
 from megalight.types import PackedSequences
 from tests.data.multimodal.conftest import TEMPLATE, png
 from tests.environment import trainer
@@ -151,10 +151,17 @@ class Validated(VLMModule):
 
 
 def _generate(options: dict[str, Any], name: str = "llava") -> list[list[int]]:
-    strategy = MegatronStrategy(**options)
+    options = dict(options)
+    strategy = options.pop("kind", MegatronStrategy)(**options)
     trainer(strategy, use_distributed_sampler=False).validate(Validated(CONFIGS[name], seed=SEED), verbose=False)
     assert strategy.parallel_model is not None
     return ask(ParallelGPT(strategy.parallel_model))
+
+
+def _refused(options: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        _generate(options)
+    return str(error.value)
 
 
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
@@ -178,9 +185,33 @@ def test_every_rank_gets_the_tokens_of_one_device(ranks: int, options: dict[str,
     assert all(found == expected for found in run(_generate, ranks, options))
 
 
+BESIDE = {"kind": MegatronTowersBesideStrategy}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"kind": MegatronTowersStrategy, "tower": Side()}, ["has the vision tower alone", "tower is on other ranks"]),
+        ({**BESIDE, **SP, "tower": Side(context_parallel=2)}, ["the vision tower share the rows of images"] * 2),
+        # The second stage does not run the tower.
+        ({**BESIDE, "pipeline_parallel": 2, "tower": Side(**SP)}, ["has ranks outside of the first stage"] * 2),
+        # Replicas may have other prompts.
+        ({**BESIDE, "tower": Side(**SP)}, ["has ranks outside of the first stage"] * 2),
+    ],
+    ids=["apart", "cp", "stages", "replicas"],
+)
+def test_images_that_a_replica_cannot_read_alone_are_refused(options: dict[str, Any], told: list[str]) -> None:
+    pytest.importorskip("PIL")
+    for found, message in zip(run(_refused, 2, options), told, strict=True):
+        assert message in found
+        assert "save a checkpoint and generate from it in one layout" in found
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [
+        ("llava", 2, {**BESIDE, **SP, "tower": Side()}),
+        ("qwen3", 2, {**BESIDE, "pipeline_parallel": 2, "tower": Side()}),
         ("qwen", 4, {**SP, "pipeline_parallel": 2}),
         ("qwen3", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
         ("gemma", 2, {"pipeline_parallel": 2}),

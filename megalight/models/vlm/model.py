@@ -256,10 +256,14 @@ class VLM(GPT):
     """A language model that reads images. Parameters have no values until they are initialised or loaded.
 
     Features of images take the places of image tokens in the output of the embedding. All else is the language model.
+
+    Attributes:
+        divided: whether tower and projectors were taken out, and run by themselves.
     """
 
     def __init__(self, config: VLMConfig) -> None:
         super().__init__(config.language)
+        self.divided = False
         assert self.embed is not None
         newline = Newline(config.language.hidden_size, config.language.init.std) if config.newline else None
         # Their norm is of joined features, that of the first projector of patches.
@@ -315,6 +319,7 @@ class VLM(GPT):
         assert isinstance(embed, ImageTextEmbedding) and embed.tower is not None and embed.projector is not None
         part = TowerPart(embed.tower, embed.projector, embed.deep)
         embed.tower = embed.projector = embed.deep = None
+        self.divided = True
         embed.arrived = nn.Identity()
         return part
 
