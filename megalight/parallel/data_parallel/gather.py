@@ -20,10 +20,18 @@ all_gather = torch_distributed("all_gather_single", "all_gather_into_tensor")
 
 def gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
     """Start to all-gather every rank's ``own`` into ``whole``."""
-    if whole.element_size() == 1:  # 8-bit codes travel as bytes: backends do not know their dtype
-        whole, own = whole.view(torch.uint8), own.view(torch.uint8)
-    work: dist.Work = all_gather(whole, own, group=group, async_op=True)
+    work: dist.Work = all_gather(*_sendable(whole, own), group=group, async_op=True)
     return work
+
+
+def gather_in_line(whole: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """All-gather every rank's ``own`` into ``whole``, in the order of the current stream."""
+    all_gather(*_sendable(whole, own), group=group)
+
+
+def _sendable(whole: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    # 8-bit codes travel as bytes: backends do not know their dtype.
+    return (whole, own) if whole.element_size() > 1 else (whole.view(torch.uint8), own.view(torch.uint8))
 
 
 class Gatherer:
@@ -64,8 +72,9 @@ class Gatherer:
             for index, mark in self._marks.items():
                 bucket = self.buckets[index]
                 assert bucket.shard_group is not None
-                # This stream waits. So the mark, which is behind it, comes after the gather.
-                gather(bucket.params, bucket.own_params, bucket.shard_group).wait()
+                # On this stream itself, and not on one of NCCL's: where streams share a queue of the device, one that
+                # waits holds up others.
+                gather_in_line(bucket.params, bucket.own_params, bucket.shard_group)
                 mark.record()
                 self._waits[index] = mark.wait
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 WIDTH, LAYERS, STEPS, NEVER = 1024, 6, 8, 1000
 CYCLES = 3_000_000
 """How late each gather is: about 2 ms. A layer takes less."""
-REAL = gathers.gather
+REAL = gathers.gather_in_line
 
 
 def _engine(model: nn.Module, **options: Any) -> DataParallelEngine:
@@ -59,13 +59,13 @@ def _sum_beside_a_gather() -> float:
     return found
 
 
-def _late(whole: Tensor, own: Tensor, group: ProcessGroup) -> Any:
+def _late(whole: Tensor, own: Tensor, group: ProcessGroup) -> None:
     """Gather late, over values that would show in the loss."""
     kept = own.clone()
     whole.fill_(torch.nan)
     own.copy_(kept)
     torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
-    return REAL(whole, own, group)
+    REAL(whole, own, group)
 
 
 def _losses(warmup: int) -> tuple[list[float], int]:
@@ -112,7 +112,7 @@ def _losses(warmup: int) -> tuple[list[float], int]:
         [torch.randn(256, WIDTH, generator=draws).to(device, torch.bfloat16) for _ in range(2)] for _ in range(STEPS)
     ]
     losses = []
-    with patch.object(gathers, "gather", _late):
+    with patch.object(gathers, "gather_in_line", _late):
         for batch in batches:
             # The gathers for the next replay begin on the host while this one has not begun on the device.
             torch.cuda._sleep(10 * CYCLES)  # type: ignore[no-untyped-call]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -43,12 +42,11 @@ class Side:
 
     def uses(self, tensors: Any) -> None: ...
 
-    def gather(self, whole: Tensor, own: Tensor, group: ProcessGroup) -> Any:
+    def gather(self, whole: Tensor, own: Tensor, group: ProcessGroup) -> None:
         kept = own.clone()
         whole.fill_(torch.nan)
         own.copy_(kept)
-        self.queue.append(lambda: REAL(whole, own, group).wait())
-        return SimpleNamespace(wait=lambda: None)
+        self.queue.append(lambda: REAL(whole, own, group))
 
     def until(self, place: int) -> None:
         while self.done < place:
@@ -56,7 +54,7 @@ class Side:
             self.done += 1
 
 
-REAL = gathers.gather
+REAL = gathers.gather_in_line
 
 
 class Run:
@@ -138,7 +136,7 @@ class Run:
             seen.append(len(self.side.queue) - self.side.done)
             replay(recorded)
 
-        with patch.object(gathers, "gather", self.side.gather), patch.object(Recorded, "replay", watched):
+        with patch.object(gathers, "gather_in_line", self.side.gather), patch.object(Recorded, "replay", watched):
             found = self.graphs(last, list(inputs[rank]), lambda batches: self.passes(batches, last))["loss"]
             replayed = self.graphs.replays > before
             assert not replayed or seen == [pending], "nothing waited for all parameters before the replay"
