@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 
-from megalight.models.module import MegalightModule
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.whole_model import whole_model
 
@@ -24,24 +22,20 @@ class WholeModelSummary(ModelSummary):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the summary on rank 0."""
         if trainer.is_global_zero and self._max_depth:
-            print(render(pl_module, trainer), flush=True)
+            print(render(pl_module, trainer, self._max_depth), flush=True)
 
 
-def render(module: pl.LightningModule, trainer: pl.Trainer) -> str:
-    """Return the summary as text."""
-    whole = whole_model(module)
-    rows = [(name, type(child).__name__, _count(child.parameters())) for name, child in whole.named_children()]
+def render(module: pl.LightningModule, trainer: pl.Trainer, max_depth: int = 1) -> str:
+    """Return the summary as text, with so many levels of parts; -1: all."""
+    strategy = trainer.strategy
+    whole = whole_model(module, strategy.parallel_model if isinstance(strategy, MeshStrategy) else None)
+    rows = [
+        (name, type(part).__name__, _count(part.parameters()))
+        for name, part in whole.named_modules()
+        if name and (max_depth < 0 or name.count(".") < max_depth)
+    ]
     total, trainable = _count(whole.parameters()), _count(p for p in whole.parameters() if p.requires_grad)
     held = _count(module.parameters())
-    strategy = trainer.strategy
-    if not isinstance(module, MegalightModule) and isinstance(strategy, MeshStrategy) and strategy.mesh.world_size > 1:
-        total = trainable = 0  # a module that was split where it stands: its specs know the whole
-        assert strategy.parallel_model is not None
-        for name, tensor in strategy.parallel_model.tensors().items():
-            numel = sum(prod(piece.shape) for piece in strategy.parallel_model.specs[name].pieces)
-            total += numel if isinstance(tensor, nn.Parameter) else 0
-            trainable += numel if tensor.requires_grad else 0
-        rows = []
     width = max((len(name) for name, *_ in rows), default=0)
     kind = max((len(kind) for _, kind, _ in rows), default=0)
     lines = [f"  {name:<{width}}  {cls:<{kind}}  {_short(count):>8}" for name, cls, count in rows if count]

@@ -94,6 +94,7 @@ class ParallelModel:
         filled: values were drawn or read, once.
         shards: the modules whose parameters this rank holds a shard of; None: it holds all parameters whole.
         grafted: a part of the root that has a layout of its own, over the same ranks; None: there is none.
+        outline: the one-device model without memory, for those who count its parameters; None: nobody made one.
 
     Raises:
         LayoutError: the model is split already, its sizes are not divisible, or a schedule would have no effect.
@@ -114,6 +115,7 @@ class ParallelModel:
         self.device = torch.device("meta")
         self.shards: Units | None = None
         self.grafted: ParallelModel | None = None
+        self.outline: nn.Module | None = None
         self.made = [
             frozenset(f"{name}.{each}" for each in made) for made in apply_transforms(root, self.options.transforms)
         ]

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as 
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table as format_summary
 from torch import Tensor
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "WorkerOutput",
     "fire",
+    "format_summary",
     "log",
     "skip_backward",
     "sync_layers",
@@ -62,6 +64,7 @@ USED = {
     "lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints": "what ckpt_path='last' chooses from",
     "lightning.pytorch.callbacks.RichProgressBar._get_train_description": "counts Epoch 0/-2 where steps end the run",
     "lightning.pytorch.callbacks.ModelSummary._summary": "counts what one rank holds",
+    "lightning.pytorch.utilities.model_summary.model_summary._format_summary_table": "the table of ModelSummary",
     "module._trainer": "the field behind module.trainer, which may be None",
     "module._current_fx_name": "the hook that is running; part of the name under which a value is kept",
 }
@@ -131,13 +134,32 @@ def _replaced(callback: Any, replace: Callable[[str], str], trainer: pl.Trainer)
     return {replace(path) for path in type(callback)._find_last_checkpoints(callback, trainer)}
 
 
-def summarize(trainer: pl.Trainer, counted: Callable[[pl.LightningModule], pl.LightningModule] | None) -> None:
-    """Let Lightning's summaries count what ``counted`` makes of the module; None: the module itself, as before."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelSummary):
-            callback.__dict__.pop("_summary", None)
-            if counted is not None:
-                callback._summary = partial(_summary, callback, counted)  # type: ignore[method-assign]
+def summarize(
+    trainer: pl.Trainer,
+    counted: Callable[[pl.LightningModule], pl.LightningModule] | None,
+    shown: Callable[[ModelSummary], Callable[..., None]],
+) -> None:
+    """Let Lightning's summaries show figures by ``shown(callback)``, and count what ``counted`` makes of the module.
+
+    Args:
+        counted: None: the module itself is counted.
+    """
+    for callback in _summaries(trainer):
+        if counted is not None:
+            callback._summary = partial(_summary, callback, counted)  # type: ignore[method-assign]
+        callback.summarize = shown(callback)  # type: ignore[method-assign]
+
+
+def summarize_as_before(trainer: pl.Trainer) -> None:
+    """Take back :func:`summarize`."""
+    for callback in _summaries(trainer):
+        for name in ("_summary", "summarize"):
+            callback.__dict__.pop(name, None)
+
+
+def _summaries(trainer: pl.Trainer) -> list[ModelSummary]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, ModelSummary)]
 
 
 def _summary(callback: Any, counted: Callable[[Any], Any], trainer: pl.Trainer, module: pl.LightningModule) -> Any:

@@ -38,6 +38,7 @@ from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.clipping import clip_by_norm, clip_by_value, unscale
 from megalight.strategies.even_loader import even
+from megalight.strategies.lightning_summary import shown_by
 from megalight.strategies.process_group import join
 from megalight.strategies.step import Stepper, StepReport
 from megalight.strategies.user_module import own_steps
@@ -310,8 +311,8 @@ class MegatronStrategy(FolderCheckpoints):
         )
         self._sigterm.install()
         _lightning.count_no_epochs(trainer, on=True)
-        if self.mesh.world_size > 1:
-            _lightning.summarize(trainer, with_whole_model)
+        divided = partial(with_whole_model, model=self.parallel_model) if self.world_size > 1 else None
+        _lightning.summarize(trainer, divided, shown_by)
         self.begin_saving(trainer)
         if not on_shards:
             ordinary.check(self, self.lightning_module, self.optimizers)
@@ -560,7 +561,7 @@ class MegatronStrategy(FolderCheckpoints):
         self.end_saving(failed=FAILED.is_set())
         if self._sigterm is not None:
             _lightning.count_no_epochs(self._sigterm.trainer, on=False)
-            _lightning.summarize(self._sigterm.trainer, None)
+            _lightning.summarize_as_before(self._sigterm.trainer)
             self._sigterm.uninstall()
             self._sigterm = None
         self._resumed = None

@@ -33,6 +33,7 @@ from megalight.strategies import _lightning, refusals
 from megalight.strategies.hooks import defines
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.user_module import root_of, seed_of
+from megalight.strategies.whole_model import outline
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,10 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
     else:
         # Each process may have built its layers from another random state.
         broadcast_values(root, strategy.root_device)
+    # A plain module is divided where it stands, and cannot be built again.
+    whole = None if isinstance(module, MegalightModule) or strategy.mesh.world_size == 1 else outline(root)
     model = root.__dict__[SPLIT] = strategy.split(module, root)
+    model.outline = whole
     return model
 
 

@@ -2,31 +2,93 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from megalight.models.module import MegalightModule
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.transform import apply_transforms
 
 
-def whole_model(module: pl.LightningModule) -> nn.Module:
-    """Return the one-device model: built again without memory, or the module itself if it builds none."""
-    if not isinstance(module, MegalightModule):
+def outline(module: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
+    """Return the tree of a module without memory: names, classes, modes, and parameters on meta. It cannot run.
+
+    Args:
+        module: the module, before it is divided.
+        made: id of each module and parameter that has a twin -> the twin. None: none has one.
+    """
+    made = {} if made is None else made
+    if isinstance(module, torch.jit.ScriptModule):  # its parameters are not Python's, and no plan divides them
         return module
-    # On meta, and with the state of the generator kept: the run's values do not change.
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = module.build_model()
-        apply_transforms(model, module.transforms)
-    return model
+    if id(module) not in made:
+        twin = made[id(module)] = object.__new__(type(module))
+        # Nothing else of the module: its buffers, for example, would be kept alive.
+        twin.__dict__.update(nn.Module().__dict__, training=module.training)
+        for name, child in module._modules.items():
+            twin._modules[name] = None if child is None else outline(child, made)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in made:
+                made[id(parameter)] = _without_memory(parameter)
+            twin._parameters[name] = None if parameter is None else made[id(parameter)]
+    found: nn.Module = made[id(module)]
+    return found
 
 
-def with_whole_model(module: pl.LightningModule) -> pl.LightningModule:
-    """Return a twin with the one-device model in the place of this rank's part, or the module itself as above."""
-    if not isinstance(module, MegalightModule):
+def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    lazy: bool = is_lazy(parameter)
+    if lazy:  # it has no shape yet
+        return parameter
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, parameter.requires_grad)
+
+
+def whole_model(module: pl.LightningModule, model: ParallelModel | None) -> nn.Module:
+    """Return the one-device model without memory, or the module itself if no rank lacks any of it.
+
+    Args:
+        module: a Megalight module, which builds its model again; or a plain one.
+        model: how the strategy has split it; None: no strategy of ours did.
+    """
+    if isinstance(module, MegalightModule):
+        # On meta, and with the state of the generator kept: the run's values do not change.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            built = module.build_model()
+            apply_transforms(built, module.transforms)
+        return built
+    if model is None or model.outline is None:
         return module
-    twin: MegalightModule = object.__new__(type(module))
+    # Its owner may have frozen parameters or changed modes since the split.
+    parameters, modules = dict(module.named_parameters()), dict(module.named_modules())
+    for name, parameter in model.outline.named_parameters():
+        if name in parameters:
+            parameter.requires_grad_(parameters[name].requires_grad)
+    for name, part in model.outline.named_modules():
+        if name in modules:
+            part.training = modules[name].training
+    return model.outline
+
+
+def with_whole_model(module: pl.LightningModule, model: ParallelModel | None) -> pl.LightningModule:
+    """Return a twin of the module with the whole model in it, or the module itself if it is whole.
+
+    The twin has no example input, because a model without memory computes nothing.
+    """
+    whole = whole_model(module, model)
+    if whole is module or (not isinstance(module, MegalightModule) and _numel(whole) == _numel(module)):
+        return module
+    twin: pl.LightningModule = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
-    twin.__dict__["_modules"] = {**module._modules, "model": whole_model(module)}
-    twin.example_input_array = None  # a model without memory computes nothing
+    if isinstance(module, MegalightModule):
+        twin.__dict__["_modules"] = {**module._modules, "model": whole}
+    else:
+        twin.__dict__["_modules"], twin.__dict__["_parameters"] = whole._modules, whole._parameters
+    twin.example_input_array = None
     return twin
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in module.parameters())
