@@ -59,6 +59,7 @@ MISTAKES = {
     "more ranks than heads": f"{RUN} --trainer.devices=8 --trainer.strategy.tensor_parallel=8",
     "negative clipping": f"{RUN} --trainer.gradient_clip_val=-1",
     "data that is not there": f"{RUN} --data.data=data/txt",
+    "samples above the corpus": f"{RUN} --data.sequence_length=9999999",
     "negative number of readers": f"{RUN} --data.num_workers=-1",
     "checkpoint that is not there": f"{RUN} --ckpt_path=runs/last.ckpt",
     "nothing to resume": f"{RUN} --ckpt_path=last",

@@ -36,8 +36,11 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
                 check_at_least_one(name, given[name])
         if isinstance(given.get("timeout_seconds"), int | float):
             check_timeout(given["timeout_seconds"])
-    if _is_one_of(DATA, classes.get("data")):
+    data = classes.get("data")
+    if _is_one_of(DATA, data):
         _check_data(_under("data", values))
+    if verb == "fit" and _is_one_of(("GPTDataModule",), data):
+        _check_length(_under("data", values))
     _check_checkpoint(verb, values)
 
 
@@ -86,6 +89,28 @@ def _check_data(given: Values) -> None:
         if isinstance(given.get(name), str):
             for prefix in Mixture.parse(given[name]).prefixes:
                 Corpus.open(prefix)
+
+
+def _check_length(given: Values) -> None:
+    """Check that each corpus holds a sample to train with. Only its index is read."""
+    from megalight.data.corpus import Corpus
+    from megalight.data.gpt.index import check_one_sample, of_split
+    from megalight.data.mixture import Mixture, Part
+    from megalight.data.splits import SPLIT, SPLITS, split_bounds
+
+    length = given.get("sequence_length")
+    for name in ("data", "train_data"):
+        if not isinstance(given.get(name), str) or type(length) is not int:
+            continue  # the parser reads mixtures, and numbers in other forms
+        for prefix in Mixture.parse(given[name]).prefixes:
+            corpus = Corpus.open(prefix)
+            whole = range(len(corpus.data))
+            # Data of their own for each split are not divided.
+            used = split_bounds(given.get("split", SPLIT), len(whole))[0] if name == "data" else whole
+            tokens = Part(corpus, used, None).num_tokens
+            if tokens > 1:  # else the split is empty, which the data module explains
+                with of_split(SPLITS[0], corpus.data.prefix):
+                    check_one_sample(tokens, length)
 
 
 def _check_checkpoint(verb: str, values: Values) -> None:

@@ -6,6 +6,9 @@ from megalight.errors import DataError
 
 SPLITS = ("train", "validation", "test")
 
+SPLIT = "969,30,1"
+"""The weights of the splits where nobody names any; they are Megatron-LM's."""
+
 
 def split_bounds(split: str, num_documents: int) -> tuple[range, range, range]:
     """Return the documents of the three splits: contiguous ranges, in order, that cover all documents.

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -12,6 +13,7 @@ from megalight.cli import early
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
+from megalight.data.indexed import IndexedWriter
 from megalight.errors import MegalightError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -57,6 +59,11 @@ MISTAKES = [
     (["--data.global_batch_size=0"], ["global_batch_size is 0"]),
     (["--data.seqence_length=1"], ["'data.seqence_length'", "'sequence_length'"]),
     ([], ["absent/text.bin does not exist", "megalight prepare"]),
+    (
+        ["--data.data=short", "--data.split=1,1", "--data.sequence_length=9"],
+        ["train split of short: the documents hold 5 tokens", "sequence_length 9 takes 10. Lower"],
+    ),
+    (["--data.data=null", "--data.train_data=short"], ["train split of short", "hold 8 tokens", "length 8 takes 9."]),
     (["--ckpt_path=absent.ckpt", "--data.data=null"], ["absent.ckpt", "nothing is there"]),
     (["--ckpt_path=last", "--data.data=null"], ["--ckpt_path=last", "no finished checkpoint"]),
 ]
@@ -77,6 +84,8 @@ def answers(tmp_path_factory):
     """All mistakes, one after another in one process."""
     place = tmp_path_factory.mktemp("early")
     (place / "r.yaml").write_text(RECIPE.replace("PLACE", str(place)))
+    with IndexedWriter(place / "short", np.uint16) as writer:
+        writer.add_documents(np.arange(8), [5, 3])
     commands = [["fit", "-c", "r.yaml", *words] for words, _ in MISTAKES]
     run = subprocess.run(
         [sys.executable, "-c", PROBE], input=json.dumps(commands), cwd=place, capture_output=True, text=True, check=True

@@ -10,7 +10,7 @@ from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import Sample, collate
 from megalight.data.mixture import Data, Part, mix
 from megalight.data.module import TokenDataModule
-from megalight.data.splits import split_bounds
+from megalight.data.splits import SPLIT, split_bounds
 
 
 class SFTDataModule(TokenDataModule):
@@ -60,7 +60,7 @@ class SFTDataModule(TokenDataModule):
         global_batch_size: int,
         sequence_length: int,
         data: Data | None = None,
-        split: str = "969,30,1",
+        split: str = SPLIT,
         train_data: Data | None = None,
         val_data: Data | None = None,
         test_data: Data | None = None,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megalight.data.cache import build_once
 from megalight.data.gpt.fim import FillInMiddle
-from megalight.data.gpt.index import SamplePlan, build, check_one_sample
+from megalight.data.gpt.index import SamplePlan, build, check_one_sample, of_split
 from megalight.data.indexed import IndexedDataset
 from megalight.errors import DataError
 from megalight.types import TokenBatch
@@ -157,12 +157,10 @@ class GPTDataset:
             raise DataError(f"{data.prefix} holds {data.dtype} values; token ids are integers. Prepare the data again.")
         tokens = int(lengths.sum(dtype=np.int64))
         # Refused before anything is built or cached.
-        try:
+        with of_split(label, data.prefix):
             if drop_last_partial:
                 check_one_sample(tokens, options.sequence_length)
             self.plan = SamplePlan.make(tokens, options.sequence_length, num_samples, drop_last_partial)
-        except DataError as error:
-            raise DataError(f"{label} split of {data.prefix}: {error}") from error
         self.data = data
         self.options = options
         self.seed = seed

@@ -7,6 +7,8 @@ are then visited in shuffled order. The same seed gives the same three arrays as
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +85,15 @@ def check_one_sample(tokens: int, sequence_length: int) -> None:
             f"the documents hold {tokens} tokens; one sample of sequence_length {sequence_length} takes "
             f"{sequence_length + 1}. Lower sequence_length or use more data."
         )
+
+
+@contextmanager
+def of_split(name: str, prefix: str) -> Iterator[None]:
+    """Name the split and the corpus in an error about the tokens of a split."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{name} split of {prefix}: {error}") from error
 
 
 def document_index(documents: range, plan: SamplePlan, random: np.random.RandomState) -> NDArray[np.int32]:

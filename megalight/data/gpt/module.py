@@ -10,7 +10,7 @@ from megalight.data.gpt.dataset import GPTDataset, Sample, SampleOptions, collat
 from megalight.data.gpt.fim import FIM, FillInMiddle
 from megalight.data.mixture import Data, Part, mix
 from megalight.data.module import TokenDataModule
-from megalight.data.splits import split_bounds
+from megalight.data.splits import SPLIT, split_bounds
 from megalight.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class GPTDataModule(TokenDataModule):
         global_batch_size: int,
         sequence_length: int,
         data: Data | None = None,
-        split: str = "969,30,1",
+        split: str = SPLIT,
         train_data: Data | None = None,
         val_data: Data | None = None,
         test_data: Data | None = None,

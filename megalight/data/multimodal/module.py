@@ -12,7 +12,7 @@ from megalight.data.module import TokenDataModule
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
 from megalight.data.multimodal.images import Resize
 from megalight.data.multimodal.models import form_of
-from megalight.data.splits import split_bounds
+from megalight.data.splits import SPLIT, split_bounds
 from megalight.errors import ConfigurationError, DataError
 
 
@@ -65,7 +65,7 @@ class MultimodalDataModule(TokenDataModule):
         global_batch_size: int,
         sequence_length: int,
         data: Data | None = None,
-        split: str = "969,30,1",
+        split: str = SPLIT,
         train_data: Data | None = None,
         val_data: Data | None = None,
         test_data: Data | None = None,
