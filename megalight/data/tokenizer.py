@@ -25,6 +25,9 @@ CHAT_TEMPLATE = "chat_template.jinja"
 EOD_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|pad|>"
 KNOWN_EOD_TOKENS = (EOD_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<eod>", "<|im_end|>", "[SEP]")
+HINTS = ("token", "vocab", "merges", "piece", "bpe", "spm", "tekken")
+"""Parts of the names of files that hold a tokenizer of ``transformers``."""
+
 SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 PROBE = "Hello, world!\n\tdef f(x): return x**2  # 12345 naïve 東京 🙂\n\n"
 """Text that is encoded to compare tokenizers (:attr:`Tokenizer.identity`)."""
@@ -257,11 +260,19 @@ def _read_model(file: Path) -> Any:
 
 def _read_folder(folder: Path) -> tuple[Any, dict[str, str]]:
     """Read a tokenizer with ``transformers``; return it in the form of ``tokenizers``, and its special tokens."""
+    remedy = (
+        f"Copy the files of its tokenizer into it ({FILE} and {config_path(Path(FILE)).name}), or name a tokenizer "
+        "elsewhere."
+    )
+    # Before `transformers` is asked for, which finds no tokenizer here either.
+    if not any(hint in name.lower() for name in os.listdir(folder) for hint in HINTS):
+        raise DataError(f"{folder} holds no tokenizer. {remedy}")
     transformers = require("transformers", f"the tokenizer in {folder}, which has no {FILE},")
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
-        raise DataError(f"{folder} holds no tokenizer that can be read: {error}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)  # more lines speak of a hub
+        raise DataError(f"{folder} holds no tokenizer that can be read: {reason} {remedy}") from error
     model = getattr(loaded, "backend_tokenizer", None)
     if model is None:
         raise DataError(

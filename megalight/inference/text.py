@@ -269,13 +269,13 @@ class TextGenerator:
 
 def _tokenizer(path: Place) -> Tokenizer:
     """Return the tokenizer that was saved with the model."""
+    remedy = "Name the one that the model was trained with by tokenizer (--tokenizer), a tokenizer.json or its folder."
     if path.is_file():
-        raise CheckpointError(f"{path} holds no tokenizer; name the one of its model by tokenizer (--tokenizer).")
+        raise CheckpointError(f"{path} is a single file, which holds no tokenizer. {remedy}")
     if is_folder(path):
         return Tokenizer.of_files(companions_of(path)) if not isinstance(path, Path) else Tokenizer.load(path)
-    opened = checkpoint.open(path)
-    try:
-        opened.file(TOKENIZER)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} Name the tokenizer that the model was trained with.") from error
-    return Tokenizer.of_files(companions_of(path))
+    checkpoint.open(path)  # raises if it is no checkpoint
+    files = companions_of(path)
+    if TOKENIZER not in files:
+        raise CheckpointError(f"checkpoint {path} holds no tokenizer. {remedy}")
+    return Tokenizer.of_files(files)

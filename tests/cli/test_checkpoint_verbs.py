@@ -2,14 +2,17 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 
 from megalight.cli.main import main
 from megalight.data.tokenizer import Tokenizer
 from megalight.inference import TextGenerator
+from megalight.models.gpt.module import GPTModule
 from tests.inference.test_text import TEXT, build, save
 
 
@@ -52,6 +55,24 @@ def test_a_runs_folder_means_its_newest_checkpoint(saved, capsys):
     assert str(runs / "run" / "c") in capsys.readouterr().err
     assert main(["inspect", str(runs)]) == 0
     assert f"{runs / 'run' / 'c'}: " in capsys.readouterr().out
+
+
+def test_a_single_file_takes_the_tokenizer_of_its_run(saved, capsys):
+    folder = Path(saved).parent
+    module = GPTModule(build().config)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    trainer.strategy.connect(module)
+    module.configure_model()
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    file = folder / "run" / "checkpoints" / "a.ckpt"
+    trainer.save_checkpoint(file)
+    assert main(["generate", str(file), "-n", "2", "-p", "ab"]) == 2
+    assert "--tokenizer" in capsys.readouterr().err
+    shutil.copy(folder / "tokenizer" / "tokenizer.json", folder / "text.tokenizer.json")
+    given = {"data": {"class_path": "GPTDataModule", "init_args": {"data": str(folder / "text")}}}
+    (folder / "run" / "config.yaml").write_text(json.dumps(given))
+    assert main(["generate", str(file), "-n", "2", "-p", "ab"]) == 0
+    assert f"reading the tokenizer of the run, {folder / 'text.tokenizer.json'}" in capsys.readouterr().err
 
 
 def test_norms_of_branches_are_shown(saved, capsys):

@@ -84,7 +84,7 @@ def test_further_tokens_end_a_completion(tmp_path, tokenizer_files):
 
 def test_what_cannot_be_completed_is_said(tmp_path, tokenizer_files):
     save(tmp_path / "bare", build())
-    with pytest.raises(CheckpointError, match=r"no file 'tokenizer.json'.*Name the tokenizer"):
+    with pytest.raises(CheckpointError, match=r"bare holds no tokenizer. Name the one .*--tokenizer"):
         TextGenerator.from_checkpoint(tmp_path / "bare")
     TextGenerator.from_checkpoint(tmp_path / "bare", tokenizer=tokenizer_files["tokenizer.json"])
     save(tmp_path / "small", build(vocab_size=263), files=tokenizer_files)
@@ -107,7 +107,7 @@ def test_a_folder_of_transformers_is_enough(tmp_path, tokenizer_files):
     torch.manual_seed(1)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=264, initializer_range=0.3, **sizes))
     model.save_pretrained(tmp_path / "llama")
-    with pytest.raises(DataError, match="holds no tokenizer"):
+    with pytest.raises(DataError, match=r"llama holds no tokenizer. Copy .* name a tokenizer"):
         TextGenerator.from_checkpoint(tmp_path / "llama")
     for name, file in tokenizer_files.items():
         (tmp_path / "llama" / name).write_bytes(file.read_bytes())

@@ -56,7 +56,7 @@ def test_the_report_lists_its_tensors(saved):
 
 def test_refusals(saved, tmp_path):
     _, path = saved
-    with pytest.raises(CheckpointError, match=r"a\.ckpt holds no tokenizer; name the one .*--tokenizer"):
+    with pytest.raises(CheckpointError, match=r"a\.ckpt is a single file, .* no tokenizer. Name .*--tokenizer"):
         TextGenerator.from_checkpoint(path)
     (tmp_path / "b").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="is no checkpoint"):

@@ -85,6 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"reading {path}", file=sys.stderr)
     if not path.is_file() and not (path / "config.json").is_file():  # neither a single file nor one of transformers
         check_is_one(path)
+    tokenizer = arguments.tokenizer
+    if tokenizer is None and isinstance(path, Path) and path.is_file():
+        from megalight.cli.run_tokenizer import of_run
+
+        tokenizer = of_run(path)
+        if tokenizer is not None:
+            print(f"reading the tokenizer of the run, {tokenizer}", file=sys.stderr)
 
     from megalight.cli.ranks import check_ranks, joined
 
@@ -104,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     with joined(arguments) as (mesh, device):
         writer = TextGenerator.from_checkpoint(
             path,
-            tokenizer=arguments.tokenizer,
+            tokenizer=tokenizer,
             device=device,
             base=arguments.base,
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
