@@ -33,6 +33,12 @@ OTHER_WAYS = {
 }
 """What to do with data that no data module reads, by kind."""
 
+NO_DOCUMENTS = (
+    "Documents (text files, or rows) are divided whole: give a larger share of split, more documents, or data of its "
+    "own by val_data or test_data."
+)
+"""What to do about an empty split."""
+
 
 class TokenDataModule(pl.LightningDataModule, ABC):
     """Reads token files and yields batches of samples.
@@ -205,14 +211,16 @@ class TokenDataModule(pl.LightningDataModule, ABC):
             self._datasets[name] = self._build(name)
             if self._datasets[name] is not None:
                 self._sampler(name)  # raises before training if global_batch_size does not divide
+            elif stage == "fit":
+                log.warning("the %s split holds no documents, so there is no %s. %s", name, name, NO_DOCUMENTS)
+            else:
+                raise DataError(f"the {name} split holds no documents, so there is nothing to read. {NO_DOCUMENTS}")
 
     def _build(self, name: str) -> Samples[Any] | None:
         dataset = self.build(name, self._train_samples if name == "train" else None)
         if dataset is None and name == "train":
             raise DataError("the training split holds no documents; give it a larger share of split, or more data.")
-        if dataset is None:
-            log.warning("the %s split holds no documents, so there is no %s", name, name)
-        else:
+        if dataset is not None:
             log.info("%s: %d samples of at most %d tokens", name, len(dataset), self.sequence_length)
         return dataset
 

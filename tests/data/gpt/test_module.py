@@ -202,6 +202,9 @@ def test_an_empty_split(tmp_path: Path) -> None:
     data = module(tmp_path, split="1,0,0")
     trainer(max_steps=1, limit_val_batches=1.0).fit(Reader(), data)
     assert data.val_dataloader() == []
+    for stage in ("validate", "test"):
+        with pytest.raises(DataError, match=r"split holds no documents, so .* data of its own"):
+            getattr(trainer(), stage)(Reader(), data)
     with pytest.raises(DataError, match="training split holds no documents"):
         read(tmp_path, data={"split": "0,1,0"}, max_steps=1)
 
@@ -237,8 +240,8 @@ def test_blends(tmp_path: Path) -> None:
     trainer(max_steps=1, limit_val_batches=1.0).fit(reader, data)
     assert isinstance(data._datasets["validation"], BlendedDataset)
     assert reader.tokens == 2 * 399
-    data.setup("test")
-    assert data.test_dataloader() == []
+    with pytest.raises(DataError, match="the test split holds no documents"):
+        data.setup("test")
 
 
 def test_worker_processes_read_the_same(tmp_path: Path) -> None:
