@@ -14,14 +14,6 @@ def load_rows(pointer: Value, stride: Value, token: Value, tokens: Value, width:
 
 
 @jit
-def load_matrix(pointer: Value, rows: Value, columns: Value, ROWS: constexpr, COLUMNS: constexpr) -> Value:
-    """Load a contiguous ``[rows, columns]`` as ``[ROWS, COLUMNS]``; 0 outside."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    return tl.load(pointer + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-
-
-@jit
 def decays(total_i: Value, total_j: Value, start_i: Value, start_j: Value, i: Value, j: Value) -> Value:
     """Return the decay from token ``j`` to token ``i``, ``[i, j]``; 0 for later tokens and other sequences."""
     seen = (i[:, None] >= j[None, :]) & (start_i[:, None] == start_j[None, :])

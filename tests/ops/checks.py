@@ -29,6 +29,7 @@ from megalight.ops.divergence.rows import Measure, Rows
 from megalight.ops.gated_norm import reference as gated_norm_reference
 from megalight.ops.latent_heads import reference as heads_reference
 from megalight.ops.norm import reference as norm_reference
+from megalight.ops.parameter import collect
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
 from megalight.ops.quantize.formats import to_fp8
 from megalight.ops.quantize.known import known_amax, told_amax
@@ -315,6 +316,36 @@ def check_norms(
             (x, weight),
             unused,
         )
+
+
+def check_norms_main_gradients(module: Any, device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Norms between sublayers add their parameters' gradients to main gradients, and autograd does not visit these."""
+    x, residual, grad = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    weight, bias = (torch.nn.Parameter(torch.randn(shape[-1], device=device).to(dtype)) for _ in range(2))
+    plain = [t.detach().double().requires_grad_() for t in (x, residual, weight, bias)]
+    reports, visits = list[str](), list[Tensor]()
+    states = [
+        collect(each, torch.full(shape[-1:], math.nan, device=device), partial(reports.append, name))
+        for each, name in ((weight, "weight"), (bias, "bias"))
+    ]
+    for parameter, state in zip((weight, bias), states, strict=True):
+        state.untouched = True  # the first gradient must overwrite the NaN
+        parameter.register_post_accumulate_grad_hook(visits.append)  # type: ignore[no-untyped-call]
+    for ours, theirs in (
+        (module.add_layer_norm(x, residual, weight, bias, 1e-5), norm_reference.add_layer_norm(*plain, 1e-5)),
+        (module.add_rms_norm(x, None, weight, 1e-5), norm_reference.add_rms_norm(plain[0], None, plain[2], 1e-5)),
+    ):
+        (ours[0] + ours[1]).backward(grad.detach())
+        (theirs[0] + theirs[1]).backward(grad.detach().double())
+    assert sorted(reports) == ["bias", "weight", "weight"]
+    assert not visits
+    assert weight.grad is None
+    assert bias.grad is None
+    for state, each in zip(states, plain[2:], strict=True):
+        assert state.main_grad is not None
+        assert error(state.main_grad, each.grad) < TOLERANCE[dtype]
+    assert error(x.grad, plain[0].grad) < TOLERANCE[dtype]
+    assert error(residual.grad, plain[1].grad) < TOLERANCE[dtype]
 
 
 def check_rotary(

@@ -46,6 +46,10 @@ def test_norms(shape: tuple[int, ...]) -> None:
     checks.check_norms(kernels("norm"), "cpu", torch.float32, shape)
 
 
+def test_norms_add_to_main_gradients() -> None:
+    checks.check_norms_main_gradients(kernels("norm"), "cpu", torch.float32, (5, 63))
+
+
 @pytest.mark.parametrize(
     ("lengths", "sizes"), [([5, 1, 60, 33], (6, 3, 10, 16)), ([32, 32], (2, 1, 16, 20)), ([31, 1, 40], (2, 2, 3, 4))]
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.ops import norm
-from tests.ops.checks import check_measured_norms, check_norms, check_sums_of_measured
+from tests.ops.checks import check_measured_norms, check_norms, check_norms_main_gradients, check_sums_of_measured
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +22,13 @@ def test_amax_on_the_way(shape: tuple[int, ...]) -> None:
     from megalight.ops.norm import triton
 
     check_measured_norms(triton, "cuda", torch.bfloat16, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_gradients(dtype: torch.dtype) -> None:
+    from megalight.ops.norm import triton
+
+    check_norms_main_gradients(triton, "cuda", dtype, (500, 256))
 
 
 def test_amax_of_sums() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
+from megalight.ops.parameter import add_gradient, may_hide
 from megalight.ops.quantize.known import tell_amax
 
 TILE = 2048
@@ -163,7 +164,7 @@ def _rows(x: Tensor, size: int) -> Tensor:
 
 def _like(rows: Tensor, x: Tensor) -> Tensor:
     """Return ``rows`` in the shape of ``x``."""
-    return rows if x.dim() == 2 else rows.view(x.shape)
+    return rows if rows.shape == x.shape else rows.view(x.shape)
 
 
 def _run_forward(
@@ -279,26 +280,35 @@ class _Norm(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
+    """A norm between two sublayers.
+
+    ``hidden`` is ``(weight, bias)`` in place of both arguments: see :func:`~megalight.ops.parameter.may_hide`.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         residual: Tensor | None,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
+        hidden: tuple[Tensor, Tensor | None] | None,
         eps: float,
         center: bool,
         measure: bool,
     ) -> tuple[Tensor, Tensor]:
         # If only the sum, or only the norm, is used, the other gradient comes as None: do not make zeros and add them.
         ctx.set_materialize_grads(False)
+        if hidden is not None:
+            weight, bias = hidden
+        assert weight is not None
         size = weight.shape[0]
         flat, other = _rows(x, size), None if residual is None else _rows(residual, size)
         y, total, mean, rstd, parts = _run_forward(flat, other, weight, bias, eps, center, measure)
         # The sum alone is kept, not the two terms: both get the same gradient.
         ctx.save_for_backward(total, weight, mean, rstd)
         ctx.center, ctx.bias_dtype = center, None if bias is None else bias.dtype
-        ctx.added, ctx.measure = residual is not None, measure
+        ctx.added, ctx.measure, ctx.hidden = residual is not None, measure, hidden
         return _told(_like(y, x), parts), x if residual is None else _like(total, x)
 
     @staticmethod
@@ -307,17 +317,32 @@ class _AddNorm(torch.autograd.Function):
         total, weight, mean, rstd = ctx.saved_tensors
         # Only the residual stream went on (the norm's output is unused): there is nothing to differentiate.
         if grad_y is None:
-            return grad_total, grad_total if ctx.added else None, None, None, None, None, None
+            return grad_total, grad_total if ctx.added else None, *[None] * 6
         grad = _rows(grad_y, total.shape[1])
         other = None if grad_total is None else _rows(grad_total, total.shape[1])
         has_bias = ctx.bias_dtype is not None
         grad_x, grad_weight, grad_bias, parts = _run_backward(
             grad, other, total, weight, mean, rstd, ctx.center, has_bias, ctx.measure
         )
+        grad_x = _told(_like(grad_x, grad_y), parts)
+        other = grad_x if ctx.added else None
+        if ctx.hidden is not None:
+            # In float32, as they are: main gradients are wider than the parameters.
+            for parameter, gradient in zip(ctx.hidden, (grad_weight, grad_bias), strict=True):
+                if gradient is not None:
+                    add_gradient(parameter, gradient)
+            return grad_x, other, *[None] * 6
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)
-        grad_x = _told(_like(grad_x, grad_y), parts)
-        return grad_x, grad_x if ctx.added else None, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        return grad_x, other, grad_weight.to(weight.dtype), grad_bias, *[None] * 4
+
+
+def _add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool, measure: bool
+) -> tuple[Tensor, Tensor]:
+    seen, hidden = ((None, None), (weight, bias)) if may_hide(x, weight, bias) else ((weight, bias), None)
+    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, *seen, hidden, eps, center, measure)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, measure: bool = False) -> Tensor:
@@ -336,13 +361,11 @@ def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, measure: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Norm of the sum, and the sum, in one kernel. With ``measure``, as in :func:`rms_norm`, but not of the sum."""
-    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, None, eps, False, measure)
-    return out
+    return _add_norm(x, residual, weight, None, eps, False, measure)
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, measure: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Norm of the sum, and the sum, in one kernel. With ``measure``, as in :func:`rms_norm`, but not of the sum."""
-    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, bias, eps, True, measure)
-    return out
+    return _add_norm(x, residual, weight, bias, eps, True, measure)
