@@ -37,9 +37,8 @@ OURS = "megalight"
 
 HEADLINES = (
     "8b-16l-bf16", "8b-16l-fp8", "2b-24l", "mixtral-4l-mbs2", "qwen3-moe-8l", "125m-graph", "8b-16l-dp2",
-    "8b-16l-tp2-symmetric", "llama3-16l-dp2-full", "llama3-16l-dp2-full-copies", "llama3-8b-dp4",
-    "llama3-8b-tp2dp2-graph-symmetric",
-    "llama3-8b-pp4-vpp4-zb", "llama3-8b-cp4-32k-all-gather",
+    "8b-16l-tp2-symmetric", "llama3-16l-dp2-full", "llama3-16l-dp2-full-copies", "llama3-8b-dp4", "llama3-8b-dp4-fp8",
+    "llama3-8b-tp2dp2-graph", "llama3-8b-pp4-vpp4", "llama3-8b-cp4-128k-ring",
 )  # fmt: skip
 """Rows of the README's table."""
 
@@ -59,7 +58,7 @@ ABOUT = {
     "8b-16l-dp2": "the first row on two GPUs, DP=2",
     "8b-16l-tp2-symmetric": "the first row on two GPUs, TP=2 with SP",
     "llama3-16l-dp2-full": "16 layers of Llama-3-8B, fully sharded",
-    "llama3-8b-pp4-vpp4-zb": "Llama-3-8B, PP=4, VPP=4, zero bubble",
+    "llama3-8b-dp4-fp8": "Llama-3-8B, DP=4, in FP8",
 }
 """What rows are whose own line refers to the row above them in the list of all."""
 

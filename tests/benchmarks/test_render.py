@@ -58,7 +58,7 @@ def test_results_find_their_rows(tmp_path):
     first, second = render.page_table(found).splitlines()[2:]
     cells = [cell.strip() for cell in first.split("|")[1:-1]]
     assert cells[:12] == [
-        "`8b-16l-bf16`", "1 x H200", "1.000", "", "580", "10,000", "80.0", "596", "97%", "580: met", "",
+        "`8b-16l-bf16`", "1 x H200", "1.000", "", "580", "10,000", "80.0", "596", "97%", "595: 2.5% short", "",
         "hf-compile 490 (80.0 GiB): 1.18 x",
     ]  # fmt: skip
     assert "| 850: 5.9% short |" in second
@@ -92,7 +92,7 @@ def test_an_aim_that_is_another_row():
 
 def test_a_run_is_told_of_its_aim(tmp_path):
     record = {"device": "NVIDIA H200", "rows": [measured("megalight", 600)]}
-    assert "aim 580: met" in render.verdict(ROWS["8b-16l-bf16"], record, tmp_path)
+    assert "aim 595: met" in render.verdict(ROWS["8b-16l-bf16"], record, tmp_path)
     assert "aim 1.25 x `125m`;" in render.verdict(ROWS["125m-graph"], record, tmp_path).replace("\n", ";")
 
 
