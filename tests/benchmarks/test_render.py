@@ -61,7 +61,7 @@ def test_results_find_their_rows(tmp_path):
         "`8b-16l-bf16`", "1 x H200", "1.000", "", "580", "10,000", "80.0", "596", "97%", "595: 2.5% short", "",
         "hf-compile 490 (80.0 GiB): 1.18 x",
     ]  # fmt: skip
-    assert "| 850: 5.9% short |" in second
+    assert "| 890: 10.1% short |" in second
     assert "`8b-8l-8k-fp8`" in render.missing(found)
     assert "`8b-16l-bf16`" not in render.missing(found)
 
