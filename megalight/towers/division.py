@@ -33,6 +33,11 @@ class Division:
     """
 
     def __init__(self, tower: ParallelMesh, language: ParallelMesh) -> None:
+        if tower.dp % language.dp and language.dp % tower.dp:
+            raise LayoutError(
+                f"the tower has {tower.dp} replicas and the language model {language.dp}; one must divide the other. "
+                "Change the ranks or the degrees of one, or let both have the same ranks (megatron_towers_beside)."
+            )
         self.lanes = len(lanes(tower, language))
         self.tower, self.language = tower, language
         self.is_tower = tower.contains(tower.global_rank)

@@ -124,5 +124,9 @@ def test_parts_of_a_tower_begin_where_gradients_do() -> None:
     assert [name for name, _ in tower_parts_of(model, "layer")] == [f"embed.tower.layers.{i}" for i in (1, 2)]
     # The attention of the layer before whose MLP nothing is trained has no gradient, either.
     assert [name for name, _ in tower_parts_of(model, "attention")] == ["embed.tower.layers.2.attention"]
+    apply_recompute(model, Recompute(vision=Recompute(granularity="selective", modules=("attention",))))
+    assert tower_parts_of(model, "layer")
+    assert not tower_parts_of(model, "attention")
     apply_recompute(model, Recompute(vision=Recompute(granularity="full")))
     assert not tower_parts_of(model, "layer")
+    assert not tower_parts_of(model, "attention")

@@ -52,14 +52,11 @@ def parts_of(chunk: nn.Module, scope: str) -> list[Named]:
 
 
 def tower_parts_of(chunk: nn.Module, scope: str) -> list[Named]:
-    """Return the same of the vision tower in a chunk; nothing without a tower, or if its layers are recomputed whole.
+    """Return the same of the vision tower in a chunk; nothing without a tower, or if these parts are recomputed whole.
 
     Parts without a gradient are left out: frozen layers before the first that is trained.
     """
     layers = tower_layers_of(chunk)
-    if any("forward" in layer.__dict__ for layer in layers.values()):
-        log.info("layers of the vision tower are recomputed as a whole, and are not recorded")
-        return []
     if not layers:
         return []
     tower = chunk.get_submodule("embed.tower")
@@ -69,6 +66,9 @@ def tower_parts_of(chunk: nn.Module, scope: str) -> list[Named]:
     for name, layer in layers.items():
         found += [part for part in _parts(name, layer, scope) if differs or _trained(part[1])]
         differs = differs or _trained(layer)
+    if any("forward" in module.__dict__ for module in (*layers.values(), *(module for _, module in found))):
+        log.info("the vision tower is not recorded with scope=%r, as such parts of it are recomputed whole", scope)
+        return []
     return found
 
 
