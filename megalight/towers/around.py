@@ -21,6 +21,8 @@ from megalight.data.multimodal.batch import Images, ImageTextBatch
 from megalight.errors import DataError
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.coupling import contents
+from megalight.parallel.data_parallel import route
+from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.exchange import Route, exchange
 from megalight.parallel.groups import new_group, speaks
 from megalight.parallel.mesh import ParallelMesh
@@ -93,10 +95,11 @@ class Around:
 
     def train(self, agenda: Agenda, micro_batches: Sequence[Any], *rest: Any) -> list[Loss]:
         """Run the tower forward, the schedule, and the tower backward; arguments as of the executor."""
-        passes = self._forward(micro_batches)
+        passes, units = self._forward(micro_batches, rest[-1]), rest[-1]
         losses = self.executor.train(agenda, micro_batches, *rest)
         self._arrived.clear()
-        for each in passes if self.trained else ():
+        for number, each in enumerate(passes if self.trained else (), 1):
+            self._follow(units, [route.Pass(0, False)] * (len(passes) - number))
             gradient = self._to_tower(each)
             torch.autograd.backward([each.features], [gradient])
         return losses
@@ -104,7 +107,7 @@ class Around:
     def forward(self, agenda: Agenda, micro_batches: Sequence[Any], *rest: Any) -> list[Carry]:
         """Run forward passes without gradients."""
         with torch.no_grad():
-            self._forward(micro_batches)
+            self._forward(micro_batches, rest[-1])
         carries = self.executor.forward(agenda, micro_batches, *rest)
         self._arrived.clear()
         return carries
@@ -113,10 +116,16 @@ class Around:
         """Return the features ``[P, h]`` of a micro-batch, with padding."""
         return padded(self._arrived[id(batch)].popleft(), self.language.token_multiple)
 
-    def _forward(self, micro_batches: Sequence[Any]) -> list[Pass]:
+    def _follow(self, units: Units | None, coming: Sequence[route.Pass]) -> None:
+        """Say which passes of the tower come next. Those of the language model are others on each of its stages."""
+        if units is not None:
+            units.follow([self.tower.root], coming)
+
+    def _forward(self, micro_batches: Sequence[Any], units: Units | None) -> list[Pass]:
         passes = []
         batches = [contents(each) for each in micro_batches]
-        for batch, homes in zip(batches, self._sizes(batches), strict=True):
+        for number, (batch, homes) in enumerate(zip(batches, self._sizes(batches), strict=True), 1):
+            self._follow(units, [route.Pass(0, True)] * (len(batches) - number))
             shares = balanced([lengths for lengths, _ in homes], len(self._towers))
             images = self._to_replica(batch.parts()[0], homes, shares)
             with self.context():

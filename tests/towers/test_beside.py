@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.vlm import VLM
 from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel.residency import Residency
 from megalight.towers import Side, TowersBeside
 from megalight.towers.balance import balanced
 from tests.models.test_vlm_strategy import CONFIGS, COUNTS, by_hand
@@ -161,6 +164,37 @@ def test_each_model_shards_its_layers(language: dict[str, Any]) -> None:
     for held, loss in found:
         assert {name.rpartition(".layers.")[0] for name in held if "tower" in name} == {"embed.tower"}
         assert loss == pytest.approx(by_hand("qwen3", "mixed")["losses"][0], rel=1e-9)
+
+
+def _late() -> int:
+    """How often a step with two micro-batches waits for a layer of the tower that nobody has begun to gather."""
+    four = replace(CONFIGS["qwen"].vision, num_layers=4)
+    with mock.patch.dict(CONFIGS, {"long": replace(CONFIGS["qwen"], vision=four)}):
+        options = DataParallel(level="optim_grads_params", overlap_param_gather=False, prefetch=1)
+        made = make("long", {}, SP, data_parallel=options)
+    late, fetch, hold, holding = [0], Residency.fetch, Residency.hold, list[int]()
+    assert made.engine.units is not None
+    inside, units = set(made.tower.root.modules()), made.engine.units
+    tower = {unit for unit, module in zip(units._order, units.modules, strict=True) if module in inside}
+    assert len(tower) == 4
+
+    def fetched(self: Residency, unit: int) -> None:
+        late[0] += bool(holding) and unit in tower and self._present[self.turn_of[unit]] != unit
+        fetch(self, unit)
+
+    def held(self: Residency, unit: int) -> None:
+        holding.append(unit)
+        hold(self, unit)
+        holding.pop()
+
+    rows = batch(COUNTS["mixed"][0], seed=0, config=CONFIGS["qwen"]).split(1)
+    with mock.patch.object(Residency, "fetch", fetched), mock.patch.object(Residency, "hold", held):
+        made.forward_backward(rows[:2])  # type: ignore[arg-type]
+    return late[0]
+
+
+def test_the_next_pass_of_the_tower_is_prefetched() -> None:
+    assert run(_late, 2) == [0, 0]
 
 
 def test_a_replica_without_micro_batches_is_told() -> None:
