@@ -69,7 +69,9 @@ def new_group(
     return group
 
 
-def shared_group(ranks: Sequence[int], purpose: str = "the mesh", max_ctas: int | None = None) -> ProcessGroup:
+def shared_group(
+    ranks: Sequence[int], purpose: str = "the mesh", max_ctas: int | None = None, backend: str | None = None
+) -> ProcessGroup:
     """Return the group of global ``ranks`` that all code with this purpose shares. The first call creates it.
 
     All members must ask for groups in the same order. Arguments and errors are those of :func:`new_group`.
@@ -77,7 +79,7 @@ def shared_group(ranks: Sequence[int], purpose: str = "the mesh", max_ctas: int 
     # Kept by the default group: when that one is destroyed and made anew, its groups are gone with it.
     known = _SHARED.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
     if (purpose, *ranks) not in known:
-        known[purpose, *ranks] = new_group(ranks, purpose, max_ctas=max_ctas)
+        known[purpose, *ranks] = new_group(ranks, purpose, backend, max_ctas)
     return known[purpose, *ranks]
 
 

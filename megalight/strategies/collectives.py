@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 
 
@@ -57,11 +59,15 @@ class Collectives:
     # On the host: a device collective would wait for all queued kernels, in every step.
     def largest(self, values: list[int]) -> list[int]:
         """Return the maximum of each value over all ranks, without touching the device."""
-        if self.world_size == 1:
-            return values
-        found = torch.tensor(values)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.host_group())
-        return [int(value) for value in found]
+        return values if self.world_size == 1 else _largest(values, self.host_group())
+
+    def largest_along(self, axis: str) -> Callable[[list[int]], list[int]]:
+        """Return what does the same over the ranks along an axis of the mesh only; these ranks call this together."""
+        ranks = self.mesh.ranks(axis)
+        if len(ranks) == 1:
+            return lambda values: values
+        group = shared_group(ranks, "decisions on the host", backend="gloo")
+        return lambda values: _largest(values, group)
 
     def host_group(self) -> dist.ProcessGroup | None:
         """A gloo group over all ranks, for decisions on the host that must not touch the device."""
@@ -83,3 +89,9 @@ class Collectives:
         box = [obj]
         dist.broadcast_object_list(box, src, group=self.host_group())
         return box[0]
+
+
+def _largest(values: list[int], group: dist.ProcessGroup | None) -> list[int]:
+    found = torch.tensor(values)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return [int(value) for value in found]

@@ -25,6 +25,7 @@ from megalight.parallel.step import Passes, StepRunner, run_passes
 from megalight.parallel.tensor.dropout import streams_of
 from megalight.parallel.tensor.shared import steps_recorded
 from megalight.strategies.megatron import MegatronStrategy
+from megalight.strategies.towers import MegatronTowersStrategy
 
 log = logging.getLogger(__name__)
 
@@ -218,6 +219,8 @@ class CUDAGraph(pl.Callback):
 
     def _parts(self, strategy: MegatronStrategy, lanes: list[list[Named]]) -> StepRunner:
         assert self._recorder is not None and strategy.engine is not None
+        # Towers have layouts of their own, and go on with what serves eager steps.
+        alone = roots_of(strategy) == strategy.chunks and not isinstance(strategy, MegatronTowersStrategy)
         graphs = self._graphs = GRAPH_BACKENDS[self.backend].start(
             Parts(
                 lanes,
@@ -230,6 +233,9 @@ class CUDAGraph(pl.Callback):
                 lambda: self._generators(strategy),
                 self.warmup_steps,
                 self._refuse,
+                # Ranks that split a layer must record it together; others may not record at the same time.
+                strategy.largest_along("tp") if alone else list,
+                partial(_tell_layers, strategy if alone and self.scope == "layer" else None),
             )
         )
 
@@ -295,8 +301,8 @@ class CUDAGraph(pl.Callback):
         recorder.leave()
 
 
-def _tell_layers(strategy: MegatronStrategy, recorded: bool) -> None:
-    for chunk in strategy.chunks:
+def _tell_layers(strategy: MegatronStrategy | None, recorded: bool) -> None:
+    for chunk in () if strategy is None else strategy.chunks:
         steps_recorded(chunk, recorded)
 
 

@@ -18,6 +18,10 @@ from megalight.registry import Registry
 Named = tuple[str, nn.Module]
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """The modules to record, and what a backend needs for it.
@@ -33,6 +37,10 @@ class Parts:
         generators: random generators that modules use besides the default ones.
         warmup_steps: number of eager steps, at least 2.
         refuse: called with the reason why modules run eagerly; may raise.
+        agree: numbers of the ranks that share each module -> the largest of each. These must record, replay and run
+            eagerly together: what one of them sends, the others expect in the slot of their own recording.
+        tell: called on all of these ranks together, when it changes whether calls are recorded. Modules may then work
+            in another way.
     """
 
     lanes: Sequence[Sequence[Named]]
@@ -45,6 +53,8 @@ class Parts:
     generators: Callable[[], Sequence[torch.Generator]]
     warmup_steps: int
     refuse: Callable[[str], None]
+    agree: Callable[[list[int]], list[int]] = list
+    tell: Callable[[bool], None] = lambda recorded: None
 
 
 class PartGraphs(Protocol):

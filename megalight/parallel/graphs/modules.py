@@ -16,11 +16,12 @@ from megalight.errors import ConfigurationError
 from megalight.ops.parameter import cast_of
 from megalight.parallel.graphs.arguments import Held, recordable
 from megalight.parallel.graphs.attributes import told
-from megalight.parallel.graphs.backends import Named, Parts
+from megalight.parallel.graphs.backends import Named, Parts, nothing
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.inspection import Inspection
 from megalight.parallel.graphs.static import tensors_of
 from megalight.parallel.graphs.unit import Unit, argument_for, follows
+from megalight.parallel.peers.watch import check_all
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +90,13 @@ class ModuleGraphs:
         self.chained = parts.chained
         self.warmup_steps = parts.warmup_steps
         self.refuse = parts.refuse
+        self.agree = parts.agree
+        self.tell = parts.tell
         self.replays = 0
         self._lanes = [Lane(number, list(modules)) for number, modules in enumerate(parts.lanes)]
         self._steps = 0
-        self._off = False
+        self._off = False  # on this rank
+        self._ended = False  # on all ranks that share the modules
         self._other = False
         everything = [module for lane in self._lanes for _, module in lane.modules]
         # A graph cannot decide at replay whether to overwrite or to add. These parameters are zeroed at the start of a
@@ -113,6 +117,7 @@ class ModuleGraphs:
                         "would hide."
                     )
                 module.forward = partial(self._forward, lane, place)
+        self.tell(True)
 
     @property
     def graphs(self) -> int:
@@ -120,17 +125,30 @@ class ModuleGraphs:
         return 2 * sum(len(slot.units) for lane in self._lanes for slot in lane.slots)
 
     def begin_step(self, micro_batches: int) -> None:
-        """Begin a step: no micro-batch is in flight."""
+        """Begin a step: no micro-batch is in flight.
+
+        Raises:
+            MegalightError: a wait for a peer in an earlier replay has ended without it.
+        """
+        check_all()  # replays run no Python that would
         self._steps += 1
         for lane in self._lanes:
             for slot in lane.slots:
                 slot.busy = False
                 for unit in slot.units.values():
                     unit.forwarded = False
+        if self._ended:
+            if self.graphs:  # of a step in which a later recording failed
+                self.drop()
+            return
         now = self.fingerprint()
-        if self.graphs and (self._off or now != self._recorded_under):
-            if not self._off:
-                self._changed()
+        stale = bool(self.graphs) and not self._off and now != self._recorded_under
+        if stale:
+            self._changed()
+        off, stale_anywhere = self.agree([int(self._off), int(stale)])
+        if off:
+            self._end()
+        elif stale_anywhere:
             self.drop()
         self._recorded_under = now
 
@@ -145,6 +163,14 @@ class ModuleGraphs:
         if len(self._dropped) == DROPS and self._steps - self._dropped[0] < WITHIN:
             self._refuse(told(names))
         names.clear()
+
+    def _end(self) -> None:
+        """Run everything eagerly from now on, as all ranks that share the modules do."""
+        self._ended = True
+        self.drop()
+        self.tell(False)
+        if not self._off:
+            self._refuse("another rank cannot record its layers")
 
     def drop(self) -> None:
         """Free all graphs."""
@@ -163,6 +189,7 @@ class ModuleGraphs:
     def close(self) -> None:
         """Free all graphs, and restore the modules' own forwards."""
         self.drop()
+        self.tell(False)
         self._external.clear()
         for lane in self._lanes:
             for _, module in lane.modules:
@@ -219,11 +246,29 @@ class ModuleGraphs:
         self, lane: Lane, slot: Slot, place: int, plain: Callable[..., Any], args: Any, kwargs: Any
     ) -> Unit | None:
         name = lane.modules[place][0]
+        unit = self._try_to_record(lane, slot, place, plain, args, kwargs)
+        problem = unit if isinstance(unit, str) else None
+        # Nothing has run yet, so the ranks may still decide.
+        if self.agree([int(problem is not None)]) == [0]:
+            assert isinstance(unit, Unit)
+            slot.units[place] = unit
+            return unit
+        if isinstance(unit, Unit):
+            unit.drop()
+        self._ended = True
+        self.tell(False)
+        self._refuse(problem or f"recording {name} failed on another rank")
+        return None
+
+    def _try_to_record(
+        self, lane: Lane, slot: Slot, place: int, plain: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Unit | str:
+        """Record a module on this rank; return the reason if that fails."""
+        name = lane.modules[place][0]
         values = [(None, value) for value in args] + list(kwargs.items())
         for _, value in values:
             if (why := recordable(value)) is not None:
-                self._refuse(f"{name} is called with {why}")
-                return None
+                return f"{name} is called with {why}"
         previous = lane.last if self.chained and follows(lane.last, [value for _, value in values]) else None
         arguments = [(key, argument_for(value, previous is not None, slot.held)) for key, value in values]
         unit = Unit(
@@ -233,16 +278,14 @@ class ModuleGraphs:
             self.engine,
             previous,
             copies=self.chained and place == len(lane.modules) - 1,
-            done=slot.free if place == 0 else _nothing,
+            done=slot.free if place == 0 else nothing,
         )
         try:
             with self.fingerprint.attributes.running():
                 unit.record(self.recorder, self.generators(), slot.pool)
         except Exception as error:
             unit.drop()
-            self._refuse(f"recording {name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-            return None
-        slot.units[place] = unit
+            return f"recording {name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         return unit
 
     def _tell_other(self, name: str) -> None:
@@ -253,7 +296,3 @@ class ModuleGraphs:
     def _refuse(self, reason: str) -> None:
         self._off = True
         self.refuse(reason)
-
-
-def _nothing() -> None:
-    """Do nothing after the backward of a module that is not the first one of its chunk."""

@@ -148,6 +148,10 @@ class PeerMemory:
             f"all {self.slots} slots of symmetric memory are in use: free what is gathered once it is read"
         )
 
+    def restart(self) -> None:
+        """Let the next slot be the one after the first; all ranks call this together."""
+        self._turn = 0
+
     def reserve(self, nbytes: int) -> None:
         """Let every slot have at least ``nbytes`` bytes on every rank. All ranks wait for each other if it grows."""
         # Flags have memory of their own, which never grows: cached operations and recorded

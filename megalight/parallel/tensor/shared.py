@@ -23,6 +23,7 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.overlap.kinds import automatic, choose
 from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
 from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec
+from megalight.parallel.tensor.overlap.symmetric import Symmetric
 
 COUNTS_MAX_CTAS = 2
 """Multiprocessors that an exchange of numbers may occupy, beside computation: a few bytes for each rank."""
@@ -50,7 +51,7 @@ class Shared:
         expert: how copies of tokens get to their experts.
         context_groups: the ranks along ``cp``.
         streams: random streams for dropout.
-        recorded: training steps are recorded as CUDA graphs (:func:`steps_recorded`).
+        recorded: training steps, or all layers in them, are recorded as CUDA graphs (:func:`steps_recorded`).
     """
 
     mesh: ParallelMesh
@@ -153,6 +154,12 @@ class Shared:
             for kind, spec in self._overlaps
         )
 
+    def restart(self) -> None:
+        """Let the layers begin with the first slots of their peers, if they have some."""
+        for way in self._ways.values():
+            if isinstance(way, Symmetric):
+                way.carrier.restart()
+
     def check_overlap(self, name: str, weight: Tensor, device: torch.device) -> None:
         """Raise now, before anything runs, if the chosen overlap backend cannot serve a layer.
 
@@ -187,13 +194,15 @@ class Shared:
 
 
 def steps_recorded(model: nn.Module, recorded: bool) -> None:
-    """Tell the split layers of ``model`` whether its training steps are recorded as CUDA graphs.
+    """Tell the split layers of ``model`` whether its training steps, or all layers in them, are recorded.
 
-    This affects the choice of ``overlap="auto"``, so call it before the first step, on all ranks.
+    This affects the choice of ``overlap="auto"``. All ranks call it together, between layers. Those that ended a
+    recording at different places then begin with the same slots again.
     """
     # In place, because the layers hold the object since the split.
     for shared in _states(model):
         shared.recorded = recorded
+        shared.restart()
 
 
 def gains_by_recording(model: nn.Module) -> bool:

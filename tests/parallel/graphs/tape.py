@@ -55,6 +55,7 @@ class Tape:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(random, "lend", listening.lend)
             patch.setattr(dist.Work, "wait", _wait)
+            _NOW.append(listening)
             try:
                 with listening:
                     result = function()
@@ -62,6 +63,7 @@ class Tape:
                         raise RuntimeError("operation not permitted when stream is capturing")
             finally:
                 self.entries = None
+                _NOW.remove(listening)
                 listening.undo()
                 for generator, state in states:
                     generator.set_state(state)
@@ -90,6 +92,9 @@ class Recorded:
         loans: list[Callable[[], object]] = []
         for entry in self.entries:
             if callable(entry):
+                for work, _ in works:  # it may read what they bring
+                    work.wait()
+                works = []
                 entry(loans)
                 continue
             func, args, kwargs, outputs = entry
@@ -166,6 +171,19 @@ class _Listening(TorchDispatchMode):
         """A recording does nothing."""
         for tensor, content in self._before.values():
             tensor.untyped_storage().copy_(content)
+
+
+_NOW: list[_Listening] = []
+"""The tape that is being made."""
+
+
+def act(function: Callable[[], object]) -> None:
+    """Do what is no operation of torch: now, or in each replay of the tape that is being made."""
+    if _NOW:
+        _NOW[-1].entries.append(lambda loans: function())
+    else:
+        with _disable_current_modes():  # the host of a GPU would not wait here, whatever an inspection says
+            function()
 
 
 LEND = random.lend

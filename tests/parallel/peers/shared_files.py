@@ -22,6 +22,7 @@ from megalight.ops.common import HALF
 from megalight.parallel.peers import copies, driver, rendezvous
 from megalight.parallel.peers import memory as peers
 from megalight.parallel.tensor.overlap import symmetric
+from tests.parallel.graphs.tape import act
 
 PATIENCE = 60.0
 
@@ -84,7 +85,7 @@ class Memory:
         return memory.view(torch.int32)[(flag & 0xFFFFFFFF) // 4]
 
     def wait(self, stream: object, flags: tuple[int, ...]) -> None:
-        self.spin(flags)
+        act(lambda: self.spin(flags))
 
     def spin(self, flags: tuple[int, ...]) -> None:
         """What waits holds up all else of its rank, as if it had one hardware queue."""
@@ -96,9 +97,12 @@ class Memory:
             word.zero_()
 
     def spin_with(self, watch: object, flags: tuple[int, ...], memory: object = None) -> None:
-        self.spin(flags)
+        act(lambda: self.spin(flags))
 
     def raise_flags(self, stream: object, flags: tuple[int, ...]) -> None:
+        act(lambda: self.raise_now(flags))
+
+    def raise_now(self, flags: tuple[int, ...]) -> None:
         for flag in flags:
             word = self._word(flag)
             assert not word.item(), "a flag is raised twice"
@@ -107,7 +111,7 @@ class Memory:
     def copy(self, stream: object, target: Tensor, source: Tensor) -> None:
         assert target.is_contiguous()
         assert source.is_contiguous()
-        target.copy_(source)
+        act(lambda: target.copy_(source))
 
 
 @contextmanager

@@ -17,10 +17,10 @@ class TensorOptions:
     """How the collectives of split layers run beside their products. With tp=1 nothing has an effect.
 
     Attributes:
-        overlap: a backend's name (``plain``, ``pipelined``, ``symmetric``), or ``auto``: ``symmetric`` if whole steps
-            are recorded as CUDA graphs and it can serve the layer, else ``plain``. Or a mapping from globs over names
-            of split linear layers (``"*.mlp.gate_up"``) to backends; the first match decides, and layers without a
-            match use ``auto``.
+        overlap: a backend's name (``plain``, ``pipelined``, ``symmetric``), or ``auto``: ``symmetric`` if steps or
+            layers are recorded as CUDA graphs and it can serve the layer, else ``plain``. Or a mapping from globs over
+            names of split linear layers (``"*.mlp.gate_up"``) to backends; the first match decides, and layers without
+            a match use ``auto``.
         pieces: number of pieces into which a product is cut, if its communication runs during it; under sequence
             parallelism a divisor of tp. None: chosen by the sizes of each product
             (:mod:`megalight.parallel.tensor.overlap.pieces`).

@@ -26,7 +26,7 @@ class OverlapSpec:
         weight_dtype: dtype of its weight.
         low_precision: its products are computed in 8 or 4 bits.
         autocast: autocast is enabled, so products have another dtype than the tensors.
-        recorded: steps are recorded as CUDA graphs.
+        recorded: steps, or their layers, are recorded as CUDA graphs.
         group: the ranks; None: not made yet.
     """
 

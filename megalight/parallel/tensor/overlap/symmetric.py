@@ -140,6 +140,12 @@ class PeerCopies(Copies):
         self.watch = Watch(self.shares, also=self.sums)
         self.open: dict[int, Slot] = {}
 
+    def restart(self) -> None:
+        """Begin with the first slots again, on all ranks together, while nothing is gathered."""
+        self.open.clear()
+        self.shares.restart()
+        self.sums.restart()
+
     def await_ready(self, slot: Slot, peers: Iterable[int]) -> None:
         """Let the current stream wait until peers have pushed, or are known to be gone.
 
