@@ -75,7 +75,7 @@ RUNS: dict[str, tuple[str, int, str, str, dict[str, Any], list[int]]] = {
         [2 * 4] * 2,
     ),
 }
-DEFAULT = ("beside", "apart, cp of the tower", "beside, attention, sharded", "together")
+DEFAULT = ("beside", "apart, cp of the tower", "together")
 
 
 @pytest.mark.parametrize(

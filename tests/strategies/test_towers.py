@@ -138,9 +138,9 @@ BESIDE_LAYOUTS = [
     ("llava", "none", 2, Side(), {**SP, **GRADS}),
     # Replicas of the tower are on both stages, which shard other layers; here one of them has none.
     ("deep", "mixed", 4, Side(), {**PP, "pipeline_layout": "E|ttttL", **SHARDED}),
-    ("deep_qwen", "mixed", 4, Side(**SP), {**VPP, **SHARDED}),
 ]
 FULL_BESIDE = [
+    ("deep_qwen", "mixed", 4, Side(**SP), {**VPP, **SHARDED}),
     ("qwen3", "mixed", 4, Side(), {**PP, **SHARDED}),
     ("qwen3", "huge", 4, Side(**CP), {**PP, **SHARDED}),
     ("llava", "none", 2, Side(), {**PP, **GRADS}),
