@@ -88,17 +88,15 @@ def split(rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """``torch.split(rows, sizes, -1)`` of ``rows [T, n]``, with views that are not to be written to."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return torch.split(rows, list(sizes), -1)
-    places = Places(rows, sizes)
-    parts: tuple[Tensor, ...] = apply(_Parts, rows, places)
-    for index, part in enumerate(parts):
-        part.place = places, index  # type: ignore[attr-defined]
+    parts: tuple[Tensor, ...] = apply(_Parts, rows, Places(rows, sizes))
     return parts
 
 
 def place_of(part: Tensor) -> tuple[Places, int] | None:
     """Return where the gradient of a part belongs, for :func:`empty_gradient`; None of other tensors."""
-    found: tuple[Places, int] | None = getattr(part, "place", None)
-    return found
+    # The context of a function is the node of its outputs in autograd's graph, so a part needs no mark.
+    places = getattr(part.grad_fn, "places", None)
+    return (places, part.output_nr) if isinstance(places, Places) else None
 
 
 def empty_gradient(part: Tensor, place: tuple[Places, int] | None) -> Tensor:
