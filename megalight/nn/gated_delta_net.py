@@ -20,6 +20,7 @@ from megalight.nn.short_conv import CausalConv
 from megalight.nn.state import SequenceRows, Slots
 from megalight.ops.common import wide
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
+from megalight.ops.parts import split
 from megalight.types import PackedSequences
 
 
@@ -153,7 +154,7 @@ class GatedDeltaNet(nn.Module):
         inner, _, shared, *_ = sections = self.in_proj.section_sizes
         heads, groups = self.heads
         sizes, units = (inner, shared, shared), (heads, groups, groups)
-        z, rows, a, b = torch.split(self.in_proj(hidden), [inner, sum(sections[1:4]), heads, heads], -1)
+        z, rows, a, b = split(self.in_proj(hidden), [inner, sum(sections[1:4]), heads, heads])
         packed = context.sequences
         # Both numbers of a head side by side, so that an exchange of heads keeps them together.
         rows, pairs, sequences = self.tokens.gather(rows, torch.stack([a, b], -1).flatten(1), sizes, units, packed)
