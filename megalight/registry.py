@@ -80,7 +80,10 @@ class Backend(Generic[SpecT, FnT]):
         priority: ``auto`` tries the highest first. Priorities come from measurements.
         why_not: returns the reason why this backend cannot serve a request, or None if it can.
         plugin: the plugin that registered the backend, or None for a built-in one. ``BackendRegistry.register`` sets
-            it. ``auto`` never chooses a plugin's backend: to install a package must not change a run.
+            it.
+        slower: for a plugin's backend that ``auto`` may choose: returns the reason why it should not for a request, or
+            None. Without it ``auto`` never chooses a plugin's backend, as to install a package should not change a run.
+            It is for packages that only call a library which torch calls itself.
     """
 
     name: str
@@ -88,6 +91,11 @@ class Backend(Generic[SpecT, FnT]):
     priority: int
     why_not: Callable[[SpecT], str | None]
     plugin: str | None = None
+    slower: Callable[[SpecT], str | None] | None = None
+
+    def automatic(self, spec: SpecT) -> bool:
+        """Return whether ``auto`` may choose it for a request, if it can serve."""
+        return self.plugin is None or (self.slower is not None and self.slower(spec) is None)
 
 
 _remembered: list[Callable[[], None]] = []
@@ -179,22 +187,23 @@ class BackendRegistry(Generic[SpecT, FnT]):
     def select(self, spec: SpecT, name: str = "auto") -> Backend[SpecT, FnT]:
         """Choose the backend for ``spec`` and log the choice once.
 
-        ``auto`` means the backend that :meth:`prefer` named, or else the built-in backend of the highest priority that
-        can serve. A backend that is asked for by name is used or raises; there is no silent fallback.
+        ``auto`` means the backend that :meth:`prefer` named, or else that of the highest priority that can serve, among
+        the built-in ones and those of plugins that say when they are faster. A backend that is asked for by name is
+        used or raises; there is no silent fallback.
 
         Raises:
             BackendError: no backend can serve, or the named one cannot serve or does not exist.
         """
         name = self._preferred if name == "auto" else name
         for backend in self._ordered():
-            asked = backend.name == name or (name == "auto" and backend.plugin is None)
+            asked = backend.name == name or (name == "auto" and backend.automatic(spec))
             if asked and backend.why_not(spec) is None:
                 if (backend.name, name) not in self._told:
                     # Once per backend and request by name: thousands of layers would say the same.
                     self._told.add((backend.name, name))
                     log.info("%s: backend %s (asked for %s)", self.op, backend.name, name)
                 return backend
-        reasons = "; ".join(f"{backend.name}: {_answer(backend, reason)}" for backend, reason in self.table(spec))
+        reasons = "; ".join(f"{backend.name}: {_answer(backend, spec, reason)}" for backend, reason in self.table(spec))
         known = name == "auto" or name in self._backends
         verdict = (
             f"backend {name!r} of {self.op} cannot serve {spec}" if known else f"{self.op} has no backend {name!r}"
@@ -202,10 +211,10 @@ class BackendRegistry(Generic[SpecT, FnT]):
         raise BackendError(f"{verdict}. Backends: {reasons}." + ("" if known else nearest(name, self._backends)))
 
 
-def _answer(backend: Backend[SpecT, FnT], reason: str | None) -> str:
+def _answer(backend: Backend[SpecT, FnT], spec: SpecT, reason: str | None) -> str:
     if reason is not None:
         return reason
-    return "can serve" if backend.plugin is None else "can serve if you ask for it by name"
+    return "can serve" if backend.automatic(spec) else "can serve if you ask for it by name"
 
 
 _loaded: dict[str, str | None] = {}

@@ -154,3 +154,11 @@ def test_cudnn_serves_latent_heads_on_hopper(
     monkeypatch.setattr(torch._C, "_get_cudnn_sdp_enabled", lambda: True)
     table = ATTENTION.table(EXAMPLE._replace(device="cuda", head_dim=head_dim, value_dim=value_dim))
     assert (next(why for backend, why in table if backend.name == "cudnn") is None) == serves
+
+
+def test_backends_are_told_of_short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[ops.Spec] = []
+    monkeypatch.setattr(ops, "_choose", lambda spec, backend: found.append(spec) or ops.reference.attention)
+    for window in (None, ops.NEAR - 2, ops.NEAR - 1):
+        attention(*inputs(UNIFORM, 2, 2), UNIFORM, window=window)
+    assert [(spec.window, spec.near) for spec in found] == [(False, False), (True, True), (True, False)]

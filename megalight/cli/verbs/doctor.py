@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     _print_plugins(
         device,
         [
-            (backend.plugin, backend.name, op, reason or "can serve")
+            (backend.plugin, backend.name, op, reason or f"can serve{', also auto' * (backend.slower is not None)}")
             for op, rows in backends.items()
             for backend, reason in rows
             if backend.plugin is not None

@@ -35,6 +35,7 @@ class Spec(NamedTuple):
         dropout: whether attention weights are dropped.
         sink: whether the softmax has sinks.
         few: whether there are fewer queries than keys, and only a few of each sequence, as in decoding.
+        near: whether a query sees fewer than ``NEAR`` keys, because of its window.
     """
 
     device: str
@@ -50,10 +51,14 @@ class Spec(NamedTuple):
     dropout: bool
     sink: bool
     few: bool = False
+    near: bool = False
 
 
 FEW = 64
 """Queries per sequence below which a kernel should divide keys, not queries, over multiprocessors."""
+
+NEAR = 1024
+"""Keys below which the fixed costs of a kernel count as much as its products."""
 
 ATTENTION: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("attention")
 REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ATTENTION,)
@@ -236,6 +241,7 @@ def attention(
         dropout > 0,
         sink is not None,
         keys is not None and sequences.num_tokens < FEW * len(sequences.lengths),
+        window is not None and window + 1 < NEAR,
     )
     # backends that have no sinks do not take one
     more = () if sink is None else (sink,)
