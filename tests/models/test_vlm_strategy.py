@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from megalight.callbacks import Adapters
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.errors import LayoutError
+from megalight.models.config import DropoutConfig
 from megalight.models.gpt import AttentionConfig
 from megalight.models.transforms import LoRA
 from megalight.models.vlm import VLM
@@ -89,6 +90,11 @@ CONFIGS = {
         language=replace(QWEN.language, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True))),
     ),
     "frozen": CONFIG,
+    "dropping": replace(
+        CONFIG,
+        vision=replace(CONFIG.vision, dropout=DropoutConfig(hidden=0.1, attention=0.1)),
+        language=replace(LANGUAGE, dropout=DropoutConfig(hidden=0.1)),
+    ),
     "tiles": TILES,
     "naflex": NAFLEX,
     "radio": RADIO,
@@ -115,6 +121,7 @@ COUNTS = {
     "one": [(0, 0, 0, 1)],
     "many": [(4, 4, 3, 4), (4, 0, 4, 4)],
     "huge": [(HUGE, 0, 1, 1), (0, 1, 0, HUGE)],
+    "six": [(1, 0, 2, 3), (0, 0, 1, 0), (3, 1, 0, 1)] * 2,
     # Every step has the same shapes.
     "same": [(1, 1, 1, 1)] * 4,
     "same_huge": [(HUGE, HUGE, HUGE, HUGE)] * 4,

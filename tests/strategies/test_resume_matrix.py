@@ -25,8 +25,18 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.source import shard_boxes
 from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import Checkpoints, DataParallel, MegatronStrategy, Pipeline
+from megalight.strategies import (
+    Checkpoints,
+    DataParallel,
+    MegatronStrategy,
+    MegatronTowersBesideStrategy,
+    MegatronTowersStrategy,
+    Pipeline,
+    Side,
+)
 from tests.environment import trainer
+from tests.models.test_vlm_strategy import CONFIGS as VLMS
+from tests.models.test_vlm_strategy import WithData as VLMWithData
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData
 from tests.workers import run
 
@@ -53,6 +63,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2dp2": (4, {"tensor_parallel": 2}),
     "tp2pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
 }
+BESIDE = {"kind": MegatronTowersBesideStrategy, "tower": Side()}
+TOWERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "apart, tower cp2": (3, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2, context_parallel=2)}),
+    "beside, tower cp2": (
+        2,
+        {**BESIDE, "tower": Side(context_parallel=2), "tensor_parallel": 2, "sequence_parallel": True},
+    ),
+    "beside, full pp2": (
+        4,
+        {**BESIDE, "pipeline_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")},
+    ),
+}
+"""Of models with a vision tower. Checkpoints of two layouts have one format."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +126,23 @@ def _fit(
     """Train from a checkpoint until ``stop``; return the losses, and a digest of this rank's whole optimizer state."""
     plugin = None
     if how.delayed:
-        options = LowPrecisionOptions("delayed", history=3, emulate=True)
-        plugin = MegatronLowPrecision(options, "bf16-true")
-    strategy = MegatronStrategy(
+        plugin = MegatronLowPrecision(LowPrecisionOptions("delayed", history=3, emulate=True), "bf16-true")
+    options = dict((LAYOUTS | TOWERS)[layout][1])
+    strategy = options.pop("kind", MegatronStrategy)(
         micro_batch_size=1,
         checkpoints=Checkpoints(format=form, async_save=how.saves),
         precision_plugin=plugin,
-        **LAYOUTS[layout][1],
+        **options,
     )
     config = EXPERTS if layout.startswith("experts") else WIDE if how.delayed else CONFIG
     losses, data = Losses(), _data(how, folder)
     losses.on_train_start = lambda *_: None  # type: ignore[method-assign]
-    module = (WithData if data is None else GPTModule)(config, optimizer=ADAM, seed=SEED)
+    module: Any
+    if layout in TOWERS:
+        module = VLMWithData(VLMS["dropping"], optimizer=ADAM, seed=SEED)
+        module.case = ("dropping", "six")
+    else:
+        module = (WithData if data is None else GPTModule)(config, optimizer=ADAM, seed=SEED)
     if isinstance(module, WithData):
         module.steps = STOPS[-1]
     saves = [SaveAt(stop, save)] if save and how.saves else []
@@ -163,7 +191,7 @@ def check(layout: str, forms: tuple[str, ...], folder: Path, hows: Sequence[How]
         draw = np.random.default_rng(3)
         with IndexedWriter(folder / "tokens", "uint16") as writer:
             writer.add_documents(draw.integers(0, CONFIG.vocab_size, 700), [70] * 10)
-    for ranks in run(_all, LAYOUTS[layout][0], layout, forms, str(folder), hows, timeout=600):
+    for ranks in run(_all, (LAYOUTS | TOWERS)[layout][0], layout, forms, str(folder), hows, timeout=600):
         ((losses, state),) = ranks["whole"]
         for form in forms:
             runs = ranks[form]
@@ -178,6 +206,13 @@ def check(layout: str, forms: tuple[str, ...], folder: Path, hows: Sequence[How]
 def test_three_resumes_are_bitwise(layout: str, tmp_path: Path) -> None:
     """14 layouts x 3 formats x 3 resumes: 126 configurations."""
     check(layout, FORMATS, tmp_path)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", TOWERS)
+def test_three_resumes_with_a_tower_are_bitwise(layout: str, tmp_path: Path) -> None:
+    check(layout, FORMATS[:1], tmp_path)
 
 
 def test_resumes_under_full_sharding_are_bitwise(tmp_path: Path) -> None:
