@@ -43,8 +43,8 @@ class CUDAGraph(pl.Callback):
 
     ``scope="layer"`` and ``"attention"`` record forward and backward of each layer or of its attention, once for each
     micro-batch in flight. ``"router"`` also records the routers of layers with experts, whose shapes do not depend on
-    the routes. The rest runs eagerly: embedding, head, loss, and bucket by bucket the reduction of gradients
-    and the gathering of parameters.
+    the routes. Layers of a vision tower are recorded likewise, also in a layout of its own. The rest runs eagerly:
+    embedding, head, loss, and bucket by bucket the reduction of gradients and the gathering of parameters.
 
     Clipping, the optimizer and evaluation are not recorded.
 
