@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -123,15 +124,18 @@ def link_by(callback: Any, link: Callable[[pl.Trainer, str, str], None] | None) 
         callback._link_checkpoint = link
 
 
-def find_last_by(callback: Any, replace: Callable[[str], str] | None) -> None:
-    """Let a ModelCheckpoint replace each path that it finds for ``ckpt_path="last"``; None: find as before."""
-    callback.__dict__.pop("_find_last_checkpoints", None)
-    if replace is not None:
-        callback._find_last_checkpoints = partial(_replaced, callback, replace)
-
-
-def _replaced(callback: Any, replace: Callable[[str], str], trainer: pl.Trainer) -> set[str]:
-    return {replace(path) for path in type(callback)._find_last_checkpoints(callback, trainer)}
+@contextmanager
+def finding_last_by(callback: Any, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Let a ModelCheckpoint replace each path that it finds for ``ckpt_path="last"``, and then find as before."""
+    # As this instance finds them: somebody may have given it a way of its own.
+    name, find, held = "_find_last_checkpoints", callback._find_last_checkpoints, vars(callback)
+    own = {name: held[name]} if name in held else {}
+    callback._find_last_checkpoints = lambda trainer: {replace(path) for path in find(trainer)}
+    try:
+        yield
+    finally:
+        held.pop(name)
+        held.update(own)
 
 
 def summarize(

@@ -210,6 +210,17 @@ def test_the_word_last_means_a_newer_checkpoint_beside_it(tmp_path: Path) -> Non
         assert "_find_last_checkpoints" not in vars(again)
 
 
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty", "ignore:.*ended before the epoch ended")
+def test_a_callbacks_own_way_to_find_the_last_is_kept(tmp_path: Path) -> None:
+    fit_here(Plain(), MegatronStrategy(), max_steps=1).save_checkpoint(tmp_path / "elsewhere" / "last.ckpt")
+    saver = ModelCheckpoint(tmp_path)
+    saver._find_last_checkpoints = own = lambda trainer: {tmp_path / "elsewhere" / "last.ckpt"}
+    runner = new_trainer(MegatronStrategy(), max_steps=2, callbacks=[saver], enable_checkpointing=True)
+    runner.fit(Plain(), ckpt_path="last")
+    assert (runner.global_step, runner.ckpt_path) == (2, tmp_path / "elsewhere" / "last.ckpt")
+    assert vars(saver)["_find_last_checkpoints"] is own
+
+
 class Scaled(nn.Module):
     """Multiplies by a buffer that no checkpoint holds, as rotary embeddings of other libraries do."""
 

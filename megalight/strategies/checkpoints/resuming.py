@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def open_saved(path: str, module: pl.LightningModule | None) -> Saved:
     return SingleFile(path, module)
 
 
-def newer_than_last(path: str) -> Place | None:
+def newer_than_last(path: str | os.PathLike[str]) -> Place | None:
     """Return the newest checkpoint beside a ``last.ckpt`` if it was saved later, else None.
 
     A run that is killed between two saves leaves them so, and Lightning's word ``last`` means the older one.
@@ -64,19 +65,16 @@ def newest_for_last(trainer: pl.Trainer | None) -> Iterator[None]:
 
     A path that is given itself stays.
     """
-    savers = () if trainer is None else trainer.checkpoint_callbacks
-    found = [callback for callback in savers if isinstance(callback, ModelCheckpoint)]
-    for callback in found:
-        _lightning.find_last_by(callback, _newest_beside)
-    try:
+    with ExitStack() as stack:
+        for callback in () if trainer is None else trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                stack.enter_context(_lightning.finding_last_by(callback, _newest_beside))
         yield
-    finally:
-        for callback in found:
-            _lightning.find_last_by(callback, None)
 
 
-def _newest_beside(last: str) -> str:
-    return str(newer_than_last(last) or last)
+def _newest_beside(last: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    newer = newer_than_last(last)
+    return last if newer is None else str(newer)
 
 
 def _saved_at(path: Place) -> int:
