@@ -59,14 +59,15 @@ def _right(found: dict[str, Any]) -> None:
     assert found["tflops"] * found["seconds"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "level", "trained"),
     [
         ("llava-1.5", "optim_grads_params", True),
-        pytest.param("qwen2.5-vl", "optim_grads_params", True, marks=pytest.mark.full),
-        pytest.param("llava-1.5", "optim", False, marks=pytest.mark.full),
-        pytest.param("qwen2.5-vl", "optim", True, marks=pytest.mark.full),
-        pytest.param("qwen2.5-vl", "optim_grads", False, marks=pytest.mark.full),
+        ("qwen2.5-vl", "optim_grads_params", True),
+        ("llava-1.5", "optim", False),
+        ("qwen2.5-vl", "optim", True),
+        ("qwen2.5-vl", "optim_grads", False),
     ],
 )
 def test_fsdp2_on_two_ranks_has_the_losses_of_the_global_batch(shape: str, level: str, trained: bool) -> None:

@@ -79,7 +79,7 @@ def eager() -> list[dict[str, Any]]:
     ("scope", "overlap", "way"),
     [
         ("layer", "auto", "symmetric"),
-        ("layer", "pipelined", "pipelined"),
+        pytest.param("layer", "pipelined", "pipelined", marks=pytest.mark.full),
         pytest.param("layer", "symmetric", "symmetric", marks=pytest.mark.full),
         # The other half of a layer runs eagerly, where copies take the host longer than they save.
         pytest.param("attention", "auto", "plain", marks=pytest.mark.full),
@@ -95,6 +95,7 @@ def test_recorded_layers_send_as_eager_ones(scope: str, overlap: str, way: str, 
         assert_same_run(here, there, 1e-13)
 
 
+@pytest.mark.full
 def test_ranks_record_anew_together(eager: list[dict[str, Any]]) -> None:
     """Slots are counted on the host. A rank that records alone would expect its peers in another slot."""
     for here, there in zip(run(trained, 2, "layer", 2, "auto", "attribute"), eager, strict=True):
