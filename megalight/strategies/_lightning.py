@@ -130,12 +130,17 @@ def finding_last_by(callback: Any, replace: Callable[[Any], Any]) -> Iterator[No
     # As this instance finds them: somebody may have given it a way of its own.
     name, find, held = "_find_last_checkpoints", callback._find_last_checkpoints, vars(callback)
     own = {name: held[name]} if name in held else {}
-    callback._find_last_checkpoints = lambda trainer: {replace(path) for path in find(trainer)}
+    # No lambda: spawned ranks get their callbacks by pickle.
+    callback._find_last_checkpoints = partial(_replaced, find, replace)
     try:
         yield
     finally:
         held.pop(name)
         held.update(own)
+
+
+def _replaced(find: Callable[[pl.Trainer], set[str]], replace: Callable[[Any], Any], trainer: pl.Trainer) -> set[Any]:
+    return {replace(path) for path in find(trainer)}
 
 
 def summarize(

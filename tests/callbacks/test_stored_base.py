@@ -261,11 +261,12 @@ def pushed(folder: str, base: str) -> dict[str, Any]:
     sizes: list[list[int]] = []
     done: list[bool] = []
     keep, gather = pushes.Pushes.keep, pushes.Pushes.gather
+    earlier = list(memory._MADE)  # of other tests in this process
 
     def kept(self: Any, buckets: Any) -> None:
         for act in (lambda: None, lambda: keep(self, buckets)):
             act()
-            sizes.append(sorted(made.capacity for made in memory._MADE))
+            sizes.append(sorted(made.capacity for made in memory._MADE if made not in earlier))
 
     def gathered(self: Any, bucket: Any) -> bool:
         done.append(gather(self, bucket))
