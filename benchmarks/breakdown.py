@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 Spans = list[tuple[float, float]]
@@ -59,7 +59,7 @@ def length(spans: Spans) -> float:
 
 
 def divide(kernels: Iterable[Kernel], seconds: float | None = None) -> dict[str, Any]:
-    """Return the parts of a step in seconds, their sum divided by ``seconds`` (host), the longest kernels and gaps.
+    """Return a step's parts in seconds, their sum divided by ``seconds`` (host), the longest kernels, gaps and waits.
 
     ``computing`` is everything except communication and idle time. ``communicating`` is all communication, overlapped
     or not.
@@ -82,6 +82,7 @@ def divide(kernels: Iterable[Kernel], seconds: float | None = None) -> dict[str,
     found["computing"] = sum(found[part] for part in PARTS if part != "exposed")
     found["communicating"] = length(union(spans["exposed"]))
     found["gaps"] = gaps(kernels)
+    found["waits"] = waits(kernels)
     if seconds is not None:
         found["seconds"] = seconds
         found["accounted"] = step / seconds
@@ -114,6 +115,37 @@ def gaps(kernels: Iterable[Kernel], count: int = 8) -> list[dict[str, Any]]:
         if until is None or end > until:
             last, until = name, end
     return sorted(found, key=lambda gap: -gap["seconds"])[:count]
+
+
+def waits(kernels: Iterable[Kernel], count: int = 24) -> list[dict[str, Any]]:
+    """Return the longest times with messages alone: start (from the step's), seconds, message, kernel after."""
+    ordered = sorted(kernels, key=lambda kernel: kernel[1])
+    messages = [kernel for kernel in ordered if part_of(kernel[0]) == "exposed"]
+    found: list[dict[str, Any]] = []
+    for first, last, after in _free(ordered):
+        inside = [
+            (max(start, first), min(end, last), name) for name, start, end in messages if start < last and end > first
+        ]
+        if inside:
+            seconds = length(union([(start, end) for start, end, _ in inside]))
+            message = max(inside, key=lambda part: part[1] - part[0])[2]
+            at = first - ordered[0][1]
+            found.append({"at": at, "seconds": seconds, "message": message[:80], "before": after[:80]})
+    return sorted(found, key=lambda wait: -wait["seconds"])[:count]
+
+
+def _free(ordered: list[Kernel]) -> Iterator[tuple[float, float, str]]:
+    """Yield the times in which nothing is computed: start, end, and the kernel that ends it."""
+    if not ordered:
+        return
+    until = ordered[0][1]
+    for name, start, end in ordered:
+        if part_of(name) == "exposed":
+            continue
+        if start > until:
+            yield until, start, name
+        until = max(until, end)
+    yield until, max(end for _, _, end in ordered), ""
 
 
 def breakdown(profiler: Any, seconds: float | None = None, device: str = "cuda") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.breakdown import PARTS, divide, gaps, longest, part_of, union
+from benchmarks.breakdown import PARTS, divide, gaps, longest, part_of, union, waits
 
 NAMES = {
     "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "gemm",
@@ -79,3 +79,22 @@ def test_gaps_are_between_the_last_that_ends_and_the_next():
     assert gaps(kernels, 1) == [{"at": 5.0, "seconds": 3.0, "after": "late", "before": "last"}]
     assert gaps(kernels)[1:] == [{"at": 4.0, "seconds": 0.5, "after": "relu", "before": "late"}]
     assert gaps([]) == []
+
+
+def test_waits_are_times_with_messages_alone():
+    kernels = [
+        ("gemm_a", 1.0, 3.0),
+        ("ncclDevKernel_AllGather", 2.0, 5.0),  # half hidden; then it waits for two kernels on other streams
+        ("relu", 4.0, 4.5),
+        ("Memcpy PtoP (Device -> Device)", 4.25, 4.75),
+        ("gemm_b", 6.0, 7.0),
+        ("ncclDevKernel_AllReduce", 7.5, 9.5),  # behind the last kernel
+    ]
+    message = "ncclDevKernel_AllGather"
+    assert waits(kernels, 1) == [{"at": 6.0, "seconds": 2.0, "message": "ncclDevKernel_AllReduce", "before": ""}]
+    assert waits(kernels)[1:] == [
+        {"at": 2.0, "seconds": 1.0, "message": message, "before": "relu"},
+        {"at": 3.5, "seconds": 0.5, "message": message, "before": "gemm_b"},
+    ]
+    assert sum(wait["seconds"] for wait in waits(kernels)) == divide(kernels)["exposed"]
+    assert waits([]) == []
