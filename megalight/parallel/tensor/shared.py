@@ -23,7 +23,6 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.overlap.kinds import automatic, choose
 from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
 from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec
-from megalight.parallel.tensor.overlap.symmetric import Symmetric
 
 COUNTS_MAX_CTAS = 2
 """Multiprocessors that an exchange of numbers may occupy, beside computation: a few bytes for each rank."""
@@ -155,10 +154,9 @@ class Shared:
         )
 
     def restart(self) -> None:
-        """Let the layers begin with the first slots of their peers, if they have some."""
+        """Let the ways of overlap begin as if nothing had run; the ranks that share the layers call this together."""
         for way in self._ways.values():
-            if isinstance(way, Symmetric):
-                way.carrier.restart()
+            way.restart()
 
     def check_overlap(self, name: str, weight: Tensor, device: torch.device) -> None:
         """Raise now, before anything runs, if the chosen overlap backend cannot serve a layer.

@@ -97,3 +97,7 @@ class Overlap(Protocol):
     def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
         """Start to compute the whole sum over ranks of their products."""
         ...
+
+    def restart(self) -> None:
+        """Begin as if nothing had run, on all ranks together, while nothing is gathered."""
+        ...

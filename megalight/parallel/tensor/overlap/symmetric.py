@@ -117,6 +117,10 @@ class Symmetric(Pipelined):
         leaving = self.scatter_in_pieces(flat, product, pieces)
         return Pending(None, lambda: back(leaving.finish()))
 
+    def restart(self) -> None:
+        """Begin with the first slots of the peers again."""
+        self.carrier.restart()
+
 
 class PeerCopies(Copies):
     """A carrier that uses copy engines.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -102,6 +103,16 @@ def test_auto_takes_copy_engines_for_recorded_steps(monkeypatch: pytest.MonkeyPa
     for recorded in (True, False):
         steps_recorded(model, recorded)
         assert layer.shared._spec(torch.zeros(1), torch.device("cpu"), None, None).recorded is recorded
+
+
+def test_all_ways_begin_anew_when_recording_begins_or_ends() -> None:
+    model = split(TensorOptions())
+    layer = next(module for module in model.modules() if isinstance(module, ColumnLinear))
+    begun: list[str] = []
+    for name in ("plain", "symmetric"):
+        layer.shared._ways[name] = SimpleNamespace(restart=lambda name=name: begun.append(name))  # type: ignore[assignment]
+    steps_recorded(model, True)
+    assert begun == ["plain", "symmetric"]
 
 
 def test_layers_know_whether_recording_would_hide_more(monkeypatch: pytest.MonkeyPatch) -> None:
