@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ DISTRIBUTIONS = (
     *("transformer-engine", "apex", "flash-attn"),
 )
 SLOWEST = 10
+INTERVAL = 2.0
+"""Seconds between two writings of the page while tests run."""
 
 
 def commit() -> str:
@@ -45,7 +48,7 @@ def device() -> str:
 
 
 class Summary:
-    """A pytest plugin that writes a markdown page when the session ends.
+    """A pytest plugin that writes a markdown page while tests run, so that a run which is ended leaves one, too.
 
     Args:
         path: the page.
@@ -57,23 +60,50 @@ class Summary:
         self.path = path.absolute()
         self.selection = selection
         self.remark = remark
-        self.started = time.monotonic()
+        self.started = self.written = time.monotonic()
+        self.commit = commit()
+        self.chosen = 0
         self.outcomes: dict[str, str] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note how many tests will run, if they run in this process."""
+        if session.items:
+            self._begin(len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        """Note how many tests will run in other processes, each of which collects them all."""
+        self._begin(len(ids))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
         if report.when == "call" or report.outcome != "passed":
             worse = self.outcomes.get(report.nodeid) == "failed"
             self.outcomes[report.nodeid] = "failed" if worse else report.outcome
+        if time.monotonic() - self.written >= INTERVAL:
+            self._write(None)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(self.render(int(exitstatus)), encoding="utf-8")
+        self._write(int(exitstatus))
 
-    def render(self, exitstatus: int) -> str:
-        """Return the page as markdown."""
+    def _begin(self, chosen: int) -> None:
+        self.chosen = chosen
+        self._write(None)  # instead of the page of an earlier run
+
+    def _write(self, exitstatus: int | None) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text(self.render(exitstatus), encoding="utf-8")
+        beside.replace(self.path)  # the run may be ended at any time, and must not leave half a page
+        self.written = time.monotonic()
+
+    def render(self, exitstatus: int | None) -> str:
+        """Return the page as markdown; ``exitstatus``: None before the end, as it stays if the run is ended."""
         counts = Counter(self.outcomes.values())
+        result = "ended" if exitstatus is None else "passed" if exitstatus == 0 else f"exit status {exitstatus}"
+        if (missing := self.chosen - len(self.outcomes)) > 0:
+            result += f" before {missing} of {self.chosen} tests"
         minutes, seconds = divmod(round(time.monotonic() - self.started), 60)
         found = [f"{name} {version(name)}" for name in DISTRIBUTIONS if version(name)]
         slowest = sorted(self.seconds.items(), key=lambda row: -row[1])[:SLOWEST]
@@ -82,12 +112,11 @@ class Summary:
             "# Test run",
             "",
             f"- Date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
-            f"- Commit: {commit()}",
+            f"- Commit: {self.commit}",
             f"- Tests: {f'those marked {self.selection!r}' if self.selection else 'all'}",
             f"- Machine: {device()}, Python {platform.python_version()}",
             f"- Versions: {', '.join(found)}",
-            f"- Result: {'passed' if exitstatus == 0 else f'exit status {exitstatus}'}; "
-            + ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped")),
+            f"- Result: {result}; " + ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped")),
             f"- Duration: {minutes} min {seconds} s",
             *([f"- Remark: {self.remark}"] if self.remark else []),
             "",

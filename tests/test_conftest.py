@@ -2,12 +2,14 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from tests import conftest
+from tests import conftest, summary
+from tests.programs import forked
 from tests.summary import Summary, commit
 
 
@@ -36,7 +38,7 @@ def report(name: str, when: str, outcome: str, duration: float) -> pytest.TestRe
 
 
 def test_summary_counts_each_test_once(tmp_path: Path) -> None:
-    summary = Summary(tmp_path / "results" / "full.md")
+    run = Summary(tmp_path / "results" / "full.md")
     for name, outcomes in {
         "tests/a.py::good": ("passed", "passed", "passed"),
         "tests/a.py::bad": ("passed", "failed", "passed"),
@@ -47,8 +49,8 @@ def test_summary_counts_each_test_once(tmp_path: Path) -> None:
     }.items():
         for when, outcome in zip(("setup", "call", "teardown"), outcomes, strict=True):
             if outcome:
-                summary.pytest_runtest_logreport(report(name, when, outcome, 1.5))
-    summary.pytest_sessionfinish(1)
+                run.pytest_runtest_logreport(report(name, when, outcome, 1.5))
+    run.pytest_sessionfinish(1)
     text = (tmp_path / "results" / "full.md").read_text()
     assert "- Result: exit status 1; 1 passed, 4 failed, 1 skipped\n" in text
     assert "| tests/a.py::good | 4.5 |" in text
@@ -60,9 +62,9 @@ def test_summary_counts_each_test_once(tmp_path: Path) -> None:
 
 
 def test_summary_of_a_good_run(tmp_path: Path) -> None:
-    summary = Summary(tmp_path / "full.md")
-    summary.pytest_runtest_logreport(report("tests/a.py::good", "call", "passed", 0.1))
-    summary.pytest_sessionfinish(0)
+    run = Summary(tmp_path / "full.md")
+    run.pytest_runtest_logreport(report("tests/a.py::good", "call", "passed", 0.1))
+    run.pytest_sessionfinish(0)
     text = (tmp_path / "full.md").read_text()
     assert "- Result: passed; 1 passed, 0 failed, 0 skipped\n" in text
     assert "- Tests: all\n" in text
@@ -70,6 +72,43 @@ def test_summary_of_a_good_run(tmp_path: Path) -> None:
     other = Summary(tmp_path / "gpu.md", "gpu", "One file was left out.").render(0)
     assert "- Tests: those marked 'gpu'\n" in other
     assert "s\n- Remark: One file was left out.\n\n| slowest" in other
+
+
+TESTS = """
+import os, signal
+def test_first(): pass
+def test_second(): assert False
+def test_third(): os.kill(os.getppid() if PARENT else os.getpid(), signal.SIGKILL)
+def test_fourth(): pass
+"""
+
+
+def ended_run(folder: str, processes: tuple[str, ...]) -> None:
+    with patch.object(summary, "INTERVAL", 0.0):
+        pytest.main([folder, *processes, "-q", "-p", "no:cacheprovider"], plugins=[Summary(Path(folder, "page.md"))])
+
+
+@pytest.mark.parametrize("processes", [(), ("--numprocesses=1",)])
+def test_a_run_that_is_ended_leaves_what_it_found(processes: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(TESTS.replace("PARENT", str(bool(processes))))
+    status = forked(ended_run, str(tmp_path), processes, output=tmp_path / "output")
+    assert status != 0
+    page = (tmp_path / "page.md").read_text()
+    assert "- Result: ended before 2 of 4 tests; 1 passed, 1 failed, 0 skipped\n" in page, page
+    assert page.endswith("## Failed\n\n- test_it.py::test_second\n")
+
+
+def test_a_run_that_has_begun_replaces_the_page_of_an_earlier_one(tmp_path: Path) -> None:
+    page = tmp_path / "full.md"
+    page.write_text("all passed")
+    run = Summary(page)
+    run.pytest_xdist_node_collection_finished(["a", "b"])
+    assert "- Result: ended before 2 of 2 tests; 0 passed" in page.read_text()
+    run.pytest_runtest_logreport(report("a", "call", "passed", 0.1))
+    assert "ended before 2" in page.read_text(), "it is not written after each of thousands of tests"
+    run.pytest_sessionfinish(2)
+    assert "- Result: exit status 2 before 1 of 2 tests; 1 passed" in page.read_text()
 
 
 def test_a_copy_of_the_files_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
