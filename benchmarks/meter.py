@@ -98,6 +98,8 @@ def random_rows(step: Step, count: int, seed: int) -> torch.Tensor:
 
 ALONE = 3
 """Number of steps that are timed one by one, after the others."""
+QUIET = 10.0
+"""Seconds without a word after which the first rank says which step is done."""
 
 
 class Meter:
@@ -126,6 +128,7 @@ class Meter:
         self._marks: list[Any] = []
         self._readings: list[float] = []
         self._profiler: Any = None
+        self._began = self._said = time.perf_counter()
         if profiled:
             activity = torch.profiler.ProfilerActivity
             self._profiler = torch.profiler.profile(
@@ -135,11 +138,13 @@ class Meter:
 
     def start(self) -> None:
         synchronize()
+        self._began = self._said = time.perf_counter()
         if self._profiler:
             self._profiler.start()
 
     def tick(self) -> None:
         self._ticks += 1
+        self._say()
         if self.step.warmup <= self._ticks <= self.together:
             self._marks.append(mark(self.step))
         if self._ticks >= self.together:
@@ -149,6 +154,13 @@ class Meter:
             self._profiler.step()
             if self.together <= self._ticks < self.total:
                 self._readings[-1] = time.perf_counter()  # do not count the start of the profiler as part of a step
+
+    def _say(self) -> None:
+        """Tell how far the run is, so that one that is slow, or is ended, can be told from one that hangs."""
+        now = time.perf_counter()
+        if now - self._said >= QUIET and os.environ.get("RANK", "0") == "0":
+            self._said = now
+            print(f"step {self._ticks} of {self.total}, {now - self._began:.0f} s after the start", flush=True)
 
     def seconds(self) -> list[float]:
         """Return the seconds of each timed step."""
