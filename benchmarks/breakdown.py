@@ -148,15 +148,31 @@ def _free(ordered: list[Kernel]) -> Iterator[tuple[float, float, str]]:
     yield until, max(end for _, _, end in ordered), ""
 
 
-def breakdown(profiler: Any, seconds: float | None = None, device: str = "cuda") -> dict[str, Any]:
-    """Apply :func:`divide` to the record of a stopped profiler on ``device``. On CPU it uses torch's operators."""
-    return divide(
-        [
-            (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
-            for event in profiler.events()
-            if event.device_type.name.lower() == device
-            and not getattr(event, "is_user_annotation", False)
-            and (device == "cuda" or event.name.startswith("aten::"))
-        ],
-        seconds,
-    )
+def between_flags(kernels: Iterable[Kernel], flag: str) -> list[Kernel]:
+    """Return what lies between the first and the last kernel with ``flag`` in its name; others are cut at these ends.
+
+    Raises:
+        ValueError: there are not two such kernels.
+    """
+    kernels = list(kernels)
+    ends = [(start, end) for name, start, end in kernels if flag in name]
+    if len(ends) < 2:
+        raise ValueError(f"{len(ends)} kernels are named {flag!r}; two mark the ends of a step.")
+    first, last = min(end for _, end in ends), max(start for start, _ in ends)
+    inside = [(name, max(start, first), min(end, last)) for name, start, end in kernels if flag not in name]
+    return [(name, start, end) for name, start, end in inside if end > start]
+
+
+def breakdown(profiler: Any, seconds: float, device: str, flag: str) -> dict[str, Any]:
+    """Apply :func:`divide` to the step between two flags in the record of a stopped profiler.
+
+    On CPU it uses torch's operators.
+    """
+    events = [
+        (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+        for event in profiler.events()
+        if event.device_type.name.lower() == device
+        and not getattr(event, "is_user_annotation", False)
+        and (device == "cuda" or event.name.startswith("aten::"))
+    ]
+    return divide(between_flags(events, flag), seconds)

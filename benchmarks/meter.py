@@ -1,4 +1,4 @@
-"""Time the steps of a run, and then profile one step."""
+"""Time the steps of a run, and then profile one of several steps in a row."""
 
 from __future__ import annotations
 
@@ -98,6 +98,8 @@ def random_rows(step: Step, count: int, seed: int) -> torch.Tensor:
 
 ALONE = 3
 """Number of steps that are timed one by one, after the others."""
+FLAG = "heaviside"
+"""Part of the name of the operator that marks the ends of steps in the record of the profiler."""
 QUIET = 10.0
 """Seconds without a word after which the first rank says which step is done."""
 
@@ -110,33 +112,39 @@ class Meter:
     :data:`ALONE` steps that start and end with an idle device (:meth:`alone`). They do not overlap with each other, and
     their first kernels wait for the host.
 
+    The profiled step is one in a row, too: it starts where the main stream has done the step before, under whose last
+    messages it runs, and ends where the main stream has done this one. :data:`FLAG`, an operator that no model has,
+    marks both places in the record.
+
     Call :meth:`close` last, while the process group exists. Then ``ranks`` has each rank's peak in GiB and breakdown.
 
     Args:
         step: has the numbers of warm-up steps and of timed steps.
-        profiled: whether to run two more steps and profile the last one.
+        profiled: whether to run three more steps and profile the last one.
         table: file for a table of the kernels in the profiled step.
     """
 
     def __init__(self, step: Step, profiled: bool = False, table: str | None = None) -> None:
         self.step = step
         self.together = step.warmup + step.steps
-        self.total = self.together + ALONE + 2 * profiled
+        self.total = self.together + ALONE + 3 * profiled
         self.table = table
         self.ranks: list[tuple[float, dict[str, Any]]] = []
         self._ticks = 0
         self._marks: list[Any] = []
         self._readings: list[float] = []
         self._profiler: Any = None
+        self._flags: list[Any] = []
         self._began = self._said = time.perf_counter()
         if profiled:
             activity = torch.profiler.ProfilerActivity
             self._profiler = torch.profiler.profile(
                 activities=[activity.CUDA if step.device == "cuda" else activity.CPU],
-                schedule=torch.profiler.schedule(wait=self.total - 2, warmup=1, active=1),
+                schedule=torch.profiler.schedule(wait=self.total - 3, warmup=1, active=2),
             )
 
     def start(self) -> None:
+        self._flag()  # the first call of an operator takes long
         synchronize()
         self._began = self._said = time.perf_counter()
         if self._profiler:
@@ -147,13 +155,24 @@ class Meter:
         self._say()
         if self.step.warmup <= self._ticks <= self.together:
             self._marks.append(mark(self.step))
-        if self._ticks >= self.together:
+        if self._profiler and self._ticks >= self.total - 1:
+            # Between the two recorded steps nothing waits for the device.
+            self._flags.append(mark(self.step))
+            self._flag()
+        elif self._ticks >= self.together:
             synchronize()
             self._readings.append(time.perf_counter())
         if self._profiler and self._ticks <= self.total:
+            if self._ticks == self.total:
+                synchronize()
             self._profiler.step()
-            if self.together <= self._ticks < self.total:
+            if self.together <= self._ticks < self.total - 1:
                 self._readings[-1] = time.perf_counter()  # do not count the start of the profiler as part of a step
+
+    def _flag(self) -> None:
+        """Leave a flag in the record: the main stream gets here when a step is done on it."""
+        one = torch.ones(1, device=self.step.device)
+        torch.heaviside(one, one)
 
     def _say(self) -> None:
         """Tell how far the run is, so that one that is slow, or is ended, can be told from one that hangs."""
@@ -189,4 +208,4 @@ class Meter:
         self._profiler.stop()
         if self.table:
             Path(self.table).write_text(self._profiler.key_averages().table(row_limit=40))
-        return breakdown(self._profiler, self._readings[-1] - self._readings[-2], self.step.device)
+        return breakdown(self._profiler, between(*self._flags), self.step.device, FLAG)

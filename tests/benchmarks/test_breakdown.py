@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.breakdown import PARTS, divide, gaps, longest, part_of, union, waits
+from benchmarks.breakdown import PARTS, between_flags, divide, gaps, longest, part_of, union, waits
 
 NAMES = {
     "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "gemm",
@@ -98,3 +98,22 @@ def test_waits_are_times_with_messages_alone():
     ]
     assert sum(wait["seconds"] for wait in waits(kernels)) == divide(kernels)["exposed"]
     assert waits([]) == []
+
+
+def test_a_step_lies_between_two_flags_and_what_crosses_them_is_cut():
+    kernels = [
+        ("gemm_before", 0.0, 0.5),
+        ("ncclDevKernel_AllGather", 0.5, 3.0),  # of the step before; it runs on under this one
+        ("flag", 1.0, 1.25),
+        ("gemm_a", 1.25, 4.0),
+        ("flag", 4.0, 4.25),
+        ("ncclDevKernel_AllGather", 3.5, 6.0),  # its rest belongs to the next step
+        ("gemm_after", 4.25, 5.0),
+    ]
+    assert between_flags(kernels, "flag") == [
+        ("ncclDevKernel_AllGather", 1.25, 3.0),
+        ("gemm_a", 1.25, 4.0),
+        ("ncclDevKernel_AllGather", 3.5, 4.0),
+    ]
+    with pytest.raises(ValueError, match="1 kernels are named 'gemm_before'"):
+        between_flags(kernels, "gemm_before")

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from benchmarks import meter
 from benchmarks.meter import Meter
@@ -19,3 +20,19 @@ def test_the_first_rank_says_how_far_a_slow_run_is(
     assert len(found) == lines
     assert not found or found[-1].startswith("step 6 of 6, 0 s ")
     assert len(run.seconds()) == 2
+
+
+def test_the_profiled_step_is_one_in_a_row() -> None:
+    run = Meter(Step(device="cpu", steps=2, warmup=1), profiled=True)
+    work = torch.randn(64, 64)
+    run.start()
+    for tick in range(run.total):
+        for _ in range(5 if tick == run.total - 1 else 50):
+            work @ work
+        run.tick()
+    run.close()
+    (_, found), *_ = run.ranks
+    assert len(run.seconds()) == 2
+    assert len(run.alone()) == meter.ALONE
+    assert [kernel["calls"] for kernel in found["kernels"] if kernel["name"] == "aten::mm"] == [5], "the last step's"
+    assert 0 < found["step"] <= found["seconds"]
