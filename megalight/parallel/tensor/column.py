@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from megalight.ops.common import once_differentiable
 from megalight.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient, linear, product_and_save
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_input, saved_input
-from megalight.parallel.collectives import join
+from megalight.parallel.collectives import Pending, join
 from megalight.parallel.tensor.codes import GatheredCodes, casts_shares
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.shared import Shared, Tokens
@@ -154,12 +155,19 @@ class _GatheredInput(torch.autograd.Function):
             # Only the share waits in the queue; it is gathered when the weight gradient is computed.
             later.put(ctx.weight, grad_y, lambda: _lasting(overlap, share, dim))
         elif share is not None:
-            x = share if gathering is None else gathering.wait()
-            grad_weight = accumulate_weight_gradient(grad_y, x, ctx.weight)
-            # As early as possible: peers wait for the slot before they send the next layer's tokens.
-            overlap.done(x)
+            x = Pending(None, lambda: share) if gathering is None else gathering
+            compute = partial(_weight_gradient, grad_y, x, ctx.weight, overlap)
+            grad_weight = overlap.put_off(ctx.weight, grad_y.numel() // grad_y.shape[-1], compute)
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if ctx.needs_input_grad[2] else None
         return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None, None
+
+
+def _weight_gradient(grad_y: Tensor, arriving: Pending, weight: Tensor, overlap: Overlap) -> Tensor | None:
+    x = arriving.wait()
+    gradient = accumulate_weight_gradient(grad_y, x, weight)
+    # As early as possible: peers wait for the slot before they send the next layer's tokens.
+    overlap.done(x)
+    return gradient
 
 
 def _lasting(overlap: Overlap, share: Tensor, dim: int) -> Callable[[], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megalight.ops.linear import accumulate_weight_gradient, input_gradient, lin
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import save_input, saved_input
 from megalight.ops.parameter import precision_of
+from megalight.ops.quantize import Quantized
 from megalight.parallel.collectives import all_reduce, reduce_scatter
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.shared import Shared
@@ -96,9 +98,18 @@ class _ScatteredSum(torch.autograd.Function):
             # The queue reads the gradient later, when the slot may hold another layer's.
             if queue_for(ctx.weight) is not None:
                 whole = ctx.overlap.hold(whole)
-            grad_weight = accumulate_weight_gradient(whole, saved, ctx.weight)
-            ctx.overlap.done(whole)
+            grad_weight = ctx.overlap.put_off(
+                ctx.weight,
+                whole.numel() // whole.shape[-1],
+                partial(_weight_gradient, whole, saved, ctx.weight, ctx.overlap),
+            )
         return grad_x, grad_weight, None, None
+
+
+def _weight_gradient(whole: Tensor, x: Tensor | Quantized, weight: Tensor, overlap: Overlap) -> Tensor | None:
+    gradient = accumulate_weight_gradient(whole, x, weight)
+    overlap.done(whole)
+    return gradient
 
 
 class _WholeSum(torch.autograd.Function):

@@ -32,6 +32,11 @@ def product_seconds(rows: int, inner: int, width: int) -> float:
     return 2.0 * (rows * width + tail) * inner / FLOPS
 
 
+def message_seconds(messages: int, rows: int, width: int, itemsize: int) -> float:
+    """Return the time of messages of ``[rows, width]``, one after another."""
+    return messages * (rows * width * itemsize / LINK + LATENCY)
+
+
 def gather_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, itemsize: int) -> float:
     """Return the time of products of arriving blocks, the own block first; ``rows`` are those of one rank's share."""
     run = tp // pieces

@@ -101,13 +101,25 @@ class Pipelined(Plain):
         y, whole = self.gather_in_pieces(flat, product, pieces, keep=keep)
         return back(y), back(whole) if keep else None
 
-    def gather_in_pieces(self, share: Tensor, product: Product, pieces: int, *, keep: bool) -> tuple[Tensor, Tensor]:
-        """``[n, inner] -> [tp * n, width]``, and all shares; these include the own share if ``keep``."""
+    def gather_in_pieces(
+        self,
+        share: Tensor,
+        product: Product,
+        pieces: int,
+        *,
+        keep: bool,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> tuple[Tensor, Tensor]:
+        """``[n, inner] -> [tp * n, width]``, and all shares; these include the own share if ``keep``.
+
+        ``meanwhile`` is called when the messages have started, before the first product.
+        """
         rank, size, rows = self.group.rank(), self.group.size(), len(share)
         rounds = rounds_of(rank, size, pieces)
         alone = pieces == size  # then the first product needs only the own share, and no message
         own: Own = "early" if not alone else "late" if keep else "absent"
         arriving = self.carrier.gather(share, rounds, own)
+        meanwhile()
         y = share.new_empty(size * rows, product.width)
         block = size // pieces * rows
         for number, each in enumerate(rounds):

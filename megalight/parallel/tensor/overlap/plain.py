@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -39,6 +41,10 @@ class Plain:
 
     def done(self, whole: Tensor) -> None:
         """Do nothing: no memory is reused."""
+
+    def put_off(self, weight: Tensor, rows: int, compute: Callable[[], Tensor | None]) -> Tensor | None:
+        """Compute it now: the next collective would take multiprocessors from it."""
+        return compute()
 
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
         """Start a reduce-scatter, which runs until the caller waits."""

@@ -86,6 +86,19 @@ class Overlap(Protocol):
         """Release gathered shares, whose memory may then be reused. Every caller must call it soon after reading."""
         ...
 
+    def put_off(self, weight: Tensor, rows: int, compute: Callable[[], Tensor | None]) -> Tensor | None:
+        """Call ``compute``, which returns the weight gradient, now or while a later message of this backward travels.
+
+        Args:
+            weight: the weight.
+            rows: rows that its gradient sums over.
+            compute: returns None if the gradient goes into the weight's main gradient. Only then may it come later.
+
+        Returns:
+            What ``compute`` returned; None if it is put off.
+        """
+        ...
+
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
         """Start to compute this rank's slice of the sum over ranks of their products.
 

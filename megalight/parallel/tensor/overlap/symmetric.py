@@ -16,12 +16,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.common import HALF
+from megalight.ops.linear.deferred import queue_for
+from megalight.ops.parameter import nobody, state_of
 from megalight.ops.sum_terms import sum_terms
 from megalight.parallel.collectives import Pending, check_divides
 from megalight.parallel.peers import driver, memory
 from megalight.parallel.peers.copies import Copies
 from megalight.parallel.peers.memory import Flag, PeerMemory, Slot
 from megalight.parallel.peers.watch import Watch
+from megalight.parallel.tensor.overlap.cover import Cover
+from megalight.parallel.tensor.overlap.pieces import message_seconds, product_seconds
 from megalight.parallel.tensor.overlap.pipelined import Pipelined, as_rows, pieces_why_not
 from megalight.parallel.tensor.overlap.plain import Plain
 from megalight.parallel.tensor.overlap.rounds import Own, Round, rounds_of
@@ -29,6 +33,12 @@ from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
 
 LEAST_BYTES = 1 << 20
 """Smallest share in bytes. Smaller ones use ``plain``: flags and copies take longer to start than a collective."""
+
+SLOTS = 3
+"""Slots of each memory. Two hold gathered inputs of weight gradients that are to come, and the third is filled.
+
+With three, peers have freed a slot before this rank gets there: each has sent it something since.
+"""
 
 
 def why_not(spec: OverlapSpec) -> str | None:
@@ -56,6 +66,7 @@ class Symmetric(Pipelined):
 
     def __init__(self, group: ProcessGroup, pieces: int | None) -> None:
         super().__init__(group, PeerCopies(group), pieces)
+        self.cover = Cover()
 
     def start_gather(self, share: Tensor, dim: int) -> Pending:
         """Start the copies, which run until the caller waits."""
@@ -73,12 +84,21 @@ class Symmetric(Pipelined):
         return Pending(None, finish)
 
     def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """Multiply pieces as the shares arrive, or all at once; small shares use ``plain``."""
+        """Multiply pieces as the shares arrive, or all at once under a weight gradient; small shares use ``plain``."""
         if share.nbytes < LEAST_BYTES:
             # Small shares skip the slots, whose flags and copies would take longer than the bytes.
             return Plain.gather_product(self, share, product, dim, keep=keep)
         flat, back = as_rows(share, dim)
-        y, whole = self.gather_in_pieces(flat, product, self.pieces_of("gather", len(flat), product, flat), keep=keep)
+        if self.cover.seconds and self.cover.seconds >= self._seconds(len(flat), flat.shape[1], flat.itemsize):
+            gathering = self.start_gather(share, dim)
+            self.cover.run()
+            gathered = gathering.wait()
+            y = product.call(gathered, None)
+            if not keep:
+                self.done(gathered)
+            return y, gathered if keep else None
+        pieces = self.pieces_of("gather", len(flat), product, flat)
+        y, whole = self.gather_in_pieces(flat, product, pieces, keep=keep, meanwhile=self.cover.run)
         # The product has read the slot, and peers may write there again.
         if not keep:
             self.done(whole)
@@ -115,11 +135,26 @@ class Symmetric(Pipelined):
         # The caller covers the copies, so cutting would only make the product slower.
         pieces = 1 if covered else self.pieces_of("scatter", rows, product, flat)
         leaving = self.scatter_in_pieces(flat, product, pieces)
+        if covered:
+            self.cover.under(self._seconds(rows, product.width, x.itemsize))
         return Pending(None, lambda: back(leaving.finish()))
 
     def restart(self) -> None:
         """Begin with the first slots of the peers again."""
         self.carrier.restart()
+
+    def put_off(self, weight: Tensor, rows: int, compute: Callable[[], Tensor | None]) -> Tensor | None:
+        """Let the gradient wait for the next message, if it goes into a main gradient that may get it later."""
+        state = state_of(weight)
+        # Gradients of units are reduced when the unit's backward pass ends, and other queues have their own order.
+        if state.main_grad is None or state.expect_late is not nobody or queue_for(weight) is not None:
+            return compute()
+        self.cover.put_off(product_seconds(weight.shape[0], rows, weight.shape[1]), compute)
+        return None
+
+    def _seconds(self, rows: int, width: int, itemsize: int) -> float:
+        """Return how long messages of ``[rows, width]`` to all peers take."""
+        return message_seconds(self.group.size() - 1, rows, width, itemsize)
 
 
 class PeerCopies(Copies):
@@ -140,7 +175,7 @@ class PeerCopies(Copies):
         super().__init__()
         # Two memories: a gather and a scatter run at the same time in the backward, and neither
         # must wait for the other.
-        self.shares, self.sums = PeerMemory(group), PeerMemory(group)
+        self.shares, self.sums = PeerMemory(group, SLOTS), PeerMemory(group, SLOTS)
         self.watch = Watch(self.shares, also=self.sums)
         self.open: dict[int, Slot] = {}
 

@@ -53,14 +53,14 @@ def calls(world: World, pieces: int) -> None:
         world.access(arriving.whole, write=False)  # type: ignore[arg-type]
         way.done(arriving.whole)
         leaving.finish()
-    several = [way.carrier.gather(share, rounds_of(rank, size, 1), "late") for _ in range(2)]  # type: ignore[arg-type]
+    several = [way.carrier.gather(share, rounds_of(rank, size, 1), "late") for _ in range(symmetric.SLOTS)]  # type: ignore[arg-type]
     for arriving in several:
         arriving.wait(0)
         arriving.finish()
         world.access(arriving.whole, write=False)  # type: ignore[arg-type]
     for arriving in several:
         way.done(arriving.whole)
-    for leaving in [way.scatter_in_pieces(whole, product, 1) for _ in range(2)]:  # type: ignore[arg-type]
+    for leaving in [way.scatter_in_pieces(whole, product, 1) for _ in range(symmetric.SLOTS)]:  # type: ignore[arg-type]
         leaving.finish()
     way.scatter_in_pieces(whole, product, 1).finish()  # type: ignore[arg-type]
     for _ in range(2):  # weight gradients that come later gather one input after another
