@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.nn.init import Initializer, Normal
+from megalight.ops.embedding import embedding
 
 
 class Embedding(nn.Module):
@@ -23,7 +23,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """``[T] -> [T, h]``."""
-        return F.embedding(ids, self.weight)
+        return embedding(ids, self.weight)
 
     def extra_repr(self) -> str:
         """Return rows and width, for printing."""

@@ -14,6 +14,7 @@ OPS = (
     "latent_heads",
     "activation",
     "linear",
+    "embedding",
     "cross_entropy",
     "divergence",
     "adam",

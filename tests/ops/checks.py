@@ -225,6 +225,27 @@ def check_sum_terms(module: Any, device: str, dtype: torch.dtype, out_dtype: tor
             assert torch.equal(own, exact)
 
 
+def check_embedding_gradient(module: Any, device: str, dtype: torch.dtype, tokens: int = 150) -> None:
+    """Gradients of a table with one run of many equal ids, some of them beyond the table, and gradients with gaps."""
+    rows, size = 37, 70
+    ids = torch.randint(0, rows + 5, (tokens,), device=device)
+    ids[torch.randperm(tokens, device=device)[: tokens // 2]] = 7
+    wide_grad = torch.randn(tokens, size + 6, device=device).to(dtype)
+    for grad in (wide_grad[:, :size].contiguous(), wide_grad[:, 3 : size + 3]):
+        inside = ids < rows
+        exact = torch.zeros(rows, size, dtype=torch.float64, device=device)
+        exact.index_add_(0, ids[inside], grad[inside].double())
+        for main_dtype in (torch.float32, dtype):
+            found = torch.full((rows, size), float("nan"), dtype=main_dtype, device=device)
+            module.add_rows(found, ids, grad, True)
+            assert error(found, exact) < 2 * TOLERANCE[dtype]
+            assert not found[~torch.isin(torch.arange(rows, device=device), ids)].any()
+            module.add_rows(found, ids, grad, False)
+            assert error(found, 2 * exact) < 2 * TOLERANCE[dtype]
+        module.add_rows(found, ids[:0], grad[:0], True)
+        assert not found.any()
+
+
 def check_latent_heads(
     module: Any, device: str, dtype: torch.dtype, heads: int, own: int, shared: int, values: int
 ) -> None:

@@ -89,6 +89,7 @@ def main() -> None:
     from megalight.ops.divergence import KINDS as DIVERGENCES
     from megalight.ops.divergence import triton as divergences
     from megalight.ops.divergence.rows import Measure
+    from megalight.ops.embedding import triton as embeddings
     from megalight.ops.gated_norm import triton as gated_norms
     from megalight.ops.latent_heads import triton as latent_heads
     from megalight.ops.linear import triton as linear
@@ -135,6 +136,8 @@ def main() -> None:
             found, target = divergences.statistics(logits, teacher, labels, measure)
             _, slopes = divergences.sums(logits, teacher, found, measure)
             divergences.gradient_(logits, teacher, labels, found, slopes, target, target, measure)
+    for size, dtype in ((4096, HALF), (100, torch.float32)):
+        embeddings.add_rows(torch.zeros(40, size), torch.randint(0, 40, (64,)), torch.randn(64, size).to(dtype), False)
     for form in ("int8", "nf4"):
         codes = Codes(torch.randn(8, 256).to(HALF), form, 64)
         stored.decode(codes.data, codes.scales, form, HALF)

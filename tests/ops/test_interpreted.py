@@ -118,6 +118,12 @@ def test_latent_heads(sizes: tuple[int, int, int, int]) -> None:
     checks.check_latent_heads(kernels("latent_heads"), "cpu", torch.float32, *sizes)
 
 
+def test_gradients_of_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("embedding")
+    monkeypatch.setattr(module, "BLOCK", 64)
+    checks.check_embedding_gradient(module, "cpu", torch.bfloat16, 40)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sum_terms(ranks: int) -> None:
     checks.check_sum_terms(kernels("sum_terms"), "cpu", torch.float32, torch.float32, ranks)

@@ -1,4 +1,4 @@
-"""The kernels of mixers on a GPU, beside the scan: convolutions, gated norms, and heads of latent attention."""
+"""Small kernels on a GPU: convolutions, gated norms, heads of latent attention, sums, gradients of embeddings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tests.ops.checks import (
     check_causal_conv,
     check_delta_rule,
     check_delta_rule_continued,
+    check_embedding_gradient,
     check_gated_norm,
     check_latent_heads,
     check_sum_terms,
@@ -35,6 +36,13 @@ def test_delta_rule(lengths: list[int], sizes: tuple[int, int, int, int], dtype:
 
     check_delta_rule(triton, "cuda", dtype, lengths, sizes)
     check_delta_rule_continued(triton, "cuda", dtype, lengths, sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_of_embeddings(dtype: torch.dtype) -> None:
+    from megalight.ops.embedding import triton
+
+    check_embedding_gradient(triton, "cuda", dtype)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

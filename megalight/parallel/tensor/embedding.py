@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalight.ops.embedding import embedding
 from megalight.parallel.collectives import all_reduce, reduce_scatter
 from megalight.parallel.tensor.shared import Shared
 
@@ -48,11 +48,11 @@ class VocabEmbedding(nn.Module):
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         known = (ids >= 0) & (ids < self.num_embeddings)
-        # An id outside the vocabulary becomes -1, so that F.embedding raises instead of returning zeros.
+        # An id outside the vocabulary becomes -1, so that the lookup raises instead of returning zeros.
         rows = torch.where(known, local.masked_fill(elsewhere, 0), -1)
         # Each id is a row on just one rank; all others contribute zeros, so the sum below is exact in any dtype.
-        hidden = F.embedding(rows, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        # F.embedding's own `padding_idx` would mean a local row here, and negative values count from the end.
+        hidden = embedding(rows, self.weight, ~elsewhere)
+        # torch's own `padding_idx` would mean a local row here, and negative values count from the end.
         if self.padding_idx is not None:
             hidden = torch.where((ids == self.padding_idx).unsqueeze(-1), hidden.detach(), hidden)
         if self.scatter_output and self.shared.sequence_parallel:
