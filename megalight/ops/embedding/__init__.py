@@ -34,9 +34,7 @@ def _triton_why_not(spec: Spec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.main_dtype)
 
 
-EMBEDDING_GRADIENT.register(
-    Backend("triton", lazy("megalight.ops.embedding.triton", "add_rows"), 10, _triton_why_not)
-)
+EMBEDDING_GRADIENT.register(Backend("triton", lazy("megalight.ops.embedding.triton", "add_rows"), 10, _triton_why_not))
 EMBEDDING_GRADIENT.register(Backend("reference", reference.add_rows, 0, serve_all))
 
 

@@ -46,9 +46,8 @@ def _add_rows(
             place = start + tl.arange(0, ROWS)
             same = tl.load(sorted_ids + place, mask=place < tokens, other=-1) == row
             token_of = tl.load(order + place, mask=same, other=0).to(tl.int64)
-            part = tl.load(
-                grad + token_of[:, None] * grad_stride + column[None, :], mask=same[:, None] & inside[None, :], other=0.0
-            )
+            source = grad + token_of[:, None] * grad_stride + column[None, :]
+            part = tl.load(source, mask=same[:, None] & inside[None, :], other=0.0)
             total += tl.sum(part.to(tl.float32), 0)
             start += ROWS
             running = tl.load(sorted_ids + start, mask=start < tokens, other=-1) == row

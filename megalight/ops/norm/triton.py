@@ -1,6 +1,7 @@
 """Norms: one kernel for the forward (with the residual addition), one for the backward.
 
-Each program of the backward sums weight gradients of its own rows; a second step sums over programs.
+Each program of the backward sums weight gradients of its own rows. Another kernel sums over programs, into the main
+gradient if there is one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
-from megalight.ops.parameter import add_gradient, may_hide
+from megalight.ops.parameter import may_hide, state_of
 from megalight.ops.quantize.known import tell_amax
 
 TILE = 2048
@@ -22,6 +23,8 @@ WARPS_PER_SM = 16
 """Warps of the backward per multiprocessor. No more programs than run at once: each writes its own weight gradients."""
 STAGES = 2
 """Pipeline stages of the backward: rows that are being loaded or computed."""
+SUMMED = {"ROWS": 64, "BLOCK": 32, "num_warps": 4}
+"""Programs of the backward and features that are summed at once. Narrow blocks, as there are few features."""
 
 
 @jit
@@ -148,6 +151,48 @@ def _backward(
         tl.store(parts + program, tl.max(tl.max(largest, 1), 0))
 
 
+@jit
+def _sum_programs(
+    sums: Value,
+    out: Value,
+    programs: Value,
+    size: Value,
+    ADD: constexpr,
+    ROWS: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < programs)[:, None] & (column < size)[None, :]
+        total += tl.load(sums + row[:, None] * size + column[None, :], mask=inside, other=0.0)
+    gradient = tl.sum(total, 0)
+    if ADD:
+        gradient += tl.load(out + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(out + column, gradient.to(out.dtype.element_ty), mask=column < size)
+
+
+def _sum_into(out: Tensor, sums: Tensor, add: bool) -> None:
+    """Write or add ``sums [programs, size]``, summed over programs, to ``out [size]``."""
+    programs, size = sums.shape
+    _sum_programs[(cdiv(size, SUMMED["BLOCK"]),)](sums, out, programs, size, ADD=add, **SUMMED)
+
+
+def _add_to_main_grad(parameter: Tensor, sums: Tensor) -> None:
+    state = state_of(parameter)
+    assert state.main_grad is not None
+    # In float32, as they are: main gradients are wider than the parameters.
+    _sum_into(state.main_grad, sums, add=not state.touch())
+    state.mark_grad_ready()
+
+
+def _gradient(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    out = sums.new_empty(sums.shape[1], dtype=dtype)
+    _sum_into(out, sums, add=False)
+    return out
+
+
 @lru_cache
 def _tile(size: int) -> dict[str, int]:
     """Return the rows per program, the block width and the number of warps for rows of ``size``."""
@@ -216,7 +261,10 @@ def _run_backward(
     has_bias: bool,
     measure: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return ``grad_x [n, size]`` and, in float32, ``grad_weight``, ``grad_bias`` and ``parts`` of ``grad_x``."""
+    """Return ``grad_x [n, size]`` and, in float32, ``grad_weight``, ``grad_bias`` and ``parts`` of ``grad_x``.
+
+    Gradients of weight and bias are ``[programs, size]``, to be summed over programs.
+    """
     rows, size = x.shape
     tile = _tile(size)
     # More programs would write more partial weight gradients `[programs, size]`, which must be read and summed again.
@@ -246,7 +294,7 @@ def _run_backward(
         STAGES=STAGES,
         **tile,
     )
-    return grad_x, grad_weight.sum(0), None if grad_bias is None else grad_bias.sum(0), parts
+    return grad_x, grad_weight, grad_bias, parts
 
 
 def _told(x: Tensor, parts: Tensor | None) -> Tensor:
@@ -273,10 +321,9 @@ class _Norm(torch.autograd.Function):
         grad_x, grad_weight, grad_bias, parts = _run_backward(
             grad, None, flat, weight, mean, rstd, ctx.center, has_bias, ctx.measure
         )
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(ctx.bias_dtype)
         grad_x = _told(_like(grad_x, grad_y), parts)
-        return grad_x, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        bias = None if grad_bias is None else _gradient(grad_bias, ctx.bias_dtype)
+        return grad_x, _gradient(grad_weight, weight.dtype), bias, None, None, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -327,14 +374,12 @@ class _AddNorm(torch.autograd.Function):
         grad_x = _told(_like(grad_x, grad_y), parts)
         other = grad_x if ctx.added else None
         if ctx.hidden is not None:
-            # In float32, as they are: main gradients are wider than the parameters.
-            for parameter, gradient in zip(ctx.hidden, (grad_weight, grad_bias), strict=True):
-                if gradient is not None:
-                    add_gradient(parameter, gradient)
+            for parameter, sums in zip(ctx.hidden, (grad_weight, grad_bias), strict=True):
+                if sums is not None:
+                    _add_to_main_grad(parameter, sums)
             return grad_x, other, *[None] * 6
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(ctx.bias_dtype)
-        return grad_x, other, grad_weight.to(weight.dtype), grad_bias, *[None] * 4
+        bias = None if grad_bias is None else _gradient(grad_bias, ctx.bias_dtype)
+        return grad_x, other, _gradient(grad_weight, weight.dtype), bias, *[None] * 4
 
 
 def _add_norm(
