@@ -1,4 +1,4 @@
-"""Setup of all tests: seeds, skipped GPU tests, Hypothesis without time limits, poisoned memory, a summary."""
+"""Setup of all tests: no name server, seeds, skipped GPU tests, Hypothesis without limits, poison, a summary."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Lightning sets the number of threads unless it finds the variable.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    # No name server. torch asks for the name of the other end of each connection of a store, which is this machine; if
+    # one answer in fifty is lost, every tenth job of ranks waits for five seconds.
+    os.environ["RES_OPTIONS"] = "attempts:0"
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns that there was no answer
     # Collecting tests makes a million objects and no garbage. Looking for some takes a quarter of the time.
     gc.disable()
     # Of several processes of tests, the first one hears of all results.

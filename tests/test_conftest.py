@@ -1,4 +1,5 @@
 import random
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,17 @@ import torch
 from tests import conftest, summary
 from tests.programs import forked
 from tests.summary import Summary, commit
+from tests.workers import run
+
+
+def unanswered() -> str:
+    with pytest.raises(socket.gaierror) as told:
+        socket.getaddrinfo("nobody.invalid", 80)
+    return {socket.EAI_AGAIN: "not asked", socket.EAI_NONAME: "unknown"}[told.value.errno]
+
+
+def test_no_name_server_is_asked() -> None:
+    assert [unanswered(), *run(unanswered, 2)] == ["not asked"] * 3
 
 
 @pytest.mark.usefixtures("poison")
