@@ -19,6 +19,7 @@ OPS = (
     "divergence",
     "adam",
     "quantize",
+    "cast_flat",
     "scaled_mm",
     "scaled_accumulate",
     "router",

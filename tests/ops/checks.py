@@ -246,6 +246,28 @@ def check_embedding_gradient(module: Any, device: str, dtype: torch.dtype, token
         assert not found.any()
 
 
+def check_cast_flat(module: Any, device: str, numel: int, interpreted: bool = False) -> None:
+    """Codes are those of the cast of a matrix, bit by bit, and nothing beside them is written.
+
+    Triton's interpreter rounds to narrow formats in ways of its own, so there codes come in float32, not yet rounded.
+    """
+    x = torch.randn(numel, device=device) * 3
+    x[:2] = torch.tensor([1e3, math.nan])
+    amax = torch.tensor(7.0, device=device)
+    wider = (torch.float32,) if interpreted else (torch.float32, torch.bfloat16)
+    for form, rounded, scale in itertools.product(("e4m3", "e5m2"), wider, ("fp32", "power")):
+        scheme = Scheme(form, scale=scale)
+        exact, _ = cast(x.to(rounded)[None], scheme, None, amax=amax, backend="reference")
+        assert exact is not None
+        memory = torch.zeros(numel + 2, device=device)
+        if not interpreted:
+            memory = memory.to(exact.data.dtype)
+        module.cast_flat(memory[1:-1], x, scheme, amax, rounded)
+        codes = to_fp8(memory, scheme.format) if interpreted else memory
+        assert torch.equal(codes.float()[1:-1].nan_to_num(9e9), exact.data[0].float().nan_to_num(9e9))
+        assert codes.float()[0] == codes.float()[-1] == 0
+
+
 def check_latent_heads(
     module: Any, device: str, dtype: torch.dtype, heads: int, own: int, shared: int, values: int
 ) -> None:

@@ -83,6 +83,7 @@ def main() -> None:
     from megalight.ops.adam import triton as adam
     from megalight.ops.attention import triton as attention
     from megalight.ops.attention_merge import triton as blocks
+    from megalight.ops.cast_flat import triton as flat_casts
     from megalight.ops.causal_conv import triton as convolutions
     from megalight.ops.cross_entropy import triton as rows
     from megalight.ops.delta_rule import triton as rules
@@ -163,6 +164,7 @@ def main() -> None:
             casts.cast(leaf(64, 4096).detach(), Scheme("e4m3", tile), columns)
     one = torch.tensor(1.0)
     casts.cast(leaf(64, 4096).detach(), Scheme("e4m3"), Scheme("e5m2"), one, one, None, True)
+    flat_casts.cast_flat(torch.zeros(4096).to(torch.float8_e4m3fn), torch.randn(4096), Scheme("e4m3"), one, HALF)
     casts.transpose(torch.randn(512, 256).to(torch.float8_e4m3fn))
     for form, zero in (("e4m3", True), ("e5m2", False)):
         a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))

@@ -118,6 +118,12 @@ def test_latent_heads(sizes: tuple[int, int, int, int]) -> None:
     checks.check_latent_heads(kernels("latent_heads"), "cpu", torch.float32, *sizes)
 
 
+def test_flat_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("cast_flat")
+    monkeypatch.setattr(module, "BLOCK", 256)
+    checks.check_cast_flat(module, "cpu", 999, interpreted=True)
+
+
 def test_gradients_of_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels("embedding")
     monkeypatch.setattr(module, "BLOCK", 64)

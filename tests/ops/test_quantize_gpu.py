@@ -11,7 +11,7 @@ from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
-from tests.ops.checks import check_cast, check_told, error
+from tests.ops.checks import check_cast, check_cast_flat, check_told, error
 from tests.ops.test_linear import with_main_grad
 
 pytestmark = pytest.mark.gpu
@@ -121,3 +121,10 @@ def test_casts_tell_magnitudes() -> None:
     from megalight.ops.quantize import triton as kernels
 
     check_told(kernels, "cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("numel", [16, 4096 * 33, 99999])
+def test_flat_casts(numel: int) -> None:
+    from megalight.ops.cast_flat import triton
+
+    check_cast_flat(triton, "cuda", numel)

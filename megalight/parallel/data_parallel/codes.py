@@ -9,16 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megalight.ops.cast_flat import cast_flat
 from megalight.ops.linear.low_precision import LowPrecision
 from megalight.ops.parameter import precision_of
-from megalight.ops.quantize import cast, scales_of
+from megalight.ops.quantize import scales_of
 from megalight.ops.quantize.formats import Format
 from megalight.parallel.data_parallel.buffers import Bucket, ParamInfo
 
 ALIGNMENT = 16
 """Alignment of each scale in bytes, as the matrix products require."""
-WIDEST = 4096
-"""Largest row length, in elements, of the matrices that flat intervals are cast as."""
 
 
 def codes_of(info: ParamInfo, gathered: bool = False) -> Format | None:
@@ -93,7 +92,7 @@ class Codes:
             return
         self.amax.zero_()
         # Read anew each time: the masters may have moved to host memory and back.
-        masters = [_rows(bucket.shard.part(*span)) for _, bucket, *span in self.parts]
+        masters = [bucket.shard.part(*span) for _, bucket, *span in self.parts]
         if self.parts:
             largest = torch._foreach_norm(masters, float("inf"))
             # In float32: scales are, and the largest values of half-precision masters are exact there.
@@ -113,16 +112,5 @@ class Codes:
         for (number, bucket, low, high), master in zip(self.parts, masters, strict=True):
             # The scale comes from the amax of the whole weight. The part's own one
             # would give each rank another scale.
-            # One part at a time: rounded copies of all masters would need memory.
-            values = master.to(self._rounded.get(number, master.dtype))
-            rows, _ = cast(values, scheme, None, amax=amax[number])
-            assert rows is not None
-            # As bytes: in-place copies are not available for all 8-bit dtypes.
-            offset = bucket.kept[0]
-            own = bucket.own_params[low - offset : high - offset]
-            own.view(torch.uint8).copy_(rows.data.view(torch.uint8).view(-1))
-
-
-def _rows(flat: Tensor) -> Tensor:
-    """View a flat tensor as a matrix; the row length is the largest power of two that divides it, up to ``WIDEST``."""
-    return flat.view(-1, min(flat.numel() & -flat.numel(), WIDEST))
+            own = bucket.own_params[low - bucket.kept[0] : high - bucket.kept[0]]
+            cast_flat(own, master, scheme, amax[number], self._rounded.get(number, master.dtype))

@@ -1,0 +1,79 @@
+"""Quantization of flat float32 memory into the memory of codes: the part of a weight that one rank updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import lazy, serve_all, triton_why_not
+from megalight.ops.quantize.formats import DTYPES, LARGEST, to_fp8
+from megalight.ops.quantize.reference import multiplier
+from megalight.ops.quantize.types import Scheme
+from megalight.registry import Backend, BackendRegistry, remembered
+
+
+class Spec(NamedTuple):
+    """A request.
+
+    Attributes:
+        device: device type of the values.
+        dtype: dtype of the values.
+        rounded: dtype to which they are rounded first.
+        stays: whether the codes lie on the same device.
+    """
+
+    device: str
+    dtype: torch.dtype
+    rounded: torch.dtype
+    stays: bool = True
+
+
+CastFlat: TypeAlias = Callable[[Tensor, Tensor, Scheme, Tensor, torch.dtype], None]
+CAST_FLAT: BackendRegistry[Spec, CastFlat] = BackendRegistry("cast_flat")
+REGISTRIES = (CAST_FLAT,)
+EXAMPLE = Spec("cpu", torch.float32, torch.bfloat16)
+
+
+def cast_flat(
+    out: Tensor, x: Tensor, scheme: Scheme, amax: Tensor, rounded: torch.dtype, *, backend: str = "auto"
+) -> None:
+    """Write the codes of ``x [n]`` into ``out [n]``, bytes or of the scheme's 8-bit dtype. Memory for copies is spared.
+
+    Args:
+        out: contiguous; it may be on another device.
+        x: the values, contiguous.
+        scheme: of 8 bits, with one scale for the matrix of which ``x`` is a part.
+        amax: largest magnitude that the scale must cover, 0-dim float32, on the device of ``x``.
+        rounded: dtype to which values are rounded before; that of ``x`` changes nothing.
+        backend: name of a backend.
+
+    Raises:
+        BackendError: the named backend cannot serve this.
+    """
+    spec = Spec(x.device.type, x.dtype, rounded, x.device == out.device)
+    _choose(spec, backend)(out.view(DTYPES[scheme.format]), x, scheme, amax, rounded)
+
+
+@remembered
+def _choose(spec: Spec, backend: str) -> CastFlat:
+    return CAST_FLAT.select(spec, backend).fn
+
+
+def _reference(out: Tensor, x: Tensor, scheme: Scheme, amax: Tensor, rounded: torch.dtype) -> None:
+    factor = multiplier(amax, LARGEST[scheme.format], scheme.scale == "power")
+    codes = to_fp8(x.to(rounded).float() * factor, scheme.format)
+    # As bytes: in-place copies are not available for all 8-bit dtypes.
+    out.view(torch.uint8).copy_(codes.view(torch.uint8))
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    if not spec.stays:
+        return "writes codes on the device of the values only"
+    return triton_why_not(spec.device, spec.dtype, spec.rounded)
+
+
+CAST_FLAT.register(Backend("triton", lazy("megalight.ops.cast_flat.triton", "cast_flat"), 10, _triton_why_not))
+CAST_FLAT.register(Backend("reference", _reference, 0, serve_all))
