@@ -50,7 +50,9 @@ class Gatherer:
         self._waits: dict[int, Callable[[], object]] = {}
         self._home = {id(info.parameter): index for index, bucket in enumerate(buckets) for info in bucket.infos}
         travelling = [index for index, bucket in enumerate(buckets) if bucket.shard_group is not None]
-        self._stream = side_stream(device, bool(travelling))
+        # Urgent: streams of a graph beside the gathers would queue behind them where they share a queue of the device,
+        # and a peer that waits for a copy on one of those would wait for all gathers.
+        self._stream = side_stream(device, bool(travelling), urgent=True)
         self._marks: dict[int, torch.cuda.Event] = {}
         if self._stream is not None:
             for index in travelling:

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 
-def side_stream(device: torch.device, needed: bool = True) -> SideStream | None:
-    """Return a stream beside the computation on ``device``; None on a CPU, where nothing runs beside it."""
+def side_stream(device: torch.device, needed: bool = True, urgent: bool = False) -> SideStream | None:
+    """Return a stream beside the computation on ``device``; None on a CPU, where nothing runs beside it.
+
+    Args:
+        urgent: it has a higher priority, and so shares no hardware queue with streams of the usual one.
+    """
     if device.type != "cuda" or not needed:
         return None
-    return SideStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return SideStream(torch.cuda.Stream(device, priority=-1 if urgent else 0))  # type: ignore[no-untyped-call]
 
 
 class SideStream:

@@ -36,8 +36,10 @@ class Copies:
         current = torch.cuda.current_stream()
         flags = slot.flags_at(Flag.FREE, slot.memory.others)
         if capturing():  # a capture must not end with work left on another stream
-            driver.raise_flags(current, flags)
+            # By a kernel: in a graph, a flag that the front end raises holds up the products behind it for longer.
+            self.spin.raise_flags(flags)
             return
+        self.spin.prepare(len(flags))
         # After what the stream of products has queued so far, which still reads the slot.
         self.stream.wait_stream(current)
         driver.raise_flags(self.stream, flags)

@@ -1,6 +1,7 @@
-"""A kernel of one warp that waits for flags: it sees a flag one or two microseconds after a peer has raised it.
+"""Kernels of one warp that wait for flags or raise them. A wait sees a flag one or two microseconds after a peer has
+raised it.
 
-The kernel needs a place on a multiprocessor, which a product may occupy. So it runs on the stream of the products,
+A kernel needs a place on a multiprocessor, which a product may occupy. So they run on the stream of the products,
 between them.
 """
 
@@ -8,12 +9,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 from megalight.ops.jit import Value, constexpr, tl, triton
 from megalight.parallel.peers.memory import PeerMemory
 from megalight.parallel.peers.watch import Watch
 
 WIDEST = 32
 """Largest number of flags in a row."""
+AT_ONCE = 7
+"""Largest number of flags that one kernel raises: one for each peer in a host of eight GPUs."""
 
 
 def wait(flags: tuple[int, ...]) -> None:
@@ -39,6 +44,24 @@ def wait_with(watch: Watch, flags: tuple[int, ...], memory: PeerMemory | None = 
         _wait_with[(1,)](*_row(flags), *places, limit, WIDTH=WIDEST, SLOTS=memory.slots, num_warps=1)
 
 
+def raise_flags(flags: tuple[int, ...]) -> None:
+    """Raise flags after the work that the current stream has been given so far.
+
+    Args:
+        flags: addresses on this device or on peers.
+    """
+    for first in range(0, len(flags), AT_ONCE):
+        some = flags[first : first + AT_ONCE]
+        _raise[(1,)](*some, *some[:1] * (AT_ONCE - len(some)), COUNT=len(some), num_warps=1)
+
+
+@lru_cache
+def prepare(count: int) -> None:
+    """Load the kernel that raises so many flags, once: a CUDA graph can record it, but not load it."""
+    words = torch.zeros(count, dtype=torch.int32, device="cuda")
+    raise_flags(tuple(words.data_ptr() + 4 * place for place in range(count)))
+
+
 @lru_cache(maxsize=4096)
 def _row(flags: tuple[int, ...]) -> tuple[int, int]:
     """Return the first address, and a bit mask of the words after it that are flags."""
@@ -56,6 +79,29 @@ def _wait(first: Value, which: Value, WIDTH: constexpr) -> None:
             # Acquire at system scope: data that the peer wrote before the flag is visible after it.
             while tl.atomic_cas(row + word, 1, 0, sem="acquire", scope="sys") == 0:
                 pass
+
+
+@triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f", "g"])  # type: ignore[untyped-decorator]
+def _raise(a: Value, b: Value, c: Value, d: Value, e: Value, f: Value, g: Value, COUNT: constexpr) -> None:
+    _up(a)
+    if COUNT > 1:
+        _up(b)
+    if COUNT > 2:
+        _up(c)
+    if COUNT > 3:
+        _up(d)
+    if COUNT > 4:
+        _up(e)
+    if COUNT > 5:
+        _up(f)
+    if COUNT > 6:
+        _up(g)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _up(flag: Value) -> None:
+    # Release at system scope: a peer that sees it sees that all reads before are over.
+    tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["first", "which", "notes", "free", "others", "stride", "limit"])  # type: ignore[untyped-decorator]

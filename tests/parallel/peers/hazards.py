@@ -241,7 +241,15 @@ def play(size: int, calls: Callable[[World], None], forgotten: tuple[int, Flag] 
         patch.multiple(driver, **calls_of),
         patch.object(peers, "symmetric_memory", lambda: memory),
         patch.object(peers, "MEETINGS", SimpleNamespace(meet=rendezvous)),
-        patch.object(copies, "import_module", lambda name: SimpleNamespace(wait_with=world.spin)),
+        patch.object(
+            copies,
+            "import_module",
+            lambda name: SimpleNamespace(
+                wait_with=world.spin,
+                raise_flags=lambda flags: world.raise_flags(world.local.stream, flags),
+                prepare=lambda count: None,
+            ),
+        ),
     ):
         threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]
         for thread in threads:

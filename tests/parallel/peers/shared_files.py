@@ -137,7 +137,15 @@ def symmetric_on_cpu() -> Iterator[None]:
             (peers, "symmetric_memory", lambda: memory),
             (rendezvous, "symmetric_memory", lambda: memory),
             (rendezvous.MEETINGS, "count", 0),
-            (copies, "import_module", lambda name: SimpleNamespace(wait_with=memory.spin_with)),
+            (
+                copies,
+                "import_module",
+                lambda name: SimpleNamespace(
+                    wait_with=memory.spin_with,
+                    raise_flags=lambda flags: memory.raise_flags(stream, flags),
+                    prepare=lambda count: None,
+                ),
+            ),
         ):
             stack.enter_context(patch.object(module, name, value))
         stack.enter_context(patch.multiple(driver, wait=memory.wait, raise_flags=memory.raise_flags, copy=memory.copy))

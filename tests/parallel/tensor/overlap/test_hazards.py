@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
+from megalight.parallel.peers import copies
 from megalight.parallel.peers.memory import Flag
 from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.rounds import rounds_of
@@ -78,9 +79,11 @@ def play(size: int, pieces: int, forgotten: tuple[int, Flag] | None = None) -> l
         return hazards.play(size, lambda world: calls(world, pieces), forgotten)
 
 
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
 @pytest.mark.parametrize(("size", "pieces"), [(2, 2), (4, 2), (4, 4)])
-def test_everything_is_ordered(size: int, pieces: int) -> None:
-    assert play(size, pieces) == []
+def test_everything_is_ordered(size: int, pieces: int, recorded: bool) -> None:
+    with patch.object(copies, "capturing", lambda: recorded):
+        assert play(size, pieces) == []
 
 
 @pytest.mark.parametrize("memory", [1, 3], ids=["shares", "sums"])
