@@ -256,6 +256,10 @@ class MegalightModule(pl.LightningModule):
         """Reset the totals of the previous evaluation."""
         self._forget("test")
 
+    def teardown(self, stage: str) -> None:
+        """Leave the module without metrics, as it was: a summary of the next run would list them, a copy hold them."""
+        self._modules.pop("_means", None)
+
     def _forget(self, stage: str) -> None:
         for key, ratio in getattr(self, "_means", {}).items():
             if key.startswith(f"{stage}_"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from megalight.callbacks import WholeModelSummary
 from megalight.callbacks.summary import render
@@ -157,6 +158,27 @@ def test_flops_are_shown_only_where_they_were_counted(kind, capsys, caplog):
             assert re.search(line, text)
         assert re.search(r"Linear .* 25 .* train", text)
         assert "eval mode" in text
+
+
+def test_metrics_of_one_run_are_no_layers_of_the_next():
+    class Layers(ModelSummary):
+        @staticmethod
+        def summarize(summary_data: Any, *args: Any, **kwargs: Any) -> None:
+            names.append(dict(summary_data)["Name"])
+
+    names: list[list[str]] = []
+    ids = torch.randint(101, (2, 9))
+    loader = DataLoader([TokenBatch(ids[:, :-1], ids[:, 1:], torch.ones(2, 8))], batch_size=None)
+    module = GPTModule(CONFIG)
+    for _ in range(2):
+        trainer = tiny_trainer(
+            callbacks=[Layers()], strategy=MegatronStrategy(), max_steps=1, log_every_n_steps=1, limit_val_batches=1
+        )
+        trainer.fit(module, loader, loader)
+        assert trainer.callback_metrics["val_loss"] > 0
+    assert trainer.validate(module, loader, verbose=False)[0]["val_loss"] > 0
+    assert names == [["model"]] * 2
+    assert [name for name, _ in module.named_children()] == ["model"]
 
 
 def test_frozen_parameters_are_not_trainable():

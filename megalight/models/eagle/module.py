@@ -136,6 +136,7 @@ class EagleModule(FamilyModule[EagleConfig]):
 
     def teardown(self, stage: str) -> None:
         """Leave the data as it was."""
+        super().teardown(stage)
         data = getattr(self.trainer, "datamodule", None)
         if data is not None and self.base_model.states is not None and hasattr(data, "taught"):
             data.taught = None
