@@ -8,7 +8,7 @@ last (:mod:`megalight.cli.sizes`). What cannot be known without other imports is
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +135,7 @@ def _check_module(key: str, name: str) -> None:
 def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str) -> None:
     """Follow the parts of a key through the arguments of classes, as far as these are known."""
     if key.partition(".")[0] not in ROOT:
-        known = (
-            [f"trainer.{name}" for name in signatures.members(classes["trainer"]) or ()] if classes["trainer"] else []
-        )
-        _refuse(verb, explain.unknown_key(key.partition(".")[0], value, "the configuration", ROOT, known))
+        _refuse(verb, explain.unknown_key(key.partition(".")[0], value, "the configuration", ROOT, _all(classes)))
     prefix = key
     # The longest prefix with a known class decides. Without one the parser must.
     while (prefix := prefix.rpartition(".")[0]) not in classes:
@@ -151,13 +148,23 @@ def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str
             return
         prefix = f"{prefix}.{part}"
         if part not in arguments:
-            _refuse(verb, explain.unknown_key(prefix, value, _called(owner, prefix), arguments))
+            _refuse(verb, explain.unknown_key(prefix, value, _called(owner, prefix), arguments, _all(classes)))
         accepted = arguments[part]
         if index == len(parts) - 1 and not accepted.accepts(value):
             choices = [str(choice) for choice in accepted.choices]
             _refuse(verb, explain.not_valid(prefix, value, accepted.describe(), choices))
         source = accepted.source if accepted.complete else None  # else it may also be a list or a dict of them
         owner = source if source is not None and source.is_dataclass else None
+
+
+def _all(classes: Mapping[str, Source | None]) -> Iterator[str]:
+    """Yield the keys that the known classes take."""
+    for key, source in classes.items():
+        for name, accepted in ({} if source is None else signatures.members(source) or {}).items():
+            yield f"{key}.{name}"
+            # A configuration's fields, without a class that the user names.
+            if accepted.complete and accepted.source is not None and accepted.source.is_dataclass:
+                yield from (f"{key}.{name}.{field}" for field in signatures.members(accepted.source) or ())
 
 
 def _called(owner: Source, key: str) -> str:

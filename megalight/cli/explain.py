@@ -171,13 +171,17 @@ def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], know
         value: its value, if there is one.
         owner: what has no such argument.
         choices: the arguments that it has.
-        known: keys of the whole configuration. For ``max_steps``, ``trainer.max_steps`` is suggested.
+        known: keys of the whole configuration. One that ends with the same name is suggested, before one that is
+            spelt alike: for ``max_steps``, ``trainer.max_steps``.
     """
     name = key.rpartition(".")[2]
     shown = f" (value {str(value)!r})" if value is not None else ""
     listing = f" Known: {', '.join(sorted(choices))}." if choices and len(choices) <= 24 else ""
-    same = (f" Did you mean {option!r}?" for option in known if option.rpartition(".")[2] == name)
-    hint = nearest(name, choices) or next(same, "")
+    # The one nearest to the top: ``model.config.num_layers``, not that of recompute.
+    same = sorted((option for option in known if option.rpartition(".")[2] == name), key=lambda each: each.count("."))
+    begun = [choice for choice in choices if choice.startswith(name)]  # ``seed``: ``seed_everything``
+    better = [*begun, *same] if len(begun) == 1 else same
+    hint = f" Did you mean {better[0]!r}?" if better else nearest(name, choices)
     return f"unknown key {key!r}{shown}: {owner} has no such argument.{hint}{listing}"
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megalight.cli.verbs import TRAINER_VERBS
+
+DEMO, MINE = "recipes/demo.yaml", "mine.yaml"
+"""A recipe of the repository, and what it is called where there is none."""
+
+START = (
+    "prepare FOLDER_OF_TEXT --output data/text --train-tokenizer --vocab-size 4096",
+    f"recipes gpt2_medium-pretrain-1xGPU > {MINE}",
+)
+"""Where there is no recipe: commands that make data and one."""
 
 EXAMPLES = {
     "fit": "--trainer.max_steps=100",
-    "validate": "--ckpt_path=runs/demo",
-    "test": "--ckpt_path=runs/demo",
-    "predict": "--ckpt_path=runs/demo",
+    "validate": "--ckpt_path=last",
+    "test": "--ckpt_path=last",
+    "predict": "--ckpt_path=last",
 }
 
 OPTIONS: dict[str, dict[str, str]] = {
@@ -63,7 +74,7 @@ def short_help(verb: str) -> str:
         f"usage: megalight {verb} -c FILE [-c FILE ...] [--KEY=VALUE ...]",
         "",
         f"{TRAINER_VERBS[verb]}, for example:",
-        f"  {example(verb)}",
+        *example(verb),
     ]
     for section, options in OPTIONS.items():
         lines += ["", f"{section}:"]
@@ -76,9 +87,12 @@ def short_help(verb: str) -> str:
 
 def nothing_given(verb: str) -> str:
     """Return the message for a verb without a model."""
-    return f"a model and data are missing. Type, for example:\n  {example(verb)}\nSee: megalight {verb} --help"
+    shown = "\n".join(example(verb))
+    return f"a model and data are missing. Type, for example:\n{shown}\nSee: megalight {verb} --help"
 
 
-def example(verb: str) -> str:
-    """Return a command that runs in the repository."""
-    return f"megalight {verb} -c recipes/demo.yaml {EXAMPLES[verb]}"
+def example(verb: str) -> list[str]:
+    """Return lines with commands for the working directory, indented."""
+    here = Path(DEMO).is_file()
+    lines = [] if here or verb != "fit" else START
+    return [f"  megalight {line}" for line in (*lines, f"{verb} -c {DEMO if here else MINE} {EXAMPLES[verb]}")]

@@ -27,21 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--debug" in words:
         words.remove("--debug")
         os.environ["MEGALIGHT_DEBUG"] = "1"  # an environment variable, so that ranks launched by this process see it
-    if not words or words[0] in ("-h", "--help"):
-        print(_overview())
-        return 0
-    if words[0] in ("-V", "--version"):
-        print(f"megalight {__version__}")
-        return 0
-    name, rest = words[0], words[1:]
     try:
         # Verbs exit by `SystemExit` where a parser ends them. Callers of this function get a code.
+        name, *rest = words or ["--help"]
         return _dispatch(name, rest)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(bool(stop.code))
 
 
 def _dispatch(name: str, rest: list[str]) -> int:
+    if name in ("-h", "--help"):
+        return _show("megalight", _overview())
+    if name in ("-V", "--version"):
+        return _show("megalight", f"megalight {__version__}")
     if name in TRAINER_VERBS:
         return _train(name, rest)
     if name not in VERBS:
@@ -70,8 +68,7 @@ def _train(name: str, rest: list[str]) -> int:
         tell(f"megalight {name}", help_pages.nothing_given(name))
         return 2
     if "-h" in rest or "--help" in rest:
-        print(help_pages.short_help(name))
-        return 0
+        return _show(f"megalight {name}", help_pages.short_help(name))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does: users' modules lie in the working directory
     rest = ["--help" if word == "--help-all" else word for word in rest]
@@ -90,6 +87,12 @@ def _train(name: str, rest: list[str]) -> int:
     from megalight.cli.lightning import run
 
     return run([name, *rest])
+
+
+def _show(prog: str, text: str) -> int:
+    with reported(prog):
+        print(text, flush=True)
+    return 0
 
 
 def _overview() -> str:

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -6,6 +7,7 @@ import pytest
 
 from megalight import __version__
 from megalight.cli.main import main
+from megalight.cli.named_recipes import recipes
 from megalight.cli.verbs import TRAINER_VERBS, VERBS, load
 from megalight.cli.verbs.doctor import _print_plugins
 
@@ -51,6 +53,29 @@ def test_a_trainer_verb_alone_shows_what_to_type(verb, capsys):
     text = capsys.readouterr().err
     assert f"megalight {verb} -c recipes/demo.yaml" in text
     assert len(text.splitlines()) <= 4
+
+
+def test_the_example_needs_no_repository(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["fit"]) == 2
+    text = capsys.readouterr().err
+    prepare, recipe, run = (line.split() for line in text.splitlines()[1:-1])
+    assert recipe[2] in recipes()
+    assert recipe[-1] == run[3] == "mine.yaml"
+    assert prepare[1] == "prepare"
+    assert prepare[4] == recipes()[recipe[2]].configuration["data"]["init_args"]["data"]
+    assert main(["validate"]) == 2
+    assert "megalight validate -c mine.yaml --ckpt_path=last" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["fit", "--help"], ["--help"], ["--version"]])
+def test_a_reader_that_ends_early_is_no_error(words):
+    """As in ``megalight fit --help | head -3``."""
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run([sys.executable, "-m", "megalight", *words], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
