@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.mixing import Case, Way, backends, need, packages, random, values
+from benchmarks.mixing.delta import delta_layer, rule_flops
 from megalight.models.gpt import GPT, DeltaNetConfig, GPTConfig, MambaConfig
 from megalight.models.gpt.flops import flops_per_token
 from megalight.models.gpt.presets import preset
@@ -44,6 +45,7 @@ class Shapes:
         self.device, self.tokens = device, 96 if small else 8192
         config = replace(preset("nemotron_h_8b"), num_layers=len(PATTERN), layer_pattern=PATTERN, vocab_size=128)
         self.delta = DeltaNetConfig(num_heads=32, num_key_heads=16, head_dim=128, key_dim=128)
+        self.delta_hidden = 32 if small else 2048
         if small:
             config = replace(
                 config,
@@ -173,10 +175,7 @@ class Shapes:
             sequences = self.alone(tokens)
             return Way(lambda q, k, v, decay, beta: delta_rule(q, k, v, decay, beta, sequences, backend=backend))
 
-        within = 64.0 * (
-            2 * delta.num_key_heads * delta.key_dim + 2 * delta.inner_size + delta.num_heads * delta.key_dim
-        )
-        work = 2.0 * self.tokens * (within + 3 * delta.inner_size * delta.key_dim)
+        work = rule_flops(delta, self.tokens)
         return Case(
             "delta rule",
             (work, 3 * work),
@@ -223,6 +222,7 @@ class Shapes:
         yield self.layers("hybrid, 9 layers", len(PATTERN))
         yield self.scan()
         yield self.rule()
+        yield delta_layer(self.delta, self.delta_hidden, self.tokens, self.device)
 
     def said(self, times: dict[str, float]) -> list[str]:
         """Return nothing: the rows say all."""

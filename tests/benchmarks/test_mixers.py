@@ -12,6 +12,8 @@ import torch
 from benchmarks import mixers
 from benchmarks.mixing import attention, mamba
 
+DELTA = "Gated DeltaNet layer"
+
 
 def of(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())
@@ -46,7 +48,7 @@ def test_layers_equal_those_of_transformers(tmp_path: Path) -> None:
     words = [str(path), "--small", "--only", "mla", "mamba", "--cases", "layer", "--ways", "auto", "transformers"]
     assert mixers.main(words) == 0
     rows = {(row["group"], row["case"], row["way"]) for row in of(path)["rows"]}
-    expected = {("mla", "layer"), ("mamba", "Mamba-2 layer"), ("mamba", "hybrid, 9 layers")}
+    expected = {("mla", "layer"), ("mamba", "Mamba-2 layer"), ("mamba", "hybrid, 9 layers"), ("mamba", DELTA)}
     assert rows == {(*case, way) for case in expected for way in ("auto", "transformers")}
 
 
