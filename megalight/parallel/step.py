@@ -165,8 +165,9 @@ class Step:
             scale: multiplies the objective (1 / number of steps whose gradients are added up).
             sync: reduce the gradients, because no further micro-batches follow before the optimizer's step.
         """
-        passes = partial(self._passes, scale=scale, sync=sync)
-        done: Outcome = self.runner((scale, sync), self.joined(micro_batches), passes)
+        passes, joined = partial(self._passes, scale=scale, sync=sync), self.joined(micro_batches)
+        # Before the runner: in passes that are replayed, ranks tell each other nothing on the host.
+        done: Outcome = self.runner((scale, sync, self.executor.prepare(joined)), joined, passes)
         return done
 
     def evaluate(self, stage: str, micro_batches: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -190,6 +191,7 @@ class Step:
         Without an engine, parameters that need gradients keep them.
         """
         joined = self.joined(micro_batches)
+        self.executor.prepare(joined)
         counts = self._count(joined, 1.0)
         nothing = {name: torch.zeros_like(factor) for name, factor in counts.auxiliary_scales.items()}
         for collector in (self.side_losses, self.auxiliary):
@@ -227,6 +229,7 @@ class Step:
 
     def _forward(self, micro_batches: Sequence[Any]) -> list[Carry]:
         agenda = self.timetable("forward_only", len(micro_batches))
+        self.executor.prepare(micro_batches)
         return self.executor.forward(agenda, micro_batches, self._forward_step, self.model.shards)
 
     def _passes(self, micro_batches: Sequence[Any], scale: float, sync: bool) -> Outcome:

@@ -7,7 +7,7 @@ features come back in the order of the images. After the schedule, gradients of 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -87,11 +87,24 @@ class Around:
         self._homes = _replicas(language.mesh)
         self._own, self._home = tower.mesh.rank("dp"), language.mesh.rank("dp")
         self._arrived: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        self._told: list[list[Sizes]] = []
         self._host: dist.ProcessGroup | None = None
         if language.mesh.world_size > 1:
             # NCCL creates a group's communicator in its first collective; messages between some ranks cannot do so.
             dist.all_reduce(torch.zeros(1, device=self._device))
             self._host = None if speaks("gloo") else new_group(language.mesh.members, "images", backend="gloo")
+
+    def prepare(self, micro_batches: Sequence[Any]) -> Hashable:
+        """Tell the other replicas of the language model the images of these micro-batches; return those of all.
+
+        It must be called before :meth:`train` and :meth:`forward` of these micro-batches, whose messages between ranks
+        depend on nothing else. All ranks call it together.
+
+        Raises:
+            DataError: on all ranks, if replicas have different numbers of micro-batches.
+        """
+        self._told = self._sizes([contents(each) for each in micro_batches])
+        return tuple(map(tuple, self._told))
 
     def train(self, agenda: Agenda, micro_batches: Sequence[Any], *rest: Any) -> list[Loss]:
         """Run the tower forward, the schedule, and the tower backward; arguments as of the executor."""
@@ -124,7 +137,7 @@ class Around:
     def _forward(self, micro_batches: Sequence[Any], units: Units | None) -> list[Pass]:
         passes = []
         batches = [contents(each) for each in micro_batches]
-        for number, (batch, homes) in enumerate(zip(batches, self._sizes(batches), strict=True), 1):
+        for number, (batch, homes) in enumerate(zip(batches, self._told, strict=True), 1):
             self._follow(units, [route.Pass(0, True)] * (len(batches) - number))
             shares = balanced([lengths for lengths, _ in homes], len(self._towers))
             images = self._to_replica(batch.parts()[0], homes, shares)
@@ -245,10 +258,13 @@ class Around:
         joined = self.config.projector.merge**2
         sizes = [length // joined for length in each.homes[self._home][0]]
         starts = [0, *accumulate(sizes)]
+        # On the device itself: a step that is recorded copies nothing from the host.
         places = [
-            torch.arange(starts[index], starts[index + 1]) for share in each.shares for index in share[self._home]
+            torch.arange(starts[index], starts[index + 1], device=self._device)
+            for share in each.shares
+            for index in share[self._home]
         ]
-        return torch.cat(places or [torch.zeros(0, dtype=torch.int64)]).to(self._device)
+        return torch.cat(places or [torch.zeros(0, dtype=torch.int64, device=self._device)])
 
 
 def _replicas(mesh: ParallelMesh, stage: int | None = None) -> list[tuple[int, ...]]:

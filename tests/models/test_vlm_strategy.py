@@ -127,6 +127,8 @@ COUNTS = {
     "same_huge": [(HUGE, HUGE, HUGE, HUGE)] * 4,
     # The third micro-batch has other images than the rest.
     "nearly_same": [(1, 1, 2, 1)] * 4,
+    # Shapes of the first of two replicas stay the same, those of the second one change once.
+    "other_replica": [(1, 1, 1, 1)] * 3 + [(1, 1, 2, 1)] * 3,
 }
 """Images of each row of each step."""
 

@@ -188,7 +188,7 @@ class CUDAGraph(pl.Callback):
             strategy.root_device,
             strategy.largest,
             Fingerprint(
-                ((f"chunks.{i}" if i else "", chunk) for i, chunk in enumerate(strategy.chunks)),
+                ((f"chunks.{i}" if i else "", chunk) for i, chunk in enumerate(roots_of(strategy))),
                 # Its loss_step runs in the step, too.
                 [(type(module).__name__, module)],
                 INTERNAL | STAND_INS,

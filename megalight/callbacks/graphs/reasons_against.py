@@ -19,6 +19,7 @@ from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.hooks import defines, is_ours
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.tower_base import TowersStrategy
+from megalight.strategies.towers import MegatronTowersStrategy
 from megalight.strategies.user_module import own_steps
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -99,10 +100,11 @@ def of_sharding(
 
 def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
     """Yield reasons against whole steps: code that runs between the beginning and the end of a step."""
-    if isinstance(strategy, TowersStrategy):
+    if isinstance(strategy, MegatronTowersStrategy):
         yield (
-            f"{strategy.what} gets rows of images, and sends features, whose numbers ranks tell each other on the host "
-            "in the middle of a step; record both models with scope='layer', or use MegatronStrategy"
+            f"{strategy.what} sends features, and its language model reads on the host, in the middle of a step, how "
+            "many rows have arrived; record both models with scope='layer', or let them share ranks "
+            "(megatron_towers_beside)"
         )
     if strategy.pipeline.schedule == "combined":
         yield "the schedule 'combined' runs forward and backward in turns, in two threads; choose another schedule"

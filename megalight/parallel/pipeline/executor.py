@@ -92,6 +92,10 @@ class Executor:
         self.turns = Turns(device)
         self.peak = 0
 
+    def prepare(self, micro_batches: Sequence[Any]) -> Hashable:
+        """Return what the passes of these micro-batches depend on beside them: nothing."""
+        return ()
+
     def train(
         self,
         agenda: Agenda,
