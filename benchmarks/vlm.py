@@ -4,6 +4,7 @@
     python benchmarks/vlm.py RESULT.json --rows qwen2.5-vl
     python benchmarks/vlm.py RESULT.json --gpus 4
     python benchmarks/vlm.py RESULT.json --gpus 4 --level optim optim_grads_params --rows qwen2.5-vl
+    python benchmarks/vlm.py RESULT.json --gpus 4 --level optim --graph iteration --rows llava-1.5
     python benchmarks/vlm.py RESULT.json --small [--gpus 2]        # tiny models on the CPU
 
 Two shapes. ``llava-1.5``: CLIP-L/336 and 7B, rows of one image (576 tokens) and text. ``qwen2.5-vl``: the tower of
@@ -53,6 +54,7 @@ from megalight.imports import version
 from megalight.parallel.data_parallel.options import Level
 from megalight.parallel.ending import end_at_exit
 
+SCOPES = ("iteration", "layer")
 LEVELS = [level for level in get_args(Level) if level != "no_shard"]
 
 
@@ -73,10 +75,12 @@ def rows_of(a: argparse.Namespace) -> list[Row]:
             a.small,
             a.unchecked,
             a.breakdown and way == "megalight",
+            graph,
         )
         for level in (a.level or [LEVELS[-1] if several else LEVELS[0]])
         for shape in SHAPES
         for way, precision in WAYS
+        for graph in ("", *(a.graph if way == "megalight" else ()))
     ]
     asked = [
         row
@@ -124,6 +128,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=1, help="ranks, each with rows of its own")
     parser.add_argument("--level", nargs="+", choices=LEVELS, help="what several ranks shard; the last one by default")
     parser.add_argument("--sharding", nargs="+", default=[], help="options of our DataParallel, as 'gathers:auto'")
+    parser.add_argument("--graph", nargs="+", default=[], choices=SCOPES, help="further rows of ours, as CUDA graphs")
     parser.add_argument("--tower", choices=("frozen", "trained"), help="trained on several GPUs by default")
     parser.add_argument("--divisor", type=int, help="have this part of the layers: 2 on one GPU by default, or 1")
     parser.add_argument("--mbs", type=int, help="rows of a micro-batch; by default what an H200 has room for")
@@ -139,6 +144,8 @@ def main(words: Sequence[str] | None = None) -> int:
     a = parser.parse_args(words)
     if a.level and a.gpus == 1:
         parser.error("--level says what several ranks shard; give --gpus, too")
+    if a.graph and a.small:
+        parser.error(f"--graph {' '.join(a.graph)}: there are no CUDA graphs on the CPU; leave out --small")
     chosen = rows_of(a)
     try:
         for row in chosen:

@@ -45,7 +45,7 @@ def train_ours(
     """Train Megalight's model in the layout of a row."""
     strategy = MegatronStrategy(micro_batch_size=shape.mbs, data_parallel=data_parallel_of(row))
     rows = shape.rows * row.gpus
-    ours.train(shape, rows, strategy, row.arithmetic, row.device, steps, tick, begin, row.freeze, **options)
+    ours.train(shape, rows, strategy, row.arithmetic, row.device, steps, tick, begin, row.freeze, row.graph, **options)
 
 
 def train_theirs(

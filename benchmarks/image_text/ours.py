@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.image_text.shapes import Shape
 from benchmarks.peers import world_size
 from benchmarks.peers.megalight import Steps
+from megalight.callbacks import CUDAGraph
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.models.vlm import VLMConfig
 from megalight.models.vlm.module import VLMModule
@@ -66,9 +67,18 @@ def train(
     tick: Callable[[Any], None],
     begin: Callable[[], None] = lambda: None,
     freeze: Sequence[str] = (),
+    graph: str = "",
     **options: Any,
 ) -> None:
-    """Train a model on ``rows`` rows of all ranks together, with ``tick(strategy)`` after each step."""
+    """Train a model on ``rows`` rows of all ranks together, with ``tick(strategy)`` after each step.
+
+    Args:
+        graph: what is recorded as CUDA graphs after two steps; "": nothing.
+        options: further arguments of the module.
+
+    Raises:
+        ConfigurationError: something cannot be recorded.
+    """
     module = OneBatch(shape.config, freeze=freeze, **options)
     module.whole, _ = shape.batch(1, rows)
     module.steps = steps
@@ -85,6 +95,9 @@ def train(
         enable_model_summary=False,
         use_distributed_sampler=False,
         limit_val_batches=0,
-        callbacks=[Steps(begin, tick)],
+        callbacks=[
+            Steps(begin, tick),
+            *([CUDAGraph(graph, warmup_steps=2, on_refusal="error")] if graph else []),  # type: ignore[arg-type]
+        ],
     )
     trainer.fit(module)

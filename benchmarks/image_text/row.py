@@ -29,6 +29,7 @@ class Row:
         small: whether this is a tiny model on the CPU.
         unchecked: whether no twin is trained before.
         breakdown: whether a step is profiled.
+        graph: what is recorded as CUDA graphs, as in ``CUDAGraph``; "": nothing.
     """
 
     shape: str
@@ -43,11 +44,13 @@ class Row:
     small: bool = False
     unchecked: bool = False
     breakdown: bool = False
+    graph: str = ""
 
     @property
     def name(self) -> str:
         """Name in results. Several ranks have a level."""
-        return f"{self.shape}, {self.way} {self.precision}" + (f", {self.level}" if self.gpus > 1 else "")
+        level = f", {self.level}" if self.gpus > 1 else ""
+        return f"{self.shape}, {self.way} {self.precision}{level}" + (f", graph={self.graph}" if self.graph else "")
 
     @property
     def device(self) -> str:

@@ -129,6 +129,15 @@ def test_rows_are_asked_for_by_name_or_word_and_in_order() -> None:
         ("qwen2.5-vl", "transformers", "optim_grads"),
     ]
     assert {(row.gpus, row.divisor, row.trained, row.mbs) for row in rows} == {(2, 1, True, 3)}
+    assert {row.graph for row in rows} == {""}
+    one = vlm.arguments().parse_args(["result.json", "--graph", "iteration", "--rows", "llava-1.5"])
+    assert [row.name for row in vlm.rows_of(one)] == [
+        "llava-1.5, megalight bf16",
+        "llava-1.5, megalight bf16, graph=iteration",
+        "llava-1.5, megalight fp8",
+        "llava-1.5, megalight fp8, graph=iteration",
+        "llava-1.5, transformers bf16",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +145,7 @@ def test_rows_are_asked_for_by_name_or_word_and_in_order() -> None:
     [
         (["--level", "optim"], "--level says what several ranks shard"),
         (["--gpus", "2", "--sharding", "gather:auto"], "gather"),
+        (["--small", "--graph", "layer"], "no CUDA graphs on the CPU"),
         (["--gpus", "2", "--sharding", "gathers:copied"], "gathers='copied'"),
     ],
 )
