@@ -1,4 +1,4 @@
-"""Real CUDA graphs of layers of vision towers: the steps of eager runs, on one GPU and over NCCL."""
+"""Real CUDA graphs of layers of vision towers and of whole steps: those of eager runs, on one GPU and over NCCL."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ NEVER = 1000
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 CP = {"context_parallel": 2}
 ROWS: list[tuple[int, str, str, str, Any, dict[str, Any], int]] = [
-    # GPUs, scope, model, images of rows, strategy, options; replayed forwards of a step on rank 0.
+    # GPUs, scope, model, images of rows, strategy, options; replayed forwards of a step on rank 0, or the step.
     (1, "layer", "llava", "same", MegatronTowersBesideStrategy, {"tower": Side()}, 2 * 4 + 2 * 4),
     (1, "attention", "qwen3", "same_huge", MegatronTowersBesideStrategy, {"tower": Side()}, 3 * 4 + 2 * 4),
     (1, "layer", "intern", "same", MegatronStrategy, {}, 2 * 4 + 2 * 4),
     (2, "layer", "llava", "same", MegatronTowersBesideStrategy, {"tower": Side(), **SP}, 2 * 4 + 2 * 4),
     (2, "layer", "qwen3", "same_huge", MegatronTowersBesideStrategy, {"tower": Side(**CP), **SP}, 3 * 4 + 2 * 4),
     (2, "layer", "intern", "same", MegatronTowersStrategy, {"tower": Side()}, 2 * 4),
+    (1, "iteration", "llava", "same", MegatronStrategy, {}, 1),
+    (1, "iteration", "llava", "same", MegatronTowersBesideStrategy, {"tower": Side()}, 1),
+    (2, "iteration", "llava", "same", MegatronTowersBesideStrategy, {"tower": Side(), **SP}, 1),
+    (2, "iteration", "llava", "same", MegatronTowersBesideStrategy, {"tower": Side(**SP)}, 1),
 ]
 
 
