@@ -47,6 +47,7 @@ class Adam(Optimizer):
         copies: tensor -> flat low-precision tensor that receives its new values in the same kernel.
         before: tensor -> function to call just before it is updated, which waits for its gradient.
         after: tensor -> function to call when it is updated.
+        turns: tensor -> number; lower ones are updated first. Those without a number have 0.
 
     Raises:
         ConfigurationError: a hyperparameter is out of range.
@@ -96,6 +97,7 @@ class Adam(Optimizer):
         self.copies: dict[Tensor, Tensor] = {}
         self.before: dict[Tensor, Callable[[], None]] = {}
         self.after: dict[Tensor, Callable[[], None]] = {}
+        self.turns: dict[Tensor, int] = {}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -106,19 +108,21 @@ class Adam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                # No gradient: the batch was skipped, or the parameter is not used. Moments then stay as
-                # they are, as in torch.
-                if parameter.grad is not None:
-                    if parameter in self.before:
-                        self.before[parameter]()
-                    self._update(parameter, group)
-                    if parameter in self.after:
-                        self.after[parameter]()
+        for parameter, group in self._in_turn():
+            if parameter in self.before:
+                self.before[parameter]()
+            self._update(parameter, group)
+            if parameter in self.after:
+                self.after[parameter]()
         # The factor is that of this step's clipping.
         self.grad_scale = self.host_scale = None
         return loss
+
+    def _in_turn(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Return the parameters to update, each with its group: by their turns, else as they stand in the groups."""
+        # No gradient: the batch was skipped, or the parameter is not used. Moments then stay as they are, as in torch.
+        pairs = [(each, group) for group in self.param_groups for each in group["params"] if each.grad is not None]
+        return sorted(pairs, key=lambda pair: self.turns.get(pair[0], 0))
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -149,6 +149,7 @@ class Sharding:
         if isinstance(self.optimizer, Adam):
             # These are buffers of the engine, which may be freed after this.
             self.optimizer.copies, self.optimizer.before, self.optimizer.after = {}, {}, {}
+            self.optimizer.turns = {}
             # Parts of several ranks are joined, and blocks of codes with them.
             self.optimizer.widen_moments()
         for bucket in self.engine.buckets:
@@ -224,6 +225,12 @@ def _fuse(optimizer: Adam, engine: DataParallelEngine) -> RemovableHandle:
     optimizer.copies.update({b.shard.master: flat for b in away if (flat := host.rounded(b)) is not None})
     optimizer.before = {bucket.shard.master: partial(host.arrive, bucket) for bucket in away}
     optimizer.after = {bucket.shard.master: partial(host.send, bucket) for bucket in away}
+    early = [b for b in engine.sendable if b.shard.master in optimizer.copies or not b.rounds_masters]
+    optimizer.after.update({bucket.shard.master: partial(engine.send, bucket) for bucket in early})
+    # What the next forward pass needs first is updated first. Masters on the host come last: see `Sharding`.
+    first = {id(bucket): turn for turn, bucket in enumerate(early)}
+    turns = sorted(engine.buckets, key=lambda bucket: (bucket.on_host, first.get(id(bucket), len(first))))
+    optimizer.turns = {bucket.shard.master: turn for turn, bucket in enumerate(turns)}
     return optimizer.register_step_post_hook(lambda *_: written())
 
 

@@ -389,6 +389,18 @@ class DataParallelEngine:
 
     # ---------------------------------------------------------------- parameters
 
+    @property
+    def sendable(self) -> list[Bucket]:
+        """The buckets that :meth:`send` takes, in the order in which the next forward pass needs them."""
+        return self._parameters.sendable
+
+    def send(self, bucket: Bucket) -> None:
+        """Start gathering the parameters of one bucket, which an optimizer has written; :meth:`publish` follows.
+
+        Messages then run under the update of other buckets, and the first layers of the next step wait less.
+        """
+        self._parameters.send(bucket)
+
     def publish(self) -> None:
         """Copy the updated masters into the parameters of every data-parallel rank, or start to."""
         self._parameters.publish()

@@ -1,4 +1,4 @@
-"""All-gather updated parameters to every data-parallel rank, bucket by bucket, during the next forward pass."""
+"""All-gather updated parameters to all data-parallel ranks, bucket by bucket, under the update and the next forward."""
 
 from __future__ import annotations
 
@@ -49,36 +49,68 @@ class Gatherer:
         self.buckets = buckets
         self._waits: dict[int, Callable[[], object]] = {}
         self._home = {id(info.parameter): index for index, bucket in enumerate(buckets) for info in bucket.infos}
-        travelling = [index for index, bucket in enumerate(buckets) if bucket.shard_group is not None]
+        self._travelling = [index for index, bucket in enumerate(buckets) if bucket.shard_group is not None]
+        self._sent: set[int] = set()
         # Urgent: streams of a graph beside the gathers would queue behind them where they share a queue of the device,
         # and a peer that waits for a copy on one of those would wait for all gathers.
-        self._stream = side_stream(device, bool(travelling), urgent=True)
+        self._stream = side_stream(device, bool(self._travelling), urgent=True)
         self._marks: dict[int, torch.cuda.Event] = {}
         if self._stream is not None:
-            for index in travelling:
+            for index in self._travelling:
                 self._marks[index] = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
                 # torch ignores a wait for an event without a record, and a recording would never wait.
                 self._marks[index].record()
         self._keep()
 
+    @property
+    def travelling(self) -> list[Bucket]:
+        """The buckets that several ranks share, in the order of the forward pass."""
+        return [self.buckets[index] for index in self._travelling]
+
+    def send(self, bucket: Bucket) -> None:
+        """Start gathering one bucket, whose parameters are updated before others; :meth:`start` leaves it out.
+
+        Its ranks send the same buckets in the same order.
+        """
+        # A graph would hold the message without what waits for it.
+        if self._stream is None or not torch.cuda.is_current_stream_capturing():
+            index = next(index for index in self._travelling if self.buckets[index] is bucket)
+            self._begin([index])
+            self._sent.add(index)
+
     def start(self) -> None:
-        """Start gathering every bucket."""
+        """Start gathering every bucket that was not sent since the last start."""
+        self._begin([index for index in self._travelling if index not in self._sent])
+        self._sent.clear()
+
+    def _begin(self, indices: Sequence[int]) -> None:
         if self._stream is None:
-            for index, bucket in enumerate(self.buckets):
-                if bucket.shard_group is not None:
-                    # In place: `own_params` is this rank's interval of `params`, so the
-                    # collective copies nothing on this rank.
-                    self._waits[index] = gather(bucket.params, bucket.own_params, bucket.shard_group).wait
+            for index in indices:
+                bucket = self.buckets[index]
+                assert bucket.shard_group is not None
+                # In place: `own_params` is this rank's interval of `params`, so the
+                # collective copies nothing on this rank.
+                self._waits[index] = gather(bucket.params, bucket.own_params, bucket.shard_group).wait
             return
         with self._stream.after_computation():
-            for index, mark in self._marks.items():
-                bucket = self.buckets[index]
+            for index in indices:
+                bucket, mark = self.buckets[index], self._marks[index]
                 assert bucket.shard_group is not None
                 # On this stream itself, and not on one of NCCL's: where streams share a queue of the device, one that
                 # waits holds up others.
                 gather_in_line(bucket.params, bucket.own_params, bucket.shard_group)
                 mark.record()
                 self._waits[index] = mark.wait
+
+    def settle(self, again: bool) -> None:
+        """Wait for gathers that are on their way, before all parameters are sent.
+
+        Args:
+            again: those that were sent already are sent again, because their values may have changed since.
+        """
+        if again:
+            self._sent.clear()
+        self.wait([index for index in self._waits if index not in self._sent])
 
     @contextmanager
     def recording(self) -> Iterator[None]:

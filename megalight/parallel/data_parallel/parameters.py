@@ -52,8 +52,11 @@ class ShardedParameters:
     @spanned("gather_parameters")
     def publish(self) -> None:
         """Copy the masters into the parameters of every rank, or start to."""
-        # An earlier gather must be finished, because it still reads and writes the parameters.
-        self.sync()
+        # An earlier gather must be finished, because it still reads and writes the parameters. What the optimizer has
+        # sent since is on its way with the new values.
+        self._gatherer.settle(again=not self.written)
+        if self.residency is not None:
+            self.residency.settle()
         if not self.written:
             masters_to_parameters(self.buckets)
             self.host.send_all()
@@ -70,6 +73,23 @@ class ShardedParameters:
             self.residency.fetch_first()
         if not self.overlap:
             self.sync()
+
+    @property
+    def sendable(self) -> list[Bucket]:
+        """The buckets that :meth:`send` takes, in the order of the forward pass.
+
+        The others wait for :meth:`publish`: ranks agree on scales of codes, replicas join parts of a shard, and values
+        come from the host.
+        """
+        return [
+            bucket
+            for bucket in self._gatherer.travelling
+            if not (bucket.holds_codes or bucket.divides_replicas or bucket.on_host)
+        ]
+
+    def send(self, bucket: Bucket) -> None:
+        """Start to bring the updated parameters of one bucket to every rank, before the others are updated."""
+        self._gatherer.send(bucket)
 
     def sync(self, homes: Sequence[int] | None = None) -> None:
         """Wait until parameters are up to date: all of them, or those of some buckets."""

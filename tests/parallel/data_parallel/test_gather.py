@@ -5,7 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.optim import Adam
+from megalight.optim.sharded import shard_optimizer
+from megalight.parallel.data_parallel import DataParallelEngine, gather
 from tests.parallel.data_parallel.helpers import accumulate, assert_close, batches, build, infos, loss, mesh
 from tests.workers import run
 
@@ -85,3 +87,82 @@ def _without_hooks(overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_micro_batches_wait_where_modules_do_not(overlap: bool) -> None:
     run(_without_hooks, 4, overlap)
+
+
+def _travel_under_the_update(dtype: torch.dtype) -> None:
+    """Two groups, as for weight decay: the norm and biases are in the second, but the forward pass needs them early."""
+    model, reference = build(dtype), build(dtype)
+    groups = {name: int(p.dim() == 1) for name, p in model.named_parameters()}
+    engine = DataParallelEngine(infos(model, groups.__getitem__), mesh(), bucket_size=1)
+    engine.attach_gather_hooks(model)
+    optimizer, whole = (Adam(_in_groups(each, groups), lr=1e-2) for each in (model, reference))
+    shard_optimizer(optimizer, engine)
+
+    log: list[str] = []
+    update, start = optimizer._update, gather.gather
+    names = {id(b.shard.master): b.infos[0].name for b in engine.buckets}
+    optimizer._update = lambda p, group: (log.append(f"update {names[id(p)]}"), update(p, group))[1]  # type: ignore[method-assign,assignment,func-returns-value]
+    sent = {b.params.data_ptr(): b.infos[0].name for b in engine.buckets}
+    gather.gather = lambda into, own, group: (log.append(f"send {sent[into.data_ptr()]}"), start(into, own, group))[1]  # type: ignore[func-returns-value]
+    try:
+        for step in range(3):
+            inputs = batches(step, dist.get_world_size(), 2, dtype)
+            accumulate(engine, model, inputs[dist.get_rank()])
+            log.clear()
+            optimizer.step()
+            forward = [f"{way} {name}" for name in dict(model.named_parameters()) for way in ("update", "send")]
+            assert log == forward, "each is sent behind its update, and first what the forward pass needs first"
+            engine.publish()
+            assert log == forward, "nothing is sent twice"
+            for rows in inputs.flatten(0, 1):
+                loss(reference, rows).backward()
+            whole.step()
+            whole.zero_grad()
+    finally:
+        gather.gather = start
+    engine.sync_parameters()
+    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(own, expected, 1e-9 if dtype == torch.float64 else 2e-2)
+    for bucket in engine.buckets:
+        assert torch.equal(bucket.own_params, bucket.shard.master.to(dtype))
+
+
+def _in_groups(model: nn.Module, groups: dict[str, int]) -> list[dict[str, object]]:
+    params = [[p for name, p in model.named_parameters() if groups[name] == number] for number in (0, 1)]
+    return [{"params": params[0], "weight_decay": 0.5}, {"params": params[1]}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parameters_travel_under_the_update_of_others(dtype: torch.dtype) -> None:
+    run(_travel_under_the_update, 2, dtype)
+
+
+def _an_update_that_fails_is_published_anew() -> None:
+    model = build(torch.bfloat16)
+    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    optimizer = shard_optimizer(Adam(model.parameters(), lr=0.1), engine)
+    accumulate(engine, model, batches(0, 1, 1, torch.bfloat16)[0])
+    update, count = optimizer._update, 0
+
+    def fails(parameter: Tensor, group: dict[str, object]) -> None:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise RuntimeError("no more")
+        update(parameter, group)
+
+    optimizer._update = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no more"):
+        optimizer.step()
+    assert len(engine._parameters._gatherer._waits) == 3, "those that were updated are on their way"
+    for flat in engine.shards:
+        flat.master.data.fill_(1 + dist.get_rank())  # a checkpoint is loaded, say
+    engine.publish()
+    engine.sync_parameters()
+    world = dist.get_world_size()
+    for bucket in engine.buckets:
+        assert torch.equal(bucket.params.view(world, -1).float().mean(1), torch.arange(1.0, world + 1))
+
+
+def test_an_update_that_fails_is_published_anew() -> None:
+    run(_an_update_that_fails_is_published_anew, 2)
