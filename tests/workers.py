@@ -36,6 +36,7 @@ SERVER.set_forkserver_preload(
         *("megalight.cli.lightning", "megalight.callbacks", "omegaconf", "torch.utils.tensorboard"),
         # Lightning's ModelCheckpoint imports it to ask whether a folder is in a store: half a second.
         "s3fs",
+        "tests.frozen",
     ]
 )
 LOST_PEER = re.compile(r"by peer|Broken pipe")
