@@ -11,6 +11,7 @@ from tests.callbacks.tiny import Tiny, tiny_trainer
 
 @pytest.fixture(autouse=True)
 def _as_it_was():
+    gc.unfreeze()
     yield
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
