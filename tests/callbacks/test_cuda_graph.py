@@ -594,3 +594,10 @@ def test_dispatchers_that_wait_inside_a_package_cannot_be_recorded() -> None:
     with mock.patch.object(MegatronStrategy, "chunks", [layer]):
         (found,) = of_whole_steps(lightning, ToyModule(), strategy)
     assert "dispatcher (Waiting) waits" in found
+
+
+def test_a_validation_batch_that_fails_ends_the_watch_of_attributes() -> None:
+    callback, ended = CUDAGraph(), []
+    callback._evaluating.callback(ended.append, True)
+    callback.on_exception(mock.Mock(), mock.Mock(), RuntimeError())
+    assert ended == [True]

@@ -288,6 +288,7 @@ class CUDAGraph(pl.Callback):
 
     # Taken away first, so that a second call, after an error in this one, does nothing.
     def _end(self, trainer: pl.Trainer) -> None:
+        self._evaluating.close()  # after an error, no evaluation batch has ended the watch
         recorder, self._recorder = self._recorder, None
         streams, self._streams = self._streams, []
         for each in streams:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.errors import ConfigurationError
 from megalight.ops.parameter import cast_of
+from megalight.parallel.forwards import check_own_forwards
 from megalight.parallel.graphs.arguments import Held, recordable
 from megalight.parallel.graphs.attributes import told
 from megalight.parallel.graphs.backends import Named, Parts, nothing
@@ -93,6 +93,8 @@ class ModuleGraphs:
         self.agree = parts.agree
         self.tell = parts.tell
         self.replays = 0
+        # Before anything changes: a run that is refused leaves the modules as they were.
+        check_own_forwards((named for lane in parts.lanes for named in lane), "a graph")
         self._lanes = [Lane(number, list(modules)) for number, modules in enumerate(parts.lanes)]
         self._steps = 0
         self._off = False  # on this rank
@@ -110,12 +112,7 @@ class ModuleGraphs:
         self._casts = {id(m): [p for p in m.parameters() if cast_of(p) is not None] for m in everything}
         self._external: dict[int, Tensor] = {}  # tensors that recorded work reads besides its arguments
         for lane in self._lanes:
-            for place, (name, module) in enumerate(lane.modules):
-                if "forward" in module.__dict__:
-                    raise ConfigurationError(
-                        f"{name} ({type(module).__name__}) has a forward that was set on the instance, which a graph "
-                        "would hide."
-                    )
+            for place, (_, module) in enumerate(lane.modules):
                 module.forward = partial(self._forward, lane, place)
         self.tell(True)
 

@@ -8,18 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalight.errors import ConfigurationError
+from megalight.parallel.forwards import check_own_forwards
 
 
 class Override(ABC):
     """Replaces the ``forward`` of one module instance; it may be copied together with the module."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        if "forward" in module.__dict__:
-            raise ConfigurationError(
-                f"{name} ({type(module).__name__}) has a forward that was set on the instance, which recompute would "
-                "hide; apply recompute first, or leave this module out."
-            )
+        check_own_forwards([(name, module)], "recompute")
         self.name = name
         self.module = module
         # An object instead of a closure: it can be recognised and removed, and is copied with its module.

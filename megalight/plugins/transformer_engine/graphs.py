@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megalight.ops.common import once_differentiable
 from megalight.ops.parameter import cast_of
+from megalight.parallel.forwards import check_own_forwards
 from megalight.parallel.graphs.arguments import recordable
 from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.static import tensors_of, with_tensors
@@ -87,6 +88,7 @@ class TransformerEngineGraphs:
         replays: number of replayed forwards.
 
     Raises:
+        ConfigurationError: the forward of a module was set on the instance.
         MissingPackageError: the package cannot be imported. Raised at the recording.
     """
 
@@ -98,6 +100,7 @@ class TransformerEngineGraphs:
         self.warmup_steps = parts.warmup_steps
         self.refuse = parts.refuse
         self.replays = 0
+        check_own_forwards((named for lane in parts.lanes for named in lane), "a graph")
         self._lanes = [Lane(list(modules)) for modules in parts.lanes]
         self._steps = 0
         self._count = 0
@@ -152,9 +155,8 @@ class TransformerEngineGraphs:
             return plain(*args, **kwargs)
         form = signature((args, kwargs))
         # Another number of micro-batches would need other graphs: each micro-batch has its own.
-        if self._off or self._count != self._recorded or form != lane.forms[place]:
-            if not self._off:
-                self._give_up(f"{name} is called with another form of arguments, or number of micro-batches")
+        if self._count != self._recorded or form != lane.forms[place]:
+            self._give_up(f"{name} is called with another form of arguments, or number of micro-batches")
             return plain(*args, **kwargs)
         self.replays += 1
         # Outside of the graph, because the gather waits for other ranks.

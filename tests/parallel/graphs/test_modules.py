@@ -198,6 +198,7 @@ def test_forwards_are_given_back() -> None:
     steps.graphs.close()
     assert not any("forward" in layer.__dict__ for layer in steps.model.layers)
     assert not steps.tape.tapes
-    steps.model.layers[0].forward = lambda *args: None
-    with pytest.raises(ConfigurationError, match="set on the instance"):
-        ModuleGraphs(steps.parts([("layers.0", steps.model.layers[0])]))
+    steps.model.layers[1].forward = lambda *args: None
+    with pytest.raises(ConfigurationError, match=r"layers\.1 \(Layer\) has a forward that was set on the instance"):
+        ModuleGraphs(steps.parts([(f"layers.{i}", layer) for i, layer in enumerate(steps.model.layers)]))
+    assert "forward" not in steps.model.layers[0].__dict__, "a refused run has changed the modules before"
