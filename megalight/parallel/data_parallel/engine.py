@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.ops.stored import stored_of
-from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, Groups, ParamInfo, distinct
+from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, ParamInfo, distinct
 from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.communicators import groups_of
+from megalight.parallel.data_parallel.copy_engines import CopyEngines
 from megalight.parallel.data_parallel.finite import check_finite
 from megalight.parallel.data_parallel.frozen import FrozenShards
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
 from megalight.parallel.data_parallel.layout import BucketLayout, Kind, level_of, plan_buckets
 from megalight.parallel.data_parallel.masters import check_masters, masters_of
-from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, Room, TurnBuffers, UnitMemory, choose, free_memory
+from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers, UnitMemory, choose, free_memory
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
-from megalight.parallel.data_parallel.pushed_sums import PushedSums
-from megalight.parallel.data_parallel.pushes import Pushes
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.route import Route
 from megalight.parallel.data_parallel.units import Units
@@ -156,22 +154,12 @@ class DataParallelEngine:
         self._route, self._units = route or Route(), units
         against = None if nccl_ub == "off" else f"nccl_ub={nccl_ub!r}: NCCL has the buffers"
         gathering, reducing = Choice("gathers", gathers, against), Choice("reductions", reductions, against)
-        summing = self.level.gradients or (self.level.state and reductions != "auto")
-        no_sums = reducing.why_not(device) if summing else None
-        no_pushes = gathering.why_not(device) if self.level.parameters else None
-        self._pushed_sums = PushedSums(device) if summing and no_sums is None else None
-        self._reducer = Reducer(self.level.state, reduce_dtype, reduction, self._pushed_sums)
-        self._pushes = Pushes(device, gathering) if self.level.parameters and no_pushes is None else None
+        self._copy_engines = CopyEngines(device, self.level, gathering, reducing)
+        self._reducer = Reducer(self.level.state, reduce_dtype, reduction, self._copy_engines.sums)
         self._user_buffers = UserBuffers(nccl_ub if mesh.everyone is not None else "off", device)
         self.device = device
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
-        if self._pushed_sums is not None:
-            self._pushed_sums.serve(self.buckets, reduce_dtype, reducing)
-        for choice, nowhere, copies in ((gathering, no_pushes, self._pushes), (reducing, no_sums, self._pushed_sums)):
-            if copies is not None:
-                self.unit_memory.reasons[choice.option] = choice.told(copies.without)
-            elif nowhere is not None and choice.way == "auto":
-                self.unit_memory.reasons[choice.option] = choice.told([nowhere])
+        self._copy_engines.serve(self.buckets, reduce_dtype)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
         self.main_gradients = MainGradients(
             self.buckets,
@@ -185,6 +173,7 @@ class DataParallelEngine:
         self.units: Units | None = None
         frozen = [info for info in every if not info.parameter.requires_grad]
         self.frozen_shards = self._shard_frozen(frozen, max_ctas)
+        self.unit_memory.reasons.update(self._copy_engines.reasons)
         sharded = [bucket for bucket in self.buckets if bucket.shards_params]
         self._addresses = {key: place for bucket in sharded for key, place in bucket.addresses().items()}
         # Once all buffers are there: what comes later would be registered by ranks at different times.
@@ -195,8 +184,16 @@ class DataParallelEngine:
         )
         # Level `optim_grads` shards gradients only, and a model may have units whose parameters are all frozen.
         if self.main_gradients.of_units.buckets or sharded or self.frozen_shards.all:
-            turns, gradients, shards = self.unit_memory.turns, self.main_gradients.of_units, self.frozen_shards
-            self.units = Units(units, sharded, gradients, self.device, self._route, turns, self._pushes, shards)
+            self.units = Units(
+                units,
+                sharded,
+                self.main_gradients.of_units,
+                self.device,
+                self._route,
+                self.unit_memory.turns,
+                pushes=self._copy_engines.pushes,
+                frozen=self.frozen_shards,
+            )
             self._parameters.residency = self.units.residency
             # Parameters outside of units may still be in flight when somebody asks for all parameters.
             self.units.sync = self._parameters.sync
@@ -226,7 +223,7 @@ class DataParallelEngine:
             self.unit_memory = choose(layouts, self.level.parameters, *self._choices, free)
             if self.level.parameters:
                 turns = self._route.turns(self._units, self.unit_memory.turns)
-                params = TurnBuffers(layouts, turns, device, allocating, self._room(groups))
+                params = TurnBuffers(layouts, turns, device, allocating, self._copy_engines.room(groups))
             if self.unit_memory.reduce_each:
                 turns = self._route.turns(self._units, GRADIENT_TURNS, backward_only=True)
                 grads = TurnBuffers(layouts, turns, device, allocating)
@@ -259,19 +256,6 @@ class DataParallelEngine:
             for index, layout in enumerate(layouts)
         ]
 
-    def _room(self, groups: Mapping[Any, Groups]) -> Room | None:
-        """Return what makes buffers of units that peers fill, over the groups of each kind."""
-        if self._pushes is None:
-            return None
-        pushes = self._pushes
-
-        def make(layout: BucketLayout, numel: int, dtype: torch.dtype) -> Tensor | None:
-            group = groups[layout.kind.mesh, layout.kind.data].shards
-            assert group is not None, "a unit is sharded over several ranks"
-            return pushes.room(numel, dtype, group)
-
-        return make
-
     def _reduces_by_unit(self, layout: BucketLayout) -> bool:
         return layout.kind.unit is not None and self.unit_memory.reduce_each
 
@@ -282,7 +266,7 @@ class DataParallelEngine:
         turns = self._route.turns(self._units, self.unit_memory.turns) if kinds else ()
         ways = {(kind.mesh, kind.data): kind for kind in kinds.values()}
         groups = {key: groups_of(kind, max_ctas) for key, kind in ways.items()}
-        return FrozenShards(kinds, groups, turns, self._user_buffers.allocating, self._room(groups))
+        return FrozenShards(kinds, groups, turns, self._user_buffers.allocating, self._copy_engines.room(groups))
 
     def _kind(self, info: ParamInfo, grad_dtype: torch.dtype | None) -> Kind:
         kind = Kind(

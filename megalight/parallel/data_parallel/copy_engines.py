@@ -1,0 +1,74 @@
+"""Which messages of the engine copy engines carry: parameters of units to peers, and terms of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.parallel.data_parallel.buffers import Bucket, Groups
+from megalight.parallel.data_parallel.layout import BucketLayout, Level
+from megalight.parallel.data_parallel.memory import Room
+from megalight.parallel.data_parallel.pushed_sums import PushedSums
+from megalight.parallel.data_parallel.pushes import Pushes
+from megalight.parallel.data_parallel.ways import Choice
+
+
+class CopyEngines:
+    """Decides what copy engines carry on this machine, and holds what carries it.
+
+    Args:
+        device: of the buffers.
+        level: what is sharded; nothing else travels in this way.
+        gathers: the way of parameters.
+        reductions: the way of gradients. ``auto`` leaves those that no unit holds to collectives.
+
+    Attributes:
+        pushes: gathers the parameters of units; None: collectives do.
+        sums: sums gradients; None: collectives do.
+
+    Raises:
+        ConfigurationError: copy engines were asked for by name, and cannot be had.
+    """
+
+    def __init__(self, device: torch.device, level: Level, gathers: Choice, reductions: Choice) -> None:
+        self._gathers, self._reductions = gathers, reductions
+        summing = level.gradients or (level.state and reductions.way != "auto")
+        self._no_sums = reductions.why_not(device) if summing else None
+        self._no_pushes = gathers.why_not(device) if level.parameters else None
+        self.sums = PushedSums(device) if summing and self._no_sums is None else None
+        self.pushes = Pushes(device, gathers) if level.parameters and self._no_pushes is None else None
+
+    def room(self, groups: Mapping[Any, Groups]) -> Room | None:
+        """Return what makes buffers of units that peers fill, over the groups of each kind."""
+        if self.pushes is None:
+            return None
+        pushes = self.pushes
+
+        def make(layout: BucketLayout, numel: int, dtype: torch.dtype) -> Tensor | None:
+            group = groups[layout.kind.mesh, layout.kind.data].shards
+            assert group is not None, "a unit is sharded over several ranks"
+            return pushes.room(numel, dtype, group)
+
+        return make
+
+    def serve(self, buckets: Sequence[Bucket], wire_dtype: torch.dtype | None) -> None:
+        """Make room for the gradients of buckets; see :meth:`.PushedSums.serve`."""
+        if self.sums is not None:
+            self.sums.serve(buckets, wire_dtype, self._reductions)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Option -> the way of its messages, and why; complete once all buffers are made."""
+        found = {}
+        for choice, nowhere, carrier in (
+            (self._gathers, self._no_pushes, self.pushes),
+            (self._reductions, self._no_sums, self.sums),
+        ):
+            if carrier is not None:
+                found[choice.option] = choice.told(carrier.without)
+            elif nowhere is not None and choice.way == "auto":
+                found[choice.option] = choice.told([nowhere])
+        return found
