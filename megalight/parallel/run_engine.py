@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -53,34 +53,9 @@ def engine_over(
         # An earlier run may have sharded them, and new buffers are cut from whole parameters.
         model.unshard()
     units = _units(models, options)
-    numbers = {key: number for model in models for key, number in owned_alone(model.root, units).items()}
-    named = {id(p): (model, name) for model in models for name, p in model.root.named_parameters()}
-    parts = [part for model in models for part in model.chunks]
-    places = reversed(list(enumerate(parts)))  # the first chunk wins: a parameter of several is complete with it
-    chunks = {id(parameter): place for place, part in places for parameter in part.parameters()}
-    whole = "" if len(models) == 1 else "{}."
-    infos = {}  # by id: a tied parameter comes once
-    for index, group in enumerate(groups):
-        for parameter in group:
-            if id(parameter) not in named:
-                kinds = " or ".join(type(model.root).__name__ for model in models)
-                raise ConfigurationError(
-                    f"the optimizer was given a parameter of shape {tuple(parameter.shape)} that is not part of "
-                    f"{kinds}; return an optimizer over self.parameters()."
-                )
-            model, name = named[id(parameter)]
-            full, chunk = whole.format(model.name) + name, chunks.get(id(parameter), 0)
-            unit = numbers.get(id(parameter))
-            infos[id(parameter)] = ParamInfo(
-                full, parameter, model.specs[name], index, chunk, model.mesh_of(name), unit
-            )
-    missing = [
-        name
-        for model in models
-        for name, parameter in model.root.named_parameters()
-        if parameter.requires_grad and id(parameter) not in infos
-    ]
-    if missing:
+    known = _Parameters(models, units)
+    infos = {id(parameter): known.info(parameter, index) for index, group in enumerate(groups) for parameter in group}
+    if missing := [name for name, parameter in known.trainable() if id(parameter) not in infos]:
         others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
         text = (
             f"{missing[0]} requires gradients, but the optimizer does not hold it{others}. Add it to a parameter "
@@ -94,16 +69,9 @@ def engine_over(
         _check_equal_groups(model.mesh, len(groups))
     # Frozen weights of units are sharded too, or they would take the memory that sharding saves.
     if options.shards_parameters:
-        for model in models:
-            for name, parameter in model.root.named_parameters():
-                if not parameter.requires_grad and id(parameter) in numbers:
-                    full, unit = whole.format(model.name) + name, numbers[id(parameter)]
-                    chunk = chunks.get(id(parameter), 0)
-                    infos[id(parameter)] = ParamInfo(
-                        full, parameter, model.specs[name], 0, chunk, model.mesh_of(name), unit
-                    )
+        infos |= {id(parameter): known.info(parameter, 0) for parameter in known.frozen_of_units()}
     # In registration order, which decides the order of buckets; the optimizer may list parameters in another one.
-    ordered = [infos[key] for key in named if key in infos]
+    ordered = [infos[key] for key in known.named if key in infos]
     engine = options.engine(ordered, models[0].mesh, models[0].device, units, _route(models))
     for model in models:
         model.shards = engine.units
@@ -112,12 +80,58 @@ def engine_over(
         if options.has_units and model.mesh.dp > 1 and model.coupling is None:
             model.coupling = Coupling(model.mesh)
         # Only now: values are written into the engine's storage.
-        _fill(engine, model, whole.format(model.name))
+        _fill(engine, model, known.prefix(model))
     for choice, reason in engine.unit_memory.reasons.items():
         log.info("%s of units: %s", choice, reason)
     for kind, size in engine.memory().items():
         log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
     return engine
+
+
+class _Parameters:
+    """All parameters of the models, and what an engine must know of each.
+
+    Attributes:
+        named: id of a parameter -> its model, its name there, and itself, in registration order.
+    """
+
+    def __init__(self, models: Sequence[ParallelModel], units: Sequence[Unit]) -> None:
+        self.models = models
+        self.named = {id(p): (model, name, p) for model in models for name, p in model.root.named_parameters()}
+        self._units = {key: number for model in models for key, number in owned_alone(model.root, units).items()}
+        chunks = [chunk for model in models for chunk in model.chunks]
+        # The first chunk wins, so it comes last here: a parameter of several is complete with it.
+        places = reversed(list(enumerate(chunks)))
+        self._chunks = {id(parameter): place for place, chunk in places for parameter in chunk.parameters()}
+
+    def prefix(self, model: ParallelModel) -> str:
+        """Return what the engine's names of a model's parameters begin with."""
+        return "" if len(self.models) == 1 else f"{model.name}."
+
+    def info(self, parameter: Tensor, group: int) -> ParamInfo:
+        """Return what the engine must know of a parameter in an optimizer's group.
+
+        Raises:
+            ConfigurationError: no model has the parameter.
+        """
+        key = id(parameter)
+        if key not in self.named:
+            kinds = " or ".join(type(model.root).__name__ for model in self.models)
+            raise ConfigurationError(
+                f"the optimizer was given a parameter of shape {tuple(parameter.shape)} that is not part of "
+                f"{kinds}; return an optimizer over self.parameters()."
+            )
+        model, name, own = self.named[key]
+        full, chunk, mesh = self.prefix(model) + name, self._chunks.get(key, 0), model.mesh_of(name)
+        return ParamInfo(full, own, model.specs[name], group, chunk, mesh, self._units.get(key))
+
+    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the local name of each parameter that needs a gradient, and the parameter."""
+        return ((name, parameter) for _, name, parameter in self.named.values() if parameter.requires_grad)
+
+    def frozen_of_units(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of units that need no gradient."""
+        return (p for key, (_, _, p) in self.named.items() if not p.requires_grad and key in self._units)
 
 
 def _route(models: Sequence[ParallelModel]) -> Route:
