@@ -16,7 +16,7 @@ import torch
 from megalight.data.blend import Samples
 from megalight.data.corpus import Corpus, same_tokenizer
 from megalight.data.loader import TokenLoader
-from megalight.data.mixture import Data, Mixture, Part
+from megalight.data.mixture import Data, Mixture, Part, mix
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.data.sizes import check_sizes
 from megalight.data.splits import SPLITS
@@ -121,11 +121,12 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         """Return the sequences of a corpus for train, validation and test."""
 
     @abstractmethod
-    def build(self, name: str, num_samples: int | None) -> Samples[Any] | None:
-        """Build the data set of a split, or return None if the split holds no text.
+    def dataset(self, part: Part, name: str, num_samples: int | None) -> Samples[Any]:
+        """Build the samples of one part of a split, which is mixed with the others.
 
         Args:
-            name: ``train``, ``validation`` or ``test``. Its corpora are ``self.parts[name]``.
+            part: sequences of one corpus.
+            name: ``train``, ``validation`` or ``test``.
             num_samples: number of samples needed. None: one pass.
         """
 
@@ -217,7 +218,13 @@ class TokenDataModule(pl.LightningDataModule, ABC):
                 raise DataError(f"the {name} split holds no documents, so there is nothing to read. {NO_DOCUMENTS}")
 
     def _build(self, name: str) -> Samples[Any] | None:
-        dataset = self.build(name, self._train_samples if name == "train" else None)
+        dataset = mix(
+            self.parts[name],
+            lambda part, samples: self.dataset(part, name, samples),
+            num_samples=self._train_samples if name == "train" else None,
+            label=name,
+            cache_dir=self.cache_dir,
+        )
         if dataset is None and name == "train":
             raise DataError("the training split holds no documents; give it a larger share of split, or more data.")
         if dataset is not None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from megalight.data.bert.dataset import BertDataset, PairOptions, PairSample, collate
+from megalight.data.bert.dataset import BertDataset, PairOptions, collate
 from megalight.data.bert.words import Words
-from megalight.data.blend import Samples
 from megalight.data.corpus import Corpus
-from megalight.data.mixture import Data, Part, mix
+from megalight.data.mixture import Data, Part
 from megalight.data.module import TokenDataModule
 from megalight.data.splits import SPLIT, split_bounds
 
@@ -101,18 +100,14 @@ class BertDataModule(TokenDataModule):
         )
         return first, second, third
 
-    def build(self, name: str, num_samples: int | None) -> Samples[PairSample] | None:
-        """Build the data set of a split: consecutive sentences, divided into pairs."""
-
-        def dataset(part: Part, samples: int | None) -> BertDataset:
-            return BertDataset(
-                part.corpus.data,
-                part.documents,
-                self.options,
-                num_samples=samples,
-                seed=self.seed,
-                label=name,
-                cache_dir=self.cache_dir,
-            )
-
-        return mix(self.parts[name], dataset, num_samples=num_samples, label=name, cache_dir=self.cache_dir)
+    def dataset(self, part: Part, name: str, num_samples: int | None) -> BertDataset:
+        """Divide consecutive sentences into pairs."""
+        return BertDataset(
+            part.corpus.data,
+            part.documents,
+            self.options,
+            num_samples=num_samples,
+            seed=self.seed,
+            label=name,
+            cache_dir=self.cache_dir,
+        )

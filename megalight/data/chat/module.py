@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megalight.data.blend import Samples
 from megalight.data.chat.dataset import PackedDataset, PackOptions, TooLong
 from megalight.data.corpus import Corpus
-from megalight.data.gpt.dataset import Sample, collate
-from megalight.data.mixture import Data, Part, mix
+from megalight.data.gpt.dataset import collate
+from megalight.data.mixture import Data, Part
 from megalight.data.module import TokenDataModule
 from megalight.data.splits import SPLIT, split_bounds
 
@@ -103,18 +102,14 @@ class SFTDataModule(TokenDataModule):
         # Whole conversations: a part in two splits would be learned and tested at once.
         return split_bounds(split, len(corpus.data))
 
-    def build(self, name: str, num_samples: int | None) -> Samples[Sample] | None:
-        """Build the data set of a split: rows of whole conversations."""
-
-        def dataset(part: Part, samples: int | None) -> PackedDataset:
-            return PackedDataset(
-                part.corpus,
-                part.documents,
-                self.options,
-                num_samples=samples,
-                seed=self.seed,
-                label=name,
-                cache_dir=self.cache_dir,
-            )
-
-        return mix(self.parts[name], dataset, num_samples=num_samples, label=name, cache_dir=self.cache_dir)
+    def dataset(self, part: Part, name: str, num_samples: int | None) -> PackedDataset:
+        """Build rows of whole conversations."""
+        return PackedDataset(
+            part.corpus,
+            part.documents,
+            self.options,
+            num_samples=num_samples,
+            seed=self.seed,
+            label=name,
+            cache_dir=self.cache_dir,
+        )

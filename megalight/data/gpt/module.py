@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from megalight.data.blend import Samples
 from megalight.data.corpus import Corpus
-from megalight.data.gpt.dataset import GPTDataset, Sample, SampleOptions, collate
+from megalight.data.gpt.dataset import GPTDataset, SampleOptions, collate
 from megalight.data.gpt.fim import FIM, FillInMiddle
-from megalight.data.mixture import Data, Part, mix
+from megalight.data.mixture import Data, Part
 from megalight.data.module import TokenDataModule
 from megalight.data.splits import SPLIT, split_bounds
 from megalight.errors import ConfigurationError
@@ -130,21 +129,17 @@ class GPTDataModule(TokenDataModule):
             )
         return found
 
-    def build(self, name: str, num_samples: int | None) -> Samples[Sample] | None:
-        """Build the data set of a split: documents laid end to end, cut into samples of equal length."""
-
-        def dataset(part: Part, samples: int | None) -> GPTDataset:
-            return GPTDataset(
-                part.corpus.data,
-                part.documents,
-                self.options,
-                num_samples=samples,
-                seed=self.seed,
-                label=name,
-                cache_dir=self.cache_dir,
-                # Evaluation reads the last tokens as well, in a padded sample.
-                drop_last_partial=name == "train",
-                fim=self.fim,
-            )
-
-        return mix(self.parts[name], dataset, num_samples=num_samples, label=name, cache_dir=self.cache_dir)
+    def dataset(self, part: Part, name: str, num_samples: int | None) -> GPTDataset:
+        """Lay documents end to end, and cut them into samples of equal length."""
+        return GPTDataset(
+            part.corpus.data,
+            part.documents,
+            self.options,
+            num_samples=num_samples,
+            seed=self.seed,
+            label=name,
+            cache_dir=self.cache_dir,
+            # Evaluation reads the last tokens as well, in a padded sample.
+            drop_last_partial=name == "train",
+            fim=self.fim,
+        )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from megalight.data.blend import Samples
 from megalight.data.corpus import Corpus
-from megalight.data.gpt.dataset import Sample
-from megalight.data.mixture import Data, Part, mix
+from megalight.data.mixture import Data, Part
 from megalight.data.module import TokenDataModule
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
 from megalight.data.multimodal.images import Resize
@@ -137,20 +135,15 @@ class MultimodalDataModule(TokenDataModule):
         """Divide the sequences of a corpus; each sequence is a conversation."""
         return split_bounds(split, len(corpus.data))
 
-    def build(self, name: str, num_samples: int | None) -> Samples[Sample] | None:
-        """Build the data set of a split: rows of whole conversations."""
-        options = self.options
-        assert options is not None
-
-        def dataset(part: Part, samples: int | None) -> ImageDataset:
-            return ImageDataset(
-                part.corpus,
-                part.documents,
-                options,
-                num_samples=samples,
-                seed=self.seed,
-                label=name,
-                cache_dir=self.cache_dir,
-            )
-
-        return mix(self.parts[name], dataset, num_samples=num_samples, label=name, cache_dir=self.cache_dir)
+    def dataset(self, part: Part, name: str, num_samples: int | None) -> ImageDataset:
+        """Build rows of whole conversations."""
+        assert self.options is not None
+        return ImageDataset(
+            part.corpus,
+            part.documents,
+            self.options,
+            num_samples=num_samples,
+            seed=self.seed,
+            label=name,
+            cache_dir=self.cache_dir,
+        )
