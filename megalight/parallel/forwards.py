@@ -22,6 +22,6 @@ def check_own_forwards(modules: Iterable[tuple[str, nn.Module]], hider: str) -> 
     for name, module in modules:
         if "forward" in module.__dict__:
             raise ConfigurationError(
-                f"{name} ({type(module).__name__}) has a forward that was set on the instance, which {hider} would hide. "
-                "Define it in the class, or leave this module out."
+                f"{name} ({type(module).__name__}) has a forward that was set on the instance, which {hider} would "
+                "hide. Define it in the class, or leave this module out."
             )

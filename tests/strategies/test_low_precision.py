@@ -25,7 +25,8 @@ from megalight.ops.quantize import quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.precision import MAX_MARGIN, LowPrecisionOptions, apply_low_precision, remove_low_precision
+from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
+from megalight.parallel.precision.options import MAX_MARGIN
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
 from megalight.strategies import MegatronStrategy, Pipeline

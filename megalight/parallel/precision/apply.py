@@ -1,0 +1,242 @@
+"""Give weights of linear layers a low precision, and scales to the ranks that must agree on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megalight.errors import ConfigurationError
+from megalight.nn import Activation, LayerNorm, RMSNorm, Rotary
+from megalight.nn.moe import Dispatcher, Experts
+from megalight.ops.common import measuring
+from megalight.ops.fp8_attention import Spec as AttentionSpec
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
+from megalight.ops.grouped_linear.together import Together
+from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
+from megalight.ops.parameter import known_state, stack_precision_of, state_of
+from megalight.ops.quantize.history import STEPS, AmaxHistory
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.precision.attention import give_fp8_attention, remove_fp8_attention
+from megalight.parallel.precision.options import LowPrecisionOptions
+from megalight.parallel.precision.weights import (
+    TOWER,
+    Weight,
+    check_names,
+    chosen_layers,
+    language_layers,
+    names_of_stages,
+    own_names,
+    weights_of,
+    weights_to_cast,
+)
+from megalight.parallel.shard import ShardSpec
+
+DENSE = ShardSpec((), ())
+"""The spec of a weight that nothing else is known of: its axes are those of dense layers."""
+
+
+def apply_low_precision(
+    model: nn.Module,
+    options: LowPrecisionOptions,
+    mesh: ParallelMesh,
+    num_layers: int | None = None,
+    kind: type[LowPrecision] = LowPrecision,
+    specs: Mapping[str, ShardSpec] | None = None,
+    seed: int = 0,
+    tower_mesh: ParallelMesh | None = None,
+) -> Session:
+    """Give the weights of linear layers a low precision.
+
+    Args:
+        model: this rank's part, on its device; its ``layers`` are named by global index.
+        num_layers: number of layers of the whole model; None: those of ``model``.
+        kind: the class that casts and multiplies.
+        specs: what the parameters of ``model`` hold, by name. Those without a spec are split by the mesh's dense view.
+        seed: seed of stochastic rounding, equal on all ranks.
+        tower_mesh: the mesh of the layers of a vision tower. None: ``mesh``.
+
+    Returns:
+        the session that the layers share; run steps inside its
+        :meth:`~megalight.ops.linear.low_precision.Session.step`.
+
+    Raises:
+        ConfigurationError: no layer is left, a pattern matches nothing, sizes are not divisible, or an option does not
+            go with experts.
+        BackendError: the device has no such products.
+    """
+    # An earlier run may have chosen other layers.
+    remove_low_precision(model)
+    layers = language_layers(model, options)
+    chosen = chosen_layers(model, layers, options, len(layers) if num_layers is None else num_layers)
+    check_names(names_of_stages(own_names(model, layers, options), mesh), options)
+    session, alignment = Session(seed), options.schemes().alignment
+    # The language model, and the tower.
+    casts = {tower: _Casts(options, kind, own, session) for tower, own in ((False, mesh), (True, tower_mesh or mesh))}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for path, layer in chosen.items():
+        for each in weights_to_cast(path, layer, options):
+            spec = (specs or {}).get(names[id(each.weight)], DENSE)
+            casts[path.startswith(TOWER)].give(each, spec.holders)
+        for experts in layer.modules():
+            if isinstance(experts, Experts):
+                _tell(experts, alignment if options.router_padding_for_quantization else 1)
+    _measure(model, chosen, options, kind)
+    if options.fp8_attention:
+        give_fp8_attention(chosen, _attention(chosen, options), emulate=options.emulate)
+    return session
+
+
+class _Casts:
+    """What casts the weights of layers on one mesh. Layers share what their ranks do together.
+
+    Args:
+        kind: the class that casts and multiplies.
+        session: that of all layers of the model.
+    """
+
+    def __init__(
+        self, options: LowPrecisionOptions, kind: type[LowPrecision], mesh: ParallelMesh, session: Session
+    ) -> None:
+        self.options, self.kind, self.mesh, self.session = options, kind, mesh, session
+        schemes = self.schemes = options.schemes()
+        # The first step of delayed scaling has no past, so each cast agrees like one by current values.
+        agrees = options.reduce_amax or schemes.delayed
+        self._amax: dict[str | None, Reduce | None] = {None: None}
+        """Axis over which features are divided -> what makes magnitudes over them agree."""
+        for axis in ("tp", "etp"):
+            self._amax[axis] = _maximum(mesh.group(axis)) if agrees else None
+        self._histories: dict[tuple[str, ...], Reduce | None] = {}
+        """Axes -> one function, with one all-reduce per step for all layers that share these ranks."""
+        self._checked: set[tuple[torch.device, torch.dtype]] = set()
+        self._primary = options.primary_weights
+        if self._primary is None and (kind is not LowPrecision or schemes.delayed or not schemes.one_scale):
+            # scales of past steps are not those of codes; of two sets of codes neither could be sent alone
+            self._primary = False
+
+    def give(self, each: Weight, holders: tuple[str, ...]) -> None:
+        """Let a weight be cast from now on.
+
+        Args:
+            holders: the axes along which ranks hold the weight, or a part of it.
+
+        Raises:
+            BackendError: its device has no such products.
+        """
+        weight, state, steps = each.weight, state_of(each.weight), self.options.history or STEPS
+        self._check_products(weight)
+        if self.schemes.delayed and holders not in self._histories:
+            self._histories[holders] = _maximum(self.mesh.group(*holders))
+        shared: dict[str, Any] = {
+            "emulate": self.options.emulate,
+            "margin": self.options.margin,
+            # A row-split layer divides the input features: magnitudes over these need its peers. A column-split one
+            # divides the output features.
+            "reduce_amax": (self._amax[each.splits_in], self._amax[each.splits_out]),
+            "reduce_history": self._histories.get(holders),
+        }
+        made: LowPrecision | StackPrecision
+        if weight.dim() == 3:
+            made = state.stack_precision = self._stack(weight, steps, shared)
+        else:
+            options = {"history": steps, "primary": self._primary, **shared}
+            made = state.precision = self.kind(self.schemes, self.session, **options)
+        if made.history is not None:
+            # Memory now, on all ranks: an expert that gets no tokens must still take part in the all-reduce.
+            made.history.place(weight.device)
+
+    def _check_products(self, weight: Tensor) -> None:
+        # Once per device and dtype: the answer depends on nothing else.
+        key = weight.device, weight.dtype
+        if not self.options.emulate and key not in self._checked:
+            self.kind.check_products(weight, self.schemes)
+            self._checked.add(key)
+
+    def _stack(self, weight: Tensor, steps: int, shared: Mapping[str, Any]) -> StackPrecision:
+        """Return the precision of a stack of experts: all at once if our own products serve the recipe."""
+        count, together = len(weight), self.options.experts_together
+        if self.kind is LowPrecision and Together.why_not(weight, self.schemes, shared["emulate"]) is None:
+            return Together(self.schemes, self.session, count=count, history=steps, always=together, **shared)
+        if together:
+            raise ConfigurationError(
+                f"experts_together=True: the products of {self.kind.__name__} on {weight.device.type} take one expert "
+                "at a time; leave it out."
+            )
+        if not self.schemes.delayed:
+            return OneByOne([self.kind(self.schemes, self.session, **shared) for _ in range(count)])
+        history = AmaxHistory(steps, count)
+        history.place(weight.device)
+        parts = [self.kind(self.schemes, self.session, history=part, **shared) for part in history.weights]
+        return OneByOne(parts, history)
+
+
+def _attention(layers: Mapping[str, nn.Module], options: LowPrecisionOptions) -> AttentionSpec:
+    """Return what is asked of the attention of these layers, without what each layer says itself."""
+    weight = next(weight for path, layer in layers.items() for _, weight, *_ in weights_of(path, layer))
+    return AttentionSpec(
+        weight.device.type,
+        weight.dtype,
+        0,
+        gradient="e4m3" if options.formats == "e4m3" else "e5m2",
+        power=options.power_of_two,
+    )
+
+
+def _tell(experts: Experts, alignment: int) -> None:
+    """Tell the dispatcher what the products of these experts need."""
+    stacks = [(weight, found) for weight in (experts.up, experts.down) if (found := stack_precision_of(weight))]
+    if stacks:
+        experts.dispatcher.alignment = alignment
+        experts.dispatcher.tells_sizes = any(precision.wants_sizes(weight) for weight, precision in stacks)
+
+
+def _measure(
+    model: nn.Module, chosen: Mapping[str, nn.Module], options: LowPrecisionOptions, kind: type[LowPrecision]
+) -> None:
+    """Let what makes an input also measure its largest magnitude: the cast then reads the input once, not twice."""
+    schemes = options.schemes()
+    if not kind.wants_magnitudes or not schemes.one_scale or schemes.delayed:
+        return
+    # Their backward writes the gradients of queries and keys, which are cast for the products that made these.
+    rotations = [(name, module) for name, module in model.named_modules() if isinstance(module, Rotary)]
+    for path, layer in chosen.items():
+        beside = [module for name, module in rotations if name.startswith(TOWER) == path.startswith(TOWER)]
+        for maker in [*_makers(layer), *beside]:
+            maker.backend = measuring(maker.backend)
+
+
+def _makers(layer: nn.Module) -> list[RMSNorm | LayerNorm | Activation]:
+    """Return the modules that produce the inputs of a layer's linear layers.
+
+    Norms of queries and keys are not included; they lie deeper in the layer.
+    """
+    norms = [module for module in layer.children() if isinstance(module, RMSNorm | LayerNorm)]
+    return norms + [module for module in layer.modules() if isinstance(module, Activation)]
+
+
+def remove_low_precision(model: nn.Module) -> None:
+    """Let every weight multiply in its own dtype again, also if an earlier run has changed that."""
+    remove_fp8_attention(model)
+    for parameter in model.parameters():
+        if (state := known_state(parameter)) is not None:
+            state.precision = state.stack_precision = None
+    # Modules that measured would go on for nobody.
+    for module in model.modules():
+        if isinstance(module, Dispatcher):
+            module.alignment, module.tells_sizes = 1, False
+        if isinstance(module, RMSNorm | LayerNorm | Activation | Rotary):
+            module.backend = measuring(module.backend, wanted=False)
+
+
+def _maximum(group: ProcessGroup | None) -> Reduce | None:
+    if group is None:
+        return None
+
+    def reduce(amax: Tensor) -> None:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+
+    return reduce
