@@ -42,6 +42,7 @@ from megalight.strategies.lightning_summary import shown_by
 from megalight.strategies.process_group import join
 from megalight.strategies.step import Stepper, StepReport
 from megalight.strategies.user_module import own_steps
+from megalight.strategies.weight_readers import reads_weights_before_update, reads_weights_between_steps
 from megalight.strategies.whole_model import with_whole_model
 
 log = logging.getLogger(__name__)
@@ -322,16 +323,16 @@ class MegatronStrategy(FolderCheckpoints):
             return
         bar = trainer.progress_bar_callback
         self._foreign_bar = bar is not None and not bar.__module__.startswith("megalight.")
-        if setup.reads_weights_between_steps(self.lightning_module, trainer, sharded=True):
+        if reads_weights_between_steps(self.lightning_module, trainer, sharded=True):
             self.precision.keep_weights()  # before the engine decides how it stores them
         self._make_engine()
         assert self.engine is not None
         sharded, module = self.engine.level.parameters, self.lightning_module
-        self._whole_between_steps = setup.reads_weights_between_steps(module, trainer, sharded)
+        self._whole_between_steps = reads_weights_between_steps(module, trainer, sharded)
         self._only_updates_write = not self._whole_between_steps
         # Only sharded weights are away there. On other levels they are whole between the
         # backward and the update.
-        self._whole_before_update = sharded and setup.reads_weights_before_update(module, trainer)
+        self._whole_before_update = sharded and reads_weights_before_update(module, trainer)
         if self._whole_between_steps and self.engine.units is not None and sharded and self.is_global_zero:
             log.warning(
                 "A hook of yours runs between steps and may read weights, so that every rank gathers the whole model "
