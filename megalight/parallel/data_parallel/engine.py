@@ -435,6 +435,7 @@ class DataParallelEngine:
         This frees the memory of main gradients. Masters stay, so that a checkpoint can still be saved.
         """
         self.widen()
+        self._parameters.release_modules()
         for bucket in self.buckets:
             bucket.drop_gradients()
         if self.units is not None:

@@ -48,6 +48,7 @@ class Gatherer:
     def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
         self.buckets = buckets
         self._waits: dict[int, Callable[[], object]] = {}
+        self._hooks: list[RemovableHandle] = []
         self._home = {id(info.parameter): index for index, bucket in enumerate(buckets) for info in bucket.infos}
         self._travelling = [index for index, bucket in enumerate(buckets) if bucket.shard_group is not None]
         self._sent: set[int] = set()
@@ -159,7 +160,15 @@ class Gatherer:
             if isinstance(before := part.__dict__.get("gathering"), RemovableHandle):
                 before.remove()  # the hook of an earlier engine
             if any(self.buckets[index].shard_group is not None for index in needed):
-                part.__dict__["gathering"] = part.register_forward_pre_hook(self._hook(needed))
+                hook = part.__dict__["gathering"] = part.register_forward_pre_hook(self._hook(needed))
+                self._hooks.append(hook)
+
+    def detach(self) -> None:
+        """Wait for all buckets, and let modules wait no more. Their hooks would keep masters of an ended run alive."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _keep(self) -> None:
         if self._stream is not None:

@@ -115,6 +115,11 @@ class ShardedParameters:
         self._gatherer.attach(module)
         self.waited_by_modules = True
 
+    def release_modules(self) -> None:
+        """End :meth:`wait_in`."""
+        self._gatherer.detach()
+        self.waited_by_modules = False
+
     def recast(self) -> None:
         """Call :meth:`publish` if parameters are codes, after something else than the optimizer wrote the masters."""
         if self._with_codes():

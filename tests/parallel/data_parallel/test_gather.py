@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +66,24 @@ def _parents_wait_for_childless_children() -> None:
 
 def test_parents_wait_for_childless_children() -> None:
     run(_parents_wait_for_childless_children, 2)
+
+
+def _an_ended_run_is_freed() -> None:
+    model = build()
+    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    engine.attach_gather_hooks(model)
+    accumulate(engine, model, batches(0, 1, 1)[0])
+    engine.publish()
+    masters = [weakref.ref(bucket) for bucket in engine.buckets]
+    engine.close()
+    assert not any(part._forward_pre_hooks for part in model.modules())
+    del engine
+    gc.collect()
+    assert [bucket() for bucket in masters] == [None] * len(masters)
+
+
+def test_modules_keep_nothing_of_an_ended_run() -> None:
+    run(_an_ended_run_is_freed, 2)
 
 
 def _without_hooks(overlap: bool) -> None:
