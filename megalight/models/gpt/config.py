@@ -353,6 +353,21 @@ class GPTConfig(ModelConfig):
         for mixer in self.mixer_pattern:
             require_choice("an entry of mixer_pattern", mixer, MIXERS)
         self._check_layers()
+        self._settle_heads()
+        self._check_positions()
+        self._check_activation()
+        require(
+            self.logit_softcap is None or self.logit_softcap > 0,
+            f"logit_softcap is {self.logit_softcap}; it must be above 0, or null.",
+        )
+        require(
+            not (self.norm.after and self.layer_pattern),
+            "norm.after=true with a layer_pattern, whose layers have no norm after them; leave one of them out.",
+        )
+        require(self.conv_kernel >= 2, f"conv_kernel is {self.conv_kernel}; it must be at least 2.")
+
+    def _settle_heads(self) -> None:
+        """Give heads their numbers and sizes, so that no other code need know what 0 means, and check them."""
         if self.latent is not None:
             # Before heads are derived: latent attention has sizes of its own.
             self._check_latent(self.latent)
@@ -368,7 +383,6 @@ class GPTConfig(ModelConfig):
                 f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; "
                 "change one of them, or give head_dim.",
             )
-        # Fixed here, so that no other code need know what 0 means.
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
         self._require_positive("num_kv_heads", "head_dim")
@@ -377,6 +391,9 @@ class GPTConfig(ModelConfig):
             f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; each key-value head "
             "serves the same number of query heads, so choose a divisor.",
         )
+
+    def _check_positions(self) -> None:
+        """Check what rotates queries and keys, and what depends on the layers that do."""
         require(
             self.position.kind != "rope" or self.rotary_dim >= 2,
             f"position.fraction {self.position.fraction} of head_dim {self.head_dim} is less than two features; "
@@ -387,10 +404,6 @@ class GPTConfig(ModelConfig):
             axes is None or 2 * sum(axes.sections) == self.rotary_dim,
             f"position.axes.sections are {axes and list(axes.sections)}; they must sum to {self.rotary_dim // 2}, the "
             "number of rotated pairs of a head.",
-        )
-        require(
-            self.logit_softcap is None or self.logit_softcap > 0,
-            f"logit_softcap is {self.logit_softcap}; it must be above 0, or null.",
         )
         rotated = all(self.position.rotates(layer) for layer in range(self.num_layers))
         require(
@@ -404,10 +417,9 @@ class GPTConfig(ModelConfig):
             f"position.local_base is {self.position.local_base}, and no layer has a window or chunks; set "
             "attention.window, or leave it out.",
         )
-        require(
-            not (self.norm.after and self.layer_pattern),
-            "norm.after=true with a layer_pattern, whose layers have no norm after them; leave one of them out.",
-        )
+
+    def _check_activation(self) -> None:
+        """Check that options of experts go with the activation."""
         gated = is_gated(self.activation)
         require(
             self.activation in ("swiglu", "quick_geglu") or self.moe is None or not self.moe.fp8_input_store,
@@ -419,7 +431,6 @@ class GPTConfig(ModelConfig):
             f"moe.glu_offset and moe.clamp belong to gated activations, and activation is {self.activation!r}. Leave "
             "them out, or choose a gated one, such as quick_geglu.",
         )
-        require(self.conv_kernel >= 2, f"conv_kernel is {self.conv_kernel}; it must be at least 2.")
 
     def _check_layers(self) -> None:
         """Make the pattern of a hybrid model from its ratios, and check it."""
