@@ -31,8 +31,31 @@ Probe: TypeAlias = Callable[[Tensor, Tensor, Callable[[], Tensor]], None]
 def register_layers() -> None:
     """Tell ModelOpt of our layers, once per process; it gives a layer the class of its quantized kind."""
     modules = modelopt("torch.quantization.nn.modules.quant_module")
+    registry = modules.QuantModuleRegistry
+    linear, head, attention = _quantized_linear(modules), _quantized_head(modules), _quantized_attention(modules)
+    for kind in LINEARS:
+        if kind not in registry:  # ModelOpt has nn.Linear itself
+            registry.register({kind: kind.__name__})(linear)
+    for kind in HEADS:
+        registry.register({kind: kind.__name__})(head)
+    registry.register({Experts: Experts.__name__})(_quantized_experts(modules))
+    for kind in ATTENTIONS:
+        registry.register({kind: kind.__name__})(attention)
+
+
+# The base classes are there only once ModelOpt is imported, so each class is made in a function.
+
+
+def _alone() -> Any:
+    """Return ModelOpt's state of a module without groups: it would sync over all ranks of the world.
+
+    ``Calibration`` knows the right ones.
+    """
+    return modelopt("torch.utils.distributed").ParallelState(-1, -1, -1)
+
+
+def _quantized_linear(modules: Any) -> Any:
     base: Any = modules.QuantLinearConvBase
-    distributed = modelopt("torch.utils.distributed")
 
     class QuantizedLinear(base):  # type: ignore[misc]
         """Rounds its input and its weight, then runs as before."""
@@ -40,8 +63,7 @@ def register_layers() -> None:
         probes: ClassVar[dict[str, Probe]] = {}
 
         def _setup(self) -> None:
-            # No groups: ModelOpt would sync over all ranks of the world. `Calibration` knows the right ones.
-            self.parallel_state = distributed.ParallelState(-1, -1, -1)
+            self.parallel_state = _alone()
             super()._setup()
 
         def forward(self, x: Tensor, *rest: Any, **named: Any) -> Any:
@@ -51,11 +73,15 @@ def register_layers() -> None:
                 probe(x, y, lambda: run(x, *rest, **named))
             return y
 
-    class QuantizedHead(modules.QuantModule):  # type: ignore[misc, name-defined]
+    return QuantizedLinear
+
+
+def _quantized_head(modules: Any) -> Any:
+    class QuantizedHead(modules.QuantModule):  # type: ignore[misc]
         """With labels, heads pass the weight of their output layer to the loss, past the layer's own forward."""
 
         def _setup(self) -> None:
-            self.parallel_state = distributed.ParallelState(-1, -1, -1)
+            self.parallel_state = _alone()
 
         def forward(
             self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False, lesson: Lesson | None = None
@@ -88,18 +114,26 @@ def register_layers() -> None:
             rounded: Tensor = output.input_quantizer(hidden)
             return rounded
 
-    class QuantizedAttention(modules.QuantModule):  # type: ignore[misc, name-defined]
+    return QuantizedHead
+
+
+def _quantized_attention(modules: Any) -> Any:
+    class QuantizedAttention(modules.QuantModule):  # type: ignore[misc]
         """Rounds keys and values, before they are stored."""
 
         def _setup(self) -> None:
-            self.parallel_state = distributed.ParallelState(-1, -1, -1)
+            self.parallel_state = _alone()
             self.k_bmm_quantizer, self.v_bmm_quantizer = modules.TensorQuantizer(), modules.TensorQuantizer()
 
         def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
             mixed: Tensor = super().forward(q, self.k_bmm_quantizer(k), self.v_bmm_quantizer(v), *rest)
             return mixed
 
-    class QuantizedExperts(modules.QuantModule):  # type: ignore[misc, name-defined]
+    return QuantizedAttention
+
+
+def _quantized_experts(modules: Any) -> Any:
+    class QuantizedExperts(modules.QuantModule):  # type: ignore[misc]
         """Rounds each expert's matrices by quantizers of their own, and the inputs of a stack by one for all experts.
 
         That is ModelOpt's rule for the fused experts of ``transformers``: engines have one scale of inputs for all.
@@ -110,7 +144,7 @@ def register_layers() -> None:
         probes: ClassVar[dict[str, Probe]] = {}
 
         def _setup(self) -> None:
-            self.parallel_state = distributed.ParallelState(-1, -1, -1)
+            self.parallel_state = _alone()
             for stack in STACKS:
                 many = nn.ModuleList(modules.TensorQuantizer() for _ in range(len(self)))
                 setattr(self, f"{stack}_input_quantizer", modules.TensorQuantizer())
@@ -142,12 +176,4 @@ def register_layers() -> None:
                 product = run(quantizer(x), stack, copies)
             return product
 
-    registry = modules.QuantModuleRegistry
-    for kind in LINEARS:
-        if kind not in registry:  # ModelOpt has nn.Linear itself
-            registry.register({kind: kind.__name__})(QuantizedLinear)
-    for kind in HEADS:
-        registry.register({kind: kind.__name__})(QuantizedHead)
-    registry.register({Experts: Experts.__name__})(QuantizedExperts)
-    for kind in ATTENTIONS:
-        registry.register({kind: kind.__name__})(QuantizedAttention)
+    return QuantizedExperts
