@@ -118,7 +118,12 @@ class EMA(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Swap the weights back, so that a checkpoint saved after the error holds them."""
-        self._leave(trainer)
+        if self._applied:
+            self._applied = False
+            self._swap(trainer)
+            # Parameters of several ranks cannot follow: the others may never come to a gather.
+            if trainer.world_size == 1:
+                _follow(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates. The values are saved with the sharded optimizer state."""
@@ -139,11 +144,17 @@ class EMA(pl.Callback):
             self._applied = False
             self._exchange(trainer)
 
-    @torch.no_grad()
     def _exchange(self, trainer: pl.Trainer) -> None:
-        """Swap master weights and average in place, piece by piece, and update the parameters of the model."""
-        engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        engine.sync_parameters()  # an all-gather of the last step may still read the masters
+        """Swap master weights and average, and update the parameters of the model. All ranks call this together."""
+        self._swap(trainer)
+        # Parameters follow, so that evaluation and export see the average too.
+        _follow(trainer)
+
+    @torch.no_grad()
+    def _swap(self, trainer: pl.Trainer) -> None:
+        """Swap master weights and average in place, piece by piece."""
+        # An all-gather of the last step may still read the masters.
+        trainer.strategy.engine.sync_parameters()  # type: ignore[attr-defined]
         for master, average in zip(_masters(trainer), _states(trainer)[STATE], strict=True):
             # In pieces, because a whole copy would take as much memory as the masters.
             for start in range(0, master.numel(), SWAP_ELEMENTS):
@@ -151,9 +162,13 @@ class EMA(pl.Callback):
                 kept = here.clone()
                 here.copy_(there)
                 there.copy_(kept)
-        # Parameters follow, so that evaluation and export see the average too.
-        engine.publish()
-        engine.sync_parameters()
+
+
+def _follow(trainer: pl.Trainer) -> None:
+    """Update the parameters of the model from the masters. All ranks call this together."""
+    engine = trainer.strategy.engine  # type: ignore[attr-defined]
+    engine.publish()
+    engine.sync_parameters()
 
 
 def _masters(trainer: pl.Trainer) -> list[Tensor]:

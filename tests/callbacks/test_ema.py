@@ -3,6 +3,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megalight.callbacks import EMA
 from megalight.errors import ConfigurationError
@@ -129,6 +130,46 @@ def _fit_without(path):
 def assert_close(found: Weights, expected: Weights) -> None:
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-7, atol=1e-10, err_msg=name)
+
+
+class OneRankFails(pl.Callback):
+    """In validation, one rank is told of an error, and the other one waits for it elsewhere."""
+
+    def __init__(self, ema: EMA) -> None:
+        self.ema = ema
+        self.masters: list[np.ndarray[Any, Any]] = []
+        self.swapped: list[np.ndarray[Any, Any]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.masters = masters_of(trainer)
+
+    def on_validation_batch_start(self, trainer, pl_module, *args):
+        if dist.get_rank() == 0:
+            self.ema.on_exception(trainer, pl_module, RuntimeError())
+            self.swapped = masters_of(trainer)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            self.ema.on_exception(trainer, pl_module, RuntimeError())
+
+
+def masters_of(trainer: pl.Trainer) -> list[np.ndarray[Any, Any]]:
+    return [shard.master.detach().numpy().copy() for shard in trainer.strategy.engine.shards]
+
+
+def _fails_alone() -> tuple[Any, Any]:
+    ema = EMA(DECAY)
+    failing = OneRankFails(ema)
+    options = {"max_steps": 2, "val_check_interval": 2, "limit_val_batches": 1, "use_distributed_sampler": False}
+    runner = trainer(MegatronStrategy(), callbacks=[ema, failing], **options)
+    runner.fit(Module(BASE, optimizer=ADAM, seed=SEED))
+    return failing.masters, failing.swapped
+
+
+def test_a_rank_that_fails_in_validation_waits_for_nobody():
+    masters, swapped = run(_fails_alone, 2)[0]
+    assert len(masters) == len(swapped) > 0
+    for before, after in zip(masters, swapped, strict=True):
+        np.testing.assert_array_equal(before, after)
 
 
 def test_other_strategies_are_told_what_to_use():
