@@ -139,6 +139,13 @@ class ModelOptQuantization(pl.Callback):
             # A string: Path would make a local folder of the address of remote storage.
             trainer.save_checkpoint(os.fspath(self.save_to))
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave nothing of a calibration that has failed: the next validation begins another one."""
+        self._batches = []
+        if self._calibration is not None:
+            self._calibration.abandon()
+            self._calibration = None
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse to train a model that was not calibrated: its quantizers would return NaN."""
         model = _parallel_model(trainer)

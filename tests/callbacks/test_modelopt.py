@@ -231,6 +231,39 @@ def calibrate(folder: str, layout: dict[str, Any]) -> tuple[dict[str, Any], floa
     return amax_of(runner.strategy.parallel_model), metrics["val_loss"]
 
 
+class Fails(pl.Callback):
+    """An error after the first batch of the first validation."""
+
+    failed = False
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("no more")
+
+
+def _interrupted(preset: str, fails: bool) -> tuple[dict[str, Any], float]:
+    quantization = ModelOptQuantization(preset)
+    callbacks = [quantization, *([Fails()] if fails else [])]
+    module = WithData(CONFIGS["gqa"], seed=SEED)
+    runner = trainer(MegatronStrategy(), callbacks=callbacks, use_distributed_sampler=False)
+    if fails:
+        with pytest.raises(RuntimeError, match="no more"):
+            runner.validate(module, verbose=False)
+        assert quantization._calibration is None
+        assert not quantization._batches
+    runner.validate(module, verbose=False)
+    (metrics,) = runner.validate(module, verbose=False)
+    return amax_of(runner.strategy.parallel_model), metrics["val_loss"]
+
+
+@pytest.mark.parametrize("preset", ["FP8_DEFAULT_CFG", "INT8_SMOOTHQUANT_CFG"])
+def test_a_calibration_that_failed_can_begin_again(preset: str) -> None:
+    (amax, loss), (wanted, same) = run(_interrupted, 1, preset, True)[0], run(_interrupted, 1, preset, False)[0]
+    assert_same_amax_names(amax, wanted)
+    assert loss == same
+
+
 def measure(folder: str, layout: dict[str, Any]) -> tuple[dict[str, Any], float]:
     runner = validator(MegatronStrategy(**layout), ModelOptQuantization())
     (metrics,) = runner.validate(WithData(CONFIGS["gqa"], seed=SEED + 1), ckpt_path=folder, verbose=False)

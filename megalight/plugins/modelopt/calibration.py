@@ -51,6 +51,15 @@ class Calibration:
             if place.matrix is None:
                 place.quantizer.enable_calib()
 
+    def abandon(self) -> None:
+        """Forget what was seen since :meth:`begin`, and round again."""
+        for place, _ in amaxes(self.model.root):
+            if place.matrix is None:
+                place.quantizer._calibrator.reset()
+                place.quantizer.disable_calib()
+        for place in places(self.model.root):
+            place.quantizer.enable_quant()
+
     @torch.no_grad()
     def finish(self) -> list[str]:
         """Agree on each ``amax`` over the ranks, and round from now on.

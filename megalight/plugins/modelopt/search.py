@@ -77,6 +77,13 @@ class Search:
             del each.site.quantizer._pre_quant_scale
         self._probe({each.site.name: each.watch for each in self._searched})
 
+    def abandon(self) -> None:
+        """End what :meth:`begin` has begun, without a result: another search may begin."""
+        self._probe({})
+        for each in self._searched:
+            each.site.quantizer.pre_quant_scale = torch.full_like(each.scales, torch.nan)
+        self._calibration.abandon()
+
     @torch.no_grad()
     def finish(self, passes: Callable[[], object]) -> list[str]:
         """Search, and round from now on. Sharded parameters are whole meanwhile.
