@@ -91,10 +91,9 @@ class LatentAttention(nn.Module):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Numbers of query heads and of key heads in the outputs of the projections."""
+        """Numbers of query heads and of key heads in the outputs of the projections: here they are equal."""
         return (self.q_up.section_sizes[0] // (self.head_dim + self.rotary_dim),) * 2
 
-    # A number for queries and one for keys. They are equal here.
     def make_state(self, slots: Slots) -> TokenRows:
         """Make the state: one row ``[c + R]`` per token, the normed latent and the rotated key."""
         return slots.per_token()

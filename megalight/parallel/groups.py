@@ -106,9 +106,9 @@ def check_max_ctas(name: str, value: int | None, backend: str) -> None:
 
 
 @contextmanager
-# torch derives the name from a count of groups in this process. Only these private names let it be set.
 def _named(wanted: str) -> Iterator[None]:
     """Name the next group by ``wanted`` and the number of groups that already have it."""
+    # torch derives the name from a count of groups in this process. Only these private names let it be set.
     taken = set(c10d._world.pg_names.values())
     count = 0
     while (name := hashlib.sha256(f"{wanted} {count}".encode()).hexdigest()) in taken:

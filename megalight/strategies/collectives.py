@@ -56,9 +56,9 @@ class Collectives:
         """Return whether the flag is set on any rank, without touching the device."""
         return self.largest([int(flag)]) == [1]
 
-    # On the host: a device collective would wait for all queued kernels, in every step.
     def largest(self, values: list[int]) -> list[int]:
         """Return the maximum of each value over all ranks, without touching the device."""
+        # On the host: a device collective would wait for all queued kernels, in every step.
         return values if self.world_size == 1 else _largest(values, self.host_group())
 
     def largest_along(self, axis: str) -> Callable[[list[int]], list[int]]:

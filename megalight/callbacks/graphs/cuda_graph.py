@@ -286,9 +286,9 @@ class CUDAGraph(pl.Callback):
             )
         log.log(self._level, "CUDAGraph: steps run eagerly: %s.", reason)
 
-    # Taken away first, so that a second call, after an error in this one, does nothing.
     def _end(self, trainer: pl.Trainer) -> None:
         self._evaluating.close()  # after an error, no evaluation batch has ended the watch
+        # Taken away first, so that a second call, after an error in this one, does nothing.
         recorder, self._recorder = self._recorder, None
         streams, self._streams = self._streams, []
         for each in streams:

@@ -119,9 +119,9 @@ class Reducer:
         if bucket.group is None:
             return lambda: out
         sent = self._sent(bucket)
-        # A single holder of all shards, as in pure replication: the
-        # collective itself must sum in the wide dtype.
-        if self.exchange and bucket.shard_group is None:  # nothing to exchange: the sum itself is in float32
+        # A single holder of all shards, as in pure replication, has nothing to exchange: the collective itself must sum
+        # in the wide dtype.
+        if self.exchange and bucket.shard_group is None:
             sent = sent.to(self.sum_dtype(sent.dtype))
         if self.exchange and bucket.shard_group is not None:
             return self._exchange(sent, bucket)

@@ -69,8 +69,7 @@ class UnitGradients:
         self._aside.clear()
         self._summed.clear()
         for bucket in self.buckets:
-            for parameter, _ in bucket.main_grads:
-                parameter.grad = None
+            _leave(bucket)
 
     def open(self, unit: int) -> None:
         """Let gradients of a unit come. The first one of each parameter overwrites what another unit left there."""
@@ -99,8 +98,7 @@ class UnitGradients:
             return
         self._first[unit].end()
         for bucket in self._of[unit]:
-            for parameter, _ in bucket.main_grads:
-                parameter.grad = None  # the buffer is no longer this unit's
+            _leave(bucket)
             self._reduce(bucket, self._busy.setdefault(bucket.grads.data_ptr(), []))
 
     @torch.no_grad()
@@ -116,8 +114,7 @@ class UnitGradients:
             for _, _, place, copy in aside:
                 copy.copy_(place)
         for bucket in self._of[unit]:
-            for parameter, _ in bucket.main_grads:
-                parameter.grad = None  # the buffer is no longer this unit's
+            _leave(bucket)
             if self._stream is not None:
                 self._busy.setdefault(bucket.grads.data_ptr(), []).append(self._stream.done())
         self._aside[unit] = aside
@@ -206,3 +203,9 @@ class UnitGradients:
                 alive._stream.follow()
 
         return arrived
+
+
+def _leave(bucket: Bucket) -> None:
+    """Take the buffer of gradients from the parameters of a unit: another unit may use it next."""
+    for parameter, _ in bucket.main_grads:
+        parameter.grad = None
