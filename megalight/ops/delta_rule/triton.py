@@ -287,7 +287,7 @@ def _grad_values(
 
 @jit
 def _grad_queries(
-    q: Value, k: Value, written: Value, grad_y: Value, totals: Value, starts: Value, states: Value, grad_q: Value,
+    k: Value, written: Value, grad_y: Value, totals: Value, starts: Value, states: Value, grad_q: Value,
     tokens: Value, heads: Value, per: Value, k_token: Value, k_group: Value,
     CHUNK: constexpr, WIDTH: constexpr, SIZE: constexpr, PART: constexpr,
 ) -> None:  # fmt: skip
@@ -515,7 +515,7 @@ class _Rule(torch.autograd.Function):
             **chunks.blocks,
         )
         _grad_queries[by_group](
-            *(q, k, written, grad_y, *shared, states, grad_q, *chunks.sizes, *both[2:]), **chunks.parts
+            *(k, written, grad_y, *shared, states, grad_q, *chunks.sizes, *both[2:]), **chunks.parts
         )
         _grad_keys[by_group](
             *(q, k, chunks.beta, written, grad_written, grad_y, *shared, states, grad_states, grad_k),
