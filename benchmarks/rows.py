@@ -185,6 +185,15 @@ ROWS: dict[str, Row] = {
         peers=("mcore-te",),
         figures={"mcore-te": 729},
     ),
+    **{
+        f"llama3-8b-dp4{name}-graph": _row(
+            f"Llama-3-8B, DP=4, {about}, steps as CUDA graphs",
+            f"{LLAMA3_8B} mbs=1 graph=1 precision={precision}",
+            gpus=4,
+            aim=aim,
+        )
+        for name, about, precision, aim in (("", "bf16", "bf16", 580), ("-fp8", "in FP8", "fp8", 840))
+    },
     "llama3-8b-tp4": _row(
         "Llama-3-8B, TP=4 with SP", f"{LLAMA3_8B} tp=4", gpus=4, aim=510, peers=("mcore-te",), figures={"mcore-te": 428}
     ),
