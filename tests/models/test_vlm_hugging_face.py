@@ -195,6 +195,15 @@ def test_names_of_other_releases() -> None:
         weight_map(CONFIG).ours(["vision_tower.unknown"])
 
 
+def test_a_projector_of_another_tower_is_refused(tmp_path: Path) -> None:
+    model = theirs()
+    model.model.multi_modal_projector.linear_1 = torch.nn.Linear(VISION["hidden_size"] - 4, TEXT["hidden_size"])
+    model.save_pretrained(tmp_path)
+    shapes = r"'embed\.projector\.up\.weight' \(multi_modal_projector\.linear_1\.weight\): \[32, 20\] and \[32, 24\]"
+    with pytest.raises(CheckpointError, match=shapes):
+        read(tmp_path)
+
+
 def test_the_published_configuration() -> None:
     """What ``llava-hf/llava-1.5-7b-hf`` says: most sizes are the defaults of its parts."""
     published = {
