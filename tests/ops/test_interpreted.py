@@ -171,14 +171,13 @@ def test_attention(lengths: list[int], keys: Any, causal: bool, window: Any, sof
         ([7, 64], [99, 64], True, None, None, False),
     ],
 )
-def test_attention_with_long_sequences(
+def test_attention_with_heads_of_64(
     lengths: list[int], keys: Any, causal: bool, window: Any, softcap: Any, sunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of 64 features have a kernel of their own for the gradients of keys and values."""
     module, own = kernels("attention"), importlib.import_module("megalight.ops.attention.keys")
     ran = []
     monkeypatch.setattr(own, "BLOCKS", own.BLOCKS | {"ROWS": 16, "KEYS": 32})
-    monkeypatch.setattr(own, "LONG", 0)
     monkeypatch.setattr(own, "run", lambda *args, run=own.run: ran.append(True) or run(*args))
     checks.check_attention(module, "cpu", torch.float32, lengths, keys, causal, window, softcap, (4, 2, 64, 64), sunk)
     assert ran
@@ -187,12 +186,10 @@ def test_attention_with_long_sequences(
 def test_attention_chooses_the_kernel_of_keys() -> None:
     kernels("attention")
     own = importlib.import_module("megalight.ops.attention.keys")
-    few, many = PackedSequences.of_lengths([600]), PackedSequences.of_lengths([100] * 6)
     head, odd = torch.zeros(600, 1, 64), torch.zeros(600, 1, 96)
-    assert own.serves(head, head, few)
-    assert not own.serves(odd, head, few)
-    assert not own.serves(head, odd, few)
-    assert not own.serves(head, head, many)
+    assert own.serves(head, head)
+    assert not own.serves(odd, head)
+    assert not own.serves(head, odd)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "dim"), [(4, 2, 8, 8), (3, 1, 10, 6)])

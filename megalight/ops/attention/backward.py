@@ -22,6 +22,8 @@ from megalight.ops.attention.blocks import (
     query_blocks,
     sequence,
     shape_of,
+    start_of,
+    steps_of,
     tanh,
     visible,
 )
@@ -60,12 +62,14 @@ def _delta(
 @jit
 def _query_range(
     total: Value, query: Value, pulled: Value, k: Value, v: Value, lse: Value, delta: Value, key_start: Value,
-    head: Value, places: Value, num_keys: Value, window: Value, scale: Value, cap: Value, begin: Value, stop: Value,
+    head: Value, places: Value, num_keys: Value, window: Value, scale: Value, cap: Value, begin: Value, edge: Value,
+    whole: Value, stop: Value,
     CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr, MASKED: constexpr,
     COUNT: constexpr, FEATURES: constexpr, VALUES: constexpr,
 ) -> Any:  # fmt: skip
-    """Add what the keys of a range give to the gradient of queries."""
-    for start in tl.range(begin, stop, COUNT):
+    """Add what the keys of ranges give to the gradient of queries."""
+    for index in tl.range(0, steps_of(begin, edge, whole, stop, MASKED, COUNT)):
+        start = start_of(index, begin, edge, whole, MASKED, COUNT)
         key = k.load([key_start + start, head, 0]).reshape(COUNT, FEATURES)
         value = v.load([key_start + start, head, 0]).reshape(COUNT, VALUES)
         scores = tl.dot(query, key.T)
@@ -88,13 +92,13 @@ def _query_range(
 
 @jit
 def _queries(
-    q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, out: Value, table: Value, starts: Value,
-    key_starts: Value, scale: Value, cap: Value, slope: Value, window: Value, tokens: Value, heads: Value, dim: Value,
+    q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, out: Value, table: Value, scale: Value,
+    cap: Value, slope: Value, window: Value, tokens: Value, heads: Value, dim: Value,
     GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr,
     FEATURES: constexpr, VALUES: constexpr, ROWS: constexpr, KEYS: constexpr,
 ) -> None:  # fmt: skip
     head = tl.program_id(0)
-    start, length, key_start, num_keys, first = sequence(table, starts, key_starts, tl.program_id(1))
+    start, length, key_start, num_keys, first = sequence(table, tl.program_id(1))
     rows = first + tl.arange(0, ROWS)
     within = rows < length
     places = rows + num_keys - length
@@ -104,18 +108,13 @@ def _queries(
     row_delta = tl.load(delta + head * tokens + start + rows, mask=within, other=0.0)
     total = tl.zeros((ROWS, FEATURES), tl.float32)
     begin, edge, whole, stop = keys_of(first, length, num_keys, window, CAUSAL, WINDOW, ROWS, KEYS)
-    if WINDOW:
-        total = _query_range(
-            total, query, pulled, k, v, row_lse, row_delta, key_start, head // GROUP, places, num_keys, window, scale,
-            cap, begin, edge, CAUSAL, WINDOW, CAPPED, FAST, True, KEYS, FEATURES, VALUES,
-        )  # fmt: skip
     total = _query_range(
         total, query, pulled, k, v, row_lse, row_delta, key_start, head // GROUP, places, num_keys, window, scale,
-        cap, edge, whole, CAUSAL, WINDOW, CAPPED, FAST, False, KEYS, FEATURES, VALUES,
+        cap, begin, edge, whole, stop, CAUSAL, WINDOW, CAPPED, FAST, False, KEYS, FEATURES, VALUES,
     )  # fmt: skip
     total = _query_range(
         total, query, pulled, k, v, row_lse, row_delta, key_start, head // GROUP, places, num_keys, window, scale,
-        cap, whole, stop, CAUSAL, WINDOW, CAPPED, FAST, True, KEYS, FEATURES, VALUES,
+        cap, begin, edge, whole, stop, CAUSAL, WINDOW, CAPPED, FAST, True, KEYS, FEATURES, VALUES,
     )  # fmt: skip
     features = tl.arange(0, FEATURES)
     place = ((start + rows).to(tl.int64) * heads + head)[:, None] * dim + features[None, :]
@@ -160,13 +159,13 @@ def _key_range(
 @jit
 def _keys(
     q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, key_out: Value, value_out: Value, table: Value,
-    starts: Value, key_starts: Value, scale: Value, cap: Value, slope: Value, window: Value, tokens: Value,
-    key_heads: Value, dim: Value, value_dim: Value,
+    scale: Value, cap: Value, slope: Value, window: Value, tokens: Value, key_heads: Value, dim: Value,
+    value_dim: Value,
     GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr,
     FEATURES: constexpr, VALUES: constexpr, ROWS: constexpr, KEYS: constexpr,
 ) -> None:  # fmt: skip
     key_head = tl.program_id(0)
-    start, length, key_start, num_keys, first = sequence(table, starts, key_starts, tl.program_id(1))
+    start, length, key_start, num_keys, first = sequence(table, tl.program_id(1))
     keys = first + tl.arange(0, KEYS)
     shift = num_keys - length
     key = k.load([key_start + first, key_head, 0]).reshape(KEYS, FEATURES)
@@ -238,7 +237,7 @@ def of_queries(
     table = query_blocks(sequences.lengths, keys.lengths, shape["ROWS"], causal, window, q.device)
     _queries[(heads, len(table))](
         *(described(q, shape["ROWS"]), described(k, shape["KEYS"]), described(v, shape["KEYS"])),
-        *(described(grad, shape["ROWS"]), lse, delta, out, table, sequences.cu_seqlens, keys.cu_seqlens),
+        *(described(grad, shape["ROWS"]), lse, delta, out, table),
         *(*factors(scale, softcap), scale, window or 0, tokens, heads, dim),
         **flags(q, k, causal, window, softcap),
         **shape,
@@ -266,7 +265,7 @@ def of_keys(
     table = key_blocks(sequences.lengths, keys.lengths, shape["KEYS"], causal, window, q.device)
     _keys[(key_heads, len(table))](
         *(described(q, shape["ROWS"]), described(k, shape["KEYS"]), described(v, shape["KEYS"])),
-        *(described(grad, shape["ROWS"]), lse, delta, grad_k, grad_v, table, sequences.cu_seqlens, keys.cu_seqlens),
+        *(described(grad, shape["ROWS"]), lse, delta, grad_k, grad_v, table),
         *(*factors(scale, softcap), scale, window or 0, tokens, key_heads, dim, value_dim),
         **flags(q, k, causal, window, softcap),
         **shape,

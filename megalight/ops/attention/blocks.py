@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -43,14 +44,32 @@ def visible(places: Value, keys: Value, num_keys: Value, window: Value, CAUSAL: 
 
 
 @jit
-def sequence(table: Value, starts: Value, key_starts: Value, block: Value) -> Any:
+def sequence(table: Value, block: Value) -> Any:
     """Return first token and length of the queries and of the keys of a block's sequence, and its first row."""
-    sequence = tl.load(table + 2 * block)
-    first = tl.load(table + 2 * block + 1)
-    start = tl.load(starts + sequence)
-    key_start = tl.load(key_starts + sequence)
-    length = tl.load(starts + sequence + 1) - start
-    return start, length, key_start, tl.load(key_starts + sequence + 1) - key_start, first
+    row = table + 5 * block
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+
+
+@jit
+def steps_of(begin: Value, edge: Value, whole: Value, stop: Value, MASKED: constexpr, SIZE: constexpr) -> Any:
+    """Return how many blocks of the second of three ranges there are, or of the first and third, which need masks.
+
+    These two share a loop: each loop begins with loads that nothing hides.
+    """
+    if MASKED:
+        return tl.cdiv(edge - begin, SIZE) + tl.cdiv(tl.maximum(stop - whole, 0), SIZE)
+    else:  # noqa: RET505  # a branch of the compiler
+        return tl.cdiv(whole - edge, SIZE)
+
+
+@jit
+def start_of(index: Value, begin: Value, edge: Value, whole: Value, MASKED: constexpr, SIZE: constexpr) -> Any:
+    """Return where a block of these ranges starts."""
+    if MASKED:
+        before = tl.cdiv(edge - begin, SIZE)
+        return tl.where(index < before, begin + index * SIZE, whole + (index - before) * SIZE)
+    else:  # noqa: RET505  # a branch of the compiler
+        return edge + index * SIZE
 
 
 @jit
@@ -126,18 +145,31 @@ def flags(q: Tensor, k: Tensor, causal: bool, window: int | None, softcap: float
     }
 
 
+def _sequences(lengths: tuple[int, ...], keys: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
+    """Return first token and length of the queries and of the keys of each sequence."""
+    start = key_start = 0
+    for length, count in zip(lengths, keys, strict=True):
+        yield start, length, key_start, count
+        start, key_start = start + length, key_start + count
+
+
 # Cached by lengths, which are on the host: all layers of a pass share their tables.
 @lru_cache(maxsize=64)
 def query_blocks(
     lengths: tuple[int, ...], keys: tuple[int, ...], rows: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor:
-    """Return sequence and first row of each block of queries, ``[n, 2]`` int32; those that see most come first."""
+    """Return the blocks of queries, ``[n, 5]`` int32; those that see most come first.
+
+    A row has first token and length of the queries and of the keys of the block's sequence, and the block's first row
+    in it: a program knows all after one load.
+    """
     blocks = []
-    for sequence, (length, count) in enumerate(zip(lengths, keys, strict=True)):
+    for start, length, key_start, count in _sequences(lengths, keys):
         for first in range(0, length, rows):
             place = first + count - length
             stop = min(count, place + rows) if causal else count
-            blocks.append((stop - (0 if window is None else max(0, place - window)), sequence, first))
+            seen = stop - (0 if window is None else max(0, place - window))
+            blocks.append((seen, (start, length, key_start, count, first)))
     return _table(blocks, device)
 
 
@@ -145,18 +177,19 @@ def query_blocks(
 def key_blocks(
     lengths: tuple[int, ...], keys: tuple[int, ...], size: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor:
-    """Return sequence and first key of each block of keys, as above."""
+    """Return the blocks of keys, as above, with the block's first key."""
     blocks = []
-    for sequence, (length, count) in enumerate(zip(lengths, keys, strict=True)):
+    for start, length, key_start, count in _sequences(lengths, keys):
         for first in range(0, count, size):
             shift = count - length
             stop = length if window is None else min(length, first + size + window - shift)
-            blocks.append((stop - (max(0, first - shift) if causal else 0), sequence, first))
+            seen = stop - (max(0, first - shift) if causal else 0)
+            blocks.append((seen, (start, length, key_start, count, first)))
     return _table(blocks, device)
 
 
-def _table(blocks: list[tuple[int, int, int]], device: torch.device) -> Tensor:
+def _table(blocks: list[tuple[int, tuple[int, int, int, int, int]]], device: torch.device) -> Tensor:
     blocks.sort(key=lambda block: -block[0])
     # Made in inference mode, it could not be used in a backward pass.
     with torch.inference_mode(False):
-        return to_device([value for block in blocks for value in block[1:]], torch.int32, device).view(-1, 2)
+        return to_device([value for _, row in blocks for value in row], torch.int32, device).view(-1, 5)

@@ -61,13 +61,13 @@ def _attend(
 
 @jit
 def _forward(
-    q: Value, k: Value, v: Value, out: Value, lse: Value, table: Value, starts: Value, key_starts: Value, sink: Value,
-    scale: Value, cap: Value, window: Value, tokens: Value, heads: Value, value_dim: Value,
+    q: Value, k: Value, v: Value, out: Value, lse: Value, table: Value, sink: Value, scale: Value, cap: Value,
+    window: Value, tokens: Value, heads: Value, value_dim: Value,
     GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, SUNK: constexpr, FAST: constexpr,
     FEATURES: constexpr, VALUES: constexpr, ROWS: constexpr, KEYS: constexpr,
 ) -> None:  # fmt: skip
     head = tl.program_id(0)
-    start, length, key_start, num_keys, first = sequence(table, starts, key_starts, tl.program_id(1))
+    start, length, key_start, num_keys, first = sequence(table, tl.program_id(1))
     rows = first + tl.arange(0, ROWS)
     places = rows + num_keys - length
     query = q.load([start + first, head, 0]).reshape(ROWS, FEATURES)
@@ -123,7 +123,7 @@ def run(
     table = query_blocks(sequences.lengths, keys.lengths, shape["ROWS"], causal, window, q.device)
     _forward[(heads, len(table))](
         *(described(q, shape["ROWS"]), described(k, shape["KEYS"]), described(v, shape["KEYS"])),
-        *(out, lse, table, sequences.cu_seqlens, keys.cu_seqlens, sink, *factors(scale, softcap), window or 0),
+        *(out, lse, table, sink, *factors(scale, softcap), window or 0),
         *(tokens, heads, value_dim),
         SUNK=sink is not None,
         **flags(q, k, causal, window, softcap),

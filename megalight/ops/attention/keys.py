@@ -1,8 +1,10 @@
-"""The gradients of keys and values, for heads of 64 and 128 features and long sequences.
+"""The gradients of keys and values, for heads of 64 and 128 features.
 
 Scores lie as keys times queries, so that what comes of them is a left factor in registers as it is, and blocks are
-loaded from matrices of two dimensions. Queries that see all keys of a block are in a loop without a mask. So almost
-nothing spills, and two programs share a multiprocessor.
+loaded from matrices of two dimensions. Queries that see all keys of a block are in a loop without a mask, and all the
+others in a second one. Both go over all heads of a group, as each loop begins with loads that nothing hides: with loops
+for each head and each edge there were twelve for four heads. Almost nothing spills, and two programs share a
+multiprocessor.
 """
 
 from __future__ import annotations
@@ -12,7 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.attention.blocks import Descriptor, factors, flags, key_blocks, queries_of, sequence, tanh, visible
+from megalight.ops.attention.blocks import (
+    Descriptor,
+    factors,
+    flags,
+    key_blocks,
+    queries_of,
+    sequence,
+    start_of,
+    steps_of,
+    tanh,
+    visible,
+)
 from megalight.ops.jit import Value, constexpr, jit, tl
 from megalight.types import PackedSequences
 
@@ -22,30 +35,30 @@ BLOCKS: dict[str, Any] = {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 
 SIZES = (64, 128)
 """Features of heads that the kernel serves: powers of two, for a block of a matrix has no others."""
 
-LONG = 256
-"""Mean length of sequences from which it is faster than :func:`megalight.ops.attention.backward.of_keys`: programs that
-have little to do are delayed by its loops. Of 8192 tokens on an H100, 19 sequences gain 9 % and 64 lose."""
-
 
 @jit
 def _range(
     key_total: Value, value_total: Value, key: Value, value: Value, q: Value, grad: Value, lse: Value, delta: Value,
-    query_start: Value, column: Value, value_column: Value, length: Value, keys: Value, shift: Value, num_keys: Value,
-    window: Value, scale: Value, cap: Value, begin: Value, stop: Value,
-    CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr, MASKED: constexpr, COUNT: constexpr,
+    query_start: Value, tokens: Value, key_head: Value, head_step: Value, length: Value, keys: Value, shift: Value,
+    num_keys: Value, window: Value, scale: Value, cap: Value, begin: Value, edge: Value, whole: Value, stop: Value,
+    GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr, MASKED: constexpr,
+    COUNT: constexpr, VALUES: constexpr,
 ) -> Any:  # fmt: skip
-    """Add what the queries of a range give to the gradients of keys and values."""
-    for start in tl.range(begin, stop, COUNT):
+    """Add what the queries of ranges give to the gradients of keys and values: of each block, all heads in turn."""
+    for index in tl.range(0, GROUP * steps_of(begin, edge, whole, stop, MASKED, COUNT)):
+        start = start_of(index // GROUP, begin, edge, whole, MASKED, COUNT)
+        head = key_head * GROUP + index % GROUP
         rows = start + tl.arange(0, COUNT)
+        places = head * tokens + query_start + rows
         if MASKED:
             # Rows of the next sequence get weights of 0.
-            row_lse = tl.load(lse + rows, mask=rows < length, other=float("inf"))
-            row_delta = tl.load(delta + rows, mask=rows < length, other=0.0)
+            row_lse = tl.load(lse + places, mask=rows < length, other=float("inf"))
+            row_delta = tl.load(delta + places, mask=rows < length, other=0.0)
         else:
-            row_lse = tl.load(lse + rows)
-            row_delta = tl.load(delta + rows)
-        query = q.load([query_start + start, column])
-        pulled = grad.load([query_start + start, value_column])
+            row_lse = tl.load(lse + places)
+            row_delta = tl.load(delta + places)
+        query = q.load([query_start + start, head * head_step])
+        pulled = grad.load([query_start + start, head * VALUES])
         slopes = tl.zeros((keys.shape[0], COUNT), tl.float32) - row_delta[None, :]
         slopes = tl.dot(value, pulled.T, slopes)
         scores = tl.dot(key, query.T) * scale
@@ -66,13 +79,13 @@ def _range(
 @jit
 def _keys(
     q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, key_out: Value, value_out: Value, table: Value,
-    starts: Value, key_starts: Value, scale: Value, cap: Value, slope: Value, window: Value, tokens: Value,
+    scale: Value, cap: Value, slope: Value, window: Value, tokens: Value,
     key_heads: Value, head_step: Value, key_step: Value, value_step: Value,
     GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr, FEATURES: constexpr,
     VALUES: constexpr, ROWS: constexpr, KEYS: constexpr,
 ) -> None:  # fmt: skip
     key_head = tl.program_id(0)
-    start, length, key_start, num_keys, first = sequence(table, starts, key_starts, tl.program_id(1))
+    start, length, key_start, num_keys, first = sequence(table, tl.program_id(1))
     keys = first + tl.arange(0, KEYS)
     shift = num_keys - length
     key = k.load([key_start + first, key_head * key_step])
@@ -85,25 +98,16 @@ def _keys(
     edge = tl.where(first + KEYS > num_keys, stop, edge)
     edge = tl.minimum(tl.maximum(edge, begin), tl.maximum(stop, begin))
     whole = tl.maximum(tl.minimum(whole, length // ROWS * ROWS), edge)
-    for member in range(GROUP):
-        head = key_head * GROUP + member
-        row_lse = lse + head * tokens + start
-        row_delta = delta + head * tokens + start
-        key_total, value_total = _range(
-            key_total, value_total, key, value, q, grad, row_lse, row_delta, start, head * head_step,
-            head * VALUES, length, keys, shift, num_keys, window, scale, cap, begin, edge,
-            CAUSAL, WINDOW, CAPPED, FAST, True, ROWS,
-        )  # fmt: skip
-        key_total, value_total = _range(
-            key_total, value_total, key, value, q, grad, row_lse, row_delta, start, head * head_step,
-            head * VALUES, length, keys, shift, num_keys, window, scale, cap, edge, whole,
-            CAUSAL, WINDOW, CAPPED, FAST, False, ROWS,
-        )  # fmt: skip
-        key_total, value_total = _range(
-            key_total, value_total, key, value, q, grad, row_lse, row_delta, start, head * head_step,
-            head * VALUES, length, keys, shift, num_keys, window, scale, cap, whole, stop,
-            CAUSAL, WINDOW, CAPPED, FAST, True, ROWS,
-        )  # fmt: skip
+    key_total, value_total = _range(
+        key_total, value_total, key, value, q, grad, lse, delta, start, tokens, key_head, head_step, length, keys,
+        shift, num_keys, window, scale, cap, begin, edge, whole, stop,
+        GROUP, CAUSAL, WINDOW, CAPPED, FAST, False, ROWS, VALUES,
+    )  # fmt: skip
+    key_total, value_total = _range(
+        key_total, value_total, key, value, q, grad, lse, delta, start, tokens, key_head, head_step, length, keys,
+        shift, num_keys, window, scale, cap, begin, edge, whole, stop,
+        GROUP, CAUSAL, WINDOW, CAPPED, FAST, True, ROWS, VALUES,
+    )  # fmt: skip
     within = (keys < num_keys)[:, None]
     row = ((key_start + keys).to(tl.int64) * key_heads + key_head)[:, None]
     features = tl.arange(0, FEATURES)[None, :]
@@ -112,9 +116,9 @@ def _keys(
     tl.store(value_out + row * VALUES + values, value_total.to(value_out.dtype.element_ty), mask=within)
 
 
-def serves(q: Tensor, v: Tensor, sequences: PackedSequences) -> bool:
-    """Return whether the kernel serves these heads, and is the faster one for these sequences."""
-    return q.shape[-1] in SIZES and v.shape[-1] in SIZES and len(q) >= LONG * len(sequences.lengths)
+def serves(q: Tensor, v: Tensor) -> bool:
+    """Return whether the kernel serves these heads."""
+    return q.shape[-1] in SIZES and v.shape[-1] in SIZES
 
 
 def run(
@@ -146,7 +150,7 @@ def run(
     table = key_blocks(sequences.lengths, keys.lengths, size, causal, window, q.device)
     _keys[(key_heads, len(table))](
         *(_described(q, rows), _described(k, size), _described(v, size), _described(grad, rows), lse, delta),
-        *(grad_k, grad_v, table, sequences.cu_seqlens, keys.cu_seqlens, *factors(scale, softcap), scale, window or 0),
+        *(grad_k, grad_v, table, *factors(scale, softcap), scale, window or 0),
         *(tokens, key_heads, q.stride(1), k.stride(1), v.stride(1)),
         FEATURES=dim,
         VALUES=value_dim,

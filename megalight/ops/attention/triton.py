@@ -56,7 +56,7 @@ class _Attention(torch.autograd.Function):
         grad = grad.contiguous()
         delta = backward.run_delta(out, grad)
         args = (grad, q, k, v, lse, delta, ctx.sequences, *ctx.options)
-        of_keys = keys.run if keys.serves(q, v, ctx.sequences) else backward.of_keys
+        of_keys = keys.run if keys.serves(q, v) else backward.of_keys
         found = (backward.of_queries(*args), *of_keys(*args))
         grad_sink = None
         if sink is not None and ctx.needs_input_grad[3]:
