@@ -60,7 +60,16 @@ class Source:
 
     def imports(self) -> Iterator[Import]:
         """Yield every import in the file. ``from a import b`` counts as ``a.b``, because ``b`` may be a module."""
-        yield from self._imports(self.tree, lazy=False, typing=False)
+        yield from self._found
+
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree."""
+        return tuple(ast.walk(self.tree))
+
+    @functools.cached_property
+    def _found(self) -> tuple[Import, ...]:
+        return tuple(self._imports(self.tree, lazy=False, typing=False))
 
     def _imports(self, node: ast.AST, lazy: bool, typing: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):

@@ -68,7 +68,7 @@ def uses(source: Source) -> Iterator[tuple[Import, str]]:
     for found in source.imports():
         if found.module.split(".")[0] == "megalight" and found.module != "megalight.__version__":
             yield found, room(found.module)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         text = node.value if isinstance(node, ast.Constant) else None
         if (
             isinstance(text, str)
@@ -156,7 +156,7 @@ def code_from_data(source: Source) -> Iterator[str]:
         allowed = found.module == "pickle" and str(source.path).endswith(PICKLES)
         if found.module.split(".")[0] in FORBIDDEN_MODULES and not allowed:
             yield f"{source.path}:{found.line}: imports {found.module}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Call):
             continue
         if name_of(node.func) in FORBIDDEN_CALLS:

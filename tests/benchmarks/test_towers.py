@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +13,7 @@ import torch
 from benchmarks import towers
 from benchmarks.peers.megalight import Wrong
 from megalight.models.vlm.flops import Trained
+from tests.interpreters import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,14 +35,13 @@ def test_other_losses_than_those_of_the_first_way_are_not_timed() -> None:
 
 def test_rows_of_two_processes(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]
     words = [str(ROOT / "benchmarks" / "towers.py"), str(path), "--small", "--shapes", "qwen2.5-vl"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [*launcher, *words, "--ways", "together", "apart"],
         capture_output=True,
         text=True,
-        env=environment,
+        env=environment(),
         check=False,
         timeout=240,
     )
