@@ -6,6 +6,8 @@ A plan does not depend on the number of ranks. The same plan works for every lay
 from __future__ import annotations
 
 import fnmatch
+import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -47,7 +49,7 @@ class Plan:
         for target, found in self.rules.items():
             # The exact type: a subclass may compute something else, and the style would split it wrong without an
             # error.
-            matches = fnmatch.fnmatchcase(name, target) if isinstance(target, str) else type(module) is target
+            matches = self._patterns[target].match(name) if isinstance(target, str) else type(module) is target
             if matches:
                 return tuple(style for style in _many(found) if isinstance(style, Style))
         return ()
@@ -55,8 +57,12 @@ class Plan:
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Return the patterns that match none of ``names``: misspelt rules, for which ``parallelize`` raises."""
         names = list(names)
-        patterns = [target for target in self.rules if isinstance(target, str)]
-        return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+        return [glob for glob, pattern in self._patterns.items() if not any(map(pattern.match, names))]
+
+    @functools.cached_property
+    def _patterns(self) -> dict[str, re.Pattern[str]]:
+        """Expressions of the globs. Compiled once: each meets every module of the model."""
+        return {target: re.compile(fnmatch.translate(target)) for target in self.rules if isinstance(target, str)}
 
     def only(self, names: Iterable[str]) -> Plan:
         """Return the plan without patterns that match none of ``names``: a family's plan for one of its members."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -30,11 +31,12 @@ USELESS: dict[tuple[type[nn.Module], ...], str] = {
 def _matches(layer: Layer, pattern: str) -> list[tuple[str, nn.Module]]:
     """Return the modules that a pattern names, in the layer or as the layer itself, which has an empty name."""
     outer, module = layer
+    matches = re.compile(fnmatch.translate(pattern)).match
     found = []
     # By both names: patterns for one layer begin with `layers.`.
     for name, part in module.named_modules():
         whole = f"{outer}.{name}" if name else outer
-        if (name and fnmatch.fnmatchcase(name, pattern)) or fnmatch.fnmatchcase(whole, pattern):
+        if (name and matches(name)) or matches(whole):
             found.append((name, part))
     return found
 
