@@ -36,7 +36,7 @@ class Copies:
         current = torch.cuda.current_stream()
         flags = slot.flags_at(Flag.FREE, slot.memory.others)
         if capturing():  # a capture must not end with work left on another stream
-            # By a kernel: in a graph, a flag that the front end raises holds up the products behind it for longer.
+            # By a kernel: the longest idle times of recorded steps lay behind flags that the front end raised here.
             self.spin.raise_flags(flags)
             return
         self.spin.prepare(len(flags))
