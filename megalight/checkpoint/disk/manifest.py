@@ -130,7 +130,10 @@ def _guess(root: Place) -> str:
     if not root.exists():
         return "nothing is there."
     if root.is_file():
-        return "it is a single file. Files of plain Lightning are loaded by Lightning's own strategies."
+        return (
+            "it is a single file. If one of Lightning's own strategies wrote it, `megalight fit --ckpt_path` goes on from "
+            "it in any layout, and saves a checkpoint of ours."
+        )
     try:
         found = {entry.name for entry in root.iterdir()}
     except FileNotFoundError:  # another process has just removed it
