@@ -179,12 +179,16 @@ class MegalightCLI(LightningCLI):
         """Do nothing. Lightning would unpickle the whole file on every rank to read hyperparameters."""
 
     def before_instantiate_classes(self) -> None:
-        """Find the checkpoint that ``--ckpt_path=last`` or ``auto`` means, among all runs under the root folder."""
+        """Find the checkpoints that ``--ckpt_path=last``, ``auto`` and folders of runs mean."""
         if self.subcommand is not None:
             config = self.config[self.subcommand]
             # All ranks look in the same folders. What they find there must be one checkpoint.
             folders = newest.folders_of(config.trainer)
             config.ckpt_path = newest.resolve(config.get("ckpt_path"), self.subcommand, folders)
+            model = config.get("model")
+            given = model.get("init_args") if isinstance(model, Namespace) else None
+            if given is not None and isinstance(given.get("weights"), str):
+                given.weights = str(newest.newest_in(given.weights, f"--model.weights={given.weights}"))
 
     def instantiate_classes(self) -> None:
         """Create the trainer, the model and the data module.

@@ -12,6 +12,7 @@ import pytest
 
 from megalight.checkpoint import save
 from megalight.cli import newest
+from megalight.cli.lightning import parsed
 from megalight.cli.main import main
 from megalight.cli.newest import newest_in, resolve
 from megalight.errors import CheckpointError
@@ -77,6 +78,15 @@ def test_a_folder_of_runs_means_its_newest_checkpoint(tmp_path: Path) -> None:
     assert resolve(found, "fit", []) == found
     (tmp_path / "empty").mkdir()
     assert newest_in(tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_the_weights_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "run" / "a.ckpt", {})
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 8, "max_sequence_length": 8}
+    words = [*WORDS, "--model=GPTModule", *(f"--model.config.{name}={value}" for name, value in sizes.items())]
+    for folder, found in (("run", "run/a.ckpt"), ("elsewhere", "elsewhere")):
+        cli = parsed([*words, f"--model.weights={tmp_path / folder}"])
+        assert cli.model.weights == str(tmp_path / found)
 
 
 def test_a_folder_that_nobody_may_read_hides_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = place(path)
     if not is_folder(folder):
-        raise CheckpointError(f"{folder} holds no {CONFIG}; give the folder that save_pretrained wrote.")
+        absent = "" if folder.exists() else " (nothing is there)"
+        raise CheckpointError(f"{folder} holds no {CONFIG}{absent}; give the folder that save_pretrained wrote.")
     return json_of(folder / CONFIG)
 
 
