@@ -98,9 +98,10 @@ class Checkpoint:
     @cached_property
     def common(self) -> dict[str, Any]:
         """What was saved as ``common``."""
-        value = json_values.read(self._root, "common", dict(self.manifest.files))
-        if not isinstance(value, dict):
-            raise CheckpointError(f"common in checkpoint {self.path} is not a dict.")
+        with _naming_another(self.path):
+            value = json_values.read(self._root, "common", dict(self.manifest.files))
+            if not isinstance(value, dict):
+                raise CheckpointError(f"common in checkpoint {self.path} is not a dict.")
         return value
 
     @property
@@ -117,7 +118,8 @@ class Checkpoint:
         """What rank ``rank`` saved as ``rank_state``; None where there was no such rank, or it saved none."""
         if f"ranks/{rank}.json" not in self.manifest.files:
             return None
-        value: dict[str, Any] = json_values.read(self._root, f"ranks/{rank}", dict(self.manifest.files))
+        with _naming_another(self.path):
+            value: dict[str, Any] = json_values.read(self._root, f"ranks/{rank}", dict(self.manifest.files))
         return value
 
     def file(self, name: str) -> bytes:
@@ -133,7 +135,8 @@ class Checkpoint:
                 f"checkpoint {self.path} holds no file {name!r}; it holds {', '.join(known) or 'none'}."
                 f"{nearest(name, known)}"
             )
-        return self._bytes(f"files/{name}")
+        with _naming_another(self.path):
+            return self._bytes(f"files/{name}")
 
     def fill(
         self,
@@ -157,18 +160,15 @@ class Checkpoint:
         present = {name: view for name, view in views.items() if name in self.tensors}
         # Of all others the reader need not know: a checkpoint may be read tensor by tensor.
         tensors = {name: self.tensors[name] for name in present}
-        try:
-            with _collectives(f"loading {self.path}"):
-                # DCP plans which rank reads what. Its own formats play no part.
-                load_state_dict(
-                    dict(present),
-                    storage_reader=Reader(self._root, tensors, dict(self.manifest.files)),
-                    planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                    process_group=process_group,
-                    no_dist=ranks.alone,
-                )
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{_alternative(self.path)}") from error
+        with _naming_another(self.path), _collectives(f"loading {self.path}"):
+            # DCP plans which rank reads what. Its own formats play no part.
+            load_state_dict(
+                dict(present),
+                storage_reader=Reader(self._root, tensors, dict(self.manifest.files)),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=process_group,
+                no_dist=ranks.alone,
+            )
         return filled
 
     def _bytes(self, name: str) -> bytes:
@@ -185,17 +185,17 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
             checkpoint beside it, if there is one.
     """
     path = publish.absolute(path)
-    try:
-        for _ in range(ATTEMPTS if isinstance(path, Path) else 0):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                return Checkpoint(path)
-        return Checkpoint(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        # Removed at any moment since its name was seen: where there are no locks, nothing keeps it.
-        told = error if isinstance(error, CheckpointError) else f"checkpoint {path} was removed while it was opened."
-        raise MissingCheckpointError(f"{told}{_alternative(path)}") from error
-    except CheckpointError as error:
-        raise type(error)(f"{error}{_alternative(path)}") from error
+    with _naming_another(path):
+        try:
+            for _ in range(ATTEMPTS if isinstance(path, Path) else 0):
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    return Checkpoint(path)
+            return Checkpoint(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            # Removed at any moment since its name was seen: where there are no locks, nothing keeps it.
+            raise MissingCheckpointError(f"checkpoint {path} was removed while it was opened.") from error
 
 
 @contextmanager
@@ -219,6 +219,15 @@ def _collectives(stage: str) -> Iterator[None]:
 def _close(descriptor: int | None) -> None:
     if descriptor is not None:
         os.close(descriptor)
+
+
+@contextmanager
+def _naming_another(path: Place) -> Iterator[None]:
+    """Let errors of a checkpoint end with the newest finished one beside it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"{error}{_alternative(path)}") from error
 
 
 def _alternative(path: Place) -> str:

@@ -283,6 +283,11 @@ DAMAGE: dict[str, tuple[Callable[[Place], object], list[str], list[str]]] = {
         ["--ckpt_path={root}/checkpoints/step=2.ckpt"],
         ["step=2.ckpt", "newest finished checkpoint beside it is", "step=1.ckpt"],
     ),
+    "checkpoint whose progress is torn": (
+        lambda place: _flip(place.checkpoints / "step=2.ckpt" / "common.json"),
+        ["--ckpt_path={root}/checkpoints/step=2.ckpt"],
+        ["common.json", "newest finished checkpoint beside it is", "step=1.ckpt"],
+    ),
     "checkpoint without a file": (
         lambda place: _biggest(place.checkpoints / "step=2.ckpt").unlink(),
         ["--ckpt_path={root}/checkpoints/step=2.ckpt"],
@@ -307,10 +312,13 @@ def test_damaged_files_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty", "ignore:The dirpath has changed")
-def test_a_flipped_bit_is_found_before_any_weight_changes(place: Place, capsys: Any) -> None:
+@pytest.mark.parametrize("file", [_biggest, lambda folder: folder / "ranks" / "0.json"], ids=["tensors", "rank"])
+def test_a_flipped_bit_is_found_before_any_weight_changes(
+    file: Callable[[Path], Path], place: Place, capsys: Any
+) -> None:
     """It shows when tensors are read: logs have begun then, checkpoints are as they were."""
     torn = place.checkpoints / "step=2.ckpt"
-    _flip(_biggest(torn))
+    _flip(file(torn))
     before = set(place.checkpoints.rglob("*"))
     capsys.readouterr()
     assert main(["fit", "-c", place.recipe, f"--ckpt_path={torn}", "--trainer.logger=false"]) == 2

@@ -131,8 +131,8 @@ def _guess(root: Place) -> str:
         return "nothing is there."
     if root.is_file():
         return (
-            "it is a single file. If one of Lightning's own strategies wrote it, `megalight fit --ckpt_path` goes on from "
-            "it in any layout, and saves a checkpoint of ours."
+            "it is a single file. If one of Lightning's own strategies wrote it, `megalight fit --ckpt_path` goes on "
+            "from it in any layout, and saves a checkpoint of ours."
         )
     try:
         found = {entry.name for entry in root.iterdir()}
