@@ -52,8 +52,7 @@ class Gatherer:
         self._home = {id(info.parameter): index for index, bucket in enumerate(buckets) for info in bucket.infos}
         self._travelling = [index for index, bucket in enumerate(buckets) if bucket.shard_group is not None]
         self._sent: set[int] = set()
-        # Urgent: streams of a graph beside the gathers would queue behind them where they share a queue of the device,
-        # and a peer that waits for a copy on one of those would wait for all gathers.
+        # Urgent: a gather needs few multiprocessors, but soon, and products beside it leave it none until they end.
         self._stream = side_stream(device, bool(self._travelling), urgent=True)
         self._marks: dict[int, torch.cuda.Event] = {}
         if self._stream is not None:

@@ -14,7 +14,7 @@ def side_stream(device: torch.device, needed: bool = True, urgent: bool = False)
     """Return a stream beside the computation on ``device``; None on a CPU, where nothing runs beside it.
 
     Args:
-        urgent: it has a higher priority, and so shares no hardware queue with streams of the usual one.
+        urgent: its kernels get multiprocessors before those of other streams.
     """
     if device.type != "cuda" or not needed:
         return None
