@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.workers import SERVER
+from tests.workers import Forked
 
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -80,7 +80,7 @@ def commands() -> Path:
         path = folder / name
         path.write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket"), words=words))
         path.chmod(0o755)
-    server = SERVER.Process(target=_serve, args=(listener,))
+    server = Forked(target=_serve, args=(listener,))
     server.start()
     listener.close()
     atexit.register(_end, server.pid, folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.interpreters import environment
-from tests.workers import SERVER
+from tests.workers import Forked
 
 SECONDS = 240
 STARTED = ("LOCAL_RANK", "WORLD_SIZE", "RANK")
@@ -42,7 +42,7 @@ def forked(target: Callable[..., None], *args: Any, output: Path) -> int:
     Raises:
         TimeoutError: it has not ended after ``SECONDS``; with the contents of ``output``.
     """
-    process = SERVER.Process(target=target, args=args)
+    process = Forked(target=target, args=args)
     process.start()
     process.join(SECONDS)
     if process.exitcode is None:

@@ -39,6 +39,17 @@ SERVER.set_forkserver_preload(
         "tests.frozen",
     ]
 )
+
+
+class Forked(SERVER.Process):  # type: ignore[name-defined, misc]
+    """A process that is forked from it, and starts its own as any other does.
+
+    One of Python's would start a server of its own for the readers of data, which makes all these imports again.
+    """
+
+    _start_method = None
+
+
 LOST_PEER = re.compile(r"by peer|Broken pipe")
 """Matches errors of ranks that lost another rank. These are consequences of a failure, not its cause."""
 
@@ -105,8 +116,7 @@ class _Pool:
         self.results = SERVER.Queue()
         self.jobs = [SERVER.Queue() for _ in range(size)]
         self.processes = [
-            SERVER.Process(target=_serve, args=(rank, self.jobs[rank], self.results), daemon=True)
-            for rank in range(size)
+            Forked(target=_serve, args=(rank, self.jobs[rank], self.results), daemon=True) for rank in range(size)
         ]
         for process in self.processes:
             process.start()
