@@ -85,7 +85,7 @@ class Run:
         self.side, self.tape = side, tape
         self.model, self.alone = self._build(), self._build()
         with (
-            patch.object(gathers, "side_stream", lambda device, needed: side if needed else None),
+            patch.object(gathers, "side_stream", lambda device, needed, urgent=False: side if needed else None),
             patch.object(torch.cuda, "Event", Mark),
         ):
             self.engine = DataParallelEngine(infos(self.model), mesh(), bucket_size=1)
