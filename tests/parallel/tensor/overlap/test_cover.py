@@ -117,10 +117,13 @@ def test_a_pass_that_fails_leaves_nothing() -> None:
 KINDS = [Recompute(), Recompute(granularity="full", num_layers=2)]
 
 
-def covered(links: float) -> list[str]:
-    """Main gradients of three micro-batches, with messages that are hidden by one weight gradient or by none."""
-    size = dist.get_world_size()
-    mesh = ParallelMesh(size, dist.get_rank(), tp=size)
+def covered(size: int, links: float) -> list[str]:
+    """Gradients of three micro-batches, with messages that are hidden by one weight gradient or by none.
+
+    Replicas have other tokens, and sum their gradients bucket by bucket while the last pass runs.
+    """
+    mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), tp=size)
+    first = 3 * mesh.rank("dp")
     attention = AttentionConfig(qk_norm=True, qkv_bias=True, proj_bias=True)
     whole = twin(GPTConfig(**BASE, num_kv_heads=2, attention=attention, mlp_bias=True))
     jitter(whole)
@@ -130,13 +133,15 @@ def covered(links: float) -> list[str]:
         model = copy.deepcopy(whole)
         specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=True, tensor=tensor)
         apply_recompute(model, recompute)
-        engine = DataParallelEngine([ParamInfo(name, p, specs[name], 0) for name, p in model.named_parameters()], mesh)
+        infos = [ParamInfo(name, p, specs[name], 0) for name, p in model.named_parameters()]
+        engine = DataParallelEngine(infos, mesh, bucket_size=1)
         engine.zero_grad()
         with engine.micro_batches(3):
             for index in range(3):
-                model((tokens + index) % 101, sequences, labels).losses.sum().backward()
+                model((tokens + first + index) % 101, sequences, labels).losses.sum().backward()
         engine.finish_grad_sync()
-        return {name: p.main_grad for name, p in model.named_parameters()}
+        # The sums over replicas of this rank's part of each parameter.
+        return {each.infos[0].name: sums for each, sums in zip(engine.buckets, engine.gradients, strict=True)}
 
     wanted = gradients(TensorOptions(overlap="plain"), Recompute())
     waited: list[float] = []
@@ -165,6 +170,8 @@ def covered(links: float) -> list[str]:
 
 
 @pytest.mark.parametrize("links", [1e3, 1e30], ids=["slow", "fast"])
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_main_gradients_are_those_of_the_plain_way(tp: int, links: float) -> None:
-    assert run(covered, tp, links) == [[]] * tp
+@pytest.mark.parametrize(
+    ("tp", "dp"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.full), pytest.param(2, 2, marks=pytest.mark.full)]
+)
+def test_gradients_are_those_of_the_plain_way(tp: int, dp: int, links: float) -> None:
+    assert run(covered, tp * dp, tp, links) == [[]] * (tp * dp)
