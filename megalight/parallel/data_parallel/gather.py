@@ -51,6 +51,7 @@ class Gatherer:
         self._hooks: list[RemovableHandle] = []
         self._home = {id(info.parameter): index for index, bucket in enumerate(buckets) for info in bucket.infos}
         self._travelling = [index for index, bucket in enumerate(buckets) if bucket.shard_group is not None]
+        self._number = {id(buckets[index]): index for index in self._travelling}
         self._sent: set[int] = set()
         # Urgent: a gather needs few multiprocessors, but soon, and products beside it leave it none until they end.
         self._stream = side_stream(device, bool(self._travelling), urgent=True)
@@ -74,7 +75,7 @@ class Gatherer:
         """
         # A graph would hold the message without what waits for it.
         if self._stream is None or not torch.cuda.is_current_stream_capturing():
-            index = next(index for index in self._travelling if self.buckets[index] is bucket)
+            index = self._number[id(bucket)]
             self._begin([index])
             self._sent.add(index)
 

@@ -39,8 +39,7 @@ def check_low_precision(model: nn.Module, options: LowPrecisionOptions) -> None:
     if options.fp8_attention:
         check_fp8_attention(chosen)
     for path, layer in chosen.items():
-        for _ in weights_to_cast(path, layer, options):
-            pass  # asked for the errors alone
+        list(weights_to_cast(path, layer, options))  # it raises what is wrong with a weight
 
 
 def options_of_part(model: nn.Module, options: LowPrecisionOptions, part: str) -> LowPrecisionOptions | None:
