@@ -12,7 +12,7 @@ from megalight.data.multimodal.forms import Cut
 from megalight.data.multimodal.models import form_of
 from megalight.models.vision.flops import Passes
 from megalight.models.vlm import ProjectorConfig, VLMConfig
-from megalight.models.vlm.flops import Trained, flops_of_images, flops_per_token
+from megalight.models.vlm.flops import Trained, flops_of_images, flops_of_losses, flops_per_token
 from megalight.models.vlm.presets import PRESETS
 from megalight.types import TokenBatch
 
@@ -61,19 +61,21 @@ class Shape:
         labels = tokens.roll(-1, 1)
         mask = (labels != token).float()
         mask[:, -1] = 0
-        return with_cuts(TokenBatch(tokens, labels, mask), cuts, token, form), [cut for own in cuts for cut in own]
+        batch = with_cuts(TokenBatch(tokens, labels, mask), cuts, token, form)
+        return batch.with_rows(), [cut for own in cuts for cut in own]
 
     def image_tokens(self) -> int:
         """Return the tokens of images in a row."""
         return sum(len(cut.source) for cut in self.batch(0, 1)[1])
 
     def flops(self, trained: Trained = FROZEN_TOWER) -> float:
-        """Return the model FLOPs of a step."""
+        """Return the model FLOPs of a step. Tokens without a loss need no head and no last MLP."""
         config = self.config
-        _, cuts = self.batch(0, 1)
+        batch, cuts = self.batch(0, 1)
         windows = [part for cut in cuts for part in cut.windows]
         images = flops_of_images(config, [len(cut.pixels) for cut in cuts], windows, trained)
-        return self.rows * (self.seq * flops_per_token(config, self.seq, trained) + images)
+        spared = (self.seq - sum(batch.row_counts)) * flops_of_losses(config, trained)
+        return self.rows * (self.seq * flops_per_token(config, self.seq, trained) + images - spared)
 
 
 SHAPES = {

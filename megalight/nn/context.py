@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from megalight.nn.rotary import RotaryTable
 from megalight.nn.side_losses import SideLosses, current
 from megalight.types import PackedSequences
@@ -23,10 +25,13 @@ class LayerContext:
         rotary: rotary tables by name. Each mixer names the table it reads; a model with several bases has several.
         divisions: other ways in which the same tokens divide into sequences, by name, such as the windows of a vision
             tower. An attention that names one stays inside of its parts.
+        rows: ``[M]`` int64: the tokens whose hidden states are read after the last layer, which returns only these if
+            it can (:attr:`~megalight.nn.TransformerLayer.narrows`). None: all tokens.
         side_losses: receives the losses of single layers. By default, the collector that is active now.
     """
 
     sequences: PackedSequences
     rotary: Mapping[str, RotaryTable] = field(default_factory=dict)
     divisions: Mapping[str, PackedSequences] = field(default_factory=dict, kw_only=True)
+    rows: Tensor | None = field(default=None, kw_only=True)
     side_losses: SideLosses = field(default_factory=current)

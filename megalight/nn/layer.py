@@ -10,6 +10,7 @@ from megalight.nn.context import LayerContext
 from megalight.nn.dropout import drop
 from megalight.nn.norm import norm_and_sum
 from megalight.nn.state import Slots
+from megalight.ops.rows import take_rows
 
 
 class TransformerLayer(nn.Module):
@@ -32,9 +33,12 @@ class TransformerLayer(nn.Module):
 
     Attributes:
         adds: which of several memories ``[N, T, h]`` is added to the output, such as features of images; None: none.
+        narrows: whether the layer goes on with the rows of the context behind the mixer. It is for the last layer: no
+            mixer reads the other rows, so an MLP need not compute them.
     """
 
     adds: int | None = None
+    narrows: bool = False
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class TransformerLayer(nn.Module):
         return self.get_submodule(self.names[1]).make_state(slots)  # type: ignore[operator]
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
-        """``[T, h] -> [T, h]``. The mixer gets ``state`` and ``memory``."""
+        """``[T, h] -> [T, h]``, or ``[M, h]`` if the layer narrows. The mixer gets ``state`` and ``memory``."""
         norm, mixer, dropout, post_norm = self.names
         # Attribute access of modules costs a microsecond each, several times per layer; the dict does not.
         modules: dict[str, Any] = self._modules
@@ -71,6 +75,8 @@ class TransformerLayer(nn.Module):
         # Both come from one op: its backward adds the gradients of the norm and of the residual in one pass.
         normed, hidden = norm_and_sum(modules[norm], hidden)
         mixed = modules[mixer](normed, context, state, memory)
+        if self.narrows and context.rows is not None:
+            mixed, hidden = take_rows(mixed, context.rows), take_rows(hidden, context.rows)
         if (after := modules[post_norm]) is not None:
             mixed = after(mixed)
         mixed = drop(modules[dropout], mixed)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.vlm.module import VLMModule
+from megalight.models.vlm.task import skips
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.strategies.batch_size import count_samples
@@ -195,8 +196,10 @@ class TowerStepper(Stepper):
         shares = _shares(self._module, batch, self.encoder.division.readers)
         divided = [Stepper._split(self, share) for share in shares]
         rows = list(zip(*(parts for _, parts in divided), strict=True))
+        language = self.encoder.division.language
+        multiple = self.encoder.language.token_multiple(language)
         for each in (each for row in rows for each in row):
-            self.module.count_images(each)
+            self.module.count_work(each, language.cp == 1 and skips(each, multiple))
         return sum(samples for samples, _ in divided), rows
 
 

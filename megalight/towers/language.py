@@ -33,7 +33,7 @@ class LanguageTask:
         if task.has_embedding(model):
             images, _ = batch.parts()
             arrived = Arrived(self.features(batch), task.source_of(batch, sequences), images.mixtures)
-        return task.forward(model, batch, sequences, carry, arrived)
+        return task.forward(model, batch, sequences, carry, arrived, self.multiple)
 
     def loss_step(self, carry: dict[str, Tensor], batch: ImageTextBatch) -> Loss:
         """Return the sum of the losses."""

@@ -115,6 +115,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 RATES = {"rates": {"*.tower.*": 0.1, "*.projector.*": 10.0, "*.embed.word.*": 0.5}}
 """Name of a case -> pattern -> factor of the learning rate."""
 CONFIGS |= dict.fromkeys((*ADAPTERS, *RATES), CONFIG)
+WITH_ROWS = {f"{name}_rows": CONFIGS[name] for name in ("llava", "deep", "deep_qwen", "deep_qwen3", "experts", "gemma")}
+"""Models whose batches tell which tokens have a loss."""
+CONFIGS |= WITH_ROWS
 COUNTS = {
     "mixed": [(1, 0, 2, 3), (0, 0, 1, 0), (3, 1, 0, 1)],
     "none": [(0, 0, 0, 0)],
@@ -133,6 +136,12 @@ COUNTS = {
 """Images of each row of each step."""
 
 
+def rows_of(name: str, counts: tuple[int, ...], step: int) -> ImageTextBatch:
+    """Return the global batch of a step."""
+    found = batch(counts, seed=step, config=CONFIGS[name])
+    return found.with_rows() if name in WITH_ROWS else found
+
+
 class Shares(torch.utils.data.Dataset[ImageTextBatch]):
     """This rank's share of each step's global batch."""
 
@@ -143,7 +152,7 @@ class Shares(torch.utils.data.Dataset[ImageTextBatch]):
         return len(self.counts)
 
     def __getitem__(self, step: int) -> Any:
-        whole_batch = batch(self.counts[step], seed=step, config=CONFIGS[self.name])
+        whole_batch = rows_of(self.name, self.counts[step], step)
         return whole_batch.split(len(whole_batch) // self.replicas)[self.rank]
 
 
@@ -268,7 +277,21 @@ CHOSEN = [
     ("radio", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("registers", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
 ]
+CHOSEN += [
+    # The head is a stage by itself, or the last layer is with it; shares of tokens do not skip.
+    ("deep_rows", "mixed", 2, {"pipeline_parallel": 2, "pipeline_layout": "Etttt|L", "micro_batch_size": 1}),
+    ("deep_qwen_rows", "mixed", 4, {"tensor_parallel": 2, "pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("experts_rows", "mixed", 2, {**SP, "expert_parallel": 2, "micro_batch_size": 2}),
+]
 FULL = [
+    ("llava_rows", "mixed", 1, {"micro_batch_size": 4}),
+    ("llava_rows", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
+    ("llava_rows", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("deep_rows", "mixed", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("deep_rows", "mixed", 2, {"recompute": Recompute(granularity="full", num_layers=2), "micro_batch_size": 1}),
+    ("deep_qwen3_rows", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("experts_rows", "mixed", 2, {"expert_parallel": 2, "micro_batch_size": 1}),
+    ("gemma_rows", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
     ("tiles", "one", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("tiles", "mixed", 2, {"sharded": True, "micro_batch_size": 2}),
     ("llava", "many", 2, {**SP, "micro_batch_size": 1}),

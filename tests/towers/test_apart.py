@@ -19,7 +19,7 @@ from megalight.parallel.data_parallel import DataParallel
 from megalight.towers import Side, TowersApart
 from megalight.towers.encoder import Encoder
 from megalight.towers.shares import consecutive
-from tests.models.test_vlm_strategy import ADAPTERS, CONFIGS, COUNTS, FREEZE, by_hand
+from tests.models.test_vlm_strategy import ADAPTERS, CONFIGS, COUNTS, FREEZE, by_hand, rows_of
 from tests.models.vlm_samples import batch
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.training import ADAM, CLIP, SEED, assert_same_gradients
@@ -73,7 +73,7 @@ def train(
     data = made.bridge.dest_mesh.dp
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step, each in enumerate(COUNTS[counts]):
-        whole = batch(each, seed=step, config=CONFIGS[name])
+        whole = rows_of(name, each, step)
         shares = whole.split(len(whole) // data)
         parts = [share.split(1 + number * uneven) for number, share in enumerate(shares)]
         found["losses"].append(float(made.forward_backward(parts.__getitem__)))

@@ -16,7 +16,7 @@ from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.data_parallel.residency import Residency
 from megalight.towers import Side, TowersBeside
 from megalight.towers.balance import balanced
-from tests.models.test_vlm_strategy import CONFIGS, COUNTS, by_hand
+from tests.models.test_vlm_strategy import CONFIGS, COUNTS, by_hand, rows_of
 from tests.models.vlm_samples import batch
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.training import CLIP, SEED, assert_same_gradients
@@ -56,7 +56,7 @@ def train(name: str, counts: str, tower: dict[str, Any], language: dict[str, Any
     made = make(name, tower, language)
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step, each in enumerate(COUNTS[counts]):
-        every = batch(each, seed=step, config=CONFIGS[name])
+        every = rows_of(name, each, step)
         share = every.split(len(every) // made.language.mesh.dp)[made.replica]
         found["losses"].append(float(made.forward_backward(share.split(1))))  # type: ignore[arg-type]
         if not step:
@@ -76,6 +76,7 @@ CHOSEN = [
     ("qwen3", "mixed", 2, {}, PP),
     ("both_adapters", "mixed", 2, {}, SP),
     ("experts", "mixed", 2, TP, {"expert_parallel": 2}),
+    ("llava_rows", "mixed", 2, {}, TP),
 ]
 FULL = [
     ("qwen3", "mixed", 4, SP, CP),

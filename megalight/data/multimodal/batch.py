@@ -167,11 +167,24 @@ class ImageTextBatch(TokenBatch):
             ``NEWLINE``: a learned row replaces it, or ``MIXED`` less the number of a mixture.
         runs: where the tokens of each image are, for models in which these see each other. Without need they are left
             out: they differ from batch to batch, and a recorded step is of one form. A context-parallel share has none.
+        rows: ``[M]`` int64: which of all tokens, laid end to end, count in the loss, so that a model can skip others
+            behind its last mixer. None: unknown, or none does.
+        row_counts: how many each sample has, on the host; empty if unknown.
     """
 
     images: Images | None = None
     source: Tensor | None = None
     runs: Runs = field(default=(), kw_only=True)
+    rows: Tensor | None = field(default=None, kw_only=True)
+    row_counts: tuple[int, ...] = field(default=(), kw_only=True)
+
+    def with_rows(self) -> ImageTextBatch:
+        """Return the batch with ``rows`` and ``row_counts`` from the loss mask. On a GPU, this makes the host wait."""
+        counted = self.loss_mask != 0
+        rows = counted.flatten().nonzero().flatten()
+        if not len(rows):
+            return self
+        return replace(self, rows=rows, row_counts=tuple(counted.sum(1).tolist()))
 
     @property
     def sequences(self) -> PackedSequences:
@@ -192,11 +205,16 @@ class ImageTextBatch(TokenBatch):
             DataError: this batch is a context-parallel share.
         """
         images, source = self.parts()
+        places = [0, *accumulate(self.row_counts)]
         parts: list[TokenBatch] = []
         for number, text in enumerate(super().split(size)):
             start, stop = number * size, number * size + len(text)
             held, before, mixed = images.of_samples(start, stop)
-            parts.append(_with(text, held, shifted(source[start:stop], -before, -mixed), self.runs[start:stop]))
+            part = _with(text, held, shifted(source[start:stop], -before, -mixed), self.runs[start:stop])
+            if self.rows is not None and any(counts := self.row_counts[start:stop]):
+                rows = self.rows[places[start] : places[stop]] - start * self.tokens.shape[1]
+                part = replace(part, rows=rows, row_counts=counts)
+            parts.append(part)
         return parts
 
     def context_share(self, rank: int, size: int, multiple: int = 1, ahead: int = 0) -> TokenBatch:
@@ -214,12 +232,17 @@ class ImageTextBatch(TokenBatch):
         images, source = self.parts()
         non_blocking = non_blocking or self.tokens.is_pinned()
         moved = source.to(device, non_blocking=non_blocking)
-        return _with(super().to(device, non_blocking), images.to(device, non_blocking), moved, self.runs)
+        batch = _with(super().to(device, non_blocking), images.to(device, non_blocking), moved, self.runs)
+        return batch._with_rows_of(self, lambda rows: rows.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TokenBatch:
         """Copy to page-locked host memory."""
         images, source = self.parts()
-        return _with(super().pin_memory(), images.map(Tensor.pin_memory), source.pin_memory(), self.runs)
+        batch = _with(super().pin_memory(), images.map(Tensor.pin_memory), source.pin_memory(), self.runs)
+        return batch._with_rows_of(self, Tensor.pin_memory)
+
+    def _with_rows_of(self, other: ImageTextBatch, change: Callable[[Tensor], Tensor]) -> ImageTextBatch:
+        return self if other.rows is None else replace(self, rows=change(other.rows), row_counts=other.row_counts)
 
 
 def _with(text: TokenBatch, images: Images, source: Tensor, runs: Runs = ()) -> ImageTextBatch:

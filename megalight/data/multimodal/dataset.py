@@ -214,7 +214,7 @@ def collate(samples: Sequence[ImageSample]) -> ImageTextBatch:
     source = np.stack([shifted(x.source, first, other) for x, first, other in zip(samples, rows, mixed, strict=False)])
     images = Images.of_cuts([sample.cuts for sample in samples], samples[0].form)
     axes = [sample.axis_positions for sample in samples if sample.axis_positions is not None]
-    return ImageTextBatch(
+    batch = ImageTextBatch(
         text.tokens,
         text.labels,
         text.loss_mask,
@@ -224,6 +224,7 @@ def collate(samples: Sequence[ImageSample]) -> ImageTextBatch:
         runs=runs_of(source, images),
         axis_positions=torch.from_numpy(np.stack(axes)) if axes else None,
     )
+    return batch.with_rows()
 
 
 def _rebuild(

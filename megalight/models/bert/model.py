@@ -26,6 +26,7 @@ from megalight.nn import (
     TokenEmbedding,
     run_layers,
 )
+from megalight.ops.rows import take_rows
 from megalight.types import PackedSequences
 
 
@@ -88,7 +89,7 @@ class BertHead(nn.Module):
         order = None if self.order is None else self.order(hidden, sequences)
         if rows is not None:
             # Choose rows before the projection: it is the larger part of the head's work.
-            hidden, labels = hidden.index_select(0, rows), None if labels is None else labels[rows]
+            hidden, labels = take_rows(hidden, rows), None if labels is None else labels[rows]
         answer = self.masked(hidden, labels)
         return Output(logits=answer, order=order) if labels is None else Output(losses=answer, order=order)
 

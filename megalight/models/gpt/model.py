@@ -39,6 +39,7 @@ from megalight.nn import (
     run_layers,
 )
 from megalight.nn.moe import Experts, MoE, Router
+from megalight.ops.rows import take_rows
 from megalight.types import PackedSequences
 
 ROTARY, LOCAL = "rotary", "local"
@@ -368,6 +369,10 @@ class GPT(nn.Module):
         self.rotary = build_rotary(config)
         self.local_rotary = build_rotary(config, local=True)
         self.layers = nn.ModuleDict({str(i): build_layer(config, i) for i in range(config.num_layers)})
+        self.last_layer = str(config.num_layers - 1)
+        # Experts keep all tokens: their routers balance them.
+        last = self.layers[self.last_layer]
+        last.narrows = isinstance(last, TransformerLayer) and isinstance(last.mlp, MLP)  # type: ignore[assignment]
         self.head: LMHead | None = build_head(config)
         self.mtp: MultiTokenPrediction | None = None
         if config.mtp is not None:
@@ -377,14 +382,14 @@ class GPT(nn.Module):
         if config.tie_embeddings:
             self.head.output_layer.weight = self.embed.word.weight
 
-    def context(self, sequences: PackedSequences, dtype: torch.dtype) -> LayerContext:
-        """Make the context that the layers share, for hidden states of ``dtype``."""
+    def context(self, sequences: PackedSequences, dtype: torch.dtype, rows: Tensor | None = None) -> LayerContext:
+        """Make what layers share, for hidden states of ``dtype``. ``rows``: those that the head reads; None: all."""
         # Made from the dtype of the hidden states, which tells how precise angles must be.
         rotations = {ROTARY: self.rotary, LOCAL: self.local_rotary}
         tables = {
             name: rotary(sequences.rotary_positions, dtype) for name, rotary in rotations.items() if rotary is not None
         }
-        return LayerContext(sequences, tables)
+        return LayerContext(sequences, tables, rows=rows)
 
     def forward(
         self,
@@ -424,7 +429,8 @@ class GPT(nn.Module):
         if hidden is None:
             raise DataError("hidden is None, but this model has no embedding; pass hidden states [T, h].")
         # The context is made once. Recompute of a layer then passes the same object.
-        context = self.context(sequences, hidden.dtype)
+        narrowed = rows if self._narrows(labels, later, lesson) else None
+        context = self.context(sequences, hidden.dtype, narrowed)
         hidden = run_layers(self.layers, hidden, context, states, memory)
         if self.mtp is not None and later:
             depths = self.mtp(hidden, [each.tokens for each in later], self._positions(sequences, len(later)), context)
@@ -435,11 +441,18 @@ class GPT(nn.Module):
             # By a call, so that hooks of the head run.
             divergences, losses = self.head(hidden, labels, lesson=lesson)
             return Output(losses=losses, depths=further, divergences=divergences)
-        # select rows before the head, whose product with the vocabulary is expensive
         if rows is not None:
-            hidden, labels = hidden[rows], None if labels is None else labels[rows]
+            # select rows before the head, whose product with the vocabulary is expensive
+            hidden = hidden if narrowed is not None else take_rows(hidden, rows)
+            labels = None if labels is None else labels[rows]
         answer = self.head(hidden, labels)
         return Output(logits=answer) if labels is None else Output(losses=answer, depths=further)
+
+    def _narrows(self, labels: Tensor | None, later: Sequence[Later], lesson: Lesson | None) -> bool:
+        """Return whether the last layer returns the chosen rows only: it is here, and the head alone reads it."""
+        if self.head is None or labels is None or later or lesson is not None or self.last_layer not in self.layers:
+            return False
+        return bool(self.layers[self.last_layer].narrows)
 
     def _positions(self, sequences: PackedSequences, depths: int) -> list[Tensor]:
         """Return the positions of the tokens that each depth reads."""

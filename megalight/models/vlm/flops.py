@@ -11,6 +11,7 @@ from megalight.models.gpt.flops import flops_per_token as flops_of_text
 from megalight.models.vision import flops as tower
 from megalight.models.vision.flops import Passes
 from megalight.models.vlm.config import VLMConfig
+from megalight.nn.mlp import is_gated
 
 PARTS = (".tower.", ".projector.", "")
 """What names of parameters of the tower, the projectors and the language model contain."""
@@ -53,6 +54,20 @@ def flops_per_token(config: VLMConfig, sequence_length: int, trained: Trained | 
     passes = (trained or Trained()).language
     # Nothing is trained only where a model is measured by hand: a forward pass alone.
     return float(flops_of_text(config.language, sequence_length, passes.weights if passes.inputs else None))
+
+
+def flops_of_losses(config: VLMConfig, trained: Trained | None = None) -> float:
+    """Return the operations of :func:`flops_per_token` that only tokens with a loss need: the head, and the last MLP.
+
+    Experts of the last layer, and a last layer to which features of images are added, compute all tokens.
+    """
+    language, last = config.language, config.language.num_layers - 1
+    weights = language.vocab_size * language.hidden_size
+    whole_layer = language.mixer_of(last) is not None and language.has_mlp(last) and not language.has_experts(last)
+    if whole_layer and last >= len(config.deepstack):
+        projections = 3 if is_gated(language.activation) else 2
+        weights += projections * language.hidden_size * language.ffn_hidden_size
+    return (trained or Trained()).language.of_weights * weights
 
 
 def flops_of_images(

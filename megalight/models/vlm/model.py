@@ -274,6 +274,7 @@ class VLM(GPT):
         self.deepstack = config.deepstack
         for number in range(len(config.deepstack)):
             self.layers[str(number)].adds = number  # type: ignore[assignment]
+            self.layers[str(number)].narrows = False  # type: ignore[assignment]  # what it adds is of all tokens
         for layer in self.layers.values() if config.mutual else ():
             layer.get_submodule("attention.inner").mutual = True  # type: ignore[assignment]
         self.config = config  # type: ignore[assignment]  # it has what the language model asks of its own

@@ -14,7 +14,7 @@ from megalight.models.saved import Keys
 from megalight.models.vision.model import Pictures
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
-from megalight.models.vlm.flops import Trained, flops_of_images, flops_per_token
+from megalight.models.vlm.flops import Trained, flops_of_images, flops_of_losses, flops_per_token
 from megalight.models.vlm.frozen import freeze
 from megalight.models.vlm.model import Arrived
 from megalight.nn.moe import balance
@@ -59,8 +59,8 @@ class VLMModule(FamilyModule[VLMConfig]):
         super().__init__(config, optimizer, seed, weights, weights_keys)
         self.frozen_patterns = tuple(freeze)  # `freeze` is a method of Lightning's
         self.arrivals: Callable[[ImageTextBatch], Tensor] | None = None
-        # Of all micro-batches so far, on the host: how much work images are, for each token of text.
-        self._image_flops, self._tokens = 0.0, 0
+        # Of all micro-batches so far, on the host: how much work images are, and tokens without a loss spare.
+        self._image_flops, self._spared_flops, self._tokens = 0.0, 0.0, 0
         self._trained = Trained()
 
     def build_model(self) -> nn.Module:
@@ -79,9 +79,9 @@ class VLMModule(FamilyModule[VLMConfig]):
         sequences = batch.sequences.pad_to(self.token_multiple)
         pictures = None
         if task.has_embedding(model):
-            self.count_images(batch)
+            self.count_work(batch, task.skips(batch, self.token_multiple))
             pictures = self._pictures(batch, task.source_of(batch, sequences))
-        return task.forward(model, batch, sequences, carry, pictures)
+        return task.forward(model, batch, sequences, carry, pictures, self.token_multiple)
 
     def _pictures(self, batch: ImageTextBatch, source: Tensor) -> Pictures | Arrived:
         images, _ = batch.parts()
@@ -89,12 +89,20 @@ class VLMModule(FamilyModule[VLMConfig]):
             return Arrived(self.arrivals(batch), source, images.mixtures)
         return task.pictures_of(self.config, images, source, self.token_multiple)
 
-    def count_images(self, batch: ImageTextBatch) -> None:
-        """Add a micro-batch to those whose images :meth:`flops_per_token` counts."""
+    def count_work(self, batch: ImageTextBatch, skips: bool) -> None:
+        """Add a micro-batch to those that :meth:`flops_per_token` counts.
+
+        Args:
+            batch: the micro-batch, with its images.
+            skips: whether the language model skips tokens without a loss where it can.
+        """
         images, _ = batch.parts()
         parts = tuple(rows for each in images.windows for rows in each)
         self._image_flops += flops_of_images(self.config, images.lengths, parts, self._trained)
         self._tokens += batch.tokens.numel()
+        if skips:
+            spared = batch.tokens.numel() - sum(batch.row_counts)
+            self._spared_flops += spared * flops_of_losses(self.config, self._trained)
 
     def loss_step(self, carry: Carry, batch: ImageTextBatch) -> Loss:
         """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens."""
@@ -117,8 +125,8 @@ class VLMModule(FamilyModule[VLMConfig]):
         """Return operations of forward and backward per token of text, with those of the tower.
 
         Of frozen parts, only those that are done count: no gradients of weights, and no backward pass at all where
-        nothing before is trained. How many rows of images come with a token is known from the batches so far on this
-        rank.
+        nothing before is trained. Neither does what is skipped of tokens without a loss. How many rows of images and
+        losses come with a token is known from the batches so far on this rank.
         """
         language = flops_per_token(self.config, sequence_length, self._trained)
-        return language + self._image_flops / max(1, self._tokens)
+        return language + (self._image_flops - self._spared_flops) / max(1, self._tokens)

@@ -12,6 +12,7 @@ from megalight.models.vision.model import Pictures
 from megalight.models.vision.pixels import normalised
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import Arrived
+from megalight.ops.rows import put_rows
 from megalight.types import Loss, PackedSequences
 
 
@@ -67,6 +68,7 @@ def forward(
     sequences: PackedSequences,
     carry: dict[str, Tensor] | None,
     pictures: Pictures | Arrived | None,
+    multiple: int,
 ) -> dict[str, Tensor]:
     """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last part: to ``losses [T]``.
 
@@ -76,18 +78,29 @@ def forward(
         sequences: those of the batch, padded as the model needs it.
         carry: what the part before has returned.
         pictures: the images, for the part with the embedding.
+        multiple: numbers of tokens are multiples of this.
     """
+    rows = batch.rows if skips(batch, multiple) else None
     output = model(
         pack(batch.tokens, sequences, 0),
         sequences,
         labels=pack(batch.labels.masked_fill(batch.loss_mask == 0, IGNORED), sequences, IGNORED),
         hidden=None if carry is None else carry["hidden"],
+        rows=rows,
         pictures=pictures,
         memory=None if carry is None else carry.get("memory"),
     )
-    if output.losses is not None:
-        return {"losses": output.losses}
+    if (losses := output.losses) is not None:
+        return {"losses": losses if rows is None else put_rows(losses, rows, sequences.num_tokens)}
     return {"hidden": output.hidden} | ({} if output.memory is None else {"memory": output.memory})
+
+
+def skips(batch: ImageTextBatch, multiple: int) -> bool:
+    """Return whether the last layer and the head skip tokens without a loss.
+
+    They need all tokens of the micro-batch on each rank: numbers of tokens are multiples of 1 then.
+    """
+    return batch.rows is not None and multiple == 1
 
 
 def loss(carry: dict[str, Tensor], batch: ImageTextBatch) -> Loss:
