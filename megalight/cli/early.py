@@ -76,7 +76,7 @@ def check(verb: str, words: Sequence[str]) -> None:
     values: dict[str, Any] = {}
     # In order: a later class or value replaces an earlier one, as it does for the parser.
     for part in explain.parts(words):
-        found = _classes(part, classes)
+        found = named_classes(part, classes)
         # With a class go those of its arguments: the next one may take others by the same names.
         classes = {key: source for key, source in classes.items() if not any(key.startswith(f"{k}.") for k in found)}
         classes |= found
@@ -91,7 +91,7 @@ def check(verb: str, words: Sequence[str]) -> None:
         sizes.check(read, classes, rules.is_megatron(classes))
 
 
-def _classes(part: Mapping[str, Any], before: Mapping[str, Source | None]) -> Classes:
+def named_classes(part: Mapping[str, Any], before: Mapping[str, Source | None]) -> Classes:
     """Return the classes that values name; None for a class that cannot be read."""
     found: Classes = {}
     for key, value in part.items():

@@ -1,4 +1,4 @@
-"""The short help of the Trainer's commands. It imports nothing, so that it is there at once; ``--help-all`` is slow."""
+"""The short help of the Trainer's commands. It imports nothing, so that it is there at once."""
 
 from __future__ import annotations
 

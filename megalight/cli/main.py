@@ -71,15 +71,21 @@ def _train(name: str, rest: list[str]) -> int:
         return _show(f"megalight {name}", help_pages.short_help(name))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does: users' modules lie in the working directory
-    rest = ["--help" if word == "--help-all" else word for word in rest]
     with reported(f"megalight {name}"):
         from megalight.cli.export_flag import written_out
         from megalight.cli.files import check_files
 
-        rest = written_out(name, rest)
+        every = "--help-all" in rest
+        rest = written_out(name, [word for word in rest if word != "--help-all"])
         # Files first: a file that cannot be read would make every later message wrong.
         check_files(rest)
-        if not debugging() and "--help" not in rest:
+        if every or any(".help" in word for word in rest):
+            from megalight.cli import all_options
+
+            if text := all_options.page(name, rest) if every else all_options.page_of_class(name, rest):
+                print(text, flush=True)
+                return 0
+        if not debugging():
             from megalight.cli import early
 
             early.check(name, rest)

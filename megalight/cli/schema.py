@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -84,7 +85,7 @@ class Schema:
     def _classes(self, key: str, *, needs_class: bool = True) -> dict[str, Any]:
         """Return the schema of ``class_path`` and ``init_args``. Arguments of classes of the user are not checked."""
         rules = []
-        for path, source in _proposed(CHOICES[key]).items():
+        for path, source in proposed(CHOICES[key]).items():
             self._define(source)
             names = list(dict.fromkeys([path, f"{source.module.name}.{source.name}", source.name]))
             condition: dict[str, Any] = {"properties": {"class_path": {"enum": names}}}
@@ -94,7 +95,7 @@ class Schema:
         return {
             "type": "object",
             "properties": {
-                "class_path": {"type": "string", "examples": list(_proposed(CHOICES[key]))},
+                "class_path": {"type": "string", "examples": list(proposed(CHOICES[key]))},
                 "init_args": {"type": "object"},
                 "dict_kwargs": {"type": "object"},
             },
@@ -109,7 +110,7 @@ class Schema:
         if name in self.definitions:
             return
         arguments = signatures.members(source)
-        definition: dict[str, Any] = {"type": "object", "description": source.summary}
+        definition: dict[str, Any] = {"type": "object", "description": plain(source.summary)}
         # Entered before its arguments are read: a class may hold itself.
         self.definitions[name] = definition
         # Without readable arguments the definition accepts all.
@@ -145,18 +146,34 @@ def descriptions(source: Source) -> dict[str, str]:
     # Base classes first: what a class says itself wins.
     for base in source.bases():
         found |= {} if base is None else descriptions(base)
-    for match in re.finditer(r"^    (\w+): (.*(?:\n {8}.*)*)", source.doc, re.MULTILINE):
-        found[match[1]] = re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(match[2].split())).replace("``", "")
+    for match in re.finditer(r"^    (\w+(?:, \w+)*): ?(.*(?:\n {8}.*)*)", source.doc, re.MULTILINE):
+        found |= dict.fromkeys(match[1].split(", "), plain(match[2]))
     return found
 
 
-def _proposed(paths: tuple[str, ...]) -> Mapping[str, Source]:
+def plain(text: str) -> str:
+    """Return a docstring's text in one line without its marks; of a path with ``~`` the last part, as Sphinx does."""
+    text = re.sub(r":\w+:`(?:~[^`]*\.(?=[^`.]+`))?~?([^`]*)`", r"\1", " ".join(text.split()))
+    return text.replace("``", "")
+
+
+def proposed(paths: tuple[str, ...]) -> Mapping[str, Source]:
     """Return import path -> class, for classes and for what modules export."""
     found: dict[str, Source] = {}
     for path in paths:
         module = signatures.find_module(path)
+        # A package exports what it imports; what another module imports is not its own.
+        exports = (
+            {}
+            if module is None
+            else {
+                name: node
+                for name, node in module.names.items()
+                if module.path.name == "__init__.py" or isinstance(node, ast.ClassDef)
+            }
+        )
         # Only names in capitals are classes; modules export functions as well.
-        names = [path] if module is None else [f"{path}.{name}" for name in module.names if name[0].isupper()]
+        names = [path] if module is None else [f"{path}.{name}" for name in exports if name[0].isupper()]
         sources = {name: source for name in names if (source := signatures.find(name)) is not None}
         found |= dict(sorted(sources.items()))
     return found

@@ -70,8 +70,10 @@ class Source:
 
     @property
     def doc(self) -> str:
-        """The docstring of the class."""
-        return ast.get_docstring(self.node) or ""
+        """The docstring of the class, and that of its constructor, where some libraries describe the arguments."""
+        inits = (node for node in self.node.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+        found = (ast.get_docstring(node) for node in (self.node, *inits))
+        return "\n\n".join(text for text in found if text)
 
     @property
     def summary(self) -> str:
@@ -146,6 +148,19 @@ class Annotation:
 
 
 UNKNOWN = Annotation(complete=False)
+
+
+@dataclass(frozen=True)
+class Written:
+    """An argument as its source has it: text for readers.
+
+    Attributes:
+        annotation: its annotation.
+        default: its default value; empty if there is none, or if a function makes it.
+    """
+
+    annotation: str = ""
+    default: str = ""
 
 
 def find(path: str, extra: tuple[str, ...] = ()) -> Source | None:
@@ -265,6 +280,39 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
     return {**inherited, **found}
 
 
+def written(source: Source) -> dict[str, Written]:
+    """Return the arguments that a class and its bases declare, as they are written. Nearer classes win."""
+    found: dict[str, Written] = {}
+    for base in source.bases():
+        # The first base wins over the next, as it does for Python.
+        found = {**({} if base is None else written(base)), **found}
+    for node in source.node.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            named = [*node.args.posonlyargs, *node.args.args]
+            # Defaults belong to the last arguments.
+            values = [*[None] * (len(named) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
+            for argument, value in zip([*named, *node.args.kwonlyargs], values, strict=True):
+                found[argument.arg] = Written(_text(argument.annotation), _default(source.module, value))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and source.is_dataclass:
+            found[node.target.id] = Written(_text(node.annotation), _default(source.module, node.value))
+    return found
+
+
+def _default(module: Module, node: ast.expr | None) -> str:
+    """Return a default value. A call makes one, which cannot be shown; a name stands for a constant of the module."""
+    if isinstance(node, ast.Call):
+        return ""
+    found = _lookup(module, node.id, DEPTH) if isinstance(node, ast.Name) else None
+    return _text(getattr(found[1], "value", node) if found is not None else node)
+
+
+def _text(node: ast.expr | None) -> str:
+    # Words are shown without their quotes, as they are typed.
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value:
+        return node.value
+    return "" if node is None else ast.unparse(node)
+
+
 def _is_changed(node: ast.ClassDef | ast.FunctionDef) -> bool:
     """Whether a decorator or a metaclass may change the arguments."""
     heads = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
@@ -317,7 +365,7 @@ def annotation(module: Module, node: ast.expr | None, depth: int = DEPTH) -> Ann
     found = _lookup(module, text, depth) if isinstance(node, ast.Name | ast.Attribute) else None
     if found is not None and isinstance(found[1], ast.ClassDef):
         return Annotation(source=Source(*found))  # type: ignore[arg-type]  # narrowed above
-    if found is not None and isinstance(found[1], ast.Assign):
+    if found is not None and isinstance(found[1], ast.Assign | ast.AnnAssign):
         return annotation(found[0], found[1].value, depth - 1)
     return UNKNOWN
 

@@ -33,9 +33,3 @@ def test_the_page_fits_on_a_screen(verb, capsys):
     assert len(page.splitlines()) < 50
     assert max(map(len, page.splitlines())) < 130
     assert ("--trainer.max_steps" in page) == (verb == "fit")
-
-
-def test_help_all_is_the_parsers(capsys):
-    assert main(["fit", "--help-all"]) == 0
-    text = capsys.readouterr().out
-    assert "--trainer.barebones" in text

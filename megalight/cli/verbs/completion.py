@@ -53,21 +53,8 @@ def whole_parser() -> argparse.ArgumentParser:
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     """Add the keys of a configuration: those of the classes, and those of the dataclasses in them, at any depth."""
     from megalight.cli import signatures
-    from megalight.cli.schema import ROOT, descriptions
-
-    def add(prefix: str, source: signatures.Source, above: tuple[signatures.Source, ...] = ()) -> None:
-        said = descriptions(source)
-        for name, accepted in (signatures.members(source) or {}).items():
-            key = f"{prefix}.{name}"
-            values = [str(choice) for choice in accepted.choices] or ["true", "false"] * (bool in accepted.scalars)
-            # Only where nothing else is accepted: a shell offers these values alone.
-            choices = values if values and accepted.complete and len(accepted.scalars - {bool}) == 0 else None
-            parser.add_argument(f"--{key}", choices=choices, help=said.get(name, "").replace("%", "%%"))
-            # Only dataclasses: other classes are chosen by their path, and which one is not known here.
-            # A class may have one of its own kind in it: of that one the key is enough.
-            inner = accepted.source
-            if inner is not None and inner.is_dataclass and inner not in (*above, source):
-                add(key, inner, (*above, source))
+    from megalight.cli.options import options
+    from megalight.cli.schema import ROOT
 
     parser.add_argument("-c", "--config", help="a recipe in YAML")
     for key in (*ROOT, "print_config", "help-all"):
@@ -77,4 +64,9 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     for prefix, path in PREFIXES.items():
         source = signatures.find(path)
         assert source is not None
-        add(prefix, source)
+        for option in options(prefix, source):
+            accepted = option.accepted
+            values = [str(choice) for choice in accepted.choices] or ["true", "false"] * (bool in accepted.scalars)
+            # Only where nothing else is accepted: a shell offers these values alone.
+            choices = values if values and accepted.complete and len(accepted.scalars - {bool}) == 0 else None
+            parser.add_argument(f"--{option.key}", choices=choices, help=option.description.replace("%", "%%"))

@@ -7,7 +7,7 @@ of the package; the backend does when it is asked.
 from __future__ import annotations
 
 from megalight.ops.attention import ATTENTION
-from megalight.plugins.cudnn_frontend.attention import attention
+from megalight.ops.common import lazy
 from megalight.plugins.cudnn_frontend.support import slower, why_not
 from megalight.registry import Backend
 
@@ -15,4 +15,6 @@ from megalight.registry import Backend
 def register() -> None:
     """Add the backend."""
     # Above our own kernels, below torch's call of cuDNN.
+    # Lazy: hiding it from torch's compiler imports that compiler, which takes seconds.
+    attention = lazy("megalight.plugins.cudnn_frontend.attention", "attention")
     ATTENTION.register(Backend("cudnn_frontend", attention, 27, why_not, slower=slower))

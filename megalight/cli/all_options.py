@@ -1,0 +1,111 @@
+"""The help page of every option (``--help-all``), from the same signatures against which commands are checked.
+
+It is made from the source of the classes that the command names, so it takes no seconds and cannot be out of date.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from megalight.cli import explain, signatures
+from megalight.cli.early import START, STRATEGY, Classes, named_classes
+from megalight.cli.options import options
+from megalight.cli.schema import CHOICES, ROOT, plain, proposed
+from megalight.cli.signatures import Source
+from megalight.cli.verbs import TRAINER_VERBS
+
+WIDTH = 110
+DEFAULTS = {**START, "model": CHOICES["model"][0], "data": CHOICES["data"][0]}
+"""Classes whose options are shown where the command names no other."""
+
+OTHER_DEFAULTS = {STRATEGY: "megatron"}
+"""Defaults of the command that are not those of the class."""
+
+CONFIGURATION = {
+    "config": "A recipe in YAML (short: -c); give several to stack them: later values win.",
+    "print_config": "Print the complete configuration and stop.",
+    **{key: rules.get("description", "") for key, rules in ROOT.items()},
+}
+"""Keys of the configuration itself -> what they mean."""
+
+ONLY = {"verbose": ("validate", "test"), "return_predictions": ("predict",)}
+"""Keys that not every verb takes -> the verbs that do."""
+
+
+def page(verb: str, words: Sequence[str]) -> str:
+    """Return the page.
+
+    Args:
+        verb: ``fit``, ``validate``, ``test`` or ``predict``.
+        words: the other words of the command. Options of the classes that they name are shown.
+
+    Raises:
+        ConfigurationError: a class that the words name does not exist.
+    """
+    classes: Classes = {key: signatures.find(path) for key, path in DEFAULTS.items()}
+    for part in explain.parts(words):
+        classes |= named_classes(part, classes)
+    lines = [
+        f"usage: megalight {verb} -c FILE [-c FILE ...] [--KEY=VALUE ...]",
+        "",
+        f"{TRAINER_VERBS[verb].capitalize()}. Every option, with its kind and its default. In a file, dots are levels:",
+        "--trainer.max_steps=10 is `trainer: {max_steps: 10}`.",
+        "",
+        "configuration:",
+    ]
+    for key, meaning in CONFIGURATION.items():
+        if verb in ONLY.get(key, (verb,)):
+            lines += _entry(f"--{key}", meaning)
+    for key in ("trainer", STRATEGY, "model", "data"):
+        lines += _section(verb, key, classes[key])
+    for key in CHOICES:
+        lines += _choices(verb, key)
+    lines += ["", "docs/commands.md explains; megalight schema prints the same for editors."]
+    return "\n".join(lines)
+
+
+def page_of_class(verb: str, words: Sequence[str]) -> str | None:
+    """Return the options of the class that ``--KEY.help NAME`` or ``--KEY.help=NAME`` asks for, if any word does.
+
+    Without a name, they are those of the default. None also where the source does not tell: the parser must answer.
+    """
+    for index, word in enumerate(words):
+        key, equals, name = word.removeprefix("--").partition("=")
+        key = key.removesuffix(".help")
+        if not word.startswith("--") or f"--{key}.help{equals}{name}" != word or key not in CHOICES:
+            continue
+        following = words[index + 1] if index + 1 < len(words) else ""
+        asked = name if equals else "" if following.startswith("-") else following
+        source = named_classes({key: asked}, {}).get(key) if asked else signatures.find(DEFAULTS.get(key, ""))
+        if source is not None and signatures.members(source) is not None:
+            return "\n".join([*_section(verb, key, source)][1:])
+    return None
+
+
+def _section(verb: str, key: str, source: Source | None) -> Iterator[str]:
+    """Yield the options of one class."""
+    yield ""
+    if source is None or signatures.members(source) is None:
+        yield f"{key}: the source of its class does not tell the options. Type: megalight {verb} --{key}.help CLASS"
+        return
+    yield f"{key}: {source.name}. {plain(source.summary)}"
+    for option in options(key, source):
+        default = OTHER_DEFAULTS.get(option.key, option.written.default)
+        said = option.description
+        # Lightning's descriptions end with it.
+        told = default in ("", "None") or "Default:" in said
+        yield from _entry(f"--{option.key}={option.kind}", said if told else f"{said} (default: {default})".strip())
+
+
+def _choices(verb: str, key: str) -> Iterator[str]:
+    """Yield the classes that a key may name."""
+    yield ""
+    yield f"classes for {key} (their options: megalight {verb} --{key}.help NAME):"
+    for source in proposed(CHOICES[key]).values():
+        yield from _entry(source.name, plain(source.summary))
+
+
+def _entry(head: str, text: str) -> list[str]:
+    """Return one option or class, and its meaning below it."""
+    return [f"  {head}", *textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
