@@ -98,6 +98,10 @@ class AutoQuantize(pl.Callback):
         self.found = search.choose(self.effective_bits)
         Ranks().first(f"writing {self.output}", lambda: self._write(search.bits))
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Forget the batches of a validation that has failed: another one brings its own."""
+        self._batches = []
+
     def _write(self, bits: Mapping[str, float]) -> None:
         total = sum(choice.numel for choice in self.found.values())
         used = sum(choice.numel * bits.get(choice.preset, 16.0) for choice in self.found.values()) / total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 STATE = "ema"
 """Checkpoints hold the average as ``ema.<canonical parameter name>``."""
@@ -121,9 +124,15 @@ class EMA(pl.Callback):
         if self._applied:
             self._applied = False
             self._swap(trainer)
-            # Parameters of several ranks cannot follow: the others may never come to a gather.
-            if trainer.world_size == 1:
+            # Masters that are divided over replicas cannot be gathered: the others may never come to it.
+            if not any(bucket.state_groups for bucket in trainer.strategy.engine.buckets):  # type: ignore[attr-defined]
                 _follow(trainer)
+            else:
+                log.warning(
+                    "EMA: validation ended with an error, and the parameters of this process still hold the average, "
+                    "because other ranks hold parts of the weights. Checkpoints that are saved now hold the weights; "
+                    "start again from one in a new process."
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates. The values are saved with the sharded optimizer state."""

@@ -117,13 +117,14 @@ class ModelOptQuantization(pl.Callback):
         """End calibration, and write the checkpoint if one is wanted."""
         if self._calibration is None:
             return
-        calibration, self._calibration = self._calibration, None
         batches, self._batches = self._batches, []
 
         def passes() -> list[tuple[Tensor, Tensor]]:
             return [trainer.strategy.replay(batch) for batch in batches]  # type: ignore[attr-defined]
 
-        unseen = calibration.finish(passes)
+        unseen = self._calibration.finish(passes)
+        # Only now: if a pass fails, `on_exception` ends what it has begun.
+        self._calibration = None
         # A stage of a pipeline may be alone in this, and the others would wait for it while they save.
         if trainer.strategy.any_rank(bool(unseen)):  # type: ignore[attr-defined]
             named = f" ({', '.join(unseen[:3])})" if unseen else ", all on other ranks"

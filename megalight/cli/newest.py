@@ -86,6 +86,18 @@ def check_is_one(path: Place) -> None:
         raise type(error)(f"{error}{hint}") from error
 
 
+def existing(path: str | os.PathLike[str]) -> Place:
+    """Return what :func:`newest_in` does, for a command that also takes folders of others.
+
+    Raises:
+        CheckpointError: nothing is there. This takes no torch.
+    """
+    found = newest_in(path)
+    if not publish.resolve(found).exists():
+        check_is_one(found)
+    return found
+
+
 def _none(places: Iterable[Place]) -> CheckpointError:
     return CheckpointError(
         f"--ckpt_path=last: there is no finished checkpoint under {', '.join(map(str, places))}. Give the path of one, "

@@ -71,9 +71,9 @@ class Source:
     @property
     def doc(self) -> str:
         """The docstring of the class, and that of its constructor, where some libraries describe the arguments."""
-        inits = (node for node in self.node.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-        found = (ast.get_docstring(node) for node in (self.node, *inits))
-        return "\n\n".join(text for text in found if text)
+        nodes: list[ast.ClassDef | ast.FunctionDef] = [self.node]
+        nodes += [node for node in self.node.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        return "\n\n".join(text for node in nodes if (text := ast.get_docstring(node)))
 
     @property
     def summary(self) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import warnings
 
-ADVERTISEMENT = "Tip: For seamless"
-"""Begins Lightning's advertisements of its services."""
+UNWANTED = ("Tip: For seamless", "Trainer already configured with model summary")
+"""What marks Lightning's advertisements, and its notice that a callback of ours stands where one of its own would."""
 
 
 def silence() -> None:
-    """Drop advertisements from Lightning's log, and warnings about Lightning's own code. Doing it twice is harmless."""
+    """Drop advertisements and notices of Lightning, and warnings about its own code. Doing it twice is harmless."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_wanted)
     # Lightning 2.6 uses a class that torch 2.13 deprecates
     warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
@@ -19,4 +19,4 @@ def silence() -> None:
 
 
 def _wanted(record: logging.LogRecord) -> bool:
-    return ADVERTISEMENT not in record.getMessage()
+    return not any(mark in record.getMessage() for mark in UNWANTED)

@@ -180,6 +180,54 @@ def reload(folder: str, layout: dict[str, Any]) -> float:
     return runner.validate(WithData(MODELS["gqa"], seed=SEED), ckpt_path=folder, verbose=False)[0]["val_loss"]
 
 
+def failing(passes: str, call: int, output: str) -> dict[str, Any]:
+    """Search with a layer that fails in one of the passes, and tell what is left."""
+    strategy, calls = MegatronStrategy(), list[Any]()
+    whole = getattr(strategy, passes)
+
+    def fails(batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) <= call:
+            return whole(batch)
+        # In the middle of a pass, where layers before it have formats.
+        layer = strategy.parallel_model.root.get_submodule("layers.1.mlp.down")
+        layer.forward = lambda *args, **kwargs: 1 / 0  # type: ignore[assignment]
+        try:
+            return whole(batch)
+        finally:
+            del layer.forward
+
+    setattr(strategy, passes, fails)
+    callback = AutoQuantize(FORMATS, output, BITS)
+    runner = trainer(strategy, callbacks=[callback], use_distributed_sampler=False, limit_val_batches=BATCHES)
+    with pytest.raises(ZeroDivisionError):
+        runner.validate(WithData(MODELS["gqa"], seed=SEED), verbose=False)
+    root = strategy.parallel_model.root
+    return {
+        "calls": len(calls),
+        "batches": len(callback._batches),
+        "watched": [bool(getattr(module, "probes", None) or module._forward_hooks) for module in root.modules()],
+        "frozen": [parameter.grad is not None or not parameter.requires_grad for parameter in root.parameters()],
+        "loss": mean_loss(root, 0).item(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("passes", "call"),
+    [
+        ("replay", 3),  # in the second pass of AWQ
+        pytest.param("replay", 0, marks=pytest.mark.full),
+        pytest.param("probe", 1, marks=pytest.mark.full),
+    ],
+)
+def test_an_error_leaves_a_model_that_rounds_nothing(passes: str, call: int, tmp_path: Path) -> None:
+    found = run(failing, 1, passes, call, str(tmp_path / "formats.json"))[0]
+    assert (found["calls"], found["batches"]) == (call + 1, 0)
+    assert not any(found["watched"])
+    assert not any(found["frozen"])
+    assert found["loss"] == mean_loss(plain("gqa"), 0).item()
+
+
 def test_layers_have_their_own_formats(tmp_path: Path) -> None:
     """As ModelOpt's own rules say it, in one quantized model whose checkpoint loads in another layout."""
     register_layers()

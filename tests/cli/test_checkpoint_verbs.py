@@ -3,6 +3,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megalight.cli.main import main
 from megalight.data.tokenizer import Tokenizer
 from megalight.inference import TextGenerator
 from megalight.models.gpt.module import GPTModule
+from tests.cli.test_early import PROBE
 from tests.inference.test_text import TEXT, build, save
 
 
@@ -108,3 +110,14 @@ def test_inspect_verifies_compares_and_writes_json(saved, tmp_path, capsys):
     file.write_bytes(data)
     assert main(["inspect", saved, "--verify"]) == 1
     assert f"data/{file.name}: " in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_not_there_is_told_without_torch(tmp_path):
+    commands = [["convert", "none", "out"], ["merge", "none", "-o", "out"], ["adapters", "none", "-o", "out"]]
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], input=json.dumps(commands), cwd=tmp_path, capture_output=True, text=True
+    )
+    answers, heavy = json.loads(done.stdout)
+    assert heavy == []
+    assert [code for code, _ in answers] == [2, 2, 2]
+    assert all("none is not a finished Megalight checkpoint: nothing is there" in text for _, text in answers)

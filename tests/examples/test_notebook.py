@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,14 +49,19 @@ def test_the_notebook_trains_two_ranks_and_keeps_their_model(tmp_path: Path, mon
         notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute(env={**os.environ})
-    texts = [
-        output["text"]
-        for output in notebook.cells[-1]["outputs"]
-        if output["output_type"] == "stream" and output["name"] == "stdout"
-    ]
-    facts = json.loads("".join(texts).strip().splitlines()[-1])
+    facts = json.loads(shown(notebook.cells[-1], "stdout").strip().splitlines()[-1])
     assert all(facts["same"])
     assert facts["steps"] == [40, 42]
     assert max(facts["losses"]) < 5.6  # 6.2 untrained
     completion = notebook.cells[-2]["outputs"][-1]["data"]["text/plain"]
     assert len(completion) > 10
+    (fit,) = (cell for cell in notebook.cells if "trainer.fit(" in cell["source"] and "resumed" not in cell["source"])
+    assert "139.6 K parameters" in shown(fit, "stdout")
+    assert "loss=" in shown(fit, "stdout")  # from a worker
+    assert not re.search("Tip:|Warning|already configured", shown(fit))
+
+
+def shown(cell: dict[str, Any], *names: str) -> str:
+    """What a cell wrote to these streams, or to both."""
+    streams = (output for output in cell["outputs"] if output["output_type"] == "stream")
+    return "".join(output["text"] for output in streams if not names or output["name"] in names)

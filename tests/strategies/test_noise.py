@@ -12,6 +12,7 @@ def test_advertisements_are_dropped(caplog):
     """Also in Python and notebooks: importing the strategies is enough."""
     with caplog.at_level(logging.INFO):
         LOG.info("💡 Tip: For seamless cloud logging, try ...")
+        LOG.info("Trainer already configured with model summary callbacks: [...]. Skipping ...")
         LOG.info("GPU available: False")
     assert caplog.messages == ["GPU available: False"]
 

@@ -22,10 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the checkpoint of adapters."""
     from megalight.checkpoint.disk.publish import absolute, check_new
-    from megalight.cli.newest import newest_in
-    from megalight.models.transforms.saved import join_adapters
+    from megalight.cli.newest import existing
 
     check_new(absolute(arguments.output))
-    names = join_adapters([newest_in(path) for path in arguments.checkpoints], arguments.output, arguments.names)
+    sources = [existing(path) for path in arguments.checkpoints]
+
+    from megalight.models.transforms.saved import join_adapters  # after the checks: it imports torch
+
+    names = join_adapters(sources, arguments.output, arguments.names)
     print(f"{arguments.output}: the adapters {', '.join(names)}")
     return 0

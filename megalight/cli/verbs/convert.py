@@ -61,13 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the folder. Weights are read and written one tensor at a time."""
-    from rich.console import Console
+    from megalight.checkpoint.disk.publish import absolute, check_new
+    from megalight.cli.newest import existing
+
+    check_new(absolute(arguments.output))
+    # The output's form follows from what the source is, so this comes first.
+    arguments.source = existing(arguments.source)
+
+    from rich.console import Console  # after the checks: what follows imports torch, which takes seconds
     from rich.progress import Progress
 
-    from megalight.checkpoint.disk.publish import absolute, check_new
     from megalight.checkpoint.foreign.transformers_folder import is_folder
     from megalight.checkpoint.sources.combine import Watched
-    from megalight.cli.newest import newest_in
     from megalight.errors import ConfigurationError
     from megalight.models.eagle.export import holds_draft
     from megalight.models.eagle.importing import is_draft
@@ -75,9 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.models.saved import refuse_keys
     from megalight.models.transforms.peft import is_adapter
 
-    check_new(absolute(arguments.output))
-    # The output's form follows from what the source is, so this comes first.
-    arguments.source = newest_in(arguments.source)
     if not is_folder(arguments.source) or is_draft(arguments.source):
         refuse_keys(arguments.weights_keys, arguments.source)
     if arguments.weights_only and (

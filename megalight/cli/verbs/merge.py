@@ -21,9 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the merged checkpoint."""
     from megalight.checkpoint.disk.publish import absolute, check_new
-    from megalight.models.transforms.merge import merge_checkpoint
+    from megalight.cli.newest import existing
 
     check_new(absolute(arguments.output))
-    count = merge_checkpoint(arguments.checkpoint, arguments.output, arguments.base, arguments.adapter)
+    source = existing(arguments.checkpoint)
+
+    from megalight.models.transforms.merge import merge_checkpoint  # after the checks: it imports torch
+
+    count = merge_checkpoint(source, arguments.output, arguments.base, arguments.adapter)
     print(f"{arguments.output}: merged the adapters of {count} linear layers")
     return 0

@@ -158,23 +158,35 @@ class FormatSearch:
         """
         for layer in self._layers.values():
             layer.held[UNQUANTIZED] = take_nothing(layer.module)
-        for name in self.bits:
-            preset = self.formats[name]
-            for path, layer in self._layers.items():
-                if preset.names(f"{path}.weight_quantizer"):
-                    apply_rules(layer.module, preset)
-                    layer.held[name] = quantizers_of(layer.module)
-                else:
-                    put(layer.module, layer.held[UNQUANTIZED])
-            for matrix in matrices(self.model.root):
-                share_tokens(self.model, matrix)
-                check_blocks(self.model, matrix)
-            empty(self.model)
-            search = Search(self.model, [preset], fold=False)
-            search.begin()
+        try:
+            for name in self.bits:
+                self._calibrate(self.formats[name], passes)
+        finally:
+            self._round_nothing()
+
+    def _calibrate(self, preset: Preset, passes: Callable[[], object]) -> None:
+        for path, layer in self._layers.items():
+            if preset.names(f"{path}.weight_quantizer"):
+                apply_rules(layer.module, preset)
+                layer.held[preset.name] = quantizers_of(layer.module)
+            else:
+                put(layer.module, layer.held[UNQUANTIZED])
+        for matrix in matrices(self.model.root):
+            share_tokens(self.model, matrix)
+            check_blocks(self.model, matrix)
+        empty(self.model)
+        search = Search(self.model, [preset], fold=False)
+        search.begin()
+        try:
             passes()
             missing = search.finish(passes)
-            self._check(missing)
+        except BaseException:
+            # It watches layers, which outlive it.
+            search.abandon()
+            raise
+        self._check(missing)
+
+    def _round_nothing(self) -> None:
         for layer in self._layers.values():
             put(layer.module, layer.held[UNQUANTIZED])
 
@@ -211,6 +223,8 @@ class FormatSearch:
         finally:
             for hook in hooks:
                 hook.remove()
+            # A pass that failed in a format has left it there.
+            self._round_nothing()
             for parameter in frozen:
                 parameter.requires_grad_(True)
             for parameter in parameters:
