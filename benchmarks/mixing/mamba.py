@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.mixing import Case, Way, backends, need, packages, random, values
 from benchmarks.mixing.delta import delta_layer, rule_flops
+from benchmarks.mixing.megatron_core import hybrid_layers
 from megalight.models.gpt import GPT, DeltaNetConfig, GPTConfig, MambaConfig
 from megalight.models.gpt.flops import flops_per_token
 from megalight.models.gpt.presets import preset
@@ -209,6 +210,7 @@ class Shapes:
             {
                 "transformers": lambda tokens: transformers_layers(config, layers, self.device),
                 "mamba-ssm": lambda tokens: combined_layers(config, layers),
+                "megatron-core": lambda tokens: hybrid_layers(config, layers),
             },
             aim=1.2,
             checked=CHECKED,
