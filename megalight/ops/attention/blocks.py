@@ -20,6 +20,8 @@ LOG2E = math.log2(math.e)
 
 WIDE = 128
 """Features of a head above which blocks are smaller."""
+NARROW = 16
+"""Least number of values in half types that one instruction of Hopper's products adds up."""
 
 
 @jit
@@ -118,14 +120,19 @@ def describable(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(size and size % 16 == 0 for size in bytes_)
 
 
+def padded(size: int) -> int:
+    """Return the features of a block for heads of ``size``; a product adds up at least ``NARROW`` of them."""
+    return max(NARROW, next_power(size))
+
+
 def described(x: Tensor, rows: int) -> Any:
-    """Return the descriptor of blocks of ``rows`` tokens of one head."""
-    return Descriptor.from_tensor(x, [rows, 1, next_power(x.shape[-1])])
+    """Return the descriptor of blocks of ``rows`` tokens of one head. Features beyond the head's read as 0."""
+    return Descriptor.from_tensor(x, [rows, 1, padded(x.shape[-1])])
 
 
 def shape_of(narrow: dict[str, Any], wide: dict[str, Any], q: Tensor, v: Tensor) -> dict[str, Any]:
     """Return the sizes of blocks for these heads."""
-    features, values = next_power(q.shape[-1]), next_power(v.shape[-1])
+    features, values = padded(q.shape[-1]), padded(v.shape[-1])
     return {**(wide if max(features, values) > WIDE else narrow), "FEATURES": features, "VALUES": values}
 
 
