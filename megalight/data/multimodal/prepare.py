@@ -80,13 +80,17 @@ class _ImageEncoder(ChatEncoder):
         if isinstance(given, Mapping) and data is None:
             data = given.get("path")
         if isinstance(data, str):
+            if "://" in data:
+                raise DataError(f"{where} is {data[:80]!r}; images are read from files, so download it, and name the file.")
             path = Path(self.folder, data)
             where = f"{where} ({path})"
             try:
                 data = path.read_bytes()
             except OSError as error:
                 raise DataError(f"{where} cannot be read: {error.strerror}. Is --images the right folder?") from error
-        if not isinstance(data, bytes) or not data:
+        if data == b"":
+            raise DataError(f"{where} is empty; write the file again, or leave the row out (--skip-bad).")
+        if not isinstance(data, bytes):
             raise DataError(f"{where} is {str(given)[:40]!r}; it must be the path of a file, or the bytes of one.")
         decode(data, where)
         return data

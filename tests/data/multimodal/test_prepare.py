@@ -92,7 +92,9 @@ def test_parquet_holds_the_bytes_of_images(tmp_path: Path, image_tokenizer: Path
 BAD = {
     "missing": (row("none.png", "<image>"), r"image 0 \(.*none\.png\) cannot be read: No such file.*--images"),
     "damaged": (row("cut.png", "<image>"), r"cut\.png\) cannot be read as an image"),
-    "no image": (row("text.png", "<image>"), r"cannot be read as an image \(UnidentifiedImageError"),
+    "no image": (row("text.png", "<image>"), r"text\.png\) is no image that Pillow can read: it begins with b"),
+    "an empty file": (row("empty.png", "<image>"), r"empty\.png\) is empty; write the file again"),
+    "an address": (row("https://a.b/c.png", "<image>"), r"c\.png.; images are read from files, so download it"),
     "too few": (row(["0.png", "1.png"], "<image>"), r"holds '<image>' 1 times, and there are 2 images"),
     "too many": (row("0.png", "<image><image>"), r"holds '<image>' 2 times, and there are 1 images"),
     "none": (row(None, "<image>"), r"holds '<image>' 1 times, and there are 0 images"),
@@ -111,6 +113,7 @@ BAD = {
 def test_bad_rows_are_refused_or_skipped(kind: str, prepared: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(png(64, 64)[:-30])
     (tmp_path / "text.png").write_text("this is text")
+    (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "film.png").write_bytes(b"\0\0\0\x18ftypmp42" + bytes(40))
     bad, message = BAD[kind]
     rows = [GOOD[0], bad, GOOD[2]]
