@@ -234,7 +234,7 @@ def test_tokens_and_images_that_do_not_match_are_refused() -> None:
         with_pictures(CONFIG, PROMPTS, [[RED], [], [RED], [RED]])
     with pytest.raises(DataError, match="there are 4 prompts and images of 1"):
         with_pictures(CONFIG, PROMPTS, [[RED]])
-    with pytest.raises(DataError, match="prompt 0, image 0 cannot be read as an image"):
+    with pytest.raises(DataError, match="prompt 0, image 0 is no image that Pillow can read"):
         with_pictures(CONFIG, [[IMAGE]], [[b"no image"]])
     with pytest.raises(DataError, match=re.escape("have 16 image tokens (id 100) among 25 tokens, and pictures stand")):
         generate(model, prompts, max_new_tokens=2)

@@ -81,7 +81,9 @@ class _ImageEncoder(ChatEncoder):
             data = given.get("path")
         if isinstance(data, str):
             if "://" in data:
-                raise DataError(f"{where} is {data[:80]!r}; images are read from files, so download it, and name the file.")
+                raise DataError(
+                    f"{where} is {data[:80]!r}; images are read from files, so download it, and name the file."
+                )
             path = Path(self.folder, data)
             where = f"{where} ({path})"
             try:

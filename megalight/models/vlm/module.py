@@ -13,6 +13,7 @@ from megalight.models.module import CANONICAL_PREFIX, Carry
 from megalight.models.saved import Keys
 from megalight.models.vision.model import Pictures
 from megalight.models.vlm import task
+from megalight.models.vlm.batches import check_batch
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.flops import Trained, flops_of_images, flops_of_losses, flops_per_token
 from megalight.models.vlm.frozen import freeze
@@ -76,6 +77,7 @@ class VLMModule(FamilyModule[VLMConfig]):
 
     def forward_step(self, model: nn.Module, batch: ImageTextBatch, carry: Carry | None = None) -> Carry:
         """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last chunk: to ``losses [T]``."""
+        check_batch(batch)  # of evaluation and prediction, too
         sequences = batch.sequences.pad_to(self.token_multiple)
         pictures = None
         if task.has_embedding(model):
@@ -109,7 +111,12 @@ class VLMModule(FamilyModule[VLMConfig]):
         return task.loss(carry, batch)
 
     def loss_tokens(self, batch: ImageTextBatch) -> Tensor:
-        """Return the sum of the loss mask."""
+        """Return the sum of the loss mask.
+
+        Raises:
+            DataError: the batch has no places for images.
+        """
+        check_batch(batch)
         return batch.loss_mask.sum()
 
     def auxiliary_counts(self, batch: ImageTextBatch) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from megalight.data.multimodal.batch import Images, ImageTextBatch
 from megalight.models.packing import IGNORED, masked_sum, pack
 from megalight.models.vision.model import Pictures
 from megalight.models.vision.pixels import normalised
+from megalight.models.vlm.batches import check_images
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import Arrived
 from megalight.ops.rows import put_rows
@@ -27,7 +28,11 @@ def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int
         images: their rows.
         source: ``[T]``, as in :class:`~megalight.models.vision.model.Pictures`.
         multiple: the number of rows of features is a multiple of this.
+
+    Raises:
+        DataError: the images were cut for another model.
     """
+    check_images(config, images)
     device, joined = images.pixels.device, config.projector.merge**2
     if config.added_rows:
         return _with_added_rows(config, images, source, multiple)

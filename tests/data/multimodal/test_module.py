@@ -203,7 +203,7 @@ def test_the_model_says_that_images_have_any_size(sized: Any) -> None:
 def test_a_damaged_store_names_the_image(prefix: str) -> None:
     path = Path(f"{prefix}.images.bin")
     path.write_bytes(bytes(len(path.read_bytes())))
-    with pytest.raises(DataError, match=r"talk\.images, image \d+ cannot be read as an image"):
+    with pytest.raises(DataError, match=r"talk\.images, image \d+ is no image that Pillow can read"):
         dataset(prefix)[0]
 
 
