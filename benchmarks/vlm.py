@@ -23,7 +23,7 @@ Before a row is timed, a narrow twin with weights that `transformers` drew is tr
 layout; its losses must be those of `transformers` in float32 on the global batch (`--unchecked` skips this).
 
 Model FLOPs, per GPU: 6 x matmul weights of the language model (with the head, without the embedding) + causal
-attention, but no head and no last MLP of tokens without a loss, which we skip; of the tower 6 x its weights +
+attention, but not what tokens without a loss skip behind the last attention; of the tower 6 x its weights +
 attention for each patch, or 2 x if it is frozen; projector 6 x, but no gradient of its input for a frozen tower.
 Recomputation is not counted.
 

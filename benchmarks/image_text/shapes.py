@@ -69,7 +69,7 @@ class Shape:
         return sum(len(cut.source) for cut in self.batch(0, 1)[1])
 
     def flops(self, trained: Trained = FROZEN_TOWER) -> float:
-        """Return the model FLOPs of a step. Tokens without a loss need no head and no last MLP."""
+        """Return the model FLOPs of a step. Tokens without a loss need nothing behind the last attention."""
         config = self.config
         batch, cuts = self.batch(0, 1)
         windows = [part for cut in cuts for part in cut.windows]

@@ -17,6 +17,7 @@ from megalight.nn.state import KeysAndValues, Slots
 from megalight.ops.attention import attention, mutual_attention
 from megalight.ops.common import wide
 from megalight.ops.fp8_attention import FP8Attention
+from megalight.ops.rows import take_rows
 from megalight.types import PackedSequences
 
 
@@ -184,7 +185,13 @@ class Attention(nn.Module):
         division: name of the division in the context that attention stays inside of. None: the sequences.
         std: standard deviation of the initial ``qkv`` weights.
         proj_std: standard deviation of the initial ``proj`` weights.
+
+    Attributes:
+        narrows: whether the projection back computes the rows of the context alone; see
+            :meth:`megalight.nn.TransformerLayer.narrow`.
     """
+
+    narrows: bool = False
 
     def __init__(
         self,
@@ -238,7 +245,10 @@ class Attention(nn.Module):
         return KeysAndValues.of(slots)
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
-        """``[T, h] -> [T, h]``. The inner attention gets the state. ``memory`` is unused: it is for cross attention."""
+        """``[T, h] -> [T, h]``, or ``[M, h]`` if it narrows. The inner attention gets the state.
+
+        ``memory`` is unused: it is for cross attention.
+        """
         # As in the layer: attribute access of modules costs a microsecond each.
         modules: dict[str, Any] = self._modules
         table = None if self.rotary is None else context.rotary[self.rotary]
@@ -257,6 +267,8 @@ class Attention(nn.Module):
         sequences = context.sequences if self.division is None else context.divisions[self.division]
         mixed: Tensor = modules["inner"](q, k, v, sequences, state, *sink)
         mixed = mixed.flatten(1)
+        if self.narrows and (rows := context.rows) is not None:
+            mixed, gate = take_rows(mixed, rows), None if gate is None else take_rows(gate, rows)
         # The gate multiplies features before `proj`, while heads are still apart.
         projected: Tensor = modules["proj"](mixed if gate is None else mixed * gate.sigmoid())
         return projected

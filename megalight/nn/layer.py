@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megalight.nn.attention import Attention
 from megalight.nn.context import LayerContext
 from megalight.nn.dropout import drop
 from megalight.nn.norm import norm_and_sum
@@ -33,8 +34,7 @@ class TransformerLayer(nn.Module):
 
     Attributes:
         adds: which of several memories ``[N, T, h]`` is added to the output, such as features of images; None: none.
-        narrows: whether the layer goes on with the rows of the context behind the mixer. It is for the last layer: no
-            mixer reads the other rows, so an MLP need not compute them.
+        narrows: whether the layer goes on with the rows of the context alone; see :meth:`narrow`.
     """
 
     adds: int | None = None
@@ -66,6 +66,16 @@ class TransformerLayer(nn.Module):
         """Make the mixer's state, which holds what it needs of earlier tokens."""
         return self.get_submodule(self.names[1]).make_state(slots)  # type: ignore[operator]
 
+    def narrow(self, on: bool = True) -> None:
+        """Let the layer go on with the rows of the context alone, once its mixer has read all of them; or not.
+
+        It is for the last layer: no mixer reads the other rows, so the rest of the layer need not compute them.
+        """
+        self.narrows = on
+        mixer = self.get_submodule(self.names[1])
+        if isinstance(mixer, Attention):
+            mixer.narrows = on
+
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, h] -> [T, h]``, or ``[M, h]`` if the layer narrows. The mixer gets ``state`` and ``memory``."""
         norm, mixer, dropout, post_norm = self.names
@@ -76,7 +86,10 @@ class TransformerLayer(nn.Module):
         normed, hidden = norm_and_sum(modules[norm], hidden)
         mixed = modules[mixer](normed, context, state, memory)
         if self.narrows and context.rows is not None:
-            mixed, hidden = take_rows(mixed, context.rows), take_rows(hidden, context.rows)
+            hidden = take_rows(hidden, context.rows)
+            # An attention has projected these alone.
+            if len(mixed) != len(hidden):
+                mixed = take_rows(mixed, context.rows)
         if (after := modules[post_norm]) is not None:
             mixed = after(mixed)
         mixed = drop(modules[dropout], mixed)

@@ -35,7 +35,7 @@ def test_operations_of_the_shapes_are_counted() -> None:
     projector = 577 * (4 * 1024 * 4096 + 6 * 4096**2)
     attention = 6 * 16 * 4096 * 1024
     # Of 1,024 tokens, those before an image token and the last have no loss.
-    spared = 577 * 6 * (3 * 4096 * 11008 + 4096 * 32064)
+    spared = 577 * 6 * (4096**2 + 3 * 4096 * 11008 + 4096 * 32064)
     row = 1024 * (6 * language + attention) + tower + projector - spared
     assert shape.flops() == pytest.approx(16 * row, rel=2e-3)
     whole = Row("llava-1.5", "megalight", "bf16", gpus=4, trained=True, divisor=1, mbs=4)

@@ -1,4 +1,4 @@
-"""Tokens without a loss: the last layer's MLP and the head skip them, and nothing else changes."""
+"""Tokens without a loss: the rest of the last layer and the head skip them, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.models.gpt import AttentionConfig
 from megalight.models.vlm import VLMConfig
 from megalight.models.vlm.flops import flops_of_losses
 from megalight.models.vlm.module import VLMModule
@@ -29,10 +30,12 @@ CONFIGS = {
     "tiles": TILES,
     "intern": INTERN,
     "experts": EXPERTS,
+    "gate": replace(CONFIG, language=replace(LANGUAGE, attention=AttentionConfig(output_gate=True))),
+    "convolution": replace(CONFIG, language=replace(LANGUAGE, mixer_pattern=("attention", "conv"))),
     "pattern": replace(CONFIG, language=replace(LANGUAGE, layer_pattern="*-")),
 }
 WHOLE_MLP = {"deepstack", "experts", "pattern"}
-"""Models whose last layer computes all tokens."""
+"""Models whose last layer computes all tokens as a whole."""
 
 
 def of(name: str) -> tuple[VLMModule, ImageTextBatch]:
@@ -55,8 +58,9 @@ def test_rows_are_taken_and_put_back() -> None:
 def test_losses_and_gradients_are_those_of_all_tokens(name: str) -> None:
     made, found = of(name)
     seen = list[int]()
-    made.model.layers[made.model.last_layer].mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    made.model.head.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    parts = dict(made.model.layers[made.model.last_layer].named_modules()) | {"head": made.model.head}
+    for part in (part for part in ("attention.proj", "mlp", "head") if part in parts):
+        parts[part].register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     gradients = list[dict[str, torch.Tensor]]()
     for each in (found, found.with_rows()):
         carry = made.forward_step(made.model, each)
@@ -65,7 +69,9 @@ def test_losses_and_gradients_are_those_of_all_tokens(name: str) -> None:
         gradients.append({key: p.grad.clone() for key, p in made.model.named_parameters() if p.grad is not None})
     every, some = found.tokens.numel(), int((found.loss_mask != 0).sum())
     assert some < every
-    assert seen == [every, every, every if name in WHOLE_MLP else some, some]
+    layer = len(seen) // 2 - 1  # modules of it that are looked at
+    assert seen == [every] * (layer + 1) + [every if name in WHOLE_MLP else some] * layer + [some]
+    assert layer == {"pattern": 1, "convolution": 1}.get(name, 2)
     whole = losses(made, found)
     assert relative_error(losses(made, found.with_rows()), whole) < 1e-12
     assert whole.shape == found.labels.shape
@@ -111,7 +117,22 @@ def test_flops_leave_out_what_is_skipped(name: str) -> None:
     again, _ = of(name)
     losses(again, found.with_rows())
     config: VLMConfig = CONFIGS[name]
-    weights: Any = 101 * 32 + (0 if name in WHOLE_MLP else 3 * 32 * 48)
+    weights: Any = 101 * 32 + (0 if name in WHOLE_MLP else 32 * 32 + 3 * 32 * 48)
     spared = 1 - found.loss_mask.ne(0).double().mean().item()
     assert flops_of_losses(config) == 6 * weights
     assert alone - again.flops_per_token(24) == pytest.approx(spared * 6 * weights)
+
+
+def test_image_tokens_have_no_share_in_the_gradient_of_the_table() -> None:
+    made, found = of("llava")
+    looked_up = list[torch.Tensor]()
+    made.model.embed.word.register_forward_pre_hook(lambda _, args: looked_up.append(args[0]))
+    made.loss_step(made.forward_step(made.model, found), found).sum.backward()
+    (ids,), image = looked_up, found.tokens.flatten() == 100
+    assert torch.equal(ids[~image], found.tokens.flatten()[~image])
+    # Equal ids are summed one after the other: no more of them than there must be.
+    assert ids[image].bincount().max() == 1
+    gradient = made.model.embed.word.weight.grad
+    named = torch.zeros(len(gradient), dtype=torch.bool).index_fill(0, found.tokens.flatten()[~image], True)
+    assert gradient[named].any()
+    assert not gradient[~named].any()

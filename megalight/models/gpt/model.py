@@ -372,7 +372,8 @@ class GPT(nn.Module):
         self.last_layer = str(config.num_layers - 1)
         # Experts keep all tokens: their routers balance them.
         last = self.layers[self.last_layer]
-        last.narrows = isinstance(last, TransformerLayer) and isinstance(last.mlp, MLP)  # type: ignore[assignment]
+        if isinstance(last, TransformerLayer) and isinstance(last.mlp, MLP):
+            last.narrow()
         self.head: LMHead | None = build_head(config)
         self.mtp: MultiTokenPrediction | None = None
         if config.mtp is not None:
@@ -452,7 +453,7 @@ class GPT(nn.Module):
         """Return whether the last layer returns the chosen rows only: it is here, and the head alone reads it."""
         if self.head is None or labels is None or later or lesson is not None or self.last_layer not in self.layers:
             return False
-        return bool(self.layers[self.last_layer].narrows)
+        return getattr(self.layers[self.last_layer], "narrows", False)
 
     def _positions(self, sequences: PackedSequences, depths: int) -> list[Tensor]:
         """Return the positions of the tokens that each depth reads."""

@@ -57,9 +57,10 @@ def flops_per_token(config: VLMConfig, sequence_length: int, trained: Trained | 
 
 
 def flops_of_losses(config: VLMConfig, trained: Trained | None = None) -> float:
-    """Return the operations of :func:`flops_per_token` that only tokens with a loss need: the head, and the last MLP.
+    """Return the operations of :func:`flops_per_token` that only tokens with a loss need.
 
-    Experts of the last layer, and a last layer to which features of images are added, compute all tokens.
+    These are the head, and in the last layer the MLP and the projection behind attention. A last layer with experts,
+    or to which features of images are added, computes all tokens.
     """
     language, last = config.language, config.language.num_layers - 1
     weights = language.vocab_size * language.hidden_size
@@ -67,6 +68,8 @@ def flops_of_losses(config: VLMConfig, trained: Trained | None = None) -> float:
     if whole_layer and last >= len(config.deepstack):
         projections = 3 if is_gated(language.activation) else 2
         weights += projections * language.hidden_size * language.ffn_hidden_size
+        if language.mixer_of(last) == "attention":
+            weights += language.hidden_size * language.num_heads * language.head_dim
     return (trained or Trained()).language.of_weights * weights
 
 

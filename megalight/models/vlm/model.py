@@ -139,6 +139,7 @@ class ImageTextEmbedding(TokenEmbedding):
     Attributes:
         deep: by number, a module with each ``projector``; None: there are none, or features arrive.
         num_deep: their number, also where features arrive.
+        num_ids: size of the vocabulary.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class ImageTextEmbedding(TokenEmbedding):
         named = {str(number): nn.ModuleDict({"projector": each}) for number, each in enumerate(deep)}
         self.deep: nn.ModuleDict | None = nn.ModuleDict(named) if deep else None
         self.num_deep = len(deep)
+        self.num_ids = len(text.word.weight)
 
     def forward(
         self,
@@ -172,9 +174,9 @@ class ImageTextEmbedding(TokenEmbedding):
 
         With deep projectors and pictures: the same and, for each of them, ``[T, h]`` to add to a later layer.
         """
-        hidden = super().forward(tokens, positions, token_types)
         if pictures is None:
-            return hidden
+            return super().forward(tokens, positions, token_types)
+        hidden = super().forward(self._spread(tokens, pictures.source), positions, token_types)
         features, *deep = (mixed(each, pictures.mixtures) for each in self._features(pictures))
         source = among(pictures.source, features, pictures.mixtures)
         merged: Tensor = self.images(source, features, hidden)
@@ -184,6 +186,15 @@ class ImageTextEmbedding(TokenEmbedding):
             return merged
         nothing = torch.zeros_like(hidden)
         return merged, torch.stack([self.images(source, each, nothing) for each in deep])
+
+    def _spread(self, tokens: Tensor, source: Tensor) -> Tensor:
+        """Return the tokens, with other ids where features come: ``[T]``.
+
+        Nothing reads what the table has for them, and the gradient there is zero. But on a GPU, the gradients of one id
+        are summed one after the other, and the image token is half of all tokens.
+        """
+        ids = torch.arange(len(tokens), device=tokens.device) % self.num_ids
+        return torch.where(source == -1, tokens, ids)
 
     def _features(self, pictures: Pictures | Arrived) -> tuple[Tensor, ...]:
         if isinstance(pictures, Arrived):
@@ -274,7 +285,7 @@ class VLM(GPT):
         self.deepstack = config.deepstack
         for number in range(len(config.deepstack)):
             self.layers[str(number)].adds = number  # type: ignore[assignment]
-            self.layers[str(number)].narrows = False  # type: ignore[assignment]  # what it adds is of all tokens
+            self.layers[str(number)].narrow(False)  # type: ignore[operator]  # what it adds is of all tokens
         for layer in self.layers.values() if config.mutual else ():
             layer.get_submodule("attention.inner").mutual = True  # type: ignore[assignment]
         self.config = config  # type: ignore[assignment]  # it has what the language model asks of its own
