@@ -77,6 +77,9 @@ ROWS: dict[str, Row] = {
     "8b-16l-fp8": _row(
         "the first row in FP8", "precision=fp8", aim=890, peers=("mcore-te",), figures={"mcore-te": 800}
     ),
+    "8b-16l-fp8-delayed": _row(
+        "the same with scales of past steps", "precision=fp8 recipe=delayed", aim=890, peers=("mcore-te",)
+    ),
     "8b-8l-8k-bf16": _row(
         "8 layers of that, 8192 tokens, bf16",
         "layers=8 seq=8192 mbs=1",
@@ -90,6 +93,12 @@ ROWS: dict[str, Row] = {
         aim=830,
         peers=("mcore-te",),
         figures={"mcore-te": 753},
+    ),
+    "8b-8l-8k-fp8-delayed": _row(
+        "the same with scales of past steps",
+        "layers=8 seq=8192 mbs=1 precision=fp8 recipe=delayed",
+        aim=830,
+        peers=("mcore-te",),
     ),
     "2b-24l": _row(
         "width 2048, 24 layers, bf16",

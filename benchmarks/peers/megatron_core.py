@@ -36,6 +36,8 @@ class Runner:
             return "this runner has bf16 and fp8"
         if step.precision == "fp8" and not self.te:
             return "FP8 needs TransformerEngine's layers"
+        if step.precision == "fp8" and step.recipe not in ("tensorwise", "delayed"):
+            return "this runner has the FP8 recipes tensorwise and delayed"
         if step.experts and not self.te:
             return "experts need TransformerEngine's grouped products"
         return only_of(step, ("tp", "experts", "ep"))
@@ -168,7 +170,7 @@ class Runner:
             cross_entropy_loss_fusion=self.te,
             cross_entropy_fusion_impl="te" if self.te else "native",
             fp8="hybrid" if step.precision == "fp8" else None,
-            fp8_recipe="tensorwise" if step.precision == "fp8" else "delayed",
+            fp8_recipe=step.recipe,
             **self.experts(step),
         )
 

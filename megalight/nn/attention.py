@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalight.nn.between import gradient_is_unwritten
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
 from megalight.nn.init import Initializer, Normal
@@ -277,7 +278,10 @@ class Attention(nn.Module):
         """``[T, q|k|v] -> q [T, H, D], k, v [T, Hkv, D]``, normed and rotated."""
         # without norms between them, one op splits and rotates in a single pass over memory
         if rotary is not None and self.q_norm is None and self.k_norm is None:
-            return rotary.rotate_qkv(qkv, sizes[0] // self.head_dim, sizes[1] // self.head_dim, self.head_dim)
+            # Nothing else reads the projection, unless a gate is a part of it.
+            unwritten = len(sizes) == 3 and gradient_is_unwritten(self.qkv, qkv)
+            heads = sizes[0] // self.head_dim, sizes[1] // self.head_dim
+            return rotary.rotate_qkv(qkv, *heads, self.head_dim, unwritten)
         parts = torch.split(qkv, list(sizes[:3]), dim=-1)
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in parts)
         # Norms come before the rotation, as in the models that have them: a norm's weight differs between the

@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, nearest
+from megalight.nn.between import Between
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
 from megalight.ops.activation import activation, gated
+from megalight.ops.activation.codes import activation_of_codes
 from megalight.ops.activation.stored import stored
 
 ACTIVATIONS: dict[str, tuple[str, bool]] = {
@@ -52,9 +54,15 @@ class Activation(nn.Module):
         clamp: limits ``gate`` from above, and ``up`` from both sides, before that; for gated activations.
         fp8_input_store: keep the input in 8 bits for the backward pass.
 
+    Attributes:
+        between: the linear layers beside it, if they multiply in 8 bits. Codes are then all that is written, where
+            nothing else would read the output and the gradient of the input.
+
     Raises:
         ConfigurationError: no such activation, or ``offset`` or ``clamp`` for one that is not gated.
     """
+
+    between: Between | None = None
 
     def __init__(
         self,
@@ -80,7 +88,13 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """``[..., f] -> [..., f]``; if gated, ``[..., 2 f] -> [..., f]``. ``weights [...]`` multiply rows."""
-        return stored(x, weights, self._compute) if self.fp8_input_store else self._compute(x, weights)
+        if self.fp8_input_store:
+            return stored(x, weights, self._compute)
+        plain = weights is None and not self.offset and self.clamp is None
+        if plain and self.between is not None and self.between.gradient_is_unwritten(self, x):
+            written = not self.between.output_is_unwritten(self)
+            return activation_of_codes(x, self.kind, self.gated, self.backend, written=written)
+        return self._compute(x, weights)
 
     def _compute(self, x: Tensor, weights: Tensor | None) -> Tensor:
         if not self.gated:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megalight.ops.linear.inputs import Recipe
+    from megalight.ops.unwritten import Unwritten
 
 
 class Casts(NamedTuple):
@@ -48,11 +49,13 @@ class Note:
         recipe: how to compute it again from tensors that are kept anyway.
         casts: casts of a gradient.
         magnitudes: its largest magnitudes.
+        unwritten: casts it without its values, which were never written.
     """
 
     recipe: Recipe | None = None
     casts: Casts | None = None
     magnitudes: Magnitudes | None = None
+    unwritten: Unwritten | None = None
 
 
 def note_of(x: object) -> Note | None:

@@ -765,3 +765,67 @@ def check_told(module: Any, device: str, dtype: torch.dtype) -> None:
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 assert torch.equal(ours.data.float(), theirs.data.float())
+
+
+def check_cast_activation(
+    fused: Any,
+    activation: Any,
+    quantize: Any,
+    device: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    kind: str,
+    gated: bool,
+) -> None:
+    """Codes of an activation and of its gradient are those that two kernels write, one after the other, bit for bit."""
+    tokens, size = shape
+    x = 2 * torch.randn(tokens, size * (2 if gated else 1), device=device).to(dtype)
+    grad_y = torch.randn(tokens, size, device=device).to(dtype)
+    leaf = x.clone().requires_grad_()
+    y = (activation.gated if gated else activation.activation)(leaf, kind)
+    (grad_x,) = torch.autograd.grad(y, leaf, grad_y)
+    given = torch.tensor(2.0, device=device)
+    codes, gradient = Scheme("e4m3"), Scheme("e5m2", scale="power")
+    for written, run in (
+        (y.detach(), lambda *schemes: fused.cast_activation(x, kind, gated, *schemes, given)),
+        (grad_x, lambda *schemes: fused.cast_activation_gradient(grad_y, x, kind, gated, *schemes, given)),
+    ):
+        for rows, columns in ((codes, codes), (gradient, gradient), (None, gradient), (codes, None)):
+            check_codes(quantize, written, rows, columns, given, run)
+
+
+def check_codes(
+    quantize: Any, written: Tensor, rows: Scheme | None, columns: Scheme | None, given: Tensor, run: Callable[..., Any]
+) -> None:
+    """A kernel that writes codes alone gives those of a cast of what it would have written, and its magnitude."""
+    expected = quantize.cast(written, rows, columns, given, given)
+    with poisoned():
+        found, told = run(rows, columns)
+    assert torch.equal(told.max() if told.numel() else told.new_zeros(()), amax_of(written))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert torch.equal(ours.scale, theirs.scale)
+            same = ours.data if ours.data.dtype == torch.float32 else ours.data.view(torch.uint8)
+            assert torch.equal(
+                same, theirs.data if theirs.data.dtype == torch.float32 else theirs.data.view(torch.uint8)
+            )
+
+
+def check_cast_qkv_gradient(
+    fused: Any, rotary: Any, quantize: Any, device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    """Codes of the gradient of a packed projection are those that two kernels write, bit for bit."""
+    tokens, heads, kv_heads, head_dim = shape
+    # Strided, as attention may return them.
+    grads = [
+        torch.randn(tokens, number + 1, head_dim, device=device).to(dtype)[:, 1:]
+        for number in (heads, kv_heads, kv_heads)
+    ]
+    cos, sin = rotary_table(torch.arange(tokens, device=device), head_dim, 1e4)
+    leaf = torch.zeros(tokens, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype).requires_grad_()
+    (packed,) = torch.autograd.grad(rotary.rotate_qkv(leaf, heads, kv_heads, head_dim, cos, sin), leaf, grads)
+    given, scheme = torch.tensor(2.0, device=device), Scheme("e5m2")
+    for rows, columns in ((scheme, scheme), (None, scheme), (scheme, None)):
+        run = partial(fused.cast_qkv_gradient, *grads, cos, sin, False)
+        check_codes(quantize, packed, rows, columns, given, lambda *schemes, run=run: run(*schemes, given))

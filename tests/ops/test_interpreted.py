@@ -216,6 +216,36 @@ def test_amax_on_the_way(kind: str, gates: bool) -> None:
     checks.check_measured(kernels("activation"), "cpu", torch.float32, kind, gates)
 
 
+@pytest.mark.parametrize("gates", [True, False])
+@pytest.mark.parametrize(("kind", "shape"), [("silu", (37, 144)), ("sigmoid", (130, 16)), ("gelu_tanh", (16, 272))])
+def test_activations_as_codes(kind: str, gates: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    casts, activations = kernels("quantize"), kernels("activation")
+    # the interpreter rounds to 8 bits wrongly; what comes before that is looked at
+    monkeypatch.setattr(casts, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
+    codes = importlib.import_module("megalight.ops.activation.codes_triton")
+    checks.check_cast_activation(codes, activations, casts, "cpu", torch.bfloat16, shape, kind, gates)
+
+
+@pytest.mark.parametrize("shape", [(37, 4, 2, 32), (64, 2, 2, 64), (130, 8, 1, 32)])
+def test_packed_gradients_as_codes(shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    casts, rotary = kernels("quantize"), kernels("rotary")
+    monkeypatch.setattr(casts, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
+    codes = importlib.import_module("megalight.ops.rotary.codes_triton")
+    checks.check_cast_qkv_gradient(codes, rotary, casts, "cpu", torch.bfloat16, shape)
+
+
+@pytest.mark.parametrize("count", [1, 5, 4096, 9000])
+def test_largest_magnitudes_are_recorded(count: int) -> None:
+    kernels("quantize")
+    module = importlib.import_module("megalight.ops.quantize.record_triton")
+    kept, magnitudes = torch.zeros(3), torch.rand(count)
+    magnitudes[count // 2] *= torch.nan if count > 1 else 1
+    module.record_largest(kept[1], magnitudes)
+    assert kept.tolist() == [0, magnitudes.nan_to_num(0).max(), 0]
+    module.record_largest(kept[1], magnitudes / 2)
+    assert kept[1] == magnitudes.nan_to_num(0).max()
+
+
 @pytest.mark.parametrize("shape", [(7, 3), (3, 2, 63), (90, 100)])
 def test_amax_of_norms_on_the_way(shape: tuple[int, ...]) -> None:
     checks.check_measured_norms(kernels("norm"), "cpu", torch.float32, shape)

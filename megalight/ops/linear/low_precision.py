@@ -21,10 +21,11 @@ from megalight.ops.note import Casts, annotate
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
-from megalight.ops.quantize.known import known_amax, rows_of
+from megalight.ops.quantize.known import known_amax, magnitudes_of, rows_of
 from megalight.ops.quantize.recipes import Recipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
+from megalight.ops.unwritten import unwritten_of
 from megalight.registry import Registry
 
 Reduce = Callable[[Tensor], None]
@@ -148,9 +149,13 @@ class LowPrecision:
         self.margin = margin
         self.reduce_in, self.reduce_out = reduce_amax
         self.reduce_history = reduce_history
-        if isinstance(history, int):
-            history = AmaxHistory(history)
-        self.history = history if recipe.delayed else None
+        self.history: AmaxHistory | None = None
+        if recipe.delayed:
+            if isinstance(history, int):
+                # All zero so far: a scale of 1, with which values up to the largest code are represented.
+                x, weight, gradient = (LARGEST[s.format] for s in (recipe.x, recipe.weight, recipe.gradient))
+                history = AmaxHistory(history, otherwise=(x, weight, gradient), factor=2.0**margin)
+            self.history = history
         if primary and not recipe.one_scale:
             raise ConfigurationError(
                 f"primary_weights: recipe {recipe.name!r} casts a weight and its transpose with different scales, so "
@@ -161,6 +166,11 @@ class LowPrecision:
         self._weight: tuple[Quantized, Quantized] | None = None
         self._kept: tuple[Quantized, Quantized] | None = None
         session.layers.append(self)
+
+    @property
+    def reads_unwritten(self) -> bool:
+        """Whether it casts tensors that are :mod:`~megalight.ops.unwritten`, as their scales are known beforehand."""
+        return self.history is not None and self.history.suffices
 
     @property
     def reduce_weight(self) -> Reduce | None:
@@ -338,6 +348,8 @@ class LowPrecision:
                 )
             # The note makes both products use the same codes, and rounds stochastically only once.
             note.casts = Casts(self, rows, columns)
+            # What an unwritten gradient would be made of may be freed.
+            note.unwritten = None
         return note.casts.rows, note.casts.columns
 
     def _cast_by_history(self, x: Tensor, role: int, rows: Scheme | None, columns: Scheme | None) -> Cast | None:
@@ -345,14 +357,17 @@ class LowPrecision:
         scheme, history = rows or columns, self.history
         if history is None or not history.suffices or scheme is None:
             return None
-        # All zero so far: a scale of 1, with which values up to the largest code are represented.
-        amax = history.known(role, LARGEST[scheme.format]) * 2.0**self.margin
-        inside = self.session.inside
+        inside, amax = self.session.inside, history.covers[role]
+        if (make := unwritten_of(x)) is not None:
+            found, told = make(rows, columns, amax)
+            if inside:
+                history.record(role, told)
+            return found
         found = cast(x, rows, columns, amax=amax, amax_t=amax, tell=inside)
         if inside:
-            # After the cast, which notes the magnitude in its own pass: another pass over x would cost what delayed
+            # After the cast, which notes magnitudes in its own pass: another pass over x would cost what delayed
             # scaling saves.
-            history.record(role, known_amax(x))
+            history.record(role, magnitudes_of(x))
         return found
 
     def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None) -> Tensor | None:

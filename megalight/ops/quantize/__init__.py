@@ -109,13 +109,18 @@ TILES = ((0, 0), (1, 0), (1, 128), (128, 128))
 """Tiles that the Triton kernels serve."""
 
 
-def _triton_why_not(spec: Spec) -> str | None:
-    for scheme in (spec.rows, spec.columns):
+def cast_why_not(dtype: torch.dtype, rows: Scheme | None, columns: Scheme | None) -> str | None:
+    """Return why kernels that write codes with scales in float32 cannot serve a request, or None."""
+    for scheme in (rows, columns):
         if scheme is not None and (scheme.scale not in ("fp32", "power") or scheme.tile not in TILES):
             return f"serves fp32 scales of tiles {', '.join(map(str, TILES))} (0 means all), not {scheme}"
-    if spec.dtype not in (*HALF, torch.float32):
-        return f"serves bfloat16, float16 and float32, not {spec.dtype}"
-    return triton_why_not(spec.device, spec.dtype)
+    if dtype not in (*HALF, torch.float32):
+        return f"serves bfloat16, float16 and float32, not {dtype}"
+    return None
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    return cast_why_not(spec.dtype, spec.rows, spec.columns) or triton_why_not(spec.device, spec.dtype)
 
 
 QUANTIZE.register(Backend("triton", lazy("megalight.ops.quantize.triton", "cast"), 10, _triton_why_not))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megalight.ops.quantize.record import record_largest
+
 INPUT, WEIGHT, GRADIENT = range(3)
 """The roles of a linear layer's matrices. The gradient is that of the output."""
 
@@ -24,17 +26,33 @@ class AmaxHistory:
         count: number of weights of a stack, which share two tensors: ``past [count, length, 3]`` and ``current
             [count, 3]``. None: a single weight, ``[length, 3]`` and ``[3]``.
         stack: the history of the stack of which this is one weight, for :attr:`weights`.
+        otherwise: for each role, what a scale covers if all values of past steps were zero.
+        factor: scales cover values so many times as large as those of past steps.
 
     Attributes:
         stack: the history that owns the tensors.
+        covers: for each role, what scales cover, 0-dim; see :attr:`suffices`.
     """
 
-    def __init__(self, length: int, count: int | None = None, stack: AmaxHistory | None = None) -> None:
+    def __init__(
+        self,
+        length: int,
+        count: int | None = None,
+        stack: AmaxHistory | None = None,
+        *,
+        otherwise: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        factor: float = 1.0,
+    ) -> None:
         self.length = length
         self.count = count
         self.stack = stack or self
+        self.otherwise = otherwise
+        self.factor = factor
         self.past: Tensor | None = None
         self.current: Tensor | None = None
+        self.covers: tuple[Tensor, ...] = ()
+        self._covers: Tensor | None = None
+        self._otherwise: Tensor | None = None
         self._rolled = False
 
     @property
@@ -64,6 +82,11 @@ class AmaxHistory:
             stack = () if self.count is None else (self.count,)
             self.past = torch.zeros(*stack, self.length, 3, device=device)
             self.current = torch.zeros(*stack, 3, device=device)
+            if self.count is None:
+                self._otherwise = torch.tensor(self.otherwise, device=device)
+                # Views are made once: a cast in each product of each layer reads one.
+                self._covers = self._otherwise * self.factor
+                self.covers = self._covers.unbind()
 
     def restore(self, past: Tensor) -> None:
         """Go on from the magnitudes of a saved run, ``[steps, 3]``, newest first. The oldest may find no room."""
@@ -72,6 +95,7 @@ class AmaxHistory:
         # In place, because recorded graphs read this memory. Steps that were not seen are zero, which no maximum is.
         self.past.zero_()
         self.past[: len(kept)].copy_(kept)
+        self._cover([self])
         self.stack._rolled = True
 
     def allow(self, role: int, amax: Tensor, record: bool) -> Tensor:
@@ -90,17 +114,19 @@ class AmaxHistory:
         # A select on the device: the host does not wait, and a CUDA graph can hold it.
         return torch.where(known > 0, known, amax)
 
-    def known(self, role: int, otherwise: float) -> Tensor:
-        """Return the largest magnitude of past steps, or ``otherwise`` if all were zero. Requires :attr:`rolled`."""
-        assert self.past is not None
-        known = self.past[..., role].amax(-1)
-        return torch.where(known > 0, known, otherwise)
-
     def record(self, role: int, amax: Tensor) -> None:
-        """Add ``amax`` to this step."""
+        """Add magnitudes to this step.
+
+        Args:
+            role: :data:`INPUT`, :data:`WEIGHT` or :data:`GRADIENT`.
+            amax: of a single weight: any number of magnitudes, of which the largest counts. Of a stack: one for each.
+        """
         assert self.current is not None
         # Several micro-batches of a step, and several uses of a layer, count as one.
-        self.current[..., role] = torch.maximum(self.current[..., role], amax)
+        if self.count is None:
+            record_largest(self.current[role], amax)
+        else:
+            self.current[..., role] = torch.maximum(self.current[..., role], amax)
 
     @staticmethod
     def roll(histories: Sequence[AmaxHistory], reduce: Callable[[Tensor], None] | None) -> None:
@@ -126,9 +152,33 @@ class AmaxHistory:
             reduce(seen)
         # After it: the expert may have had tokens on another rank.
         seen = torch.where(seen > 0, seen, newest)
-        parts = torch.split(seen, [current.numel() // 3 for _, _, current in used])
-        for (history, past, current), rows in zip(used, parts, strict=True):
+        counts = [current.numel() // 3 for _, _, current in used]
+        by_form: dict[tuple[int, float], list[tuple[AmaxHistory, Tensor, Tensor]]] = {}
+        for (history, past, _), rows in zip(used, torch.split(seen, counts), strict=True):
+            by_form.setdefault((history.length, history.factor), []).append((history, past, rows))
+        for (length, _), alike in by_form.items():
+            before = torch.cat([past.view(-1, length, 3) for _, past, _ in alike])
+            rows = torch.cat([rows for _, _, rows in alike]).unsqueeze(1)
+            after = torch.split(torch.cat([rows, before[:, :-1]], 1), [len(rows) for _, _, rows in alike])
             # In place, because recorded graphs read this memory.
-            past.copy_(torch.cat([rows.view_as(current).unsqueeze(-2), past[..., :-1, :]], -2))
-            current.zero_()
+            torch._foreach_copy_(
+                [past for _, past, _ in alike],
+                [new.view_as(past) for new, (_, past, _) in zip(after, alike, strict=True)],
+            )
+        torch._foreach_zero_([current for _, _, current in used])
+        for history, _, _ in used:
             history._rolled = True
+        AmaxHistory._cover([history for history, _, _ in used])
+
+    @staticmethod
+    def _cover(histories: Sequence[AmaxHistory]) -> None:
+        """Find what scales cover from now on, of all histories of single weights at once."""
+        by_form: dict[tuple[int, float], list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for history in histories:
+            past, otherwise, covers = history.past, history._otherwise, history._covers
+            if past is not None and otherwise is not None and covers is not None:
+                by_form.setdefault((history.length, history.factor), []).append((past, otherwise, covers))
+        for (_, factor), alike in by_form.items():
+            known = torch.stack([past for past, _, _ in alike]).amax(1)
+            found = torch.where(known > 0, known, torch.stack([otherwise for _, otherwise, _ in alike])) * factor
+            torch._foreach_copy_([covers for _, _, covers in alike], list(found.unbind()))

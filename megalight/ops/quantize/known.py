@@ -24,9 +24,18 @@ def known_amax(x: Tensor) -> Tensor:
 
     A note is valid for this tensor object until the tensor is written: autograd may add gradients in place.
     """
-    parts = told_amax(x)
+    parts = magnitudes_of(x)
+    if not parts.dim():
+        return parts
     # No parts: the kernel had no rows to work on, and max() of nothing raises.
-    return amax_of(x) if parts is None or not parts.shape[0] else parts.amax()
+    return parts.amax() if parts.shape[0] else parts.new_zeros(())
+
+
+def magnitudes_of(x: Tensor) -> Tensor:
+    """Return magnitudes, float32, of which the largest is that of ``x``: the noted ones, or those that a pass finds."""
+    if (parts := told_amax(x)) is not None:
+        return parts
+    return amax_of(x)
 
 
 def told_amax(x: Tensor) -> Tensor | None:

@@ -16,6 +16,8 @@ from megalight.ops.quantize.types import Quantized, Scheme
 
 # A tile is as wide as the blocks of `blockwise` scaling, so no scale needs values of two programs.
 BLOCK = 128
+WHOLE = {"TOKENS": 128, "FEATURES": 64, "num_warps": 8}
+"""A program's tile where the matrix has one scale."""
 MODES = {(0, 0): "whole", (1, 0): "line", (1, BLOCK): "strip", (BLOCK, BLOCK): "square"}
 """Tile of a scheme -> name for the kernels, by what shares a scale: the whole matrix, a row, 128 elements of a row, or
 128 x 128 elements. The name ``"none"`` means that this orientation is not needed.
@@ -77,6 +79,66 @@ def _codes(
 
 
 @jit
+def write_codes(
+    x: Value,
+    row_codes: Value,
+    row_scale: Value,
+    row_amax: Value,
+    column_codes: Value,
+    column_scale: Value,
+    column_amax: Value,
+    token: Value,
+    feature: Value,
+    tokens: Value,
+    padded: Value,
+    end: Value,
+    features: Value,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    ROW_LARGEST: constexpr,
+    COLUMN_LARGEST: constexpr,
+    SMALLEST: constexpr,
+    ROW_POWER: constexpr,
+    COLUMN_POWER: constexpr,
+    FULL: constexpr,
+    TOKENS: constexpr,
+    FEATURES: constexpr,
+) -> None:
+    """Write a tile of a matrix ``[tokens, features]`` with one scale as codes of the matrix and of its transpose.
+
+    ``x [TOKENS, FEATURES]`` is float32 and begins at ``token`` and ``feature``. Its features before ``end`` exist; it
+    is zero from ``tokens`` on, and the transpose has ``padded`` columns. ``FULL``: nothing of it lies beyond these.
+    """
+    t = tl.arange(0, TOKENS)
+    f = tl.arange(0, FEATURES)
+    first = tl.where((token == 0) & (feature == 0), 0, 1)
+    # The two amax are loaded apart, though they are equal, so that codes are computed twice: Triton 3.6 for sm_90 has
+    # garbled bytes of codes that were stored both ways.
+    # Places are 64 bits wide for the tile, and 32 inside it, which takes half the registers.
+    if ROWS != "none":
+        codes = _codes(x, row_amax, row_scale, t, tokens, first, 0, 1, 1, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER)
+        corner = row_codes + token.to(tl.int64) * features + feature
+        where = corner + (t[:, None] * features + f[None, :])
+        small = codes.to(row_codes.dtype.element_ty)
+        if FULL:
+            tl.store(where, small)
+        else:
+            tl.store(where, small, mask=(token + t < tokens)[:, None] & (feature + f < end)[None, :])
+    if COLUMNS != "none":
+        codes = _codes(
+            x, column_amax, column_scale, f, features, first, 0, 1,
+            0, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER,
+        )  # fmt: skip
+        corner = column_codes + feature.to(tl.int64) * padded + token
+        where = corner + (f[:, None] * padded + t[None, :])
+        small = tl.trans(codes.to(column_codes.dtype.element_ty))
+        if FULL:
+            tl.store(where, small)
+        else:
+            tl.store(where, small, mask=(feature + f < end)[:, None] & (token + t < padded)[None, :])
+
+
+@jit
 def _cast(
     x: Value,
     row_codes: Value,
@@ -130,6 +192,52 @@ def _cast(
         tl.store(where, tl.trans(small), mask=(f < features)[:, None] & (t < padded)[None, :])
 
 
+@jit
+def _cast_whole(
+    x: Value,
+    row_codes: Value,
+    row_scale: Value,
+    row_amax: Value,
+    column_codes: Value,
+    column_scale: Value,
+    column_amax: Value,
+    parts: Value,
+    tokens: Value,
+    padded: Value,
+    features: Value,
+    x_stride: Value,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    ROW_LARGEST: constexpr,
+    COLUMN_LARGEST: constexpr,
+    SMALLEST: constexpr,
+    ROW_POWER: constexpr,
+    COLUMN_POWER: constexpr,
+    TELL: constexpr,
+    FULL: constexpr,
+    TOKENS: constexpr,
+    FEATURES: constexpr,
+) -> None:
+    """Cast with one scale per matrix. Programs that run at the same time read whole rows: faster than columns."""
+    across, down = tl.program_id(0), tl.program_id(1)
+    token, feature = down * TOKENS, across * FEATURES
+    t = tl.arange(0, TOKENS)[:, None]
+    f = tl.arange(0, FEATURES)[None, :]
+    source = x + token.to(tl.int64) * x_stride + feature + (t * x_stride + f)
+    if FULL:
+        tile = tl.load(source).to(tl.float32)
+    else:
+        inside = (token + t < tokens) & (feature + f < features)
+        tile = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if TELL:
+        tl.store(parts + down * tl.num_programs(0) + across, tl.max(tl.max(tl.abs(tile), 1), 0))
+    write_codes(
+        tile, row_codes, row_scale, row_amax, column_codes, column_scale, column_amax,
+        token, feature, tokens, padded, features, features,
+        ROWS, COLUMNS, ROW_LARGEST, COLUMN_LARGEST, SMALLEST, ROW_POWER, COLUMN_POWER, FULL, TOKENS, FEATURES,
+    )  # fmt: skip
+
+
 def cast(
     x: Tensor,
     rows: Scheme | None,
@@ -144,8 +252,8 @@ def cast(
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, features = x.shape
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
-    whole = None if rows is None else _empty(x, rows, tokens, features)
-    transposed = None if columns is None else _empty(x, columns, features, padded)
+    whole = None if rows is None else empty_codes(x, rows, tokens, features)
+    transposed = None if columns is None else empty_codes(x, columns, features, padded)
     # Both orientations of one matrix share a magnitude: find it once.
     same = rows == columns and rows is not None and rows.tile == (0, 0) and amax_t is amax
     if rows is not None and amax is None:
@@ -154,29 +262,35 @@ def cast(
         amax_t = amax
     elif columns is not None and amax_t is None:
         amax_t = _amax(x, columns, 0)
-    down, across = -(-padded // BLOCK), -(-features // BLOCK)
+    one_scale = all(scheme is None or scheme.tile == (0, 0) for scheme in (rows, columns))
+    tile = WHOLE if one_scale else {"TOKENS": BLOCK, "FEATURES": BLOCK}
+    down, across = cdiv(padded, tile["TOKENS"]), cdiv(features, tile["FEATURES"])
     parts = torch.empty(down * across, device=x.device) if tell else x
     if tokens and features:
-        _cast[down, across](
+        arguments = (
             x,
-            *_arguments(x, whole, amax),
-            *_arguments(x, transposed, amax_t),
+            *codes_arguments(x, whole, amax),
+            *codes_arguments(x, transposed, amax_t),
             parts,
             tokens,
             padded,
             features,
             x.stride(0),
-            TELL=tell,
-            **_constants(rows, columns),
         )
+        constants = codes_constants(rows, columns)
+        if one_scale:
+            full = not (padded - tokens or tokens % tile["TOKENS"] or features % tile["FEATURES"])
+            _cast_whole[across, down](*arguments, **constants, TELL=tell, FULL=full, **tile)
+        else:
+            _cast[down, across](*arguments, **constants, TELL=tell, BLOCK=BLOCK, num_warps=8)
         if tell:
             tell_amax(source, parts)
     return whole, transposed
 
 
 @lru_cache
-def _constants(rows: Scheme | None, columns: Scheme | None) -> dict[str, Any]:
-    """Return what the kernel is compiled for."""
+def codes_constants(rows: Scheme | None, columns: Scheme | None) -> dict[str, Any]:
+    """Return what a kernel that writes codes is compiled for."""
     return {
         "ROWS": "none" if rows is None else MODES[rows.tile],
         "COLUMNS": "none" if columns is None else MODES[columns.tile],
@@ -185,8 +299,6 @@ def _constants(rows: Scheme | None, columns: Scheme | None) -> dict[str, Any]:
         "SMALLEST": TINY,
         "ROW_POWER": rows is not None and rows.scale == "power",
         "COLUMN_POWER": columns is not None and columns.scale == "power",
-        "BLOCK": BLOCK,
-        "num_warps": 8,
     }
 
 
@@ -211,7 +323,8 @@ def transpose(codes: Tensor) -> Tensor:
     return out
 
 
-def _empty(x: Tensor, scheme: Scheme, rows: int, columns: int) -> Quantized:
+def empty_codes(x: Tensor, scheme: Scheme, rows: int, columns: int) -> Quantized:
+    """Make room for codes ``[rows, columns]`` and their scales, on the device of ``x``."""
     device, mode = x.device, MODES[scheme.tile]
     data = torch.empty(rows, columns, dtype=DTYPES[scheme.format], device=device)
     if mode == "whole":
@@ -235,7 +348,7 @@ def _amax(x: Tensor, scheme: Scheme, dim: int) -> Tensor | None:
     return found
 
 
-def _arguments(x: Tensor, cast: Quantized | None, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def codes_arguments(x: Tensor, cast: Quantized | None, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales and amax for the kernel; ``x`` stands in for what is not needed."""
     if cast is None:
         return x, x, x

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.nn import Activation, LayerNorm, RMSNorm, Rotary
+from megalight.nn import MLP, Activation, LayerNorm, RMSNorm, Rotary
+from megalight.nn.between import Between
 from megalight.nn.moe import Dispatcher, Experts
 from megalight.ops.common import measuring
 from megalight.ops.fp8_attention import Spec as AttentionSpec
@@ -86,6 +87,8 @@ def apply_low_precision(
             if isinstance(experts, Experts):
                 _tell(experts, alignment if options.router_padding_for_quantization else 1)
     _measure(model, chosen, options, kind)
+    for layer in chosen.values():
+        _join(layer)
     if options.fp8_attention:
         give_fp8_attention(chosen, _attention(chosen, options), emulate=options.emulate)
     return session
@@ -209,6 +212,13 @@ def _measure(
             maker.backend = measuring(maker.backend)
 
 
+def _join(layer: nn.Module) -> None:
+    """Tell activations which linear layers are beside them: where both cast, codes may be all that is written."""
+    for module in layer.modules():
+        if isinstance(module, MLP):
+            module.act.between = Between(module.gate_up if module.act.gated else module.up, module.down)
+
+
 def _makers(layer: nn.Module) -> list[RMSNorm | LayerNorm | Activation]:
     """Return the modules that produce the inputs of a layer's linear layers.
 
@@ -230,6 +240,8 @@ def remove_low_precision(model: nn.Module) -> None:
             module.alignment, module.tells_sizes = 1, False
         if isinstance(module, RMSNorm | LayerNorm | Activation | Rotary):
             module.backend = measuring(module.backend, wanted=False)
+        if isinstance(module, Activation):
+            module.between = None
 
 
 def _maximum(group: ProcessGroup | None) -> Reduce | None:

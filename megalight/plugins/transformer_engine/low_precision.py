@@ -90,6 +90,7 @@ class TransformerEngineProducts(LowPrecision):
     """
 
     wants_magnitudes = False  # its quantizers find magnitudes themselves
+    reads_unwritten = False  # they cast values
 
     def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
         # Named one by one, so that an option without effect is never taken.
@@ -215,7 +216,7 @@ class TransformerEngineProducts(LowPrecision):
         quantizer = self._quantizer(role, x.device)
         past = self.history if self.history is not None and self.history.suffices else None
         if past is not None:
-            self._scale(quantizer, scheme, past.known(role, LARGEST[scheme.format]) * 2.0**self.margin)
+            self._scale(quantizer, scheme, past.covers[role])
             quantizer.amax.zero_()  # casts accumulate the largest magnitude in it
         elif self.history is not None:
             amax = self._amax(flat, scheme, role, (self.reduce_in, self.reduce_weight, self.reduce_out)[role])
