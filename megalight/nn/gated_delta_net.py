@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
-from megalight.nn.init import Uniform
+from megalight.nn.init import Constant, Initializer, Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.mamba2 import AllTokens, Decays
-from megalight.nn.norm import RMSNorm
 from megalight.nn.short_conv import CausalConv
 from megalight.nn.state import SequenceRows, Slots
 from megalight.ops.common import wide
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
+from megalight.ops.gated_norm import check_backend, gated_norm
+from megalight.ops.norm import rms_norm
 from megalight.ops.parts import split
 from megalight.types import PackedSequences
 
@@ -76,8 +76,36 @@ class DeltaRule(Decays):
 
 def _unit(rows: Tensor, length: float = 1.0, eps: float = 1e-6) -> Tensor:
     """Return vectors of the given length. ``eps`` is added to the sum of squares, as in published models."""
-    x = rows.to(wide(rows.dtype))
-    return (x * (length * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps))).to(rows.dtype)
+    size = rows.shape[-1]
+    # An RMS norm: the root of a mean is shorter by that of the size.
+    factor = rows.new_full((size,), length * size**-0.5, dtype=wide(rows.dtype))
+    return rms_norm(rows, factor, eps / size)
+
+
+class HeadNorm(nn.Module):
+    """``rms_norm(y) * weight * silu(z)``, with the mean square over each head, and one weight for all heads.
+
+    Attributes:
+        weight: ``[head_dim]``, initially 1.
+    """
+
+    def __init__(self, head_dim: int, eps: float, backend: str = "auto") -> None:
+        super().__init__()
+        self.eps, self.backend = eps, backend
+        self.weight = nn.Parameter(torch.empty(head_dim))
+        self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """``y [T, H, V], z [T, H V] -> [T, H V]``."""
+        return gated_norm(y.flatten(1), z, self.weight, len(self.weight), self.eps, last=True, backend=self.backend)
+
+    def check_backend(self, device: torch.device) -> None:
+        """Raise if the named backend cannot serve on ``device``; see :func:`~megalight.ops.norm.check_backend`."""
+        check_backend(self.weight, len(self.weight), device.type, self.backend, divided=False)
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for printing."""
+        return f"{self.weight.numel()}, eps={self.eps}"
 
 
 class GatedDeltaNet(nn.Module):
@@ -90,7 +118,7 @@ class GatedDeltaNet(nn.Module):
         head_dim: features of a value head, ``V``.
         key_dim: features of a query and key head, ``K``.
         conv_kernel: tokens that the convolution sees.
-        norm_eps: eps of the norm of each head.
+        norm_eps: eps of the norm of each head, which sees the rule's output alone; the gate comes after it.
         steps: range of the initial step sizes.
         step_floor: least initial step size.
         std: standard deviation of the initial ``in_proj`` weights.
@@ -135,7 +163,7 @@ class GatedDeltaNet(nn.Module):
         )
         self.tokens = AllTokens()
         self.rule = DeltaRule(num_heads, steps, step_floor, rule_backend)
-        self.norm = RMSNorm(head_dim, norm_eps, norm_backend)
+        self.norm = HeadNorm(head_dim, norm_eps, norm_backend)
         self.proj = Linear(inner, hidden_size, std=proj_std)
 
     @property
@@ -174,7 +202,5 @@ class GatedDeltaNet(nn.Module):
             state and state.rule,
             partial(select, sizes=(heads,), units=(heads,)),
         )
-        # The norm sees the output alone, and the gate comes after it; in Mamba-2, the gate comes first.
-        normed = self.norm(self.tokens.restore(y, packed)).flatten(1)
-        projected: Tensor = self.proj((normed * F.silu(z.to(wide(z.dtype)))).to(z.dtype))
+        projected: Tensor = self.proj(self.norm(self.tokens.restore(y, packed), z))
         return projected

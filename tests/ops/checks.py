@@ -193,16 +193,17 @@ def check_causal_conv(
 
 
 def check_gated_norm(module: Any, device: str, dtype: torch.dtype, rows: int, groups: int, group: int) -> None:
-    """The gate is a part of wider rows, as in a model."""
+    """The gate is a part of wider rows, as in a model; it comes before the norm, or after it."""
     size = groups * group
     y, wider = (torch.randn(rows, width, device=device).to(dtype) for width in (size, size + 9))
-    weight = torch.randn(size, device=device).to(dtype)
 
-    def run(fn: Any, y: Tensor, wider: Tensor, weight: Tensor) -> Tensor:
-        out: Tensor = fn(y, wider[:, 5 : 5 + size], weight, group, 1e-5)
+    def run(fn: Any, last: bool, y: Tensor, wider: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = fn(y, wider[:, 5 : 5 + size], weight, group, 1e-5, last)
         return out
 
-    check(partial(run, module.gated_norm), partial(run, gated_norm_reference.gated_norm), (y, wider, weight))
+    for last, features in ((False, size), (True, size), (True, group)):
+        own, exact = (partial(run, fn, last) for fn in (module.gated_norm, gated_norm_reference.gated_norm))
+        check(own, exact, (y, wider, torch.randn(features, device=device).to(dtype)))
 
 
 def check_sum_terms(module: Any, device: str, dtype: torch.dtype, out_dtype: torch.dtype, ranks: int) -> None:

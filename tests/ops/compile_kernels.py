@@ -177,6 +177,7 @@ def main() -> None:
     for groups, size, dtype in ((8, 1024, HALF), (1, 8192, HALF), (1, 2048, torch.float32), (3, 100, HALF)):
         gated = leaf(64, groups * size, dtype=dtype), leaf(64, groups * size, dtype=dtype)
         through(gated_norms.gated_norm(*gated, leaf(groups * size, dtype=dtype), size, 1e-5))
+        through(gated_norms.gated_norm(*gated, leaf(size, dtype=dtype), size, 1e-5, True))
     for ranks in (2, 8):
         for add in (False, True):
             own_term, *other_terms = torch.zeros(ranks, 4096, dtype=HALF)

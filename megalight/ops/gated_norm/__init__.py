@@ -1,4 +1,4 @@
-"""RMS norm of a gated input, in groups of features (Mamba-2)."""
+"""RMS norm in groups of features with a gate, before the norm (Mamba-2) or after it (Gated DeltaNet)."""
 
 from __future__ import annotations
 
@@ -66,19 +66,22 @@ def gated_norm(
     group_size: int,
     eps: float,
     *,
+    last: bool = False,
     average: Callable[[Tensor], Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``u / sqrt(mean(u^2) + eps) * weight`` with ``u = y * silu(z)``, the mean over each group of features.
+    """``norm(y * silu(z))``, or ``norm(y) * silu(z)``.
 
-    Half dtypes are computed in float32.
+    ``norm(u)`` is ``u / sqrt(mean(u^2) + eps) * weight``, the mean over each group of features. Half dtypes are
+    computed in float32.
 
     Args:
         y: ``[T, size]``.
         z: ``[T, size]``. Rows may lie apart in memory.
-        weight: ``[size]``.
+        weight: ``[size]``, or ``[group_size]`` for one weight of all groups.
         group_size: features of a group, a divisor of ``size``.
         eps: added to the mean square.
+        last: whether the gate comes after the norm.
         average: mean squares ``[T, groups, 1]`` of the features here -> those of whole groups, of which these features
             are a part. None: groups are whole.
         backend: a backend's name, or ``auto``.
@@ -87,4 +90,4 @@ def gated_norm(
         BackendError: the named backend cannot serve, for example because of ``average``.
     """
     spec = Spec(y.device.type, y.dtype, weight.dtype, group_size, average is not None)
-    return _choose(spec, backend)(y, z, weight, group_size, eps, average=average)
+    return _choose(spec, backend)(y, z, weight, group_size, eps, last, average=average)

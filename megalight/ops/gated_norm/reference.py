@@ -17,15 +17,17 @@ def gated_norm(
     weight: Tensor,
     group_size: int,
     eps: float,
+    last: bool = False,
     average: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """See :func:`megalight.ops.gated_norm.gated_norm`."""
-    # Squares and their mean lose digits in half precision, and the gate multiplies before the norm.
+    # Squares and their mean lose digits in half precision, and so do products with the gate.
     dtype = wide(y.dtype)
-    gated = y.to(dtype) * F.silu(z.to(dtype))
-    groups = gated.view(*gated.shape[:-1], -1, group_size)
+    value, gate = y.to(dtype), F.silu(z.to(dtype))
+    groups = (value if last else value * gate).view(*y.shape[:-1], -1, group_size)
     mean = groups.square().mean(-1, keepdim=True)
     normed = groups * torch.rsqrt((mean if average is None else average(mean)) + eps)
     # The weight in the wide dtype, too: the result is rounded once.
-    out: Tensor = (normed.flatten(-2) * weight.to(dtype)).to(y.dtype)
+    scaled = (normed * weight.to(dtype).view(-1, group_size)).flatten(-2)
+    out: Tensor = (scaled * gate if last else scaled).to(y.dtype)
     return out

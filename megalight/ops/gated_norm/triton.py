@@ -41,6 +41,8 @@ def _forward(
     z_stride: Value,
     size: Value,
     eps: Value,
+    LAST: constexpr,
+    SHARED: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
 ) -> None:
@@ -49,10 +51,15 @@ def _forward(
     column = tl.program_id(1) * group + feature
     inside = (row < rows)[:, None] & (feature < group)[None, :]
     gate = _values(z, z_stride, row, column, inside)
-    gated = _values(y, y_stride, row, column, inside) * gate * tl.sigmoid(gate)
-    scale = tl.rsqrt(tl.sum(gated * gated, 1) / group + eps)
-    factor = tl.load(weight + column, mask=feature < group, other=0.0).to(tl.float32)
-    normed = gated * scale[:, None] * factor[None, :]
+    opened = gate * tl.sigmoid(gate)
+    value = _values(y, y_stride, row, column, inside)
+    if not LAST:
+        value *= opened
+    scale = tl.rsqrt(tl.sum(value * value, 1) / group + eps)
+    factor = tl.load(weight + (feature if SHARED else column), mask=feature < group, other=0.0).to(tl.float32)
+    normed = value * scale[:, None] * factor[None, :]
+    if LAST:
+        normed *= opened
     target = out + row.to(tl.int64)[:, None] * size + column[None, :]
     tl.store(target, normed.to(out.dtype.element_ty), mask=inside)
 
@@ -73,13 +80,16 @@ def _backward(
     size: Value,
     grad_z_stride: Value,
     eps: Value,
+    LAST: constexpr,
+    SHARED: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
 ) -> None:
     program = tl.program_id(0)
     feature = tl.arange(0, BLOCK)
     column = tl.program_id(1) * group + feature
-    factor = tl.load(weight + column, mask=feature < group, other=0.0).to(tl.float32)[None, :]
+    place = feature if SHARED else column
+    factor = tl.load(weight + place, mask=feature < group, other=0.0).to(tl.float32)[None, :]
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS):
         row = start + tl.arange(0, ROWS)
@@ -89,18 +99,24 @@ def _backward(
         grad = _values(grad_out, size, row, column, inside)
         share = tl.sigmoid(gate)
         opened = gate * share
-        gated = value * opened
-        scale = tl.rsqrt(tl.sum(gated * gated, 1) / group + eps)[:, None]
-        normed = gated * scale
+        slope = share * (1 + gate * (1 - share))
+        inner = value if LAST else value * opened
+        scale = tl.rsqrt(tl.sum(inner * inner, 1) / group + eps)[:, None]
+        normed = inner * scale
+        if LAST:
+            grad_gate = grad * normed * factor * slope
+            grad *= opened
         sums += grad * normed
         grad *= factor
         # as of an RMS norm
         grad = scale * (grad - normed * (tl.sum(grad * normed, 1) / group)[:, None])
+        if not LAST:
+            grad_gate = grad * value * slope
+            grad *= opened
         target = row.to(tl.int64)[:, None] * size + column[None, :]
-        tl.store(grad_y + target, (grad * opened).to(grad_y.dtype.element_ty), mask=inside)
-        slope = share * (1 + gate * (1 - share))
+        tl.store(grad_y + target, grad.to(grad_y.dtype.element_ty), mask=inside)
         target = row.to(tl.int64)[:, None] * grad_z_stride + column[None, :]
-        tl.store(grad_z + target, (grad * value * slope).to(grad_z.dtype.element_ty), mask=inside)
+        tl.store(grad_z + target, grad_gate.to(grad_z.dtype.element_ty), mask=inside)
     tl.store(grad_weight + program * size + column, tl.sum(sums, 0), mask=feature < group)
 
 
@@ -119,16 +135,17 @@ def _row_wise(x: Tensor) -> Tensor:
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, z: Tensor, weight: Tensor, group: int, eps: float) -> Tensor:
+    def forward(ctx: Any, y: Tensor, z: Tensor, weight: Tensor, group: int, eps: float, last: bool) -> Tensor:
         place = place_of(z)
         y, z = _row_wise(y), _row_wise(z)
         rows, size = y.shape
         out = torch.empty(rows, size, dtype=y.dtype, device=y.device)
         tile = _tile(group)
         sizes = (rows, group, y.stride(0), z.stride(0), size)
-        _forward[(cdiv(rows, tile["ROWS"]), size // group)](y, z, weight, out, *sizes, eps, **tile)
+        kind = {"LAST": last, "SHARED": len(weight) < size}
+        _forward[(cdiv(rows, tile["ROWS"]), size // group)](y, z, weight, out, *sizes, eps, **kind, **tile)
         ctx.save_for_backward(y, z, weight)
-        ctx.group, ctx.eps, ctx.place = group, eps, place
+        ctx.group, ctx.eps, ctx.kind, ctx.place = group, eps, kind, place
         return out
 
     @staticmethod
@@ -145,8 +162,9 @@ class _GatedNorm(torch.autograd.Function):
         shares = torch.empty(programs, size, dtype=torch.float32, device=y.device)
         sizes = (rows, group, y.stride(0), z.stride(0), size, grad_z.stride(0))
         tensors = (grad_out.contiguous(), y, z, weight, grad_y, grad_z, shares)
-        _backward[(programs, size // group)](*tensors, *sizes, ctx.eps, **tile)
-        return grad_y, grad_z, shares.sum(0).to(weight.dtype), None, None
+        _backward[(programs, size // group)](*tensors, *sizes, ctx.eps, **ctx.kind, **tile)
+        grad_weight = shares.view(-1, len(weight)).sum(0)
+        return grad_y, grad_z, grad_weight.to(weight.dtype), None, None, None
 
 
 def gated_norm(
@@ -155,8 +173,9 @@ def gated_norm(
     weight: Tensor,
     group_size: int,
     eps: float,
+    last: bool = False,
     average: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """See :func:`megalight.ops.gated_norm.gated_norm`. ``average`` is None: ``why_not`` refuses parts of groups."""
-    out: Tensor = apply(_GatedNorm, y, z, weight, group_size, eps)
+    out: Tensor = apply(_GatedNorm, y, z, weight, group_size, eps, last)
     return out
