@@ -204,6 +204,17 @@ class TextGenerator:
             raise DataError("images are given, but the model reads no images; leave them out, or load another model.")
         return config
 
+    def _check_without_images(self, prompts: Sequence[Sequence[int]]) -> None:
+        config: object = self.model.config
+        if not isinstance(config, VLMConfig):
+            return
+        for number, ids in enumerate(prompts):
+            if places := ids.count(config.image_token):
+                raise DataError(
+                    f"prompt {number} has {places} places for images ({self.image_marker!r}), and no images are given; "
+                    "give one for each (images=, --image), or leave the places out."
+                )
+
     def complete(
         self,
         prompts: Sequence[str],
@@ -245,6 +256,8 @@ class TextGenerator:
         pictures, axes, device = None, None, next(self.model.parameters()).device
         if images is not None:
             ids, pictures, axes = with_pictures(self._reader(), ids, images, resize=resize, device=device)
+        else:
+            self._check_without_images(ids)
         generator = None
         if seed is not None:
             # On the model's device, where samples are drawn.

@@ -227,6 +227,8 @@ def decode(data: bytes, place: str) -> Any:
 def _unreadable(data: bytes, place: str, error: Exception) -> str:
     if is_video(data):
         return f"{place} is a video, and videos are not read; give an image of it."
+    if not data:
+        return f"{place} is empty; write the file again, or leave the image out."
     if isinstance(error, _pillow().UnidentifiedImageError):  # its message names an object in memory
         return f"{place} is no image that Pillow can read: it begins with {data[:8]!r}."
     return f"{place} cannot be read as an image ({type(error).__name__}: {error})."

@@ -90,8 +90,6 @@ class _ImageEncoder(ChatEncoder):
                 data = path.read_bytes()
             except OSError as error:
                 raise DataError(f"{where} cannot be read: {error.strerror}. Is --images the right folder?") from error
-        if data == b"":
-            raise DataError(f"{where} is empty; write the file again, or leave the row out (--skip-bad).")
         if not isinstance(data, bytes):
             raise DataError(f"{where} is {str(given)[:40]!r}; it must be the path of a file, or the bytes of one.")
         decode(data, where)
