@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Sequence
 
 from torch import nn
 
-from megalight.models.config import require
+from megalight.errors import ConfigurationError
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], prefix: str = "model.") -> None:
@@ -24,7 +25,12 @@ def freeze(model: nn.Module, patterns: Sequence[str], prefix: str = "model.") ->
     named = {prefix + name: parameter for name, parameter in model.named_parameters()}
     for pattern in patterns:
         found = fnmatch.filter(named, pattern)
-        require(bool(found), f"freeze has {pattern!r}, which matches no parameter; they are {', '.join(named)}.")
+        if not found:
+            # Layers are alike, and some models have thousands of names.
+            kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in named)
+            raise ConfigurationError(
+                f"freeze has {pattern!r}, which matches no parameter; they are {', '.join(kinds)}."
+            )
         for name in found:
             # A tower without trained parameters then keeps nothing for the backward pass.
             named[name].requires_grad_(False)
