@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import yaml
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
@@ -159,7 +160,15 @@ class MegalightCLI(LightningCLI):
             "save_config_kwargs": {"overwrite": True},
             "parser_kwargs": {"prog": "megalight"},
         }
+        words = kwargs.get("args")
+        words = sys.argv[1:] if words is None else words
+        self._verb = words[0] if isinstance(words, Sequence) and words else ""
         super().__init__(*args, **{**defaults, **kwargs})
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning calls it on the instance
+        """Return the verb that is asked for, or all if it is none of them: each verb's parser takes time to build."""
+        every = LightningCLI.subcommands()
+        return {self._verb: every[self._verb]} if self._verb in every else every
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse words, a nested dict or a Namespace. Error messages quote the words."""
@@ -177,6 +186,15 @@ class MegalightCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing. Lightning would unpickle the whole file on every rank to read hyperparameters."""
+
+    def _dump_config(self) -> None:
+        """Keep the configuration for hyperparameters, as Lightning does, but do not check again what was parsed."""
+        if not hasattr(self, "config_dump"):
+            dumped = self.parser.dump(
+                self.config, skip_link_targets=False, skip_none=False, skip_validation=True, format="yaml"
+            )
+            found = yaml.safe_load(dumped)
+            self.config_dump = found if self.subcommand is None else found[self.subcommand]
 
     def before_instantiate_classes(self) -> None:
         """Find the checkpoints that ``--ckpt_path=last``, ``auto`` and folders of runs mean."""
