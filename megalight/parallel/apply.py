@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles import Style
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.row import RowLinear
@@ -78,9 +79,11 @@ def parallelize(
         tensor or TensorOptions(),
         expert or ExpertOptions(),
     )
-    _check_context(plan, shared, modules)
-    _check_tensor(plan, shared, modules)
-    _check_experts(plan, shared, modules)
+    # Once, as every rule is tried on every module.
+    styles = {name: plan.styles_of(name, module) for name, module in modules.items()}
+    _check_context(shared, styles)
+    _check_tensor(shared, styles)
+    _check_experts(shared, styles)
     # Checks come before: nothing has changed in the model if one of them raises.
     splitter = Splitter(model, shared, prefix)
     unknown = []
@@ -88,10 +91,9 @@ def parallelize(
         # A style of an enclosing module has split it already (an adapter, the layer inside a head).
         if id(module) in splitter.done:
             continue
-        found = plan.styles_of(name, module)
-        if not found and any(parameter is not None for parameter in module._parameters.values()):
+        if not styles[name] and any(parameter is not None for parameter in module._parameters.values()):
             unknown.append(f"{name or 'the model'} ({type(module).__name__})")
-        splitter.apply(name, module, found)
+        splitter.apply(name, module, styles[name])
     if unknown and shared.sequence_parallel:
         raise LayoutError(
             f"sequence parallelism needs a rule for every module with parameters, and the plan has none for "
@@ -128,11 +130,9 @@ def _set_overlap(model: nn.Module, mesh: ParallelMesh) -> None:
         layer.shared_expert_overlap = True
 
 
-def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
+def _check_context(shared: Shared, styles: Mapping[str, Sequence[Style]]) -> None:
     """Check that the plan names attention for ``cp``, and that the context options match some of it."""
-    regions = [
-        name for name, module in modules.items() if any(style.axis == "cp" for style in plan.styles_of(name, module))
-    ]
+    regions = [name for name, found in styles.items() if any(style.axis == "cp" for style in found)]
     if shared.mesh.cp > 1 and not regions:
         raise LayoutError(
             f"cp={shared.mesh.cp} gives each rank a share of every sequence, but the plan has ContextRegion() for no "
@@ -141,9 +141,9 @@ def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module])
     shared.context.check(regions)
 
 
-def _check_experts(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
+def _check_experts(shared: Shared, styles: Mapping[str, Sequence[Style]]) -> None:
     """Check that there are experts to divide over ``ep`` and ``etp``."""
-    divided = any(style.axis == "ep" for name, module in modules.items() for style in plan.styles_of(name, module))
+    divided = any(style.axis == "ep" for found in styles.values() for style in found)
     degrees = {"ep": shared.mesh.ep, "etp": shared.mesh.etp}
     for axis, degree in degrees.items():
         if degree > 1 and not divided:
@@ -153,9 +153,9 @@ def _check_experts(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module])
             )
 
 
-def _check_tensor(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
+def _check_tensor(shared: Shared, styles: Mapping[str, Sequence[Style]]) -> None:
     """Check that the tensor options have an effect on some split layers."""
-    split = [name for name, module in modules.items() if any(style.overlaps for style in plan.styles_of(name, module))]
+    split = [name for name, found in styles.items() if any(style.overlaps for style in found)]
     if shared.mesh.tp > 1:
         shared.tensor.check(split, shared.mesh.tp, shared.sequence_parallel)
 
