@@ -36,6 +36,8 @@ SERVER.set_forkserver_preload(
         *("megalight.cli.lightning", "megalight.callbacks", "omegaconf", "torch.utils.tensorboard"),
         # Lightning's ModelCheckpoint imports it to ask whether a folder is in a store: half a second.
         "s3fs",
+        # Four seconds in each rank that quantizes, and so many objects that each full collection of garbage takes long.
+        "tests.quantizing",
         "tests.frozen",
     ]
 )
