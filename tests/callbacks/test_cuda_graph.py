@@ -147,7 +147,11 @@ RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
 }
 
 
-WHOLE_RUNS = ("dp, all masters", "zero bubble", "recompute", "stochastic rounding", "units, vpp", "sharded gradients")
+WHOLE_RUNS = (
+    *("dp, all masters", "zero bubble", "recompute", "stochastic rounding", "units, vpp", "sharded gradients"),
+    # Others have these features, beside more.
+    *("pp", "vpp", "experts, delayed scales"),
+)
 """Runs, of steps and of parts, that whole test sessions make."""
 
 
@@ -273,7 +277,9 @@ def accumulated(warmup: int, recipe: str | None, window: int) -> Any:
     return gathered(strategy, module), callback.replays, tape.made
 
 
-@pytest.mark.parametrize(("recipe", "window"), [(None, 2), (None, 3), ("tensorwise", 3)])
+@pytest.mark.parametrize(
+    ("recipe", "window"), [pytest.param(None, 2, marks=pytest.mark.full), (None, 3), ("tensorwise", 3)]
+)
 def test_batches_accumulate(recipe: str | None, window: int) -> None:
     expected, _, _ = run(accumulated, 1, NEVER, recipe, window)[0]
     found, replays, made = run(accumulated, 1, 2, recipe, window)[0]

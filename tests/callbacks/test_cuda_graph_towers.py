@@ -89,7 +89,7 @@ RUNS: dict[str, tuple[str, int, str, str, dict[str, Any], list[int]]] = {
         [2 * 4] * 2,
     ),
 }
-DEFAULT = ("beside", "apart, cp of the tower", "together", "beside, whole steps, replicas")
+DEFAULT = ("beside", "apart, cp of the tower", "beside, whole steps, replicas")
 
 
 @pytest.mark.parametrize(

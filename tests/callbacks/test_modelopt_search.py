@@ -95,7 +95,7 @@ def validate(
         ("gqa", "INT4_AWQ_CFG", 2, SP),
         pytest.param("mqa", "INT4_AWQ_CFG", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param("gqa", "INT4_AWQ_CFG", 4, SP | {"pipeline_parallel": 2}, marks=pytest.mark.full),
-        ("gqa", "INT4_AWQ_CFG", 2, {}),
+        pytest.param("gqa", "INT4_AWQ_CFG", 2, {}, marks=pytest.mark.full),
         ("gqa", "W4A8_AWQ_BETA_CFG", 2, SP),
         pytest.param("gqa", "W4A8_AWQ_BETA_CFG", 2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
         ("mqa", "INT8_SMOOTHQUANT_CFG", 2, SP),

@@ -98,7 +98,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASES = [
-    pytest.param(kind, seed, marks=[pytest.mark.full] if seed else [])
+    pytest.param(kind, seed, marks=[pytest.mark.full] if seed or kind is None else [])
     for kind in (None, "persistent")
     for seed in range(6)
 ]

@@ -132,27 +132,30 @@ LAYOUTS = [
     ("order", 1, {}),
     ("order", 1, {"micro_batch_size": 4}),
     ("order", 2, {"micro_batch_size": 2}),
-    ("order", 2, {"tensor_parallel": 2, "micro_batch_size": 4}),
     ("order", 2, {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_size": 4}),
-    ("order", 4, {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_size": 2}),
     ("masked_lm", 2, {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_size": 3}),
     ("order", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("deep", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("order", 2, {"context_parallel": 2, "micro_batch_size": 4}),
+    ("order", 2, {"context_parallel": 2, "context": ContextOptions("ring"), "micro_batch_size": 4}),
+    ("untied", 4, {"tensor_parallel": 4, "sequence_parallel": True, "micro_batch_size": 3}),
+]
+FULL = [
+    ("order", 2, {"tensor_parallel": 2, "micro_batch_size": 4}),
+    ("order", 4, {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_size": 2}),
     (
         "deep",
         4,
         {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "virtual_pipeline": 2}
         | {"micro_batch_size": 1},
     ),
-    ("order", 2, {"context_parallel": 2, "micro_batch_size": 4}),
-    ("order", 2, {"context_parallel": 2, "context": ContextOptions("ring"), "micro_batch_size": 4}),
     ("order", 4, {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2, "micro_batch_size": 4}),
     ("order", 4, {"pipeline_parallel": 2, "context_parallel": 2, "micro_batch_size": 2}),
-    ("untied", 4, {"tensor_parallel": 4, "sequence_parallel": True, "micro_batch_size": 3}),
 ]
+"""Two axes at once."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.full) for each in FULL)], ids=str)
 def test_layout_trains_the_same_model(layout: tuple[str, int, dict[str, Any]]) -> None:
     name, ranks, options = layout
     found = run(_rank, ranks, name, options, timeout=240)

@@ -85,7 +85,7 @@ ROWS = [
     # Where ep joins replicas, an expert sees several micro-batches at once, and scales by all of them. So only dense
     # layers can be compared there.
     pytest.param({"ep": 2}, DENSE, id="ep2"),
-    pytest.param(TP2, OPTIONS, id="tp2ep2"),
+    pytest.param(TP2, OPTIONS, id="tp2ep2", marks=pytest.mark.full),
     pytest.param(TP2, replace(EXPERTS_ALONE, recipe="rowwise", history=None), id="rowwise"),
     pytest.param(TP2, replace(EXPERTS_ALONE, recipe="blockwise", history=None), id="blockwise"),
     pytest.param(TP2, PADDED, id="mxfp8"),

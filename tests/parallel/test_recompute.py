@@ -182,7 +182,7 @@ SOME = ["uniform of 2", "norms", "attention", "mlp after its norm", "much"]
 
 
 @pytest.mark.parametrize("kinds", [SOME, pytest.param(list(KINDS), marks=pytest.mark.full)], ids=["some", "all"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True], ids=["tp", "tp+sp"])
 def test_split_over_ranks(sequence_parallel: bool, kinds: list[str]) -> None:
     for found in run(split, 2, sequence_parallel, kinds):
         assert found == {name: [] for name in kinds}

@@ -153,7 +153,7 @@ def test_flat_state_goes_on_under_other_data_parallelism(
         same(before, contents(again))
 
 
-@pytest.mark.parametrize(("source", "layout"), [("dp2", "tp2"), ("tp2dp2", "one")])
+@pytest.mark.parametrize(("source", "layout"), [("dp2", "tp2"), pytest.param("tp2dp2", "one", marks=pytest.mark.full)])
 def test_another_split_is_refused_with_the_way_out_which_works(
     source: str, layout: str, saved: Save, tmp_path: Path
 ) -> None:

@@ -197,7 +197,10 @@ OWN = {"own_loss": True, "scale": 0.3, "temperature": 2.0}
         pytest.param(
             *(4, {**CONTEXT, **SHARES}, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, {}), marks=pytest.mark.full
         ),
-        (4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, OWN),
+        pytest.param(
+            *(4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, OWN),
+            marks=pytest.mark.full,
+        ),
         (4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, OWN),
     ],
 )

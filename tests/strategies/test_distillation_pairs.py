@@ -202,8 +202,11 @@ BALANCED = {"pairs": PAIRS, "own_loss": True, "scale": 0.3, "balance": True}
         (2, {**PIPELINE, **FULL}, True, {**SHARES}, {**ALL, "balance": True}),
         (2, CONTEXT, True, {"tensor_parallel": 2}, BALANCED),
         (2, {"data_parallel": DataParallel(level="optim_grads_params")}, False, {}, ALL),
-        (4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, BALANCED),
-        (4, {**CONTEXT, **SHARES}, False, {}, {**BALANCED, "micro_batch": 2}),
+        pytest.param(
+            *(4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, BALANCED),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(*(4, {**CONTEXT, **SHARES}, False, {}, {**BALANCED, "micro_batch": 2}), marks=pytest.mark.full),
         (2, {**PIPELINE, "virtual_pipeline": 2, "pipeline": Pipeline(schedule="zero_bubble")}, False, {}, BALANCED),
         pytest.param(
             *(4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, ALL), marks=pytest.mark.full
@@ -243,14 +246,14 @@ FULLY = {"marks": pytest.mark.full}
 HYBRID_LESSONS = [
     # a hybrid teaches a transformer
     ("hybrid", "gpt", 2, SHARES, False, {**PIPELINE, "pipeline_layout": "Ett|tttL"}, True),
-    ("hybrid", "gpt", 2, PIPELINE, True, SHARES, True),
+    pytest.param("hybrid", "gpt", 2, PIPELINE, True, SHARES, True, **FULLY),
     ("mixed", "gpt", 2, PIPELINE, True, {**PIPELINE, "virtual_pipeline": 2}, True),
     pytest.param("hybrid", "gpt", 1, {}, True, {}, True, **FULLY),
     pytest.param("hybrid", "gpt", 2, {}, False, {"expert_parallel": 2}, False, **FULLY),
     pytest.param("hybrid", "gpt", 4, BOTH, True, {**BOTH, "pipeline_layout": "Ett|tttL"}, True, **FULLY),
     # and the other way round
     ("untied", "hybrid", 2, SHARES, True, {**PIPELINE, "pipeline_layout": "Et|ttL"}, True),
-    ("untied", "hybrid", 2, {**PIPELINE, "pipeline_layout": "Ettt|ttL"}, False, SHARES, True),
+    pytest.param("untied", "hybrid", 2, {**PIPELINE, "pipeline_layout": "Ettt|ttL"}, False, SHARES, True, **FULLY),
     pytest.param("untied", "hybrid", 2, CONTEXT, True, {}, False, **FULLY),
     pytest.param("untied", "mixed", 4, BOTH, True, {"tensor_parallel": 4, "sequence_parallel": True}, True, **FULLY),
     # two hybrids

@@ -144,12 +144,12 @@ WHOLE = {"tensor_parallel": 4, "options": ParallelOptions(sequence_parallel=True
     ("ranks", "student", "teacher"),
     [
         (1, {}, {}),
-        (4, SHARES, {}),
+        pytest.param(4, SHARES, {}, marks=pytest.mark.full),
         (4, SHARES, WHOLE),
-        (4, {"pipeline_parallel": 2}, {}),
+        pytest.param(4, {"pipeline_parallel": 2}, {}, marks=pytest.mark.full),
         (4, {"pipeline_parallel": 2}, {"tensor_parallel": 4}),
         (4, {}, {"tensor_parallel": 2, "pipeline_parallel": 2, "options": ParallelOptions(pipeline_layout="Ett|tL")}),
-        (4, {**SHARES, "pipeline_parallel": 2}, {"tensor_parallel": 2}),
+        pytest.param(4, {**SHARES, "pipeline_parallel": 2}, {"tensor_parallel": 2}, marks=pytest.mark.full),
     ],
 )
 def test_a_student_learns_as_on_one_device(ranks: int, student: dict[str, Any], teacher: dict[str, Any]) -> None:

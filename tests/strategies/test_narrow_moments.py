@@ -53,15 +53,19 @@ def _resumed(kind: str, moments: tuple[str, str], folder: str, saves: Checkpoint
     return same, any(not torch.equal(half[name], value) for name, value in straight.items())
 
 
-@pytest.mark.parametrize("moments", [("bfloat16", "float8"), ("float8", "float8")], ids="-".join)
+BF16, FP8 = ("bfloat16", "float8"), ("float8", "float8")
+HALVES = [
+    ("dp", Checkpoints(format="dp_reshardable"), BF16),
+    ("tp", Checkpoints(format="fully_reshardable"), FP8),
+    ("fsdp", Checkpoints(format="fsdp_dtensor"), FP8),
+    ("fsdp", Checkpoints(format="fully_reshardable", async_save="per_save"), BF16),
+]
+"""Sharding, format, and dtypes of moments; the same with the other dtypes in whole test runs."""
+OTHERS = [(kind, saves, FP8 if moments is BF16 else BF16) for kind, saves, moments in HALVES]
+
+
 @pytest.mark.parametrize(
-    ("kind", "saves"),
-    [
-        ("dp", Checkpoints(format="dp_reshardable")),
-        ("tp", Checkpoints(format="fully_reshardable")),
-        ("fsdp", Checkpoints(format="fsdp_dtensor")),
-        ("fsdp", Checkpoints(format="fully_reshardable", async_save="per_save")),
-    ],
+    ("kind", "saves", "moments"), [*HALVES, *(pytest.param(*each, marks=pytest.mark.full) for each in OTHERS)]
 )
 def test_a_run_goes_on_with_its_moments_on_the_host(
     kind: str, saves: Checkpoints, moments: tuple[str, str], tmp_path: Path

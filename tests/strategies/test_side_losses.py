@@ -161,7 +161,11 @@ RUNS: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+WHOLE = ("tp", "vpp")
+"""Only whole runs have these: others split tensors and pipelines too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in WHOLE)) for name in RUNS])
 def test_equals_one_device(name: str) -> None:
     ranks, options, accumulate = RUNS[name]
     results = run(train, ranks, options, accumulate)

@@ -58,26 +58,26 @@ SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
 GRADS = {"data_parallel": DataParallel(level="optim_grads")}
 CHOSEN = [
     # Model, images of rows, ranks, layout of the tower, layout of the language model.
-    ("llava", "mixed", 2, Side(), {}),
     ("qwen", "mixed", 4, Side(ranks=2, **SP), SP),
     ("llava", "one", 3, Side(), {}),
-    ("qwen", "mixed", 3, Side(ranks=2), {}),
     ("deep_qwen", "mixed", 4, Side(ranks=2, **TP), VPP),
     ("aligned", "mixed", 3, Side(), CP),
-    ("qwen3", "mixed", 4, Side(ranks=2, **SP), PP),
-    ("tiles", "mixed", 4, Side(ranks=2), SP),
     ("both_adapters", "mixed", 3, Side(), SP),
-    ("language_adapters", "mixed", 2, Side(), {}),
     ("experts", "mixed", 3, Side(), {"expert_parallel": 2}),
     # Ranks of the tower share the rows of each image; class tokens are left out between their runs.
     ("intern", "mixed", 3, Side(ranks=2, **CP), {}),
-    ("qwen", "mixed", 4, Side(ranks=2, **CP), CP),
     # Each side shards what it has over replicas of its own.
     ("qwen3", "mixed", 4, Side(ranks=2), {**PP, **SHARDED}),
     ("qwen", "mixed", 3, Side(ranks=2), GRADS),
-    ("frozen", "mixed", 4, Side(ranks=2), SHARDED),
 ]
 FULL = [
+    ("llava", "mixed", 2, Side(), {}),
+    ("qwen", "mixed", 3, Side(ranks=2), {}),
+    ("qwen3", "mixed", 4, Side(ranks=2, **SP), PP),
+    ("tiles", "mixed", 4, Side(ranks=2), SP),
+    ("language_adapters", "mixed", 2, Side(), {}),
+    ("qwen", "mixed", 4, Side(ranks=2, **CP), CP),
+    ("frozen", "mixed", 4, Side(ranks=2), SHARDED),
     ("llava", "none", 4, Side(ranks=2, **CP), PP),
     ("qwen3", "one", 6, Side(ranks=4, **CP), SP),
     ("qwen", "huge", 6, Side(ranks=4, **SP, **CP), {}),
@@ -120,14 +120,10 @@ FULL = [
 ]
 BESIDE_LAYOUTS = [
     ("qwen3", "mixed", 2, Side(), SP),
-    ("tiles", "mixed", 2, Side(), SP),
     ("both_adapters", "mixed", 2, Side(**TP), {}),
     ("experts", "mixed", 2, Side(**SP), {"expert_parallel": 2}),
     ("qwen", "mixed", 2, Side(**CP), SP),
-    # Each model shards over its own replicas: four of the tower, two of the language model.
-    ("qwen3", "mixed", 4, Side(), {**SP, **SHARDED}),
     ("llava", "mixed", 2, Side(**TP), SHARDED),
-    ("frozen", "mixed", 2, Side(), {**SP, **SHARDED}),
     (
         "qwen",
         "mixed",
@@ -135,11 +131,15 @@ BESIDE_LAYOUTS = [
         Side(**CP),
         {"data_parallel": DataParallel(level="optim_grads_params", units=("TransformerLayer",))},
     ),
-    ("llava", "none", 2, Side(), {**SP, **GRADS}),
     # Replicas of the tower are on both stages, which shard other layers; here one of them has none.
     ("deep", "mixed", 4, Side(), {**PP, "pipeline_layout": "E|ttttL", **SHARDED}),
 ]
 FULL_BESIDE = [
+    ("tiles", "mixed", 2, Side(), SP),
+    # Each model shards over its own replicas: four of the tower, two of the language model.
+    ("qwen3", "mixed", 4, Side(), {**SP, **SHARDED}),
+    ("frozen", "mixed", 2, Side(), {**SP, **SHARDED}),
+    ("llava", "none", 2, Side(), {**SP, **GRADS}),
     ("deep_qwen", "mixed", 4, Side(**SP), {**VPP, **SHARDED}),
     ("qwen3", "mixed", 4, Side(), {**PP, **SHARDED}),
     ("qwen3", "huge", 4, Side(**CP), {**PP, **SHARDED}),
@@ -276,12 +276,12 @@ def alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     "order",
     [
         pytest.param((APART, APART), marks=pytest.mark.full),
-        (APART, TOGETHER),
+        pytest.param((APART, TOGETHER), marks=pytest.mark.full),
         (TOGETHER, APART),
-        (BESIDE, BESIDE),
+        pytest.param((BESIDE, BESIDE), marks=pytest.mark.full),
         (OTHER, TOGETHER),
         pytest.param((APART, OTHER), marks=pytest.mark.full),
-        (APART_SHARDED, TOGETHER),
+        pytest.param((APART_SHARDED, TOGETHER), marks=pytest.mark.full),
         (BESIDE_SHARDED, APART_SHARDED),
         pytest.param((APART, APART_SHARDED), marks=pytest.mark.full),
         (STAGES_SHARDED, TOGETHER),
@@ -341,7 +341,11 @@ def _adapted(options: dict[str, Any], steps: int, save: str, resume: str | None 
     return losses.losses
 
 
-@pytest.mark.parametrize("order", [(APART, TOGETHER), (TOGETHER, BESIDE)], ids=["apart-together", "together-beside"])
+@pytest.mark.parametrize(
+    "order",
+    [(APART, TOGETHER), pytest.param((TOGETHER, BESIDE), marks=pytest.mark.full)],
+    ids=["apart-together", "together-beside"],
+)
 def test_adapters_go_on_in_any_layout(order: tuple[tuple[int, dict[str, Any]], ...], tmp_path: Path) -> None:
     (ranks, options), (later_ranks, later) = order
     half, end, alone = (str(tmp_path / name) for name in ("half", "end", "alone"))
@@ -356,7 +360,7 @@ def test_adapters_go_on_in_any_layout(order: tuple[tuple[int, dict[str, Any]], .
         torch.testing.assert_close(stored[name], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", [APART, BESIDE], ids=["apart", "beside"])
+@pytest.mark.parametrize("layout", [APART, pytest.param(BESIDE, marks=pytest.mark.full)], ids=["apart", "beside"])
 def test_checkpoints_of_either_layout_generate(layout: tuple[int, dict[str, Any]], tmp_path: Path) -> None:
     """The tokens after prompts with images are those of a run on one device."""
     pytest.importorskip("PIL")

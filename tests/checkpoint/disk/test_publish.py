@@ -201,7 +201,7 @@ def kill_rounds(directory: Path, rounds: int) -> None:
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    kill_rounds(tmp_path, 2)
+    kill_rounds(tmp_path, 1)
 
 
 @pytest.mark.full

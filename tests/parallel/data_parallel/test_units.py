@@ -145,7 +145,7 @@ def _equals_one_process(replicate: int = 1) -> None:
                 assert_models_close(net, expected)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_equals_one_process(world: int) -> None:
     """Units called in any order, twice, or not at all; shared, unused and frozen parameters; recompute."""
     run(_equals_one_process, world)

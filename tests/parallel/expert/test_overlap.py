@@ -121,7 +121,7 @@ EXPERTS = Recompute(granularity="selective", modules=("moe", "attention_norm"))
     [
         (2, {"ep": 2}, {}),
         (2, {"tp": 2, "ep": 2}, {"recompute": FULL}),
-        (4, {"ep": 2, "pp": 2}, {}),
+        pytest.param(4, {"ep": 2, "pp": 2}, {}, marks=pytest.mark.full),
         (4, {"ep": 2, "pp": 2}, {"virtual_pipeline": 2, "recompute": EXPERTS}),
         pytest.param(2, {"etp": 2}, {"recompute": EXPERTS}, marks=pytest.mark.full),
         pytest.param(4, {"ep": 4}, {"recompute": EXPERTS}, marks=pytest.mark.full),
