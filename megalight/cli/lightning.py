@@ -46,6 +46,11 @@ IMPORTABLE = ["megalight", "lightning", "torch", "torchmetrics", "transformers"]
 """Packages that a configuration file may import from, beside the user's own; jsonargparse refuses all others."""
 
 
+TRIED = re.compile(
+    r"Expected an? |Errors:|Problem with given|Not a valid subclass|Subclass types expect|an? (class path|dict with)"
+)
+"""Begins lines of jsonargparse's report that name types and forms which it tried, and no reason."""
+
 ADDED: tuple[type[pl.Callback], ...] = (Throughput, OptimizerMonitor, RunRecord)
 """Callbacks of every run."""
 
@@ -268,5 +273,5 @@ def _reason(error: BaseException) -> str:
     text = str(error)
     if "Does not validate against any of the Union subtypes" not in text:
         return text
-    wanted = [line for line in rules(text) if not re.match(r"Expected an? |Errors:|Problem with given", line)]
+    wanted = [line for line in rules(text) if not TRIED.match(line)]
     return "; ".join(wanted) or text

@@ -13,6 +13,9 @@ from megalight.cli.report import Parser, debugging, reported, tell
 from megalight.cli.verbs import TRAINER_VERBS, VERBS, load
 from megalight.errors import nearest
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended, as shells know it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -21,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``megalight``. None: the arguments of this process.
 
     Returns:
-        the exit code: 0 for success, 2 for an error that the user can correct (a message was printed).
+        the exit code: 0 for success, 2 for an error that the user can correct (a message was printed), 130
+        after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--debug" in words:
@@ -31,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Verbs exit by `SystemExit` where a parser ends them. Callers of this function get a code.
         name, *rest = words or ["--help"]
         return _dispatch(name, rest)
+    except KeyboardInterrupt:
+        if debugging():
+            raise
+        tell("megalight", "interrupted.")
+        return INTERRUPTED
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(bool(stop.code))
 

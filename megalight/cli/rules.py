@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import os
+import re
 from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
 from typing import Any
 
 from megalight.cli.signatures import Source
-from megalight.errors import ConfigurationError
+from megalight.errors import CheckpointError, ConfigurationError
 from megalight.parallel.degrees import check_at_least_one, check_degrees, check_timeout
 
 Values = Mapping[str, Any]
 STRATEGIES = ("MegatronStrategy", "MegatronFSDPStrategy", "MegatronTowersStrategy", "MegatronTowersBesideStrategy")
+DEVICES = re.compile(r"auto|-1|[1-9]\d*|\d+,(\s*\d+,?)*|\[.*\]|")
+"""What ``--trainer.devices`` takes: a number, ids, or ``auto``."""
+
+AXES = ("tensor", "pipeline", "context")
+"""Degrees by which the number of ranks is divided to give the replicas."""
+
 DATA = ("GPTDataModule", "BertDataModule", "SFTDataModule")
 
 
@@ -39,6 +49,10 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
     data = classes.get("data")
     if _is_one_of(DATA, data):
         _check_data(_under("data", values))
+        _check_shares(values, classes)
+        _check_vocabulary(values)
+    _check_weights(values, classes)
+    _check_root(values)
     if verb == "fit" and _is_one_of(("GPTDataModule",), data):
         _check_length(_under("data", values))
     _check_checkpoint(verb, values)
@@ -54,6 +68,11 @@ def check_trainer(arguments: Values) -> None:
     if isinstance(clip, int | float) and clip < 0:
         raise ConfigurationError(
             f"trainer.gradient_clip_val is {clip}; it must be at least 0. Leave it out to train without clipping."
+        )
+    devices = arguments.get("devices")
+    if isinstance(devices, int | str) and not DEVICES.fullmatch(str(devices)):
+        raise ConfigurationError(
+            f"trainer.devices is {devices}; give a number of at least 1, ids with commas (0,1), or auto for all."
         )
     window = arguments.get("accumulate_grad_batches")
     if isinstance(window, int) and window < 1:
@@ -85,10 +104,73 @@ def _check_data(given: Values) -> None:
     from megalight.data.sizes import check_sizes
 
     _call(check_sizes, given)
+    tokenizer = given.get("tokenizer")
+    if isinstance(tokenizer, str) and not Path(tokenizer).exists():
+        from megalight.data.tokenizer import Tokenizer
+
+        Tokenizer.load(tokenizer)  # it tells what is missing
     for name in ("data", "train_data", "val_data", "test_data"):
         if isinstance(given.get(name), str):
             for prefix in Mixture.parse(given[name]).prefixes:
                 Corpus.open(prefix)
+
+
+def _check_shares(values: Values, classes: Mapping[str, Source | None]) -> None:
+    """Check that a batch is divided evenly, where the command says the number of devices."""
+    from megalight.data.sizes import check_replicas
+
+    nodes: Any = values.get("trainer.num_nodes", 1)
+    keys = ["data.global_batch_size", "trainer.devices", *(f"trainer.strategy.{axis}_parallel" for axis in AXES)]
+    numbers: list[Any] = [values.get(key, 1) for key in keys]
+    given = {"data.global_batch_size", "trainer.devices"} <= values.keys()
+    if not given or not all(type(number) is int and number > 0 for number in (*numbers, nodes)):
+        return  # "auto", or in a form that the parser reads
+    batch, devices, *degrees = numbers
+    # Towers have ranks of their own. Ranks that the degrees do not divide are refused elsewhere.
+    if _is_one_of(STRATEGIES[:2], classes.get("trainer.strategy")) and devices * nodes % prod(degrees) == 0:
+        check_replicas(batch, devices * nodes // prod(degrees))
+
+
+def _check_vocabulary(values: Values) -> None:
+    """Check that the model has an embedding for each token of the data, as far as the facts about these say."""
+    from megalight.data.meta import CorpusMeta
+    from megalight.data.mixture import Mixture
+    from megalight.data.sizes import check_vocabulary
+
+    size, tokens = values.get("model.config.vocab_size"), values.get("data.vocab_size")
+    given = values.get("data.data", values.get("data.train_data"))
+    # A tokenizer that is given wins over the facts.
+    if tokens is None and values.get("data.tokenizer") is None and isinstance(given, str):
+        meta = CorpusMeta.load(Mixture.parse(given).prefixes[0])
+        tokens = None if meta is None else meta.vocab_size
+    if type(size) is int and type(tokens) is int:
+        check_vocabulary(tokens, size)
+
+
+def _check_weights(values: Values, classes: Mapping[str, Source | None]) -> None:
+    """Check that there is something to start from."""
+    model, wanted = classes.get("model"), values.get("model.weights")
+    ours = model is not None and model.module.name.startswith("megalight.")
+    if ours and isinstance(wanted, str) and "://" not in wanted and not Path(wanted).exists():
+        raise CheckpointError(
+            f"model.weights={wanted}: nothing is there. Give a checkpoint, a run's folder, or a folder of transformers."
+        )
+
+
+def _check_root(values: Values) -> None:
+    """Check that the folder of the logs can be made."""
+    root = values.get("trainer.default_root_dir") or "."
+    if not isinstance(root, str) or "://" in root or values.get("trainer.logger") is False:
+        return
+    # The nearest folder that is there: those below it are made.
+    path = Path(os.path.abspath(root))
+    above = next(each for each in (path, *path.parents) if each.exists())
+    if not above.is_dir():
+        raise ConfigurationError(f"trainer.default_root_dir={root}: {above} is a file; name a folder for logs.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"trainer.default_root_dir={root}: {above} cannot be written; name another folder for logs and checkpoints."
+        )
 
 
 def _check_length(given: Values) -> None:
@@ -115,8 +197,6 @@ def _check_length(given: Values) -> None:
 
 def _check_checkpoint(verb: str, values: Values) -> None:
     """Check that there is a checkpoint."""
-    from pathlib import Path
-
     from megalight.cli import newest
 
     wanted = values.get("ckpt_path")

@@ -9,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
 
-from megalight.errors import DataError, LayoutError
+from megalight.data.sizes import check_replicas
+from megalight.errors import DataError
 
 
 class GlobalBatchSampler(DistributedSampler[Any]):
@@ -47,11 +48,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         pad: bool = False,
         seed: int = 0,
     ) -> None:
-        if global_batch_size < 1 or global_batch_size % num_replicas:
-            raise LayoutError(
-                f"global_batch_size is {global_batch_size} and there are {num_replicas} data-parallel ranks; it must "
-                "be a multiple of their number. Change global_batch_size or the layout."
-            )
+        check_replicas(global_batch_size, num_replicas)
         # the base class looks only at the length of the data set
         super().__init__(cast("Dataset[Any]", range(num_samples)), num_replicas, rank, shuffle=False, seed=seed)
         self.share = global_batch_size // num_replicas

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalight.errors import DataError
+from megalight.errors import DataError, LayoutError
 
 
 def check_sizes(*, global_batch_size: int = 1, sequence_length: int = 1, num_workers: int = 0) -> None:
@@ -28,4 +28,30 @@ def check_fits(sequence_length: int, longest: int) -> None:
         raise DataError(
             f"data.sequence_length={sequence_length} is longer than the model's max_sequence_length={longest}; lower "
             "it, or raise max_sequence_length."
+        )
+
+
+def check_replicas(global_batch_size: int, replicas: int) -> None:
+    """Refuse batches that replicas of the model cannot share.
+
+    Raises:
+        LayoutError: with both numbers and the remedy.
+    """
+    if global_batch_size < 1 or global_batch_size % replicas:
+        raise LayoutError(
+            f"global_batch_size is {global_batch_size} and there are {replicas} data-parallel ranks; it must "
+            "be a multiple of their number. Change global_batch_size or the layout."
+        )
+
+
+def check_vocabulary(tokens: int, vocab_size: int) -> None:
+    """Refuse tokens for which the model has no embedding. The reverse is fine: vocabularies are padded.
+
+    Raises:
+        DataError: with both numbers and the remedy.
+    """
+    if tokens > vocab_size:
+        raise DataError(
+            f"the data's tokenizer has {tokens} tokens, but the model's vocab_size is {vocab_size}; raise vocab_size, "
+            "or prepare the data with a smaller tokenizer."
         )

@@ -14,6 +14,7 @@ from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
 from megalight.data.indexed import IndexedWriter
+from megalight.data.meta import CorpusMeta
 from megalight.errors import MegalightError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -67,6 +68,17 @@ MISTAKES = [
         ["train split of short: the documents hold 5 tokens", "sequence_length 9 takes 10. Lower"],
     ),
     (["--data.data=null", "--data.train_data=short"], ["train split of short", "hold 8 tokens", "length 8 takes 9."]),
+    (["--trainer.devices=0"], ["trainer.devices is 0; give a number of at least 1"]),
+    (["--trainer.devices=two"], ["trainer.devices is two"]),
+    (
+        ["--data.data=null", "--data.train_data=short", "--data.sequence_length=4", "--trainer.devices=3"],
+        ["global_batch_size is 4 and there are 3 data-parallel ranks"],
+    ),
+    (["--data.data=null", "--data.tokenizer=absent.json"], ["tokenizer 'absent.json' does not exist"]),
+    (["--data.data=null", "--data.vocab_size=9"], ["tokenizer has 9 tokens", "vocab_size is 8"]),
+    (["--data.data=facts", "--data.sequence_length=4"], ["tokenizer has 300 tokens", "vocab_size is 8"]),
+    (["--data.data=null", "--model.weights=absent"], ["model.weights=absent: nothing is there"]),
+    (["--data.data=null", "--trainer.default_root_dir=r.yaml/x"], ["r.yaml is a file; name a folder"]),
     (["--ckpt_path=absent.ckpt", "--data.data=null"], ["absent.ckpt", "nothing is there"]),
     (["--ckpt_path=last", "--data.data=null"], ["--ckpt_path=last", "no finished checkpoint"]),
 ]
@@ -89,6 +101,9 @@ def answers(tmp_path_factory):
     (place / "r.yaml").write_text(RECIPE.replace("PLACE", str(place)))
     with IndexedWriter(place / "short", np.uint16) as writer:
         writer.add_documents(np.arange(8), [5, 3])
+    with IndexedWriter(place / "facts", np.uint16) as writer:
+        writer.add_documents(np.arange(8), [5, 3])
+    CorpusMeta(2, 8, "uint16", 300, 7, 2.0, "t", None, -1, True, 9).save(place / "facts")
     commands = [["fit", "-c", "r.yaml", *words] for words, _ in MISTAKES]
     run = subprocess.run(
         [sys.executable, "-c", PROBE], input=json.dumps(commands), cwd=place, capture_output=True, text=True, check=True
@@ -110,6 +125,20 @@ def test_mistakes_are_found_without_torch(number, answers):
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_have_no_mistake(path):
     early.check("fit", ["-c", str(path), "--print_config"])
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    words = ["--model=GPTModule", f"--trainer.default_root_dir={tmp_path}/a/b"]
+    early.check("fit", words)
+    monkeypatch.setattr("megalight.cli.rules.os.access", lambda *arguments: False)
+    early.check("fit", [*words, "--trainer.logger=false"])
+    with pytest.raises(MegalightError, match=f"{tmp_path} cannot be written"):
+        early.check("fit", words)
+
+
+@pytest.mark.parametrize("devices", ["2", "auto", "-1", "0,", "0,1", "[0, 1]", "null"])
+def test_devices_that_the_trainer_takes(devices):
+    early.check("fit", ["--model=GPTModule", f"--trainer.devices={devices}"])
 
 
 def test_named_recipes_have_no_mistake(tmp_path):

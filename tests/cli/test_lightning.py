@@ -100,6 +100,7 @@ def test_the_users_progress_bar_wins(words, bar):
         ),
         ([SAMPLE_STRATEGY, "--trainer.strategy.tensor_parallel=2"], ["tensor_parallel is 2; this strategy has 1"]),
         (["--trainer.callbacks+=EarlyStoping"], ["EarlyStoping", "'EarlyStopping'"]),
+        (["--trainer.callbacks=EMA", "--trainer.callbacks.decay=2"], ["decay is 2.0", "below 1"]),
         (["-c", "absent.yaml"], ["absent.yaml"]),
         (["--ckpt_path=absent.ckpt"], ["absent.ckpt"]),
         (["--trainer.overfit_batches=2.5"], ["2.5"]),
@@ -115,6 +116,7 @@ def test_user_errors_are_one_short_message(words, parts, capsys, tmp_path):
         assert part in errors, errors
     assert len(errors.splitlines()) <= 20
     assert "Traceback" not in errors
+    assert "Subclass types" not in errors
 
 
 def test_a_run_shorter_than_its_intervals_is_validated_and_logged_at_its_end(tmp_path):

@@ -146,3 +146,13 @@ def test_prepare_writes_token_files(tmp_path, capsys):
 def test_prepare_names_a_missing_input(tmp_path, capsys):
     assert main(["prepare", str(tmp_path / "none"), "-o", str(tmp_path / "c"), "--train-tokenizer", "-q"]) == 2
     assert "none" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_ends_in_one_line(monkeypatch, capsys):
+    def interrupted(*words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megalight.cli.main._dispatch", interrupted)
+    monkeypatch.delenv("MEGALIGHT_DEBUG", raising=False)
+    assert main(["fit", "-c", "recipe.yaml"]) == 130
+    assert capsys.readouterr().err == "megalight: error: interrupted.\n"

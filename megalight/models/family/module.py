@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from megalight.data.sizes import check_fits
+from megalight.data.sizes import check_fits, check_vocabulary
 from megalight.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from megalight.data.tokenizer import FILE as TOKENIZER
-from megalight.errors import CheckpointError, ConfigurationError, DataError
+from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.bounds import check_held
 from megalight.models.config import compare
 from megalight.models.family import family
@@ -158,12 +158,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         if length is not None:
             check_fits(length, self.config.max_sequence_length)
         vocabulary = getattr(datamodule, "vocab_size", None)
-        # The reverse is fine: vocabularies are padded.
-        if vocabulary is not None and vocabulary > self.config.vocab_size:
-            raise DataError(
-                f"the data's tokenizer has {vocabulary} tokens, but the model's vocab_size is "
-                f"{self.config.vocab_size}; raise vocab_size, or prepare the data with a smaller tokenizer."
-            )
+        if vocabulary is not None:
+            check_vocabulary(vocabulary, self.config.vocab_size)
 
     def configure_optimizers(self) -> Any:
         """Make Adam and its schedule, which advances once per optimizer step.
