@@ -3,6 +3,8 @@
 The algorithm is FlashAttention-2 (https://arxiv.org/abs/2307.08691). The forward pass keeps the log-sum-exp of each row
 of scores, and the backward pass computes the scores again. Each program has one block of one sequence. Blocks that see
 most start first, so that no long one is left at the end. Where a block sees all of another, no mask is computed.
+
+Heads of 128 features have a forward kernel of their own on Hopper (:mod:`megalight.ops.attention.hopper`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.attention import backward, forward, keys
+from megalight.ops.attention import backward, forward, hopper, keys
 from megalight.ops.attention.blocks import LOG2E, describable
 from megalight.ops.common import apply, once_differentiable
 from megalight.types import PackedSequences
@@ -44,7 +46,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, sequences: PackedSequences, options: Any
     ) -> Tensor:
-        out, lse = forward.run(q, k, v, sink, sequences, *options)
+        causal, _, window, _ = options
+        run = hopper.run_forward if hopper.serves(q, v, sequences, causal, window) else forward.run
+        out, lse = run(q, k, v, sink, sequences, *options)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.sequences, ctx.options = sequences, options
         return out

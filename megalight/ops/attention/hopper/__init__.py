@@ -1,0 +1,54 @@
+"""Attention with roles for warps, on Hopper: the forward pass for heads of 128 features.
+
+The other kernels of :mod:`megalight.ops.attention.triton` leave it to the compiler how loads, products and exponentials
+overlap.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megalight.imports import version
+from megalight.ops.common import HALF, lazy
+from megalight.types import PackedSequences
+
+VERSIONS = ("3.6",)
+"""Versions of Triton whose Gluon the kernels are written for: it is experimental, and changes."""
+
+LEAST = 128
+"""Keys that a query sees on average below which smaller blocks are faster."""
+
+run_forward = lazy("megalight.ops.attention.hopper.forward", "run")
+
+
+@lru_cache
+def _available(device: torch.device) -> bool:
+    """Return whether the GPU has Hopper's products, and Triton the Gluon that the kernels are written in."""
+    release = (version("triton") or "").split(".")
+    return ".".join(release[:2]) in VERSIONS and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@lru_cache(maxsize=64)
+def seen(lengths: tuple[int, ...], keys: tuple[int, ...], causal: bool, window: int | None) -> float:
+    """Return how many keys a query sees on average."""
+    pairs = 0
+    for length, count in zip(lengths, keys, strict=True):
+        # Queries are the last tokens of their keys' sequence; those before its first key see nothing, if causal.
+        rows = min(length, count)
+        most = count if window is None else min(count, window + 1)
+        rising = min(rows, max(0, most - 1 - (count - rows)))
+        pairs += rising * (count - rows + 1) + rising * (rising - 1) // 2 + (rows - rising) * most
+        if not causal:
+            pairs += rows * (rows - 1) // 2 + (length - rows) * count
+    return pairs / max(1, sum(lengths))
+
+
+def serves(q: Tensor, v: Tensor, sequences: PackedSequences, causal: bool, window: int | None) -> bool:
+    """Return whether these kernels serve the heads, and are the faster ones for the sequences."""
+    if not (q.device.type == "cuda" and q.shape[-1] == v.shape[-1] == 128 and q.dtype in HALF and _available(q.device)):
+        return False
+    keys = sequences.keys or sequences
+    return seen(sequences.lengths, keys.lengths, causal, window) >= LEAST

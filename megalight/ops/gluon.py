@@ -1,0 +1,30 @@
+"""The one place that imports Gluon, Triton's language of layouts, barriers and roles of warps. Hopper's parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megalight.imports import require
+
+_WHAT = "a Gluon kernel"
+gl: Any = require("triton.experimental.gluon.language", _WHAT)
+_gluon: Any = require("triton.experimental.gluon", _WHAT)
+jit: Callable[[Callable[..., Any]], Any] = _gluon.jit
+Descriptor: Any = require("triton.experimental.gluon.nvidia.hopper", _WHAT).TensorDescriptor
+_hopper: Any = require("triton.experimental.gluon.language.nvidia.hopper", _WHAT)
+mbarrier: Any = _hopper.mbarrier
+tma: Any = _hopper.tma
+warpgroup_mma: Any = _hopper.warpgroup_mma
+warpgroup_mma_wait: Any = _hopper.warpgroup_mma_wait
+
+if TYPE_CHECKING:
+    from megalight.ops.jit import constexpr as constexpr
+else:
+    constexpr = gl.constexpr
+
+
+def jit_for_all(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return ``jit`` that compiles no kernels of their own for arguments ``names`` that are 1 or multiples of 16."""
+    decorate: Callable[[Callable[..., Any]], Any] = _gluon.jit(do_not_specialize=list(names))
+    return decorate
