@@ -205,7 +205,7 @@ def experts_by_hand() -> tuple[dict[str, Tensor], Experts]:
     [
         (2, {"expert_parallel": 2}),
         (2, SP | {"expert_tensor_parallel": 2}),
-        (2, {"expert_parallel": 1} | FULLY_SHARDED),
+        pytest.param(2, {"expert_parallel": 1} | FULLY_SHARDED, marks=pytest.mark.full),
         pytest.param(4, SP | {"expert_parallel": 2, "expert_tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param(2, SP | {"expert_parallel": 2, "expert_tensor_parallel": 1}, marks=pytest.mark.full),
     ],

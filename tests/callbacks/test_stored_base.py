@@ -175,7 +175,7 @@ SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
         pytest.param(2, "nvfp4", INSIDE, False, marks=pytest.mark.full),
         (2, "nvfp4", SHARDED, False),
         pytest.param(2, "int8", {"expert_parallel": 2, **SHARDED}, False, marks=pytest.mark.full),
-        (4, "nvfp4", {"expert_parallel": 2, **SHARDED}, True),
+        pytest.param(4, "nvfp4", {"expert_parallel": 2, **SHARDED}, True, marks=pytest.mark.full),
         (2, "nf4", INSIDE, True),
         pytest.param(2, "int8", {"expert_parallel": 2}, True, marks=pytest.mark.full),
         pytest.param(2, "nvfp4", SHARDED, True, marks=pytest.mark.full),

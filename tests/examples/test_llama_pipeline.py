@@ -88,7 +88,10 @@ def alone(tied: bool) -> dict[str, Any]:
         (1, False, {}),
         (2, False, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
         (2, True, {"pipeline_parallel": 2}),
-        (4, False, {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
+        pytest.param(
+            *(4, False, {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=str,
 )

@@ -126,8 +126,11 @@ def parity(
     return errors
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"),
+    [(2, False), (2, True), pytest.param(4, False, marks=pytest.mark.full), (4, True)],
+    ids=["2-tp", "2-tp+sp", "4-tp", "4-tp+sp"],
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_losses_and_gradients_equal_one_device(variant: str, tp: int, sequence_parallel: bool) -> None:
     for errors in run(parity, tp, VARIANTS[variant], sequence_parallel):

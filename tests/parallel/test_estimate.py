@@ -88,9 +88,18 @@ def _kept(options: DataParallel, tied: bool, frozen: bool, moments: str) -> tupl
     return memory, held[0], held[1]
 
 
-@pytest.mark.parametrize(("tied", "frozen", "moments"), [(False, False, "float32"), (True, True, "bfloat16")])
+MODELS = [(False, False, "float32"), (True, True, "bfloat16")]
+"""Tied, frozen in part, dtype of moments. One of the two with each case, in turns; whole test runs have both."""
+
+
 @pytest.mark.parametrize(
-    ("world", "given"), CASES, ids=[f"{world}-{'-'.join(map(str, c.values()))}" for world, c in CASES]
+    ("world", "given", "tied", "frozen", "moments"),
+    [
+        pytest.param(*case, *model, marks=[pytest.mark.full] * ((number + other) % 2))
+        for number, case in enumerate(CASES)
+        for other, model in enumerate(MODELS)
+    ],
+    ids=[f"{world}-{'-'.join(map(str, c.values()))}-{model[2]}" for world, c in CASES for model in MODELS],
 )
 def test_engines_keep_what_was_estimated(
     world: int, given: dict[str, Any], tied: bool, frozen: bool, moments: str

@@ -175,7 +175,11 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in ("ep_gather", "ep"))) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name in ("ep_gather", "ep", "etp_zero_bubble")))
+        for name in LAYOUTS
+    ],
 )
 def test_a_layout_trains_the_same_adapters(name: str) -> None:
     world, level, layout = LAYOUTS[name]
@@ -188,7 +192,7 @@ def test_a_layout_trains_the_same_adapters(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in ("ep", "etp"))) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in ("ep", "etp", "ep_etp_pp"))) for name in LAYOUTS]
 )
 def test_a_layout_trains_the_same_magnitudes(name: str) -> None:
     world, level, layout = LAYOUTS[name]
