@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megalight.errors import ConfigurationError, LayoutError, nearest
-from megalight.models.family import Family, families
+from megalight.models.family import Family, family
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.flops import num_parameters
 from megalight.parallel.tensor.split import replicas_of
@@ -66,9 +66,9 @@ class Recipe:
 def recipes() -> dict[str, Recipe]:
     """Return all named recipes by name, in the order of families, presets, purposes and GPUs."""
     found: dict[str, Recipe] = {}
-    for known in families():
-        # Others begin with the weights of several models, which no name tells.
-        for preset in sorted(known.presets) if known.name in CLASSES else ():
+    # Other families begin with the weights of several models, which no name tells.
+    for known in map(family, sorted(CLASSES)):
+        for preset in sorted(known.presets):
             parameters = count_parameters(known, known.presets[preset])
             # Adapters are for models of text.
             for purpose in PURPOSES if known.name == "gpt" else PURPOSES[:1]:
