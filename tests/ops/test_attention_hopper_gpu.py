@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalight.ops.attention import forward, hopper, reference
+from megalight.ops.attention import hopper, reference
 from megalight.types import PackedSequences
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +52,8 @@ def test_the_reference(
     sunk: bool,
     dtype: torch.dtype,
 ) -> None:
+    from megalight.ops.attention import forward  # needs Triton
+
     torch.manual_seed(0)
     sequences = packed(lengths, keys)
     q, k, v = heads_of(sum(lengths), sum(keys or lengths), *heads, dtype)
