@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import sys
@@ -105,6 +106,10 @@ def reported(prog: str, *kinds: type[Exception]) -> Iterator[None]:
         if debugging():
             raise
         text = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            # Python names no file where a write fails.
+            where = f": {error.filename}" if error.filename else ""
+            text = f"the disk is full{where}. Free some space, or write elsewhere."
         if not isinstance(error, MegalightError):
             text += "\n(add --debug for the traceback)"
         # The message names the flag that the user typed, and not the argument behind it.

@@ -12,7 +12,7 @@ from typing import Any
 
 from megalight.cli.signatures import Source
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.parallel.degrees import check_at_least_one, check_degrees, check_timeout
+from megalight.parallel.degrees import check_at_least_one, check_degrees, check_measured, check_timeout
 
 Values = Mapping[str, Any]
 STRATEGIES = ("MegatronStrategy", "MegatronFSDPStrategy", "MegatronTowersStrategy", "MegatronTowersBesideStrategy")
@@ -44,6 +44,9 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
         for name in ("micro_batch_size", "sigterm_every_n_steps"):
             if isinstance(given.get(name), int):
                 check_at_least_one(name, given[name])
+        # Without an accelerator by name, only Lightning knows whether this is a CPU.
+        if given.get("micro_batch_size") == "auto" and values.get("trainer.accelerator") == "cpu":
+            check_measured("cpu")
         if isinstance(given.get("timeout_seconds"), int | float):
             check_timeout(given["timeout_seconds"])
     data = classes.get("data")

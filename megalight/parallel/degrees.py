@@ -52,3 +52,19 @@ def check_timeout(seconds: float) -> None:
     """Refuse timeouts that no collective can meet."""
     if not seconds > 0:
         raise ConfigurationError(f"timeout_seconds={seconds:g}; it must be above 0. The default is 1800.")
+
+
+def check_measured(device: str) -> None:
+    """Refuse to measure which micro-batch fits where memory has no limit.
+
+    Args:
+        device: its type: ``cpu``, ``cuda`` ...
+
+    Raises:
+        ConfigurationError: it is no GPU.
+    """
+    if device != "cuda":
+        raise ConfigurationError(
+            f"micro_batch_size='auto' measures the memory of a GPU, and this run is on {device}, whose memory has no "
+            "stated limit. Give a number, or leave it out to run the whole batch at once."
+        )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
 from megalight.errors import ConfigurationError
+from megalight.parallel.degrees import check_measured
 from megalight.parallel.mesh import ParallelMesh
 
 AUTO: Literal["auto"] = "auto"
@@ -60,11 +61,7 @@ class DeviceMemory:
     """
 
     def __init__(self, device: torch.device, mesh: ParallelMesh) -> None:
-        if device.type != "cuda":
-            raise ConfigurationError(
-                f"micro_batch_size='auto' measures the memory of a GPU, and this run is on {device.type}, whose memory "
-                "has no stated limit. Give a number, or leave it out to run the whole batch at once."
-            )
+        check_measured(device.type)
         self.device = device
         self.mesh = mesh
 

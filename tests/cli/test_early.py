@@ -53,6 +53,10 @@ MISTAKES = [
     (["--trainer.strategy.sequence_parallel=true"], ["sequence_parallel=True needs tensor_parallel > 1"]),
     (["--trainer.strategy.timeout_seconds=-5"], ["timeout_seconds=-5"]),
     (["--trainer.strategy.micro_batch_size=0"], ["micro_batch_size=0"]),
+    (
+        ["--trainer.strategy.micro_batch_size=auto", "--trainer.accelerator=cpu"],
+        ["micro_batch_size='auto' measures the memory of a GPU", "Give a number"],
+    ),
     (["--trainer.callbacks+=EMA", "--trainer.callbacks.decai=1"], ["'trainer.callbacks.decai'", "EMA", "'decay'"]),
     (["--model=megalight.models.gpt.module.GPTModul"], ["has no attribute 'GPTModul'", "module.GPTModule'?"]),
     (["--model.config.num_layer=3"], ["unknown key 'model.config.num_layer'", "GPTConfig", "'num_layers'"]),

@@ -1,3 +1,4 @@
+import errno
 import os
 
 import pytest
@@ -64,3 +65,14 @@ def test_messages_name_the_flag_in_place_of_the_argument_alone(told, shown, caps
 def test_errors_that_are_not_the_users_come_with_their_traceback():
     with pytest.raises(ZeroDivisionError), reported("megalight fit", OSError):
         _ = 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(None, "the disk is full. Free"), ("a.bin", "the disk is full: a.bin. Free")]
+)
+def test_a_full_disk_is_told_in_words(name, text, capsys, monkeypatch):
+    monkeypatch.delenv("MEGALIGHT_DEBUG", raising=False)
+    with pytest.raises(SystemExit) as stop, reported("megalight x", OSError):
+        raise OSError(errno.ENOSPC, "No space left on device", name)
+    assert stop.value.code == 2
+    assert text in capsys.readouterr().err
