@@ -23,6 +23,8 @@ from tests.workers import run
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 ONE = [Row(shape, way, "bf16", small=True) for shape in vlm.SHAPES for way in ("megalight", "transformers")]
+CROSSED = (ONE[0], ONE[-1])
+"""Each shape and each way once; whole test runs have the others, too."""
 
 
 def test_operations_of_the_shapes_are_counted() -> None:
@@ -49,7 +51,9 @@ def test_operations_of_the_shapes_are_counted() -> None:
     assert qwen.flops() > 8 * flops_of_images(qwen.config, [4 * size for size in sizes]) / 3
 
 
-@pytest.mark.parametrize("row", ONE, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.full] * (row not in CROSSED)) for row in ONE]
+)
 def test_a_row_on_the_cpu(row: Row) -> None:
     _right(measure.measure(row))
 
