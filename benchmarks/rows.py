@@ -34,6 +34,7 @@ class Row:
 
 LLAMA3_8B = "layers=32 vocab=128256"
 WIDTH_2048 = "layers=24 hidden=2048 ffn=8192 heads=16 kv=8 mbs=4 micro=2"
+FLASH = "backends=attention:flash_attn_4"
 SMALL = "layers=12 hidden=768 ffn=2048 heads=12 kv=12 vocab=50304 seq=1024 mbs=1 micro=4"
 TINY = (
     "device=cpu precision=fp32 layers=2 hidden=64 ffn=128 heads=4 kv=2 vocab=256 seq=64 mbs=2 micro=2 steps=3 warmup=1"
@@ -78,7 +79,21 @@ ROWS: dict[str, Row] = {
         "the first row in FP8", "precision=fp8", aim=890, peers=("mcore-te",), figures={"mcore-te": 800}
     ),
     "8b-16l-fp8-delayed": _row(
-        "the same with scales of past steps", "precision=fp8 recipe=delayed", aim=890, peers=("mcore-te",)
+        "the same with scales of past steps",
+        "precision=fp8 recipe=delayed",
+        aim=890,
+        peers=("mcore-te",),
+        figures={"mcore-te": 778},
+    ),
+    "8b-16l-bf16-flash": _row(
+        "the first row with flash-attn 4", FLASH, aim=595, peers=("mcore-te",), figures={"mcore-te": 545}
+    ),
+    "8b-16l-fp8-delayed-flash": _row(
+        "the same in FP8 with scales of past steps",
+        f"precision=fp8 recipe=delayed {FLASH}",
+        aim=890,
+        peers=("mcore-te",),
+        figures={"mcore-te": 778},
     ),
     "8b-8l-8k-bf16": _row(
         "8 layers of that, 8192 tokens, bf16",
@@ -100,6 +115,13 @@ ROWS: dict[str, Row] = {
         aim=830,
         peers=("mcore-te",),
     ),
+    "8b-8l-8k-fp8-delayed-flash": _row(
+        "the same with flash-attn 4",
+        f"layers=8 seq=8192 mbs=1 precision=fp8 recipe=delayed {FLASH}",
+        aim=830,
+        peers=("mcore-te",),
+    ),
+    "2b-24l-flash": _row("width 2048, 24 layers, with flash-attn 4", f"{WIDTH_2048} {FLASH}", aim=575),
     "2b-24l": _row(
         "width 2048, 24 layers, bf16",
         WIDTH_2048,
