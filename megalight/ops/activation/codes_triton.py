@@ -10,7 +10,14 @@ from torch import Tensor
 from megalight.ops.activation.triton import _slope, _value
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize import Scheme
-from megalight.ops.quantize.triton import codes_arguments, codes_constants, empty_codes, write_codes
+from megalight.ops.quantize.triton import (
+    codes_arguments,
+    codes_constants,
+    empty_codes,
+    rounded,
+    whole_factor,
+    write_codes,
+)
 from megalight.ops.unwritten import Told
 
 FORWARD = {"TOKENS": 64, "FEATURES": 64, "num_warps": 8}
@@ -52,6 +59,7 @@ def _forward(
     ROW_POWER: constexpr,
     COLUMN_POWER: constexpr,
     FULL: constexpr,
+    HARDWARE: constexpr,
     TOKENS: constexpr,
     FEATURES: constexpr,
 ) -> None:
@@ -61,6 +69,9 @@ def _forward(
     t = tl.arange(0, TOKENS)[:, None]
     f = tl.arange(0, FEATURES)[None, :]
     inside = (token + t < tokens) & (feature + f < size)
+    first = (across == 0) & (down == 0)
+    row_factor = whole_factor(row_amax, row_scale, first, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER)
+    column_factor = whole_factor(column_amax, column_scale, first, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER)
     if GATED:
         # `x [rows, 2 size]`: gate is the first half of a row, up the second.
         # int64 for the tile: tokens times features exceeds int32 for long batches.
@@ -68,14 +79,14 @@ def _forward(
         out = _value(_load(place, inside, FULL), KIND) * _load(place + size, inside, FULL)
     else:
         out = _value(_load(x + token.to(tl.int64) * size + feature + (t * size + f), inside, FULL), KIND)
-    out = out.to(x.dtype.element_ty).to(tl.float32)  # rounded as if it were written
+    out = rounded(out, x, HARDWARE)
     if not FULL:
         out = tl.where(inside, out, 0.0)  # the activation of zero is not always zero
     tl.store(parts + down * tl.num_programs(0) + across, _largest(out))
     write_codes(
-        out, row_codes, row_scale, row_amax, column_codes, column_scale, column_amax,
+        out, row_codes, row_factor, column_codes, column_factor,
         token, feature, tokens, padded, size, size,
-        ROWS, COLUMNS, ROW_LARGEST, COLUMN_LARGEST, SMALLEST, ROW_POWER, COLUMN_POWER, FULL, TOKENS, FEATURES,
+        ROWS, COLUMNS, FULL, TOKENS, FEATURES,
     )  # fmt: skip
 
 
@@ -103,6 +114,7 @@ def _backward(
     ROW_POWER: constexpr,
     COLUMN_POWER: constexpr,
     FULL: constexpr,
+    HARDWARE: constexpr,
     TOKENS: constexpr,
     FEATURES: constexpr,
 ) -> None:
@@ -112,33 +124,36 @@ def _backward(
     t = tl.arange(0, TOKENS)[:, None]
     f = tl.arange(0, FEATURES)[None, :]
     inside = (token + t < tokens) & (feature + f < size)
+    first = (across == 0) & (down == 0)
+    row_factor = whole_factor(row_amax, row_scale, first, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER)
+    column_factor = whole_factor(column_amax, column_scale, first, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER)
     corner = token.to(tl.int64) * size + feature
     grad = _load(grad_y + corner + (t * size + f), inside, FULL)
     if GATED:
         place = x + token.to(tl.int64) * 2 * size + feature + (t * (2 * size) + f)
         gate = _load(place, inside, FULL)
-        out = (grad * _load(place + size, inside, FULL) * _slope(gate, KIND)).to(x.dtype.element_ty).to(tl.float32)
+        out = rounded(grad * _load(place + size, inside, FULL) * _slope(gate, KIND), x, HARDWARE)
         largest = _largest(out)
         write_codes(
-            out, row_codes, row_scale, row_amax, column_codes, column_scale, column_amax,
+            out, row_codes, row_factor, column_codes, column_factor,
             token, feature, tokens, padded, size, 2 * size,
-            ROWS, COLUMNS, ROW_LARGEST, COLUMN_LARGEST, SMALLEST, ROW_POWER, COLUMN_POWER, FULL, TOKENS, FEATURES,
+            ROWS, COLUMNS, FULL, TOKENS, FEATURES,
         )  # fmt: skip
-        out = (grad * _value(gate, KIND)).to(x.dtype.element_ty).to(tl.float32)
+        out = rounded(grad * _value(gate, KIND), x, HARDWARE)
         largest = tl.maximum(largest, _largest(out))
         write_codes(
-            out, row_codes, row_scale, row_amax, column_codes, column_scale, column_amax,
+            out, row_codes, row_factor, column_codes, column_factor,
             token, feature + size, tokens, padded, 2 * size, 2 * size,
-            ROWS, COLUMNS, ROW_LARGEST, COLUMN_LARGEST, SMALLEST, ROW_POWER, COLUMN_POWER, FULL, TOKENS, FEATURES,
+            ROWS, COLUMNS, FULL, TOKENS, FEATURES,
         )  # fmt: skip
     else:
         value = _load(x + corner + (t * size + f), inside, FULL)
-        out = (grad * _slope(value, KIND)).to(x.dtype.element_ty).to(tl.float32)
+        out = rounded(grad * _slope(value, KIND), x, HARDWARE)
         largest = _largest(out)
         write_codes(
-            out, row_codes, row_scale, row_amax, column_codes, column_scale, column_amax,
+            out, row_codes, row_factor, column_codes, column_factor,
             token, feature, tokens, padded, size, size,
-            ROWS, COLUMNS, ROW_LARGEST, COLUMN_LARGEST, SMALLEST, ROW_POWER, COLUMN_POWER, FULL, TOKENS, FEATURES,
+            ROWS, COLUMNS, FULL, TOKENS, FEATURES,
         )  # fmt: skip
     tl.store(parts + down * tl.num_programs(0) + across, largest)
 
@@ -192,6 +207,7 @@ def _run(
             GATED=gates,
             **codes_constants(rows, columns),
             FULL=not (padded % tile["TOKENS"] or size % tile["FEATURES"] or padded - tokens),
+            HARDWARE=x.is_cuda,
             **tile,
         )
     return (whole, transposed), parts

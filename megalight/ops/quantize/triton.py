@@ -25,6 +25,18 @@ MODES = {(0, 0): "whole", (1, 0): "line", (1, BLOCK): "strip", (BLOCK, BLOCK): "
 
 
 @jit
+def _factor(largest: Value, LARGEST: constexpr, SMALLEST: constexpr, POWER: constexpr) -> Value:
+    """Return what values are multiplied by, if ``largest`` is to become the largest code."""
+    # Correctly rounded division: the fast one differs by a bit, and codes would differ from the reference and other
+    # ranks.
+    factor = tl.div_rn(LARGEST, tl.maximum(largest, SMALLEST))
+    if POWER:
+        # Round down to a power of two: only the exponent bits stay.
+        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return factor
+
+
+@jit
 def _codes(
     x: Value,
     amax: Value,
@@ -40,7 +52,9 @@ def _codes(
     SMALLEST: constexpr,
     POWER: constexpr,
 ) -> Value:
-    """Scale and clamp the tile ``x``, whose contracted dim is ``AXIS``, and write its scales.
+    """Scale the tile ``x``, whose contracted dim is ``AXIS``, and write its scales.
+
+    Values that are too large are left to the conversion to 8 bits, which saturates, and keeps NaN.
 
     ``line`` holds the indices of the tile's rows (columns for axis 0), of ``lines`` in the matrix. The tile is number
     ``strip`` of ``strips`` along the contracted dim, and number ``block`` across it.
@@ -54,12 +68,7 @@ def _codes(
         largest = tl.max(tl.abs(x), AXIS)
     else:
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
-    # Correctly rounded division: the fast one differs by a bit, and codes would differ from the reference and other
-    # ranks.
-    factor = tl.div_rn(LARGEST, tl.maximum(largest, SMALLEST))
-    if POWER:
-        # Round down to a power of two: only the exponent bits stay.
-        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    factor = _factor(largest, LARGEST, SMALLEST, POWER)
     inverse = tl.div_rn(1.0, factor)
     if MODE == "whole":
         # All programs have the same value, and one writes it.
@@ -73,20 +82,46 @@ def _codes(
         tl.store(scale + block * strips + strip, inverse)
     if MODE == "line" or MODE == "strip":
         factor = tl.expand_dims(factor, AXIS)
-    y = x * factor
-    y = tl.where(y > LARGEST, LARGEST, y)  # unlike minimum and maximum, comparisons keep NaN
-    return tl.where(y < -LARGEST, -LARGEST, y)
+    return x * factor
+
+
+@jit
+def whole_factor(
+    amax: Value, scale: Value, first: Value, MODE: constexpr, LARGEST: constexpr, SMALLEST: constexpr, POWER: constexpr
+) -> Value:
+    """Return what a matrix with one scale is multiplied by. The ``first`` program writes the scale."""
+    if MODE == "none":
+        factor = 1.0
+    else:
+        factor = _factor(tl.load(amax), LARGEST, SMALLEST, POWER)
+        if first:
+            tl.store(scale, tl.div_rn(1.0, factor))
+    return factor
+
+
+@jit
+def rounded(x: Value, like: Value, HARDWARE: constexpr) -> Value:
+    """Round ``x`` (float32) to the dtype of the elements of ``like``, as if it were written, and return it in float32.
+
+    ``HARDWARE``: the kernel is not interpreted. One instruction then rounds two elements to bfloat16; those of Triton's
+    conversion take four times as long.
+    """
+    if HARDWARE and like.dtype.element_ty == tl.bfloat16:
+        small = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        small = x.to(like.dtype.element_ty)
+    return small.to(tl.float32)
 
 
 @jit
 def write_codes(
     x: Value,
     row_codes: Value,
-    row_scale: Value,
-    row_amax: Value,
+    row_factor: Value,
     column_codes: Value,
-    column_scale: Value,
-    column_amax: Value,
+    column_factor: Value,
     token: Value,
     feature: Value,
     tokens: Value,
@@ -95,11 +130,6 @@ def write_codes(
     features: Value,
     ROWS: constexpr,
     COLUMNS: constexpr,
-    ROW_LARGEST: constexpr,
-    COLUMN_LARGEST: constexpr,
-    SMALLEST: constexpr,
-    ROW_POWER: constexpr,
-    COLUMN_POWER: constexpr,
     FULL: constexpr,
     TOKENS: constexpr,
     FEATURES: constexpr,
@@ -111,27 +141,22 @@ def write_codes(
     """
     t = tl.arange(0, TOKENS)
     f = tl.arange(0, FEATURES)
-    first = tl.where((token == 0) & (feature == 0), 0, 1)
-    # The two amax are loaded apart, though they are equal, so that codes are computed twice: Triton 3.6 for sm_90 has
-    # garbled bytes of codes that were stored both ways.
     # Places are 64 bits wide for the tile, and 32 inside it, which takes half the registers.
     if ROWS != "none":
-        codes = _codes(x, row_amax, row_scale, t, tokens, first, 0, 1, 1, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER)
+        # Too large values are left to the conversion to 8 bits, which saturates, and keeps NaN.
+        small = (x * row_factor).to(row_codes.dtype.element_ty)
         corner = row_codes + token.to(tl.int64) * features + feature
         where = corner + (t[:, None] * features + f[None, :])
-        small = codes.to(row_codes.dtype.element_ty)
         if FULL:
             tl.store(where, small)
         else:
             tl.store(where, small, mask=(token + t < tokens)[:, None] & (feature + f < end)[None, :])
     if COLUMNS != "none":
-        codes = _codes(
-            x, column_amax, column_scale, f, features, first, 0, 1,
-            0, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER,
-        )  # fmt: skip
+        # The factors are loaded apart, also where they are equal, so that codes are computed twice: Triton 3.6 for
+        # sm_90 has garbled bytes of codes that were stored both ways.
+        small = tl.trans((x * column_factor).to(column_codes.dtype.element_ty))
         corner = column_codes + feature.to(tl.int64) * padded + token
         where = corner + (f[:, None] * padded + t[None, :])
-        small = tl.trans(codes.to(column_codes.dtype.element_ty))
         if FULL:
             tl.store(where, small)
         else:
@@ -231,10 +256,12 @@ def _cast_whole(
         tile = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if TELL:
         tl.store(parts + down * tl.num_programs(0) + across, tl.max(tl.max(tl.abs(tile), 1), 0))
+    first = (across == 0) & (down == 0)
+    row_factor = whole_factor(row_amax, row_scale, first, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER)
+    column_factor = whole_factor(column_amax, column_scale, first, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER)
     write_codes(
-        tile, row_codes, row_scale, row_amax, column_codes, column_scale, column_amax,
-        token, feature, tokens, padded, features, features,
-        ROWS, COLUMNS, ROW_LARGEST, COLUMN_LARGEST, SMALLEST, ROW_POWER, COLUMN_POWER, FULL, TOKENS, FEATURES,
+        tile, row_codes, row_factor, column_codes, column_factor, token, feature, tokens, padded, features, features,
+        ROWS, COLUMNS, FULL, TOKENS, FEATURES,
     )  # fmt: skip
 
 

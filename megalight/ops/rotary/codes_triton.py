@@ -7,7 +7,14 @@ from torch import Tensor
 
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize import Scheme
-from megalight.ops.quantize.triton import codes_arguments, codes_constants, empty_codes, write_codes
+from megalight.ops.quantize.triton import (
+    codes_arguments,
+    codes_constants,
+    empty_codes,
+    rounded,
+    whole_factor,
+    write_codes,
+)
 from megalight.ops.unwritten import Told
 
 TOKENS = 64
@@ -51,6 +58,7 @@ def _backward(
     ROW_POWER: constexpr,
     COLUMN_POWER: constexpr,
     FULL: constexpr,
+    HARDWARE: constexpr,
     TOKENS: constexpr,
 ) -> None:
     # A program's heads are all of queries, all of keys, or all of values.
@@ -77,6 +85,9 @@ def _backward(
         next_head = v_head
     turned = first < HEADS + KV_HEADS
     features = (HEADS + 2 * KV_HEADS) * 2 * HALF
+    start = (group == 0) & (token == 0)
+    row_factor = whole_factor(row_amax, row_scale, start, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER)
+    column_factor = whole_factor(column_amax, column_scale, start, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER)
     largest = 0.0
     for head in range(GROUP):
         where = source + head * next_head + (t * step + f)
@@ -87,19 +98,19 @@ def _backward(
             a = tl.load(where, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(where + HALF, mask=inside, other=0.0).to(tl.float32)
         # The inverse rotation, by the negative angle. Rounded as if it were written.
-        one = tl.where(turned, a * c - b * -s, a).to(q.dtype.element_ty).to(tl.float32)
-        two = tl.where(turned, a * -s + b * c, b).to(q.dtype.element_ty).to(tl.float32)
+        one = rounded(tl.where(turned, a * c - b * -s, a), q, HARDWARE)
+        two = rounded(tl.where(turned, a * -s + b * c, b), q, HARDWARE)
         largest = tl.maximum(largest, tl.max(tl.max(tl.maximum(tl.abs(one), tl.abs(two)), 1), 0))
         feature = (first + head) * 2 * HALF
         write_codes(
-            one, row_codes, row_scale, row_amax, column_codes, column_scale, column_amax,
+            one, row_codes, row_factor, column_codes, column_factor,
             token, feature, tokens, padded, features, features,
-            ROWS, COLUMNS, ROW_LARGEST, COLUMN_LARGEST, SMALLEST, ROW_POWER, COLUMN_POWER, FULL, TOKENS, HALF,
+            ROWS, COLUMNS, FULL, TOKENS, HALF,
         )  # fmt: skip
         write_codes(
-            two, row_codes, row_scale, row_amax, column_codes, column_scale, column_amax,
+            two, row_codes, row_factor, column_codes, column_factor,
             token, feature + HALF, tokens, padded, features, features,
-            ROWS, COLUMNS, ROW_LARGEST, COLUMN_LARGEST, SMALLEST, ROW_POWER, COLUMN_POWER, FULL, TOKENS, HALF,
+            ROWS, COLUMNS, FULL, TOKENS, HALF,
         )  # fmt: skip
     tl.store(parts + tl.program_id(1) * tl.num_programs(0) + group, largest)
 
@@ -155,6 +166,7 @@ def cast_qkv_gradient(
             GROUP=group,
             **codes_constants(rows, columns),
             FULL=tokens % TOKENS == 0,
+            HARDWARE=q.is_cuda,
             TOKENS=TOKENS,
             num_warps=WARPS,
         )
