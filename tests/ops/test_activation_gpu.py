@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.ops.activation import KINDS
-from tests.ops.checks import check_activations, check_gated_pair, check_measured
+from tests.ops.checks import check_activations, check_cast_activation, check_gated_pair, check_measured
 
 pytestmark = pytest.mark.gpu
 
@@ -32,3 +32,14 @@ def test_amax_on_the_way(kind: str, gates: bool) -> None:
     from megalight.ops.activation import triton
 
     check_measured(triton, "cuda", torch.bfloat16, kind, gates)
+
+
+@pytest.mark.parametrize("gates", [True, False])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "sigmoid"])
+@pytest.mark.parametrize("shape", [(150, 144), (37, 272), (1024, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_those_of_a_cast(kind: str, gates: bool, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from megalight.ops.activation import codes_triton, triton
+    from megalight.ops.quantize import triton as casts
+
+    check_cast_activation(codes_triton, triton, casts, "cuda", dtype, shape, kind, gates)

@@ -10,6 +10,7 @@ from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.recipes import recipe
+from megalight.ops.quantize.record import record_largest
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
 from tests.ops.checks import check_cast, check_cast_flat, check_told, error
 from tests.ops.test_linear import with_main_grad
@@ -128,3 +129,11 @@ def test_flat_casts(numel: int) -> None:
     from megalight.ops.cast_flat import triton
 
     check_cast_flat(triton, "cuda", numel)
+
+
+@pytest.mark.parametrize("count", [1, 5, 4096, 20000])
+def test_largest_magnitudes_are_recorded(count: int) -> None:
+    kept, magnitudes = torch.zeros(3, device="cuda"), torch.rand(count, device="cuda")
+    for factor in (1.0, 0.5):
+        record_largest(kept[1], factor * magnitudes)
+        assert kept.tolist() == [0, magnitudes.max(), 0]

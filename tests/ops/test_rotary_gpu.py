@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.checks import check_measured_rotary, check_rotary
+from tests.ops.checks import check_cast_qkv_gradient, check_measured_rotary, check_rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +28,15 @@ def test_amax_on_the_way(shape: tuple[int, int, int, int]) -> None:
     from megalight.ops.rotary import triton
 
     check_measured_rotary(triton, "cuda", torch.bfloat16, shape)
+
+
+@pytest.mark.parametrize("shape", [(150, 8, 2, 64), (1024, 32, 8, 128), (37, 5, 1, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_those_of_a_cast(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    from megalight.ops.quantize import triton as casts
+    from megalight.ops.rotary import codes_triton, triton
+
+    check_cast_qkv_gradient(codes_triton, triton, casts, "cuda", dtype, shape)
 
 
 def test_strided_heads() -> None:
