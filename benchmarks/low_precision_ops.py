@@ -4,8 +4,9 @@
 
 For the four matrices of a layer of an 8-billion-parameter model: finding the largest magnitude, casting a matrix and
 its transpose, transposing codes, the three products, and adding the weight gradient to a float32 gradient. For SwiGLU,
-norm and rotation: finding the magnitudes of their results inside the op. A result that differs from its reference is
-reported and not timed. Times are medians of CUDA graph replays.
+norm and rotation: finding the magnitudes of their results inside the op. For SwiGLU and gradients of SwiGLU and
+rotation: writing codes instead of them. A result that differs from its reference is reported and not timed. Times are
+medians of CUDA graph replays.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from benchmarks.ops import median_seconds, setting
 from megalight.errors import BackendError, MegalightError
 from megalight.imports import version
 from megalight.ops.activation import gated
+from megalight.ops.activation.codes import cast_activation, cast_activation_gradient
 from megalight.ops.common import measuring
 from megalight.ops.linear import wgrad
 from megalight.ops.norm import add_rms_norm
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, transpose
 from megalight.ops.quantize.known import known_amax
 from megalight.ops.rotary import rotary_table, rotate_qkv
+from megalight.ops.rotary.codes import cast_qkv_gradient
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import Spec, scaled_mm
 
@@ -240,9 +243,68 @@ def makers(tokens: int, hidden: int, ffn: int, heads: tuple[int, int, int], devi
     yield from on_the_way("rotation both ways", f"{tokens} x {packed.shape[1]}", rotary, 8 * numel, 2 * numel)
 
 
+def codes_alone(tokens: int, ffn: int, heads: tuple[int, int, int], device: str) -> Iterator[Way]:
+    """Yield ways for SwiGLU, its gradient and that of rotation: written and cast, or written as codes alone."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).bfloat16()
+
+    wide, grad_narrow = random(tokens, 2 * ffn).requires_grad_(), random(tokens, ffn)
+    queries, keys, dim = heads
+    packed = random(tokens, (queries + 2 * keys) * dim).requires_grad_()
+    table = rotary_table(torch.arange(tokens, device=device), dim, 5e5)
+    turned = [random(tokens, count, dim) for count in (queries, keys, keys)]
+    y, outputs = gated(wide, "silu"), rotate_qkv(packed, *heads, *table)
+    amax, values, numel = torch.tensor(8.0, device=device), float(tokens * ffn), float(packed.numel())
+    for part, scheme, write, make, moved, saved in (
+        (
+            "SwiGLU",
+            X,
+            lambda: gated(wide, "silu"),
+            partial(cast_activation, wide, "silu", True),
+            6 * values,
+            4 * values,
+        ),
+        (
+            "gradient of SwiGLU",
+            GRADIENT,
+            lambda: torch.autograd.grad(y, wide, grad_narrow, retain_graph=True)[0],
+            partial(cast_activation_gradient, grad_narrow, wide, "silu", True),
+            10 * values,
+            8 * values,
+        ),
+        (
+            "gradient of rotation",
+            GRADIENT,
+            lambda: torch.autograd.grad(outputs, packed, turned, retain_graph=True)[0],
+            partial(cast_qkv_gradient, turned[0], turned[1], turned[2], table[0], table[1], False),
+            4 * numel,
+            4 * numel,
+        ),
+    ):
+
+        def both(write: Callable[[], Tensor] = write, scheme: Scheme = scheme) -> Any:
+            return cast(write().detach(), scheme, scheme, amax=amax, amax_t=amax)
+
+        def alone(make: Callable[..., Any] = make, scheme: Scheme = scheme) -> Any:
+            with torch.no_grad():
+                return make(scheme, scheme, amax)[0]
+
+        for name, run, bytes_ in (("written, then cast", both, moved + saved), ("codes alone", alone, moved)):
+
+            def wrong(run: Callable[[], Any] = run, both: Callable[[], Any] = both) -> float:
+                return sum(codes_error(*pair) for pair in zip(run(), both(), strict=True))
+
+            yield Way(
+                part, f"{tokens} x {ffn if 'SwiGLU' in part else packed.shape[1]}", name, run, wrong, moved=bytes_
+            )
+
+
 def ways(tokens: int, small: bool, device: str, sweep: bool = False) -> Iterator[Way]:
     hidden, ffn, qkv = (64, 96, 80) if small else (HIDDEN, FFN, QKV)
-    yield from makers(tokens, hidden, ffn, (4, 2, 16) if small else (32, 8, 128), device)
+    heads = (4, 2, 16) if small else (32, 8, 128)
+    yield from makers(tokens, hidden, ffn, heads, device)
+    yield from codes_alone(tokens, ffn, heads, device)
     for out, width in ((qkv, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)):
         x, grad_y = (torch.randn(tokens, size, device=device).bfloat16() for size in (width, out))
         weight = (torch.randn(out, width, device=device) * 0.02).bfloat16()

@@ -20,8 +20,8 @@ from megalight.ops.quantize.triton import (
 )
 from megalight.ops.unwritten import Told
 
-FORWARD = {"TOKENS": 64, "FEATURES": 64, "num_warps": 8}
-BACKWARD = {"TOKENS": 32, "FEATURES": 64, "num_warps": 4}
+FORWARD = {"TOKENS": 64, "FEATURES": 128, "num_warps": 8}
+BACKWARD = {"TOKENS": 64, "FEATURES": 64, "num_warps": 8}
 """Tokens and features of a program. A transposed row of a tile is as many bytes as it has tokens."""
 
 

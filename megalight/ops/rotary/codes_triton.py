@@ -17,7 +17,7 @@ from megalight.ops.quantize.triton import (
 )
 from megalight.ops.unwritten import Told
 
-TOKENS = 64
+TOKENS = 32
 """Tokens of a program."""
 TOGETHER = 8
 """Heads of a program, at most: they share cosines and sines."""
