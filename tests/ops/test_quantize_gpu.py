@@ -33,6 +33,20 @@ def test_kernels_cast_as_the_reference(
     check_cast(kernels, "cuda", *shape, Scheme(form, tile, scale), dtype)
 
 
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_beyond_the_scale_saturate(form: Any, dtype: torch.dtype) -> None:
+    x, given, scheme = torch.randn(150, 144, device="cuda").to(dtype), torch.tensor(0.5, device="cuda"), Scheme(form)
+    found, expected = (
+        cast(x, scheme, scheme, amax=given, amax_t=given, backend=backend) for backend in ("triton", "reference")
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert bool(ours.data.float().isfinite().all())
+        assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8))
+
+
 def test_not_a_number_stays() -> None:
     x = torch.randn(64, 64, device="cuda").bfloat16()
     x[3, 5] = torch.nan
