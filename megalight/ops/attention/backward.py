@@ -1,8 +1,8 @@
 """The backward pass of attention in Triton: a kernel for queries, and one for keys and values of any heads.
 
 Both compute the scores, which makes seven products where five would do. One kernel for all, which adds to the gradients
-of queries in memory, was slower (3.9 ms instead of 3.2, 8192 tokens on an H100), perhaps because a multiprocessor has
-room for one of its programs only. With two kernels sums come in a fixed order, too.
+of queries in memory, was slower in plain Triton, and no faster with warps for loads and sums by the copy engine
+(docs/performance/log.md). With two kernels sums come in a fixed order, too.
 """
 
 from __future__ import annotations
