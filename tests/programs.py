@@ -22,33 +22,33 @@ STARTED = ("LOCAL_RANK", "WORLD_SIZE", "RANK")
 """Variables that a Trainer of this process may have left. A program would take itself for a rank."""
 
 
-def run_program(program: str, *words: str, folder: Path) -> str:
+def run_program(program: str, *words: str, folder: Path, seconds: float = SECONDS) -> str:
     """Run a module (by name) or a script (by its path) in ``folder``, and return what it printed.
 
     Raises:
         AssertionError: it failed; with all its output.
-        TimeoutError: it has not ended after ``SECONDS``.
+        TimeoutError: it has not ended after ``seconds``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     printed, errors = folder / ".stdout", folder / ".stderr"
-    status = forked(_program, program, words, folder, environment(), output=errors)
+    status = forked(_program, program, words, folder, environment(), output=errors, seconds=seconds)
     assert status == 0, printed.read_text() + errors.read_text()
     return printed.read_text()
 
 
-def forked(target: Callable[..., None], *args: Any, output: Path) -> int:
+def forked(target: Callable[..., None], *args: Any, output: Path, seconds: float = SECONDS) -> int:
     """Call a function in a forked process, and return the exit status.
 
     Raises:
-        TimeoutError: it has not ended after ``SECONDS``; with the contents of ``output``.
+        TimeoutError: it has not ended after ``seconds``; with the contents of ``output``.
     """
     process = Forked(target=target, args=args)
     process.start()
-    process.join(SECONDS)
+    process.join(seconds)
     if process.exitcode is None:
         process.kill()
         process.join()
-        raise TimeoutError(f"not done after {SECONDS} s: {args}\n{output.read_text(encoding='utf-8')}")
+        raise TimeoutError(f"not done after {seconds} s: {args}\n{output.read_text(encoding='utf-8')}")
     return process.exitcode
 
 
