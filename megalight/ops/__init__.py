@@ -31,6 +31,7 @@ OPS = (
     "delta_rule",
     "gated_norm",
     "stored",
+    "sum_rows",
     "sum_terms",
 )
 """Names of the packages in this folder, one per op."""

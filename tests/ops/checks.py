@@ -38,6 +38,7 @@ from megalight.ops.rotary import rotary_table
 from megalight.ops.ssd import reference as ssd_reference
 from megalight.ops.stored import Codes
 from megalight.ops.stored import reference as stored_reference
+from megalight.ops.sum_rows import reference as sum_rows_reference
 from megalight.ops.sum_terms import reference as sum_terms_reference
 from megalight.types import PackedSequences
 
@@ -224,6 +225,23 @@ def check_sum_terms(module: Any, device: str, dtype: torch.dtype, out_dtype: tor
             sum_terms_reference.sum_terms(exact, own, others, place, False)
             module.sum_terms(own, own, others, place, False)
             assert torch.equal(own, exact)
+
+
+def check_sum_rows(module: Any, device: str, dtype: torch.dtype, count: int, size: int) -> None:
+    """Rows of a wider matrix, summed over memory that holds anything, and then added to what is there."""
+    rows = torch.randn(count, size + 3, device=device).to(dtype)[:, :size]
+    found = torch.full((size,), torch.nan, device=device)
+    exact = rows.double().sum(0)
+    for add in (False, True, True):
+        module.sum_rows(found, rows, add)
+    torch.testing.assert_close(found.double(), 3 * exact, rtol=1e-5, atol=1e-5 * max(1, count) ** 0.5)
+    own, of_torch = (torch.ones(size, device=device, dtype=dtype) for _ in range(2))
+    module.sum_rows(own, rows, True)
+    sum_rows_reference.sum_rows(of_torch, rows, True)
+    torch.testing.assert_close(own, of_torch, rtol=TOLERANCE[dtype], atol=1e-5 * max(1, count) ** 0.5)
+    again = torch.ones_like(own)
+    module.sum_rows(again, rows, True)
+    assert torch.equal(own, again)
 
 
 def check_embedding_gradient(module: Any, device: str, dtype: torch.dtype, tokens: int = 150) -> None:

@@ -102,6 +102,7 @@ def main() -> None:
     from megalight.ops.ssd import triton as scans
     from megalight.ops.stored import Codes
     from megalight.ops.stored import triton as stored
+    from megalight.ops.sum_rows import triton as row_sums
     from megalight.ops.sum_terms import triton as terms
     from megalight.types import PackedSequences
 
@@ -178,6 +179,8 @@ def main() -> None:
         gated = leaf(64, groups * size, dtype=dtype), leaf(64, groups * size, dtype=dtype)
         through(gated_norms.gated_norm(*gated, leaf(groups * size, dtype=dtype), size, 1e-5))
         through(gated_norms.gated_norm(*gated, leaf(size, dtype=dtype), size, 1e-5, True))
+    for summed, add in ((torch.zeros(64, 1000), False), (torch.zeros(4616, 4096, dtype=HALF), True)):
+        row_sums.sum_rows(torch.zeros(summed.shape[1]), summed, add)
     for ranks in (2, 8):
         for add in (False, True):
             own_term, *other_terms = torch.zeros(ranks, 4096, dtype=HALF)

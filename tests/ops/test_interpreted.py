@@ -136,6 +136,11 @@ def test_sum_terms(ranks: int) -> None:
     checks.check_sum_terms(kernels("sum_terms"), "cpu", torch.bfloat16, torch.float32, ranks)
 
 
+@pytest.mark.parametrize(("count", "size"), [(0, 5), (1, 128), (70, 130), (301, 24)])
+def test_sum_rows(count: int, size: int) -> None:
+    checks.check_sum_rows(kernels("sum_rows"), "cpu", torch.float32, count, size)
+
+
 @pytest.mark.parametrize(("rows", "groups", "group"), [(9, 2, 63), (300, 3, 16), (3, 1, 2100)])
 def test_gated_norm(rows: int, groups: int, group: int) -> None:
     checks.check_gated_norm(kernels("gated_norm"), "cpu", torch.float32, rows, groups, group)

@@ -13,6 +13,7 @@ from tests.ops.checks import (
     check_embedding_gradient,
     check_gated_norm,
     check_latent_heads,
+    check_sum_rows,
     check_sum_terms,
 )
 
@@ -43,6 +44,14 @@ def test_gradients_of_embeddings(dtype: torch.dtype) -> None:
     from megalight.ops.embedding import triton
 
     check_embedding_gradient(triton, "cuda", dtype)
+
+
+@pytest.mark.parametrize(("count", "size"), [(0, 5), (1, 128), (4616, 4096), (4616, 3072), (999, 1000), (70_001, 24)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sum_rows(dtype: torch.dtype, count: int, size: int) -> None:
+    from megalight.ops.sum_rows import triton
+
+    check_sum_rows(triton, "cuda", dtype, count, size)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -12,9 +12,10 @@ from megalight.ops.common import apply, once_differentiable
 from megalight.ops.linear import wgrad
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
-from megalight.ops.parameter import ParameterState, add_gradient, main_grad_of, may_hide, precision_of
+from megalight.ops.parameter import ParameterState, main_grad_of, may_hide, precision_of, state_of
 from megalight.ops.quantize import Quantized
 from megalight.ops.stored import readable
+from megalight.ops.sum_rows import sum_rows
 from megalight.registry import BackendRegistry
 
 REGISTRIES: tuple[BackendRegistry[wgrad.Spec, Any], ...] = (wgrad.WGRAD,)
@@ -122,8 +123,9 @@ def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     if main_grad is None:
         return grad_y.sum(0).to(bias.dtype)
-    # Summed in the main gradient's dtype: a bf16 sum over thousands of tokens would lose the small terms.
-    add_gradient(bias, grad_y.sum(0, dtype=main_grad.dtype))
+    state = state_of(bias)
+    sum_rows(main_grad, grad_y, add=not state.touch())
+    state.mark_grad_ready()
     return None
 
 

@@ -173,8 +173,8 @@ def _sum_programs(
     tl.store(out + column, gradient.to(out.dtype.element_ty), mask=column < size)
 
 
-def _sum_into(out: Tensor, sums: Tensor, add: bool) -> None:
-    """Write or add ``sums [programs, size]``, summed over programs, to ``out [size]``."""
+def sum_programs(out: Tensor, sums: Tensor, add: bool) -> None:
+    """Write or add ``sums [programs, size]`` in float32, summed over programs, to ``out [size]``."""
     programs, size = sums.shape
     _sum_programs[(cdiv(size, SUMMED["BLOCK"]),)](sums, out, programs, size, ADD=add, **SUMMED)
 
@@ -183,13 +183,13 @@ def _add_to_main_grad(parameter: Tensor, sums: Tensor) -> None:
     state = state_of(parameter)
     assert state.main_grad is not None
     # In float32, as they are: main gradients are wider than the parameters.
-    _sum_into(state.main_grad, sums, add=not state.touch())
+    sum_programs(state.main_grad, sums, add=not state.touch())
     state.mark_grad_ready()
 
 
 def _gradient(sums: Tensor, dtype: torch.dtype) -> Tensor:
     out = sums.new_empty(sums.shape[1], dtype=dtype)
-    _sum_into(out, sums, add=False)
+    sum_programs(out, sums, add=False)
     return out
 
 

@@ -1,0 +1,51 @@
+"""Sums of rows by two kernels: programs sum some rows each, and then what these have found.
+
+torch's own sum of a few thousand rows has too few programs to reach the speed of memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalight.ops.jit import Value, cdiv, constexpr, jit, num_multiprocessors, tl
+from megalight.ops.norm.triton import sum_programs
+
+ROWS, BLOCK = 32, 64
+"""Rows and columns of a tile. A row of a tile is 128 bytes in half types."""
+PROGRAMS_PER_SM = 4
+
+
+@jit
+def _sum_some(
+    rows: Value,
+    sums: Value,
+    count: Value,
+    size: Value,
+    stride: Value,
+    ROWS: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    # Programs stride over the rows, so that what all of them load is close together in memory at any time.
+    for start in tl.range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS, num_stages=3):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < count)[:, None] & (column < size)[None, :]
+        # int64: rows times features exceeds int32 for long batches.
+        offsets = row.to(tl.int64)[:, None] * stride + column[None, :]
+        total += tl.load(rows + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + tl.program_id(1) * size + column, tl.sum(total, 0), mask=column < size)
+
+
+def sum_rows(out: Tensor, rows: Tensor, add: bool) -> None:
+    """Implement :func:`megalight.ops.sum_rows.sum_rows`."""
+    count, size = rows.shape
+    if not size:
+        return
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    blocks = cdiv(size, BLOCK)
+    programs = max(1, min(cdiv(count, ROWS), cdiv(PROGRAMS_PER_SM * num_multiprocessors(rows.device), blocks)))
+    sums = torch.empty(programs, size, dtype=torch.float32, device=rows.device)
+    _sum_some[(blocks, programs)](rows, sums, count, size, rows.stride(0), ROWS=ROWS, BLOCK=BLOCK, num_warps=4)
+    sum_programs(out, sums, add)
