@@ -123,18 +123,13 @@ def measure(name: str, way: str, device: str, referee: list[float] | None) -> di
         "seconds_min": min(seconds),
         "seconds_max": max(seconds),
         "tflops_per_gpu": flops / median / world_size() / 1e12,
-        "share_of_tower": 1 - text_flops(shape) / flops,
+        "share_of_tower": shape.image_flops(Trained()) / flops,
         "tokens": tokens,
         "tokens_per_second": tokens / median,
         "peak_gib": [peak for peak, _ in meter.ranks],
         "losses": losses,
         "difference_of_losses": worst,
     }
-
-
-def text_flops(shape: Shape) -> float:
-    """Return the model FLOPs of a step of the language model alone."""
-    return replace(shape, sizes=()).flops(Trained())
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -69,13 +69,20 @@ class Shape:
         return sum(len(cut.source) for cut in self.batch(0, 1)[1])
 
     def flops(self, trained: Trained = FROZEN_TOWER) -> float:
-        """Return the model FLOPs of a step. Tokens without a loss need nothing behind the last attention."""
-        config = self.config
-        batch, cuts = self.batch(0, 1)
+        """Return the model FLOPs of a step."""
+        return self.text_flops(trained) + self.image_flops(trained)
+
+    def text_flops(self, trained: Trained = FROZEN_TOWER) -> float:
+        """Return those of the language model. Tokens without a loss need nothing behind the last attention."""
+        spared = self.seq - sum(self.batch(0, 1)[0].row_counts)
+        tokens = self.seq * flops_per_token(self.config, self.seq, trained)
+        return self.rows * (tokens - spared * flops_of_losses(self.config, trained))
+
+    def image_flops(self, trained: Trained = FROZEN_TOWER) -> float:
+        """Return those of the tower and the projector."""
+        cuts = self.batch(0, 1)[1]
         windows = [part for cut in cuts for part in cut.windows]
-        images = flops_of_images(config, [len(cut.pixels) for cut in cuts], windows, trained)
-        spared = (self.seq - sum(batch.row_counts)) * flops_of_losses(config, trained)
-        return self.rows * (self.seq * flops_per_token(config, self.seq, trained) + images - spared)
+        return self.rows * flops_of_images(self.config, [len(cut.pixels) for cut in cuts], windows, trained)
 
 
 SHAPES = {

@@ -18,6 +18,8 @@ from megalight.ops.quantize.types import Quantized, Scheme
 BLOCK = 128
 WHOLE = {"TOKENS": 128, "FEATURES": 64, "num_warps": 8}
 """A program's tile where the matrix has one scale."""
+SQUARES = {"TOKENS": BLOCK, "FEATURES": BLOCK}
+"""Its tile otherwise."""
 MODES = {(0, 0): "whole", (1, 0): "line", (1, BLOCK): "strip", (BLOCK, BLOCK): "square"}
 """Tile of a scheme -> name for the kernels, by what shares a scale: the whole matrix, a row, 128 elements of a row, or
 128 x 128 elements. The name ``"none"`` means that this orientation is not needed.
@@ -289,9 +291,10 @@ def cast(
         amax_t = amax
     elif columns is not None and amax_t is None:
         amax_t = _amax(x, columns, 0)
-    one_scale = all(scheme is None or scheme.tile == (0, 0) for scheme in (rows, columns))
-    tile = WHOLE if one_scale else {"TOKENS": BLOCK, "FEATURES": BLOCK}
-    down, across = cdiv(padded, tile["TOKENS"]), cdiv(features, tile["FEATURES"])
+    one_scale = _one_scale(rows, columns)
+    tile = WHOLE if one_scale else SQUARES
+    # Rounded up.
+    down, across = -(-padded // tile["TOKENS"]), -(-features // tile["FEATURES"])
     parts = torch.empty(down * across, device=x.device) if tell else x
     if tokens and features:
         arguments = (
@@ -348,6 +351,12 @@ def transpose(codes: Tensor) -> Tensor:
         x = codes.contiguous().view(torch.uint8)
         _transpose[grid](x, out.view(torch.uint8), rows, columns, BLOCK=BLOCK, num_warps=8)
     return out
+
+
+@lru_cache
+def _one_scale(*schemes: Scheme | None) -> bool:
+    """Return whether each matrix has one scale."""
+    return all(scheme is None or scheme.tile == (0, 0) for scheme in schemes)
 
 
 def empty_codes(x: Tensor, scheme: Scheme, rows: int, columns: int) -> Quantized:

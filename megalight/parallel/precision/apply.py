@@ -87,8 +87,9 @@ def apply_low_precision(
             if isinstance(experts, Experts):
                 _tell(experts, alignment if options.router_padding_for_quantization else 1)
     _measure(model, chosen, options, kind)
-    for layer in chosen.values():
-        _join(layer)
+    if options.schemes().delayed:
+        for layer in chosen.values():
+            _join(layer)
     if options.fp8_attention:
         give_fp8_attention(chosen, _attention(chosen, options), emulate=options.emulate)
     return session
