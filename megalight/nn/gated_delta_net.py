@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
-from megalight.nn.init import Constant, Initializer, Uniform
+from megalight.nn.init import Uniform
 from megalight.nn.linear import Linear
-from megalight.nn.mamba2 import AllTokens, Decays
+from megalight.nn.mamba2 import AllTokens, Decays, GatedNorm
 from megalight.nn.short_conv import CausalConv
 from megalight.nn.state import SequenceRows, Slots
 from megalight.ops.common import wide
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
-from megalight.ops.gated_norm import check_backend, gated_norm
+from megalight.ops.gated_norm import gated_norm
 from megalight.ops.norm import rms_norm
 from megalight.ops.parts import split
 from megalight.types import PackedSequences
@@ -82,7 +82,7 @@ def _unit(rows: Tensor, length: float = 1.0, eps: float = 1e-6) -> Tensor:
     return rms_norm(rows, factor, eps / size)
 
 
-class HeadNorm(nn.Module):
+class HeadNorm(GatedNorm):
     """``rms_norm(y) * weight * silu(z)``, with the mean square over each head, and one weight for all heads.
 
     Attributes:
@@ -90,22 +90,11 @@ class HeadNorm(nn.Module):
     """
 
     def __init__(self, head_dim: int, eps: float, backend: str = "auto") -> None:
-        super().__init__()
-        self.eps, self.backend = eps, backend
-        self.weight = nn.Parameter(torch.empty(head_dim))
-        self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
+        super().__init__(head_dim, 1, eps, backend)
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """``y [T, H, V], z [T, H V] -> [T, H V]``."""
-        return gated_norm(y.flatten(1), z, self.weight, len(self.weight), self.eps, last=True, backend=self.backend)
-
-    def check_backend(self, device: torch.device) -> None:
-        """Raise if the named backend cannot serve on ``device``; see :func:`~megalight.ops.norm.check_backend`."""
-        check_backend(self.weight, len(self.weight), device.type, self.backend, divided=False)
-
-    def extra_repr(self) -> str:
-        """Return the sizes, for printing."""
-        return f"{self.weight.numel()}, eps={self.eps}"
+        return gated_norm(y.flatten(1), z, self.weight, self.group_size, self.eps, last=True, backend=self.backend)
 
 
 class GatedDeltaNet(nn.Module):

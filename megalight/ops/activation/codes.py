@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops.activation import activation, gated, native
 from megalight.ops.common import apply, lazy, once_differentiable, serve_all, triton_why_not
-from megalight.ops.quantize import Scheme, amax_of, cast, cast_why_not
+from megalight.ops.quantize import Scheme, amax_of, cast, whole_cast_why_not
 from megalight.ops.unwritten import Told, unwritten
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -100,10 +100,7 @@ def _cast_gradient_reference(
 
 
 def _triton_why_not(spec: Spec) -> str | None:
-    for scheme in (spec.rows, spec.columns):
-        if scheme is not None and scheme.tile != (0, 0):
-            return f"serves one scale per matrix, not tiles of {scheme.tile}"
-    return cast_why_not(spec.dtype, spec.rows, spec.columns) or triton_why_not(spec.device, spec.dtype)
+    return whole_cast_why_not(spec.dtype, spec.rows, spec.columns) or triton_why_not(spec.device, spec.dtype)
 
 
 _TRITON = "megalight.ops.activation.codes_triton"

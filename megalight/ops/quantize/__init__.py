@@ -119,6 +119,14 @@ def cast_why_not(dtype: torch.dtype, rows: Scheme | None, columns: Scheme | None
     return None
 
 
+def whole_cast_why_not(dtype: torch.dtype, rows: Scheme | None, columns: Scheme | None) -> str | None:
+    """Return why such kernels with one scale per matrix cannot serve a request, or None."""
+    for scheme in (rows, columns):
+        if scheme is not None and scheme.tile != (0, 0):
+            return f"serves one scale per matrix, not tiles of {scheme.tile}"
+    return cast_why_not(dtype, rows, columns)
+
+
 def _triton_why_not(spec: Spec) -> str | None:
     return cast_why_not(spec.dtype, spec.rows, spec.columns) or triton_why_not(spec.device, spec.dtype)
 

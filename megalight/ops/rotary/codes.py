@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import apply, lazy, once_differentiable, serve_all, triton_why_not
-from megalight.ops.quantize import Scheme, amax_of, cast, cast_why_not
+from megalight.ops.quantize import Scheme, amax_of, cast, whole_cast_why_not
 from megalight.ops.rotary import rotate_qkv
 from megalight.ops.unwritten import Told, unwritten
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -99,12 +99,9 @@ def _reference(
 
 
 def _triton_why_not(spec: Spec) -> str | None:
-    for scheme in (spec.rows, spec.columns):
-        if scheme is not None and scheme.tile != (0, 0):
-            return f"serves one scale per matrix, not tiles of {scheme.tile}"
     if spec.interleaved or spec.rotated != spec.head_dim or spec.head_dim not in (32, 64, 128, 256):
         return "serves heads of 32, 64, 128 or 256 features, all rotated, in pairs half a head apart"
-    why_not = cast_why_not(spec.dtype, spec.rows, spec.columns)
+    why_not = whole_cast_why_not(spec.dtype, spec.rows, spec.columns)
     return why_not or triton_why_not(spec.device, spec.dtype, spec.table_dtype)
 
 
