@@ -77,7 +77,7 @@ def test_the_run_says_the_same(tmp_path: Path) -> None:
         ["--model.config.num_heads=5", "--model=tests.cli.samples.SampleModule"],
         ["--model.config.num_layers=4.0"],
         ["--model.config=no_preset"],
-        ["--model.config=null", "--model.weights=tests"],
+        ["--model.config=null", f"--model.weights={Path(__file__).parent}"],
     ],
 )
 def test_what_more_than_plain_values_decides_is_left_to_the_run(words: list[str]) -> None:
