@@ -92,6 +92,10 @@ def test_values_narrower_than_keys(causal: bool) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_gradients_of_merged_blocks_add_up(backend: str, heads: tuple[int, int, int], batch: int) -> None:
+    check_merged_blocks(backend, heads, batch)
+
+
+def check_merged_blocks(backend: str, heads: tuple[int, int, int], batch: int) -> None:
     """As a ring computes them: its own causal block, all queries with half of the keys, half with all keys.
 
     Keys and values lie beside one another, and halves are views.

@@ -6,14 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megalight import imports
 from megalight.models.gpt import BackendConfig
+from megalight.ops.attention_block import EXAMPLE
 from megalight.plugins import flash_attn
-from megalight.plugins.flash_attn import version_2, version_3, version_4
+from megalight.plugins.flash_attn import blocks, version_2, version_3, version_4
+from tests.ops.test_attention_block_gpu import check_block, check_merged_blocks, inputs
 from tests.plugins.real import GOOD, MARKS, check_attention, check_model, need, ragged, serve, uniform
 
 pytestmark = MARKS
+BLOCK = EXAMPLE._replace(device="cuda")
 VERSIONS: dict[str, Any] = {"flash_attn": version_2, "flash_attn_3": version_3, "flash_attn_4": version_4}
 
 
@@ -61,3 +65,33 @@ def test_sinks(backend: str) -> None:
 
 def test_a_model_by_name(backend: str) -> None:
     check_model("windowed", BackendConfig(attention=backend))
+
+
+@pytest.fixture
+def of_blocks() -> None:
+    need(version_4.PACKAGE.name, "flash_attn", flash_attn.register)
+    serve(blocks.why_not, BLOCK, "No module named")
+
+
+@pytest.mark.usefixtures("of_blocks")
+@pytest.mark.parametrize("heads", [(8, 8, 64), (8, 2, 128)])
+@pytest.mark.parametrize(("queries", "keys"), [(126, 126), (256, 512), (512, 256)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_dense_blocks(heads: tuple[int, int, int], queries: int, keys: int, causal: bool) -> None:
+    if causal and queries != keys:
+        pytest.skip("causal blocks are square")
+    check_block("flash_attn_4", inputs(2, queries, keys, heads, torch.bfloat16), None, causal)
+
+
+@pytest.mark.usefixtures("of_blocks")
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_blocks(causal: bool) -> None:
+    queries = ragged(63, 1, 500, 130)
+    check_block("flash_attn_4", inputs(1, 694, 694, (8, 2, 128), torch.bfloat16), queries, causal)
+    sequences = replace(queries, keys=ragged(70, 9, 501, 300))
+    check_block("flash_attn_4", inputs(1, 694, 880, (8, 2, 128), torch.bfloat16), sequences, causal)
+
+
+@pytest.mark.usefixtures("of_blocks")
+def test_gradients_of_merged_blocks_add_up() -> None:
+    check_merged_blocks("flash_attn_4", (8, 2, 128), 2)

@@ -28,7 +28,7 @@ from tests.plugins.test_flash_attn import functions, version_2
 NAMES = {"apex", "cudnn_frontend", "flash_attn", "transformer_engine"}
 BACKENDS = {
     "apex": {"rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "weight_gradient", "adam"},
-    "flash_attn": {"attention"},
+    "flash_attn": {"attention", "attention_block", "attention_block_backward"},
     "cudnn_frontend": {"attention"},
     "transformer_engine": {
         "attention", "fp8_attention", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated",

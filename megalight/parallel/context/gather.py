@@ -9,11 +9,13 @@ sequences without a window use :mod:`megalight.parallel.context.dense_gather` in
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megalight.nn import InnerAttention
+from megalight.ops.attention_block import ATTENTION_BLOCK
 from megalight.parallel.collectives import all_gather
 from megalight.parallel.context import dense_gather
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
@@ -90,7 +92,13 @@ def _plain(inner: InnerAttention) -> bool:
     dropped = inner.dropout > 0 and inner.training
     limited = inner.window is not None or inner.chunk is not None
     added = inner.softmax != "vanilla" or limited or inner.softcap is not None
-    return not added and not dropped and inner.backend in ("auto", "cudnn")
+    return not added and not dropped and _has_blocks(inner.backend)
+
+
+@lru_cache
+def _has_blocks(backend: str) -> bool:
+    """Return whether a backend of attention serves blocks too."""
+    return backend == "auto" or backend in ATTENTION_BLOCK.names
 
 
 def _chunks(

@@ -65,7 +65,7 @@ def made(model: GPT, tp: int = 1, cp: int = 4, **context) -> GPT:
             1,
             {"kind": "ring"},
             r"layers\.1\..* ring: has no attention backend 'cudnn' for window, .* equally long sequences; varlen, "
-            "reference can serve them",
+            "reference, flash_attn_4 can serve them",
         ),
         ({**CHUNK, **CUDNN}, 1, {"kind": "ring"}, "ring: has no attention backend 'cudnn' for chunks"),
         ({**CHUNK, **CUDNN}, 1, {"kind": "all_to_all_ring", "inner": 2}, "no attention backend 'cudnn' for chunks"),
