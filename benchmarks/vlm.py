@@ -5,6 +5,8 @@
     python benchmarks/vlm.py RESULT.json --gpus 4
     python benchmarks/vlm.py RESULT.json --gpus 4 --level optim optim_grads_params --rows qwen2.5-vl
     python benchmarks/vlm.py RESULT.json --gpus 4 --level optim --graph iteration --rows llava-1.5
+    python benchmarks/vlm.py RESULT.json --recipe delayed --rows fp8
+    python benchmarks/vlm.py RESULT.json --gpus 4 --mbs 16 --micro 1 --level optim_grads --rows llava-1.5
     python benchmarks/vlm.py RESULT.json --small [--gpus 2]        # tiny models on the CPU
 
 Two shapes. ``llava-1.5``: CLIP-L/336 and 7B, rows of one image (576 tokens) and text. ``qwen2.5-vl``: the tower of
@@ -56,6 +58,7 @@ from megalight.parallel.data_parallel.options import Level
 from megalight.parallel.ending import end_at_exit
 
 SCOPES = ("iteration", "layer")
+RECIPES = ("delayed", "rowwise", "blockwise")
 LEVELS = [level for level in get_args(Level) if level != "no_shard"]
 
 
@@ -73,14 +76,17 @@ def rows_of(a: argparse.Namespace) -> list[Row]:
             a.tower == "trained" if a.tower else several,
             a.divisor or (1 if several else 2),
             a.mbs,
+            a.micro,
             a.small,
             a.unchecked,
             a.breakdown and way == "megalight",
             graph,
+            recipe,
         )
         for level in (a.level or [LEVELS[-1] if several else LEVELS[0]])
         for shape in SHAPES
         for way, precision in WAYS
+        for recipe in ("tensorwise", *(a.recipe if precision == "fp8" else ()))
         for graph in ("", *(a.graph if way == "megalight" else ()))
     ]
     asked = [
@@ -133,6 +139,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tower", choices=("frozen", "trained"), help="trained on several GPUs by default")
     parser.add_argument("--divisor", type=int, help="have this part of the layers: 2 on one GPU by default, or 1")
     parser.add_argument("--mbs", type=int, help="rows of a micro-batch; by default what an H200 has room for")
+    parser.add_argument("--micro", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--recipe", nargs="+", default=[], choices=RECIPES, help="further rows in FP8, by this recipe")
     parser.add_argument("--small", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--unchecked", action="store_true", help="do not train the twins")
     parser.add_argument("--breakdown", action="store_true", help="profile a step of Megalight, too")
@@ -145,6 +153,8 @@ def main(words: Sequence[str] | None = None) -> int:
     a = parser.parse_args(words)
     if a.level and a.gpus == 1:
         parser.error("--level says what several ranks shard; give --gpus, too")
+    if a.micro < 1 or (a.mbs is not None and a.mbs < 1):
+        parser.error(f"--mbs {a.mbs} --micro {a.micro}: a step has at least one micro-batch of one row")
     if a.graph and a.small:
         parser.error(f"--graph {' '.join(a.graph)}: there are no CUDA graphs on the CPU; leave out --small")
     chosen = rows_of(a)

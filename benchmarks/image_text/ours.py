@@ -46,14 +46,14 @@ class OneBatch(VLMModule):
         return DataLoader(Same(own, self.steps), batch_size=None, pin_memory=pinned)
 
 
-def options_of(config: VLMConfig, precision: str, device: str) -> dict[str, Any]:
-    """Return the Trainer's arguments for a precision. On CPU, products in FP8 are emulated."""
+def options_of(config: VLMConfig, precision: str, recipe: str, device: str) -> dict[str, Any]:
+    """Return the Trainer's arguments for a precision, and a recipe of FP8. On CPU, products in FP8 are emulated."""
     if precision != "fp8":
         return {"precision": "bf16-mixed" if precision == "bf16" else "32-true"}
     modules = ["attention.*", "mlp.*", "tower.attention.*"]
     if config.vision.ffn_hidden_size % 16 == 0:  # 3420, of Qwen2.5-VL, is no multiple, as FP8 needs it
         modules.append("tower.mlp.*")
-    low = LowPrecisionOptions(towers=("language", "vision"), modules=modules, emulate=device == "cpu")
+    low = LowPrecisionOptions(recipe, towers=("language", "vision"), modules=modules, emulate=device == "cpu")
     return {"plugins": [MegatronLowPrecision(low)]}
 
 
@@ -62,6 +62,7 @@ def train(
     rows: int,
     strategy: MegatronStrategy,
     precision: str,
+    recipe: str,
     device: str,
     steps: int,
     tick: Callable[[Any], None],
@@ -86,7 +87,7 @@ def train(
         accelerator=device,
         devices=world_size(),
         strategy=strategy,
-        **options_of(shape.config, precision, device),
+        **options_of(shape.config, precision, recipe, device),
         max_steps=steps,
         gradient_clip_val=1.0,
         logger=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.image_text.shapes import FROZEN_TOWER, Shape, shape_of, tiny
@@ -26,10 +26,12 @@ class Row:
         trained: whether the tower is trained.
         divisor: the language model has this part of its layers.
         mbs: rows of a micro-batch. None: what an H200 has room for.
+        micro: micro-batches of a step.
         small: whether this is a tiny model on the CPU.
         unchecked: whether no twin is trained before.
         breakdown: whether a step is profiled.
         graph: what is recorded as CUDA graphs, as in ``CUDAGraph``; "": nothing.
+        recipe: of FP8, as in ``LowPrecisionOptions``.
     """
 
     shape: str
@@ -41,16 +43,20 @@ class Row:
     trained: bool = False
     divisor: int = 2
     mbs: int | None = None
+    micro: int = 2
     small: bool = False
     unchecked: bool = False
     breakdown: bool = False
     graph: str = ""
+    recipe: str = "tensorwise"
 
     @property
     def name(self) -> str:
         """Name in results. Several ranks have a level."""
         level = f", {self.level}" if self.gpus > 1 else ""
-        return f"{self.shape}, {self.way} {self.precision}{level}" + (f", graph={self.graph}" if self.graph else "")
+        recipe = f" {self.recipe}" if self.recipe != "tensorwise" else ""
+        graph = f", graph={self.graph}" if self.graph else ""
+        return f"{self.shape}, {self.way} {self.precision}{recipe}{level}{graph}"
 
     @property
     def device(self) -> str:
@@ -73,7 +79,7 @@ class Row:
 
     def made(self) -> Shape:
         """Return the model and its batches."""
-        shape = shape_of(self.shape, self.divisor, self.trained, self.mbs)
+        shape = replace(shape_of(self.shape, self.divisor, self.trained, self.mbs), micro=self.micro)
         return tiny(shape) if self.small else shape
 
     def timing(self) -> Step:

@@ -130,7 +130,7 @@ def twin(shape: Shape) -> Shape:
     )
     sizes = ((112, 112),) if dynamic is None else ((112, 168), (56, 140))
     small = replace(config, language=language, vision=vision, projector=projector, image_token=2047, video_token=None)
-    return Shape(small, sizes, 256, 1, 2)
+    return Shape(small, sizes, 256, 1, shape.micro)
 
 
 def tiny(shape: Shape) -> Shape:

@@ -58,6 +58,13 @@ def test_a_row_on_the_cpu(row: Row) -> None:
     _right(measure.measure(row))
 
 
+@pytest.mark.full
+def test_a_row_with_past_scales_and_one_micro_batch() -> None:
+    found = measure.measure(Row("llava-1.5", "megalight", "fp8", small=True, recipe="delayed", micro=1))
+    assert found["micro_batches"] == 1
+    assert 0 < found["checks"]["twin_difference"] < measure.TOLERANCE["fp8"]
+
+
 def _right(found: dict[str, Any]) -> None:
     assert found["checks"]["twin_difference"] < measure.TOLERANCE["fp32"]
     losses = found["checks"]["twin_losses"]
@@ -145,6 +152,13 @@ def test_rows_are_asked_for_by_name_or_word_and_in_order() -> None:
         "llava-1.5, megalight fp8, graph=iteration",
         "llava-1.5, transformers bf16",
     ]
+    words = ["result.json", "--recipe", "delayed", "--micro", "1", "--rows", "llava-1.5, megalight fp8"]
+    rows = vlm.rows_of(vlm.arguments().parse_args(words))
+    assert [row.name for row in rows] == ["llava-1.5, megalight fp8"]
+    words[-1] = "fp8 delayed"
+    rows = vlm.rows_of(vlm.arguments().parse_args(words))
+    assert [row.name for row in rows] == [f"{shape}, megalight fp8 delayed" for shape in vlm.SHAPES]
+    assert [(row.recipe, row.made().rows) for row in rows] == [("delayed", 8), ("delayed", 4)]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +167,7 @@ def test_rows_are_asked_for_by_name_or_word_and_in_order() -> None:
         (["--level", "optim"], "--level says what several ranks shard"),
         (["--gpus", "2", "--sharding", "gather:auto"], "gather"),
         (["--small", "--graph", "layer"], "no CUDA graphs on the CPU"),
+        (["--micro", "0"], "at least one micro-batch"),
         (["--gpus", "2", "--sharding", "gathers:copied"], "gathers='copied'"),
     ],
 )
