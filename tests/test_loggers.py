@@ -8,7 +8,10 @@ from megalight.callbacks import RunRecord
 from megalight.cli.trainer import MegalightTrainer, named_loggers
 from megalight.errors import ConfigurationError
 from megalight.loggers import JSONLogger
+from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import Tiny
+from tests.environment import PoolEnvironment
+from tests.workers import run
 
 
 def rows(logger):
@@ -35,6 +38,28 @@ def test_named_loggers_share_a_folder(tmp_path):
     assert loggers[0].log_dir == loggers[1].log_dir
     with pytest.raises(ConfigurationError, match=r"'jsn' is not a known logger\. Did you mean 'json'\?"):
         named_loggers("csv,jsn", str(tmp_path))
+
+
+def _two_at_once(root):
+    """Both runs look for a free folder before either has written anything, as commands of the same second do."""
+    options = {"accelerator": "cpu", "devices": 2, "plugins": [PoolEnvironment()], "default_root_dir": root}
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainers = [
+        MegalightTrainer(
+            strategy=MegatronStrategy(), logger="json,csv", max_steps=steps, val_check_interval=1, **options, **quiet
+        )
+        for steps in (1, 2)
+    ]
+    for trainer in trainers:
+        trainer.fit(Tiny())
+    return [(*(logger.version for logger in trainer.loggers), trainer.log_dir) for trainer in trainers]
+
+
+def test_runs_that_start_at_once_take_a_folder_each(tmp_path):
+    folders = [tmp_path / "lightning_logs" / f"version_{number}" for number in (0, 1)]
+    # Ranks that did not choose the number know it, too.
+    assert run(_two_at_once, 2, str(tmp_path)) == [[(0, 0, str(folders[0])), (1, 1, str(folders[1]))]] * 2
+    assert [len((folder / "metrics.jsonl").read_text().splitlines()) for folder in folders] == [1, 2]
 
 
 def test_runs_with_a_foreign_logger_have_folders_of_their_own(tmp_path):

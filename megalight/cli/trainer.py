@@ -11,12 +11,14 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 
 from megalight.callbacks import AutomaticCUDAGraph
 from megalight.callbacks.run_record import log_folder
 from megalight.cli.explain import subclasses
 from megalight.cli.rules import check_trainer, half_on_cpu
+from megalight.cli.run_folder import claim
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
 from megalight.loggers import JSONLogger
@@ -74,7 +76,9 @@ class MegalightTrainer(pl.Trainer):
         kwargs |= dict(within_run(kwargs))
         if logger is None or logger is True:
             logger = "csv,tensorboard" if has("tensorboard") else "csv"
+        self._named: str | None = None
         if isinstance(logger, str):
+            self._named = logger
             logger = named_loggers(logger, kwargs.get("default_root_dir") or ".")
         # One way to be requeued: our scripts do it when `Preemption` has stopped the run.
         if isinstance(strategy, MeshStrategy) and SLURMEnvironment.detect():
@@ -86,8 +90,27 @@ class MegalightTrainer(pl.Trainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this run's logs; also with loggers for which Lightning gives one folder for all runs."""
+        """The folder of this run's logs; also with loggers for which Lightning gives one folder for all runs.
+
+        Lightning asks for it on all ranks when a run begins. Named loggers take a folder of their own then.
+        """
+        if self.state.status == TrainerStatus.RUNNING:
+            self._claim()
         return log_folder(self)
+
+    def _claim(self) -> None:
+        """Make the folder of named loggers on rank 0, once, and use its number on all ranks."""
+        names, self._named = self._named, None
+        root, logger = self.default_root_dir, self.logger
+        # `fast_dev_run` has replaced them; storage behind a URL has no folders that only one run can make.
+        if names is None or not isinstance(logger, CSVLogger | TensorBoardLogger) or "://" in root:
+            return
+        version = logger.version
+        if self.is_global_zero:
+            version = claim(logger.root_dir, int(version))
+        version = self.strategy.broadcast(version)
+        if version != logger.version:
+            self.loggers = named_loggers(names, root, version)
 
 
 LOGGERS: dict[str, Callable[[str, Any], Logger]] = {
@@ -98,8 +121,13 @@ LOGGERS: dict[str, Callable[[str, Any], Logger]] = {
 """Loggers by the names that ``--trainer.logger`` takes."""
 
 
-def named_loggers(names: str, root: str) -> list[Logger]:
-    """Make loggers by name, with commas between the names. They share one new version folder.
+def named_loggers(names: str, root: str, version: int | str | None = None) -> list[Logger]:
+    """Make loggers by name, with commas between the names. They share one version folder.
+
+    Args:
+        names: the names.
+        root: folder for logs.
+        version: number of the version folder. None: one above those that are there.
 
     Raises:
         ConfigurationError: a name is unknown.
@@ -112,7 +140,7 @@ def named_loggers(names: str, root: str) -> list[Logger]:
                 f"{', '.join(LOGGERS)} (several with commas), or give the class of a logger, or false."
             )
         # One version folder for all: the first logger has found a free one.
-        loggers.append(LOGGERS[name](root, loggers[0].version if loggers else None))
+        loggers.append(LOGGERS[name](root, loggers[0].version if loggers else version))
     return loggers
 
 

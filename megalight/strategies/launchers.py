@@ -123,6 +123,8 @@ class WorkerLauncher(MultiProcessingLauncher):
     def launch(self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Run the checks, start one worker per rank, and take over their results at the end."""
         preflight.check(self._strategy, trainer, function, *args, **kwargs)
+        if trainer is not None:
+            _ = trainer.log_dir  # chosen here, so that this process knows the folder in which its workers write
         with newest_for_last(trainer):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
