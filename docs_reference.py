@@ -230,7 +230,7 @@ def _verbs() -> Iterator[str]:
                     ", ".join(action.option_strings) or str(action.metavar or action.dest).lower(),
                     ", ".join(f"`{choice}`" for choice in action.choices or ()),
                     "" if action.default in (None, False, argparse.SUPPRESS) else f"`{action.default}`",
-                    (action.help or "") % {**vars(action), "prog": f"megalight {name}"},
+                    ((action.help or "") % {**vars(action), "prog": f"megalight {name}"}).replace("<", "&lt;"),
                 )
                 for action in parser._actions
                 if action.help != argparse.SUPPRESS

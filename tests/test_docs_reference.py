@@ -144,3 +144,9 @@ def test_a_run_logs_what_is_listed(tmp_path: Path) -> None:
     assert not [name for name in seen if not any(pattern.fullmatch(name) for pattern in patterns.values())]
     unseen = [name for name, pattern in patterns.items() if not any(pattern.fullmatch(found) for found in seen)]
     assert unseen == []
+
+
+def test_what_stands_in_angle_brackets_is_shown(pages: dict[str, str]) -> None:
+    cells = [part for text in pages.values() for part in re.split(r"`[^`]*`", text)]
+    assert not [part for part in cells if re.search(r"<\w", part)]
+    assert "&lt;image>" in pages["reference/commands.md"]

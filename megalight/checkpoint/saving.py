@@ -17,7 +17,7 @@ from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.part import Seal, Written, write_part
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.staging import Staged, stage
-from megalight.checkpoint.view import View
+from megalight.checkpoint.view import View, elements
 from megalight.checkpoint.writer import host_blocks
 from megalight.errors import CheckpointError
 
@@ -81,9 +81,7 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
         return folder
 
     def write_mine() -> Written:
-        return write_part(
-            folder, staged.part(ranks.rank), host_blocks(view.elements(box) for view, box in staged.boxes)
-        )
+        return write_part(folder, staged.part(ranks.rank), host_blocks(elements(staged.boxes)))
 
     def finish() -> None:
         # The manifest is written last. A folder without it is not a checkpoint.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from math import prod
 from typing import Any
 
@@ -56,6 +56,8 @@ class View(Tensor):
 
     canonical: str
     boxes: tuple[Box, ...]
+    reading: Reading | None = None
+    """Where its boxes are read when they are written, if they have no memory."""
 
     @staticmethod
     def __new__(cls, name: str, shape: Sequence[int], boxes: Sequence[Box]) -> View:
@@ -86,10 +88,6 @@ class View(Tensor):
     ) -> Any:
         """Refuse: a view is a handle."""
         raise CheckpointError(f"{func} on a checkpoint view; views are only saved and loaded. Use its boxes' data.")
-
-    def elements(self, box: Box) -> Tensor:
-        """The elements of one of its boxes, to be written."""
-        return box.data
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """DCP: what this rank writes."""
@@ -223,24 +221,37 @@ def piece_name(name: str, offset: Sequence[int], size: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, offset))}+{','.join(map(str, size))}"
 
 
-class SourceView(View):
-    """A canonical tensor of a source. Its boxes have no memory: each is read when it is written.
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """How the boxes of views without memory get their values. So a source of any size becomes a checkpoint.
 
-    So a source of any size becomes a checkpoint with little memory.
+    Attributes:
+        source: what is read.
+        stored: name of a view -> name and shape of the source's tensor. Another shape (flattened) has equal elements.
+        process_group: who reads.
     """
 
     source: Source
-    stored: str
+    stored: Mapping[str, tuple[str, tuple[int, ...]]]
     process_group: ProcessGroup | None
 
-    def elements(self, box: Box) -> Tensor:
-        """The whole tensor, read now."""
-        # The source may hold the tensor in another shape (flattened), with equal elements.
-        room, shape = tuple(box.data.shape), self.source.tensors[self.stored].shape
-        part = itself if room == shape else partial(_shaped, shape)
-        wanted = Wanted(room, box.data.dtype, {self.stored: part})
-        (tensor,) = stream(self.source, [wanted], self.process_group)
-        return tensor
+    def elements(self, held: Iterable[tuple[View, Box]]) -> Iterator[Tensor]:
+        """Yield whole tensors in order. They are read together, up to the bytes that :func:`stream` holds."""
+        return stream(self.source, (self._wanted(view, box) for view, box in held), self.process_group)
+
+    def _wanted(self, view: View, box: Box) -> Wanted:
+        name, shape = self.stored[view.canonical]
+        room = tuple(box.data.shape)
+        return Wanted(room, box.data.dtype, {name: itself if room == shape else partial(_shaped, shape)})
+
+
+def elements(held: Iterable[tuple[View, Box]]) -> Iterator[Tensor]:
+    """Yield the elements of boxes in order, to be written. Those of one source are read together, in a few passes."""
+    for reading, together in groupby(held, lambda each: each[0].reading):
+        if reading is None:
+            yield from (box.data for _, box in together)
+        else:
+            yield from reading.elements(together)
 
 
 def views_of_source(
@@ -253,23 +264,27 @@ def views_of_source(
     """Views of whole tensors of a source, written by this process alone.
 
     Args:
-        source: read while views are written.
+        source: read while views are written, by :func:`elements`.
         names: canonical names.
         dtype: dtype of floating-point tensors in the checkpoint; None: as they are stored.
         process_group: this process alone; see :func:`megalight.checkpoint.ranks.alone`.
         flat: each is one flattened piece, as :func:`views_of_pieces` writes tensors that are not split.
     """
     views: dict[str, View] = {}
+    # Once: a source that is made of others may list its names anew each time.
+    tensors = source.tensors
+    places: dict[str, tuple[str, tuple[int, ...]]] = {}
+    reading = Reading(source, places, process_group)
     for name in names:
-        stored = source.tensors[name]
+        stored = tensors[name]
         kind = getattr(torch, stored.dtype)
         kind = dtype if dtype is not None and kind.is_floating_point else kind
         shape = (prod(stored.shape),) if flat else stored.shape
         key = piece_name(name, (0,) * len(stored.shape), stored.shape) if flat else name
         # On meta: sizes are known before anything is read.
         room = torch.empty(shape, dtype=kind, device="meta")
-        view = SourceView(key, shape, [Box((0,) * len(shape), room)])
-        view.source, view.stored, view.process_group = source, name, process_group
+        view = View(key, shape, [Box((0,) * len(shape), room)])
+        view.reading, places[key] = reading, (name, tuple(stored.shape))
         views[key] = view
     return views
 

@@ -162,7 +162,7 @@ def save_model(
 ) -> None:
     """Write the model as a checkpoint, with optimizer state if it has any. One process calls it.
 
-    One tensor is in memory at a time.
+    At most ``BUDGET`` bytes of :mod:`~megalight.checkpoint.sources.streaming`, or one tensor, are in memory at a time.
 
     Args:
         model: the model.

@@ -31,7 +31,9 @@ class Averaged(Wrapped):
 
     def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
-        floating = [box for box in request.targets if self._is_float(box.name)]
+        # Once: a source that is made of others may list its names anew each time.
+        floats = {name for name, held in self.tensors.items() if getattr(torch, held.dtype).is_floating_point}
+        floating = [box for box in request.targets if box.name in floats]
         total: list[Target] = []
         for source in (self.source, *self.others):
             # The first is read again, too: its values may have been rounded to the boxes' dtype, and a sum of half
@@ -46,9 +48,6 @@ class Averaged(Wrapped):
             # Divided before it is rounded to the box's dtype.
             box.data.copy_(sum_.data.div_(1 + len(self.others)))
         return filled
-
-    def _is_float(self, name: str) -> bool:
-        return name in self.tensors and getattr(torch, self.tensors[name].dtype).is_floating_point
 
 
 def _wide(data: Tensor) -> Tensor:

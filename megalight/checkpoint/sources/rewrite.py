@@ -25,7 +25,8 @@ def rewrite(
     """Write everything in a checkpoint again by another scheme. One process calls it.
 
     Weights, optimizer state, random states of all ranks and files are kept, so that a run resumes from the result as
-    from the original. One tensor is in memory at a time.
+    from the original. At most ``BUDGET`` bytes of :mod:`~megalight.checkpoint.sources.streaming`, or one tensor, are in
+    memory at a time.
 
     Args:
         path: the checkpoint.
@@ -56,10 +57,11 @@ def rewrite(
 
 def _views(source: Source, scheme: str, group: ProcessGroup | None) -> dict[str, View]:
     """One view per tensor; the flat scheme's states are flattened, as a run without tensor parallelism holds them."""
-    names = list(source.tensors)
     # Weights stay canonical in every scheme; only states differ.
-    flat = [name for name in names if scheme == DP_RESHARDABLE and not name.startswith(WEIGHTS)]
+    flat: dict[bool, list[str]] = {False: [], True: []}
+    for name in source.tensors:
+        flat[scheme == DP_RESHARDABLE and not name.startswith(WEIGHTS)].append(name)
     return {
-        **views_of_source(source, (name for name in names if name not in flat), None, group),
-        **views_of_source(source, flat, None, group, flat=True),
+        **views_of_source(source, flat[False], None, group),
+        **views_of_source(source, flat[True], None, group, flat=True),
     }

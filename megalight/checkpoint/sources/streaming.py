@@ -94,7 +94,7 @@ def _groups(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
     size = 0
     for each in wanted:
         # a tensor that is wanted twice is read twice: one fill reads each box once
-        if group and (size + each.nbytes > BUDGET or names & each.parts.keys()):
+        if group and (size + each.nbytes > BUDGET or not names.isdisjoint(each.parts)):
             yield group
             group, names, size = [], set(), 0
         group.append(each)

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the folder. Weights are read and written one tensor at a time."""
+    """Write the folder. Weights are read in batches of bounded bytes, and written one after another."""
     from megalight.checkpoint.disk.publish import absolute, check_new
     from megalight.cli.newest import existing
 
