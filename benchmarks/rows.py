@@ -51,6 +51,8 @@ NORMS = "attention_norm,mlp_norm"
 LONG = f"mbs=1 cp=4 recompute={NORMS},mlp.act"
 LONGEST = f"mbs=1 micro=1 cp=4 seq=131072 recompute={NORMS},mlp.act,layers.*[1-46-9].mlp"
 """Every fifth layer stores the first product of its MLP. There is no memory for more."""
+HALF_OF_IT = f"mbs=1 micro=1 cp=2 seq=65536 recompute={NORMS},mlp"
+"""As many tokens on a rank as above, on two."""
 MIXTRAL = "layers=4 experts=8 topk=2"
 QWEN3_MOE = "hidden=2048 ffn=768 heads=32 kv=4 dim=128 experts=128 topk=8 vocab=151936"
 ADAPTERS = "mbs=1 micro=4 steps=6 warmup=3 rank=16"
@@ -256,6 +258,19 @@ ROWS: dict[str, Row] = {
         )
         for way, suffix, more in (("auto", "", ""), ("plain", "-plain", ", plain collectives"))
     },
+    **{
+        f"llama3-8b-{name}-graph-flash": _row(
+            f"{about}, steps as CUDA graphs, with flash-attn 4",
+            f"{LLAMA3_8B} {layout} graph=1 {FLASH}",
+            gpus=4,
+            aim=aim,
+        )
+        for name, about, layout, aim in (
+            ("dp4", "Llama-3-8B, DP=4", "mbs=1", 580),
+            ("tp4", "Llama-3-8B, TP=4 with SP", "tp=4", 510),
+            ("tp2dp2", "Llama-3-8B, TP=2 with SP, DP=2", "tp=2 mbs=1", 530),
+        )
+    },
     "llama3-8b-pp4": _row("Llama-3-8B, PP=4, 1F1B", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B}", gpus=4, aim=490),
     "llama3-8b-pp4-zb": _row("the same, zero bubble", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B} schedule=zero_bubble", gpus=4),
     "llama3-8b-pp4-vpp4": _row(
@@ -290,6 +305,23 @@ ROWS: dict[str, Row] = {
             environment=NO_GAPS,
         )
         for kind in ("ring", "all_gather", "all_to_all")
+    },
+    "llama3-8b-cp4-128k-all-gather-flash": _row(
+        "Llama-3-8B, CP=4, 131,072 tokens, all gather, with flash-attn 4",
+        f"{LLAMA3_8B} {FEW} {LONGEST} kind=all_gather {FLASH}",
+        gpus=4,
+        aim=490,
+        environment=NO_GAPS,
+    ),
+    **{
+        f"llama3-8l-cp2-64k-{kind.replace('_', '-')}{suffix}": _row(
+            f"8 layers of Llama-3-8B, CP=2, 65,536 tokens, {kind.replace('_', ' ')}{more}",
+            f"layers=8 vocab=128256 {FEW} {HALF_OF_IT} kind={kind} {backend}",
+            gpus=2,
+            environment=NO_GAPS,
+        )
+        for suffix, more, backend in (("", "", ""), ("-flash", ", with flash-attn 4", FLASH))
+        for kind in ("ring", "all_gather")
     },
     "tiny-cpu": _row("a tiny model on the CPU, to try the command", TINY, peers=("hf", "mcore-te")),
     "tiny-cpu-dp2": _row("the same, DP=2: two processes", TINY, gpus=2, peers=("fsdp2",)),
