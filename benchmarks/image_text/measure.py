@@ -44,8 +44,8 @@ def train_ours(
 ) -> None:
     """Train Megalight's model in the layout of a row."""
     strategy = MegatronStrategy(micro_batch_size=shape.mbs, data_parallel=data_parallel_of(row))
-    rows, precision = shape.rows * row.gpus, (row.arithmetic, row.recipe)
-    ours.train(shape, rows, strategy, *precision, row.device, steps, tick, begin, row.freeze, row.graph, **options)
+    arguments = shape.rows * row.gpus, strategy, row.arithmetic, row.device, steps, tick, begin
+    ours.train(shape, *arguments, row.freeze, row.graph, row.recipe, **options)
 
 
 def train_theirs(

@@ -62,19 +62,20 @@ def train(
     rows: int,
     strategy: MegatronStrategy,
     precision: str,
-    recipe: str,
     device: str,
     steps: int,
     tick: Callable[[Any], None],
     begin: Callable[[], None] = lambda: None,
     freeze: Sequence[str] = (),
     graph: str = "",
+    recipe: str = "tensorwise",
     **options: Any,
 ) -> None:
     """Train a model on ``rows`` rows of all ranks together, with ``tick(strategy)`` after each step.
 
     Args:
         graph: what is recorded as CUDA graphs after two steps; "": nothing.
+        recipe: of FP8, as in ``LowPrecisionOptions``.
         options: further arguments of the module.
 
     Raises:
