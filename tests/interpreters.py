@@ -61,12 +61,16 @@ STREAMS = 64
 
 def environment() -> dict[str, str]:
     """Return variables for a process to find the commands; also for ranks that torchrun starts."""
+    import torch
+
     from tests.programs import STARTED
 
-    kept = {name: value for name, value in os.environ.items() if name not in STARTED}
+    kept = {name: value for name, value in os.environ.items() if name not in STARTED} | {"OMP_NUM_THREADS": "1"}
+    places = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    if torch.cuda.device_count():  # a fork of a process that has asked for GPUs cannot use them
+        return {**kept, "PATH": os.pathsep.join(places)}
     folder = commands()
-    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**kept, "PATH": path, "PYTHON_EXEC": str(folder / "python"), "OMP_NUM_THREADS": "1"}
+    return {**kept, "PATH": os.pathsep.join([str(folder), *places]), "PYTHON_EXEC": str(folder / "python")}
 
 
 @functools.cache
