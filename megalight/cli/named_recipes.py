@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from megalight.errors import ConfigurationError, LayoutError, nearest
+from megalight.cli.recipe_names import GPUS, PRESETS, no_recipe
+from megalight.errors import LayoutError
 from megalight.models.family import Family, family
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.flops import num_parameters
-from megalight.parallel.tensor.split import replicas_of
+from megalight.parallel.degrees import replicas_of
 
-GPUS = (1, 4, 8)
-PURPOSES = ("pretrain", "lora")
 CLASSES = {
     "gpt": ("models.gpt.module.GPTModule", "data.gpt.module.GPTDataModule"),
     "bert": ("models.bert.module.BertModule", "data.bert.module.BertDataModule"),
@@ -70,8 +69,7 @@ def recipes() -> dict[str, Recipe]:
     for known in map(family, sorted(CLASSES)):
         for preset in sorted(known.presets):
             parameters = count_parameters(known, known.presets[preset])
-            # Adapters are for models of text.
-            for purpose in PURPOSES if known.name == "gpt" else PURPOSES[:1]:
+            for purpose in PRESETS[f"megalight.models.{known.name}.presets"]:
                 for gpus in GPUS:
                     if (recipe := make(known, preset, parameters, purpose, gpus)) is not None:
                         found[recipe.name] = recipe
@@ -86,10 +84,7 @@ def named(name: str) -> Recipe:
     """
     known = recipes()
     if name not in known:
-        raise ConfigurationError(
-            f"{name!r} names no recipe.{nearest(name, known)} `megalight recipes` lists them; a preset that does not "
-            "fit on a number of GPUs has none."
-        )
+        raise no_recipe(name, known)
     return known[name]
 
 

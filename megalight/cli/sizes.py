@@ -1,4 +1,6 @@
-"""Check the sizes of a model and its split with torch alone. Importing Lightning as well would take twice as long.
+"""Check the sizes of a model and its split: heads without torch, the rest with torch alone.
+
+Importing Lightning as well would take twice as long.
 
 The configuration's own class, the mesh and :func:`megalight.parallel.model.check_split` decide, as they do again before
 a run. What depends on more than plain values is left to the run.
@@ -10,14 +12,18 @@ import inspect
 import os
 from collections.abc import Mapping
 from importlib import import_module
+from math import prod
 from typing import Any
 
 from megalight.cli.signatures import Source
 from megalight.data.sizes import check_fits
 from megalight.errors import ConfigurationError
-from megalight.parallel.degrees import check_degrees
+from megalight.models.heads import OR_HEAD_DIM, check_heads
+from megalight.parallel.degrees import check_degrees, replicas_of
 
-MODULES, STRATEGY = "megalight.models.", "trainer.strategy."
+MODULES, STRATEGY, CONFIG = "megalight.models.", "trainer.strategy.", "model.config."
+OTHER_HEADS = ("head_dim", "latent", "layer_pattern", "mixer_pattern", "mamba", "delta")
+"""Settings with which layers have other heads, or none."""
 TOWERS = ("MegatronTowersStrategy", "MegatronTowersBesideStrategy")
 
 PLACES = ("pipeline", "pipeline_layout", "context", "expert", "plan", "transforms")
@@ -40,6 +46,8 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], megat
     source = classes.get("model")
     if source is None or not source.module.name.startswith(MODULES) or "LOCAL_RANK" in os.environ:
         return  # a rank that somebody started: the command was checked before, or all ranks would say the same
+    if source.module.name.startswith(f"{MODULES}gpt."):
+        _check_heads(values, megatron)
     known = _family(source.module.name.rpartition(".")[0])
     config = None if known is None else _config(known, values)
     length = values.get("data.sequence_length")
@@ -59,6 +67,26 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], megat
         return  # "auto", or -1: all devices of the machine
     decided = {key.partition(".")[0] for key in given}
     _check_split(known, config, ranks[0] * ranks[1], degrees, plain=decided.isdisjoint(PLACES))
+
+
+def _check_heads(values: Mapping[str, Any], megatron: bool) -> None:
+    """Check the heads of a GPT whose layers are all alike, as the model and its split do. This needs no torch."""
+    config = {key[len(CONFIG) :]: value for key, value in values.items() if key.startswith(CONFIG)}
+    if not {key.partition(".")[0] for key in config}.isdisjoint(OTHER_HEADS) or "model.config" in values:
+        return
+    size: Any = config.get("hidden_size")
+    heads: Any = config.get("num_heads")
+    if type(size) is int and type(heads) is int and heads > 0:
+        check_heads(size, heads, OR_HEAD_DIM)
+    tensor, *others = (values.get(f"{STRATEGY}{axis}_parallel", 1) for axis in ("tensor", "pipeline", "context"))
+    ranks = values.get("trainer.devices"), values.get("trainer.num_nodes", 1)
+    numbers = tensor, *others, *ranks, heads
+    given = {key[len(STRATEGY) :].partition(".")[0] for key in values if key.startswith(STRATEGY)}
+    if not megatron or not given.isdisjoint(PLACES) or not all(type(each) is int and each > 0 for each in numbers):
+        return
+    # Ranks that the degrees do not divide are refused by the mesh, before any layer is.
+    if prod(ranks) % prod((tensor, *others)) == 0:
+        replicas_of(heads, tensor, "layers.0.attention.q.weight", may_share=False)
 
 
 def _check_split(known: Any, config: Any, world_size: int, degrees: Mapping[str, int], plain: bool) -> None:

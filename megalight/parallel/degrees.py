@@ -68,3 +68,22 @@ def check_measured(device: str) -> None:
             f"micro_batch_size='auto' measures the memory of a GPU, and this run is on {device}, whose memory has no "
             "stated limit. Give a number, or leave it out to run the whole batch at once."
         )
+
+
+def replicas_of(units: int, tp: int, name: str, *, may_share: bool = True) -> int:
+    """Return how many ``tp`` ranks hold the same unit: 1, or ``tp / units`` if there are fewer units than ranks.
+
+    Raises:
+        LayoutError: the units cannot be distributed evenly.
+    """
+    if units % tp == 0:
+        return 1
+    if may_share and tp % units == 0:
+        return tp // units
+    rule = "tp must divide this number, or be a multiple of it" if may_share else "tp must divide this number"
+    degrees = [d for d in range(1, max(units, tp) + 1) if units % d == 0 or (may_share and d % units == 0)]
+    below = [d for d in degrees if d <= tp][-4:]
+    raise LayoutError(
+        f"{name} consists of {units} units (heads, groups, or features), and tp={tp}: {rule}. "
+        f"Choose tp from {', '.join(map(str, below))}, or change the model."
+    )

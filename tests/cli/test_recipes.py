@@ -1,12 +1,15 @@
 """Every named recipe splits its model on a fake mesh of its GPUs, and its configuration is one of the command."""
 
+import importlib
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 
-from megalight.cli import named_recipes
+from megalight.cli import named_recipes, recipe_names
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
 from megalight.models.family import families
@@ -76,3 +79,23 @@ def test_the_list_names_every_recipe_and_misspellings_are_helped(capsys):
     assert [line.split()[0] for line in lines] == list(RECIPES)
     assert main(["recipes", "llama3_8b-pretrain-8xGPUs"]) == 2
     assert "'llama3_8b-pretrain-8xGPU'" in capsys.readouterr().err
+
+
+def test_names_are_checked_without_torch():
+    code = (
+        "import sys; from megalight.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
+    for words, hint in (
+        (["recipes", "llama3-pretrain-8xGPU"], "Did you mean 'llama3_8b-pretrain-8xGPU'?"),
+        (["recipes", "bert_base-lora-1xGPU"], "Did you mean 'bert_base-pretrain-1xGPU'?"),
+        (["inspect", __file__], "is no checkpoint"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert hint in done.stderr
+
+
+def test_names_of_presets_are_read_from_their_source():
+    for module in recipe_names.PRESETS:
+        registered = importlib.import_module(module).PRESETS
+        assert sorted(recipe_names.preset_names(module)) == sorted(registered)

@@ -52,6 +52,16 @@ def test_they_are_found_without_lightning(answers: list[Any]) -> None:
         assert message in text.replace("\n  ", " ")
 
 
+@pytest.mark.parametrize("words", [MISTAKES[0][0], MISTAKES[6][0]], ids=["size", "split"])
+def test_heads_are_checked_without_torch(words: list[str]) -> None:
+    (message,) = (message for each, message in MISTAKES if each == words)
+    commands = json.dumps([["fit", *RECIPE, *words]])
+    done = subprocess.run([sys.executable, "-c", PROBE], input=commands, capture_output=True, text=True)
+    (((code, text),), heavy) = json.loads(done.stdout)
+    assert (code, heavy) == (2, [])
+    assert message in text.replace("\n  ", " ")
+
+
 @pytest.mark.parametrize("words", [words for words, message in MISTAKES if not message])
 def test_what_fits_passes(words: list[str]) -> None:
     early.check("fit", [*RECIPE, *words])
@@ -76,6 +86,7 @@ def test_the_run_says_the_same(tmp_path: Path) -> None:
         ["--trainer.devices=4", "--trainer.strategy=ddp"],
         ["--model.config.num_heads=5", "--model=tests.cli.samples.SampleModule"],
         ["--model.config.num_layers=4.0"],
+        ["--model.config.num_heads=5", "--model.config.head_dim=4"],
         ["--model.config=no_preset"],
         ["--model.config=null", f"--model.weights={Path(__file__).parent}"],
     ],

@@ -118,6 +118,16 @@ def read_file(path: Place) -> Any:
     return read(data, str(path))
 
 
+def check_is_archive(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that ``torch.save`` did not write. Files of its old releases are bare pickles, and are refused.
+
+    Raises:
+        CheckpointError: the file is no archive.
+    """
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path} is no checkpoint: neither a folder of Megalight nor a file of torch.save.")
+
+
 def check_archive(file: str | os.PathLike[str] | IO[bytes]) -> None:
     """Check that an archive of ``torch.save`` does not fill the memory when ``torch.load(weights_only=True)`` opens it.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from megalight.checkpoint.disk.files import CODES
 from megalight.checkpoint.disk.index import TensorInfo
-from megalight.checkpoint.foreign.pickles import check_archive
+from megalight.checkpoint.foreign.pickles import check_archive, check_is_archive
 from megalight.checkpoint.inspection.inspect import Report
 from megalight.errors import CheckpointError
 
@@ -27,9 +26,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is not a checkpoint of Lightning, or holds more than tensors and plain values.
     """
-    # Before torch looks at it: files of old releases are bare pickles, and are refused.
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path} is no checkpoint: neither a folder of Megalight nor a file of torch.save.")
+    check_is_archive(path)
     try:
         check_archive(path)
         # Mapped: tensors that nobody looks at are not read. Plain values only, as a pickle may run code.

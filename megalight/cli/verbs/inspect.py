@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
+    from megalight.checkpoint.foreign.pickles import check_is_archive
     from megalight.checkpoint.foreign.transformers_folder import describe as read_folder
     from megalight.checkpoint.foreign.transformers_folder import is_folder
     from megalight.checkpoint.inspection.inspect import describe as read
@@ -64,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         return int(bool(found))
     # A single file has another reader with the same report.
     if path.is_file():
+        check_is_archive(path)  # before torch is imported to read it
         from megalight.checkpoint.foreign.single_file import describe as read
     elif is_folder(path):
         read = read_folder

@@ -21,6 +21,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the recipe, or the list."""
     import yaml
 
+    from megalight.cli.recipe_names import check_name
+
+    if arguments.name is not None:
+        check_name(arguments.name)  # before torch is imported, which the recipes need
     from megalight.cli.named_recipes import named, recipes
 
     if arguments.name is None:

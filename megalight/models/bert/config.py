@@ -8,6 +8,7 @@ from typing import Literal
 from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
 from megalight.models.config import ModelConfig, require
+from megalight.models.heads import check_heads
 from megalight.nn.mlp import is_gated
 
 
@@ -62,10 +63,7 @@ class BertConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_positive("num_token_types")
-        require(
-            self.hidden_size % self.num_heads == 0,
-            f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; change one of them.",
-        )
+        check_heads(self.hidden_size, self.num_heads)
         require(
             self.head in ("pretraining", "pooler", "none"),
             f"head is {self.head!r}; it must be pretraining, pooler or none.",

@@ -11,6 +11,7 @@ from megalight.models.config import InitConfig as InitConfig
 from megalight.models.gpt.delta_config import DeltaNetConfig
 from megalight.models.gpt.layer_pattern import check_pattern, check_symbols, spread
 from megalight.models.gpt.mamba_config import MambaConfig
+from megalight.models.heads import OR_HEAD_DIM, check_heads
 from megalight.nn.mlp import is_gated
 from megalight.nn.moe import MoEConfig
 from megalight.ops.rotary import RotaryAxes, RotaryScaling
@@ -378,11 +379,7 @@ class GPTConfig(ModelConfig):
             "mixer_pattern has latent_attention without its sizes; set latent.kv_rank and the others.",
         )
         if not self.head_dim:
-            require(
-                self.hidden_size % self.num_heads == 0,
-                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; "
-                "change one of them, or give head_dim.",
-            )
+            check_heads(self.hidden_size, self.num_heads, OR_HEAD_DIM)
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
         self._require_positive("num_kv_heads", "head_dim")

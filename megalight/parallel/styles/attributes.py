@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from megalight.errors import LayoutError
+from megalight.parallel.degrees import replicas_of
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
-from megalight.parallel.tensor.split import replicas_of
 
 
 @register

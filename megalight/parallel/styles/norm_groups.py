@@ -9,6 +9,7 @@ from torch import nn
 
 from megalight.nn.canonical import Part
 from megalight.nn.mamba2 import GatedNorm
+from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
@@ -34,7 +35,7 @@ class NormGroups(Style):
         """
         norm = self.expect(name, module, GatedNorm)
         features, mesh = norm.weight.shape[0], splitter.shared.mesh
-        ranks = split.replicas_of(features // norm.group_size, mesh.tp, f"{name}.weight")
+        ranks = replicas_of(features // norm.group_size, mesh.tp, f"{name}.weight")
 
         def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             # Single features are units: a rank may hold a part of a group.

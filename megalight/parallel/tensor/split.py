@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalight.errors import LayoutError
 from megalight.nn.canonical import Part
+from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import EXPERT_DATA_AXES, ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
 
@@ -116,25 +117,6 @@ def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:
     offset = (first,) + (0,) * (len(size) - 1)
     piece = Piece(part.name, part.shape, offset, size)
     return ShardSpec((piece,), (rows, *part.shape[1:]))
-
-
-def replicas_of(units: int, tp: int, name: str, *, may_share: bool = True) -> int:
-    """Return how many ``tp`` ranks hold the same unit: 1, or ``tp / units`` if there are fewer units than ranks.
-
-    Raises:
-        LayoutError: the units cannot be distributed evenly.
-    """
-    if units % tp == 0:
-        return 1
-    if may_share and tp % units == 0:
-        return tp // units
-    rule = "tp must divide this number, or be a multiple of it" if may_share else "tp must divide this number"
-    degrees = [d for d in range(1, max(units, tp) + 1) if units % d == 0 or (may_share and d % units == 0)]
-    below = [d for d in degrees if d <= tp][-4:]
-    raise LayoutError(
-        f"{name} consists of {units} units (heads, groups, or features), and tp={tp}: {rule}. "
-        f"Choose tp from {', '.join(map(str, below))}, or change the model."
-    )
 
 
 def take(whole: Tensor, parts: Sequence[Part], spec: ShardSpec, local: Tensor) -> None:
