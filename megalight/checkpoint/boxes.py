@@ -33,13 +33,17 @@ R = TypeVar("R")
 
 def in_threads(work: Callable[[str, Sequence[T]], R], by_file: Iterable[tuple[str, Sequence[T]]]) -> list[R]:
     """Call ``work`` with parts of each file's list, several at a time: disks and checksums both gain."""
-    jobs = []
+    jobs: list[tuple[str, Sequence[T]]] = []
+    for name, items in by_file:
+        # Small jobs at the end keep all threads busy.
+        step = max(1, min(JOB, len(items) // (2 * THREADS)))
+        jobs += [(name, items[first : first + step]) for first in range(0, len(items), step)]
+    # Tensors that are read one by one make one job each. To start a thread takes longer than many of them.
+    if len(jobs) <= 1:
+        return [work(*job) for job in jobs]
     with ThreadPoolExecutor(THREADS, initializer=_begin) as pool:
-        for name, items in by_file:
-            # Small jobs at the end keep all threads busy.
-            step = max(1, min(JOB, len(items) // (2 * THREADS)))
-            jobs += [pool.submit(work, name, items[first : first + step]) for first in range(0, len(items), step)]
-    return [job.result() for job in jobs]
+        running = [pool.submit(work, *job) for job in jobs]
+    return [job.result() for job in running]
 
 
 def _begin() -> None:

@@ -60,8 +60,9 @@ def compare(
 
     # On rank 0, which knows what all ranks ask for: a rank of a pipeline asks for its own layers only.
     def leftover() -> tuple[str, ...]:
-        wanted = {name for names in everyone for name in names}
-        return tuple(sorted(name for name in stored if name.startswith(prefix) and name not in wanted))
+        # As sets: a source that is read tensor by tensor comes here as often as it has names.
+        others = stored.keys() - {name for names in everyone for name in names}
+        return tuple(sorted(name for name in others if name.startswith(prefix)) if prefix else sorted(others))
 
     unexpected = ranks.first(f"loading {where}", leftover)
     if strict and unexpected:

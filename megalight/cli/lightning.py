@@ -138,6 +138,10 @@ class ArgumentParser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"parser_mode": strategies.MODE, "allow_abbrev": False, **kwargs})
 
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Write a configuration to a file. It was checked when it was parsed, so it is not checked again."""
+        super().save(*args, **{"skip_validation": True, **kwargs})
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one clear message and exit with code 2."""
         if debugging():
