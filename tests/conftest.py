@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import random
 import sys
@@ -36,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # one answer in fifty is lost, every tenth job of ranks waits for five seconds.
     os.environ["RES_OPTIONS"] = "attempts:0"
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns that there was no answer
+    # Of each tensor that is read alone, torch's checkpoints write debug records, which pytest would keep.
+    logging.disable(logging.DEBUG)
     # Collecting tests makes a million objects and no garbage. Looking for some takes a quarter of the time.
     gc.disable()
     # Of several processes of tests, the first one hears of all results.

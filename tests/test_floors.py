@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source import PACKAGE, Import, Source, room, sources
+from tests.source import PACKAGE, ROOT, Import, Source, room, sources
 
 FLOORS = (
     {"errors", "registry", "types", "imports"},
@@ -279,11 +279,12 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_all_below_the_line_imports_without_lightning() -> None:
-    """The line holds for what third-party packages import as well."""
+def test_all_below_the_line_works_without_lightning() -> None:
+    """The line holds for what third-party packages import as well, and for plain loops. One process for all imports."""
     below = [source.module for source in sources() if not may_use_lightning(source)]
     code = f"""
-import importlib, sys
+import importlib, runpy, sys
+sys.modules["lightning"] = sys.modules["pytorch_lightning"] = sys.modules["lightning_fabric"] = None  # not installed
 for name in {below!r}:
     try:
         importlib.import_module(name)
@@ -291,6 +292,10 @@ for name in {below!r}:
         missing = (error.__cause__ or error).name
         if missing.split(".")[0] not in {OPTIONAL!r}:
             raise
-    assert "lightning" not in sys.modules, name
+for words in ["plain_loop.py", "--steps", "2"], ["fully_shard_llama.py"]:
+    sys.argv = words
+    runpy.run_path("examples/" + words[0], run_name="__main__")
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("at first") == 2

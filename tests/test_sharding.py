@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +19,6 @@ from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
 from megalight.sharding import _device_of
 from tests.parallel.test_transformers import llama
-from tests.source import ROOT
 from tests.workers import run
 
 STEPS, WORLD = 3, 2
@@ -215,17 +212,6 @@ def _alone() -> np.ndarray[Any, Any]:
     megalight.fully_shard(model, optimizer, dtype=torch.bfloat16, seed=5)
     found: np.ndarray[Any, Any] = torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]).numpy()
     return found
-
-
-def test_the_example_runs_where_lightning_is_not_installed() -> None:
-    code = """
-import runpy, sys
-sys.modules["lightning"] = sys.modules["pytorch_lightning"] = sys.modules["lightning_fabric"] = None
-runpy.run_path("examples/fully_shard_llama.py", run_name="__main__")
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "at first" in done.stdout
 
 
 def test_splits_are_refused() -> None:

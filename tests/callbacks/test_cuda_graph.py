@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -159,10 +160,17 @@ def named(runs: dict[str, Any]) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.full] * name.endswith(WHOLE_RUNS)) for name in runs]
 
 
+@functools.cache
+def eager(name: str) -> list[Any]:
+    """The eager run of a row, on every rank."""
+    ranks, config, options, *_ = RUNS[name]
+    return run(train, ranks, config, NEVER, options)
+
+
 @pytest.mark.parametrize("name", named(RUNS))
 def test_replays_train_as_eager_steps_do(name: str) -> None:
     ranks, config, options, replays, graphs = RUNS[name]
-    expected = run(train, ranks, config, NEVER, options)
+    expected = eager(name)
     found = run(train, ranks, config, 2, options)
     for here, there in zip(found, expected, strict=True):
         assert (here["reasons"], here["replays"], here["made"]) == ([], replays, graphs)
@@ -252,7 +260,10 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
 @pytest.mark.parametrize("name", named(PARTS))
 def test_replays_of_parts_train_as_eager_ones_do(name: str) -> None:
     scope, ranks, config, options, forwards, made = PARTS[name]
-    expected = run(train_parts, ranks, config, scope, NEVER, options)
+    # Of a row that is also one of whole steps, except where products in 8 bits accumulate as a GPU's do.
+    same = [row for row, (*each, _, _) in RUNS.items() if each == [ranks, config, options]]
+    plain = "precision_plugin" not in options
+    expected = eager(same[0]) if same and plain else run(train_parts, ranks, config, scope, NEVER, options)
     found = run(train_parts, ranks, config, scope, 2, options)
     for here, there in zip(found, expected, strict=True):
         assert (here["reasons"], here["replays"]) == ([], (STEPS - 2) * forwards)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,20 +46,20 @@ def gather_canonical(
     if group is not None:
         everyone = [None] * group.size()
         dist.all_gather_object(everyone, pieces, group=group)
-    whole: dict[str, Tensor] = {}
-    owners: dict[str, Tensor] = {}
+    # With numpy, which is several times as fast as torch for thousands of small boxes.
+    whole: dict[str, np.ndarray[Any, Any]] = {}
+    owners: dict[str, np.ndarray[Any, Any]] = {}
     for name, shape, box, owner, value in (piece for pieces in everyone for piece in pieces):
         if name not in whole:
-            whole[name], owners[name] = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.int64)
+            whole[name], owners[name] = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         if owner:
-            whole[name][box] = torch.from_numpy(value)
+            whole[name][box] = value
             owners[name][box] += 1
     for name, count in owners.items():
-        assert bool((count == 1).all()), f"{name}: owners per element range from {count.min()} to {count.max()}"
+        assert (count == 1).all(), f"{name}: owners per element range from {count.min()} to {count.max()}"
     for name, _, box, _, value in (piece for pieces in everyone for piece in pieces):
-        held = torch.from_numpy(value)
-        assert torch.equal(whole[name][box], held), f"{name}: holders of one box differ"
-    return whole
+        assert np.array_equal(whole[name][box], value), f"{name}: holders of one box differ"
+    return {name: torch.from_numpy(value) for name, value in whole.items()}
 
 
 def relative_error(a: Tensor, b: Tensor, floor: float = 1e-6) -> float:

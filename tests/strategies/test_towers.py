@@ -60,10 +60,7 @@ CHOSEN = [
     # Model, images of rows, ranks, layout of the tower, layout of the language model.
     ("qwen", "mixed", 4, Side(ranks=2, **SP), SP),
     ("llava", "one", 3, Side(), {}),
-    ("deep_qwen", "mixed", 4, Side(ranks=2, **TP), VPP),
-    ("aligned", "mixed", 3, Side(), CP),
     ("both_adapters", "mixed", 3, Side(), SP),
-    ("experts", "mixed", 3, Side(), {"expert_parallel": 2}),
     # Ranks of the tower share the rows of each image; class tokens are left out between their runs.
     ("intern", "mixed", 3, Side(ranks=2, **CP), {}),
     # Each side shards what it has over replicas of its own.
@@ -71,6 +68,9 @@ CHOSEN = [
     ("qwen", "mixed", 3, Side(ranks=2), GRADS),
 ]
 FULL = [
+    ("experts", "mixed", 3, Side(), {"expert_parallel": 2}),
+    ("aligned", "mixed", 3, Side(), CP),
+    ("deep_qwen", "mixed", 4, Side(ranks=2, **TP), VPP),
     ("llava", "mixed", 2, Side(), {}),
     ("qwen", "mixed", 3, Side(ranks=2), {}),
     ("qwen3", "mixed", 4, Side(ranks=2, **SP), PP),
@@ -121,7 +121,6 @@ FULL = [
 BESIDE_LAYOUTS = [
     ("qwen3", "mixed", 2, Side(), SP),
     ("both_adapters", "mixed", 2, Side(**TP), {}),
-    ("experts", "mixed", 2, Side(**SP), {"expert_parallel": 2}),
     ("qwen", "mixed", 2, Side(**CP), SP),
     ("llava", "mixed", 2, Side(**TP), SHARDED),
     (
@@ -135,6 +134,7 @@ BESIDE_LAYOUTS = [
     ("deep", "mixed", 4, Side(), {**PP, "pipeline_layout": "E|ttttL", **SHARDED}),
 ]
 FULL_BESIDE = [
+    ("experts", "mixed", 2, Side(**SP), {"expert_parallel": 2}),
     ("tiles", "mixed", 2, Side(), SP),
     # Each model shards over its own replicas: four of the tower, two of the language model.
     ("qwen3", "mixed", 4, Side(), {**SP, **SHARDED}),
