@@ -12,8 +12,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from megalight.errors import ConfigurationError, DataError
+from megalight.models.packing import skips
+from megalight.models.vlm.batches import check_images
 from megalight.models.vlm.module import VLMModule
-from megalight.models.vlm.task import skips
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.strategies.batch_size import count_samples
@@ -199,6 +200,7 @@ class TowerStepper(Stepper):
         language = self.encoder.division.language
         multiple = self.encoder.language.token_multiple(language)
         for each in (each for row in rows for each in row):
+            check_images(self.module.config, each.parts()[0])  # while images are those of the batch
             self.module.count_work(each, language.cp == 1 and skips(each, multiple))
         return sum(samples for samples, _ in divided), rows
 

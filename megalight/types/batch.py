@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ class TokenBatch:
             whole batch, laid end to end. That of padding is 0.
         taught: ``[B, S]``: what a teacher predicts after each token, or what a base makes of it, from a store. None:
             there is no store.
+        rows: ``[M]`` int64: which of all tokens, laid end to end, count in the loss, so that a model can skip others
+            behind its last mixer; see :meth:`with_rows`. None: unknown, or all or none do. A share has none.
+        row_counts: how many each sample has, on the host; empty if unknown.
+
+    Who lets more tokens count, by another loss mask, leaves out ``rows`` and ``row_counts``.
     """
 
     tokens: Tensor
@@ -45,6 +51,8 @@ class TokenBatch:
     axis_positions: Tensor | None = field(default=None, kw_only=True)
     places: Tensor | None = field(default=None, kw_only=True)
     taught: TopTokens | BaseStates | None = field(default=None, kw_only=True)
+    rows: Tensor | None = field(default=None, kw_only=True)
+    row_counts: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -73,6 +81,14 @@ class TokenBatch:
             )
         return PackedSequences.of_lengths([n for row in self.document_lengths for n in row], self.tokens.device)
 
+    def with_rows(self) -> Self:
+        """Return the batch with ``rows`` and ``row_counts`` from the loss mask. On a GPU, this makes the host wait."""
+        counted = self.loss_mask != 0
+        rows = counted.flatten().nonzero().flatten()
+        if len(rows) in (0, counted.numel()):
+            return replace(self, rows=None, row_counts=())
+        return replace(self, rows=rows, row_counts=tuple(counted.sum(1).tolist()))
+
     def split(self, size: int) -> list[TokenBatch]:
         """Split into micro-batches of ``size`` rows; the last may have fewer. The tensors are views, not copies.
 
@@ -84,19 +100,31 @@ class TokenBatch:
                 "a context-parallel share cannot be split into micro-batches; split the whole batch first, then take "
                 "the share of each micro-batch."
             )
-        rows = [slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+        parts = [slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
         documents, axes = self.document_lengths, self.axis_positions
         return [
-            TokenBatch(
-                self.tokens[row],
-                self.labels[row],
-                self.loss_mask[row],
-                None if documents is None else documents[row],
-                axis_positions=None if axes is None else axes[row],
-                taught=None if self.taught is None else self.taught.each(operator.itemgetter(row)),
+            self._with_rows_of(
+                part,
+                TokenBatch(
+                    self.tokens[part],
+                    self.labels[part],
+                    self.loss_mask[part],
+                    None if documents is None else documents[part],
+                    axis_positions=None if axes is None else axes[part],
+                    taught=None if self.taught is None else self.taught.each(operator.itemgetter(part)),
+                ),
             )
-            for row in rows
+            for part in parts
         ]
+
+    def _with_rows_of(self, part: slice, batch: TokenBatch) -> TokenBatch:
+        """Return a batch of some samples of this one, with their rows."""
+        counts = self.row_counts[part]
+        if self.rows is None or sum(counts) in (0, batch.tokens.numel()):
+            return batch
+        first = sum(self.row_counts[: part.start])
+        rows = self.rows[first : first + sum(counts)] - part.start * self.tokens.shape[1]
+        return replace(batch, rows=rows, row_counts=counts)
 
     def shifted(self, by: int) -> TokenBatch:
         """Return the tokens, labels and loss mask ``by`` places later in the same sequence (multi-token prediction).
@@ -126,6 +154,8 @@ class TokenBatch:
             labels=shift(self.labels),
             loss_mask=shift(self.loss_mask),
             taught=None,
+            rows=None,
+            row_counts=(),
         )
 
     def context_share(self, rank: int, size: int, multiple: int = 1, ahead: int = 0) -> TokenBatch:
@@ -183,6 +213,7 @@ class TokenBatch:
             taught=None
             if self.taught is None
             else self.taught.each(lambda rows: rows.to(device, non_blocking=non_blocking)),
+            rows=None if self.rows is None else self.rows.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> TokenBatch:
@@ -197,4 +228,5 @@ class TokenBatch:
             places=None if self.places is None else self.places.pin_memory(),
             axis_positions=None if self.axis_positions is None else self.axis_positions.pin_memory(),
             taught=None if self.taught is None else self.taught.each(Tensor.pin_memory),
+            rows=None if self.rows is None else self.rows.pin_memory(),
         )

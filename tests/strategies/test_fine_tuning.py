@@ -91,6 +91,8 @@ def expected() -> dict[str, Any]:
         {"world": 2, "pipeline_parallel": 2},
         {"world": 2, "context_parallel": 2},
         {"world": 2, "tensor_parallel": 2, "sequence_parallel": True},
+        {"world": 2, "tensor_parallel": 2},
+        pytest.param({"world": 4, "tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.full),
         pytest.param({"world": 4, "pipeline_parallel": 2}, marks=pytest.mark.full),
         pytest.param({"world": 4, "context_parallel": 2, "tensor_parallel": 2}, marks=pytest.mark.full),
     ],
@@ -101,6 +103,8 @@ def test_the_loss_is_a_mean_over_the_tokens_of_the_step(layout: dict[str, Any]) 
     per_row = batch.loss_mask.sum(1).tolist()
     assert len(set(per_row)) > 1  # replicas count different numbers of tokens
     assert max(map(len, batch.document_lengths or ())) > 2
+    assert batch.rows is not None  # tokens without a loss are skipped, where a rank has whole sequences
+    assert len(batch.rows) < batch.tokens.numel() / 2
     layout = dict(layout)
     found = run(_rank, layout.pop("world"), prefix, layout, timeout=240)[0]
     assert_same_run(found, expected())

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -18,7 +18,9 @@ from megalight.data.cache import build_once
 from megalight.data.chat.packing import best_fit
 from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import Sample
+from megalight.data.gpt.dataset import collate as collate_text
 from megalight.errors import ConfigurationError, DataError
+from megalight.types import TokenBatch
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +183,11 @@ class PackedDataset:
         used = items[:, 2].sum() / ((len(bounds) - 1) * self.options.sequence_length)
         log.info("%s: %d pieces in %d rows, %.1f %% full", self._label, len(items), len(bounds) - 1, 100 * used)
         return {"items": items, "bounds": bounds}
+
+
+def collate(samples: Sequence[Sample]) -> TokenBatch:
+    """Stack samples to the rows of a batch, which tells what tokens count in the loss."""
+    return collate_text(samples).with_rows()
 
 
 def _pieces(corpus: Corpus, documents: range, options: PackOptions, label: str) -> NDArray[np.int64]:

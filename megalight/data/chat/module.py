@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megalight.data.chat.dataset import PackedDataset, PackOptions, TooLong
+from megalight.data.chat.dataset import PackedDataset, PackOptions, TooLong, collate
 from megalight.data.corpus import Corpus
-from megalight.data.gpt.dataset import collate
 from megalight.data.mixture import Data, Part
 from megalight.data.module import TokenDataModule
 from megalight.data.splits import SPLIT, split_bounds

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalight.data.multimodal.forms import NEWLINE, Cut, Form, axis_positions, shifted, sources
+from megalight.data.multimodal.references import check_references
 from megalight.errors import DataError
 from megalight.types import PackedSequences, TokenBatch
 
@@ -73,6 +74,7 @@ class Images:
         windows: for each image, the rows of its windows; empty: there are none.
         joined: how many rows after each other are one row of features.
         mixtures: further rows of features, which some tokens stand for; None: there are none.
+        highest: the largest position in a table, on the host; None: it is unknown. Copies from the host know it.
     """
 
     pixels: Tensor
@@ -82,6 +84,7 @@ class Images:
     windows: tuple[tuple[int, ...], ...] = ()
     joined: int = 1
     mixtures: Mixtures | None = None
+    highest: int | None = None
 
     def __post_init__(self) -> None:
         """Check that the numbers agree.
@@ -129,7 +132,11 @@ class Images:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Images:
         """Copy to ``device``."""
-        return self.map(lambda each: each.to(device, non_blocking=non_blocking))
+        highest = self.highest
+        # Where the host may look without a wait.
+        if self.positions.is_cpu and self.positions.ndim == 1 and len(self.positions):
+            highest = int(self.positions.max())
+        return replace(self.map(lambda each: each.to(device, non_blocking=non_blocking)), highest=highest)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Images:
         """Return the same with all tensors changed, such as moved."""
@@ -167,24 +174,11 @@ class ImageTextBatch(TokenBatch):
             ``NEWLINE``: a learned row replaces it, or ``MIXED`` less the number of a mixture.
         runs: where the tokens of each image are, for models in which these see each other. Without need they are left
             out: they differ from batch to batch, and a recorded step is of one form. A context-parallel share has none.
-        rows: ``[M]`` int64: which of all tokens, laid end to end, count in the loss, so that a model can skip others
-            behind its last mixer. None: unknown, or none does.
-        row_counts: how many each sample has, on the host; empty if unknown.
     """
 
     images: Images | None = None
     source: Tensor | None = None
     runs: Runs = field(default=(), kw_only=True)
-    rows: Tensor | None = field(default=None, kw_only=True)
-    row_counts: tuple[int, ...] = field(default=(), kw_only=True)
-
-    def with_rows(self) -> ImageTextBatch:
-        """Return the batch with ``rows`` and ``row_counts`` from the loss mask. On a GPU, this makes the host wait."""
-        counted = self.loss_mask != 0
-        rows = counted.flatten().nonzero().flatten()
-        if not len(rows):
-            return self
-        return replace(self, rows=rows, row_counts=tuple(counted.sum(1).tolist()))
 
     @property
     def sequences(self) -> PackedSequences:
@@ -205,16 +199,11 @@ class ImageTextBatch(TokenBatch):
             DataError: this batch is a context-parallel share.
         """
         images, source = self.parts()
-        places = [0, *accumulate(self.row_counts)]
         parts: list[TokenBatch] = []
         for number, text in enumerate(super().split(size)):
             start, stop = number * size, number * size + len(text)
             held, before, mixed = images.of_samples(start, stop)
-            part = _with(text, held, shifted(source[start:stop], -before, -mixed), self.runs[start:stop])
-            if self.rows is not None and any(counts := self.row_counts[start:stop]):
-                rows = self.rows[places[start] : places[stop]] - start * self.tokens.shape[1]
-                part = replace(part, rows=rows, row_counts=counts)
-            parts.append(part)
+            parts.append(_with(text, held, shifted(source[start:stop], -before, -mixed), self.runs[start:stop]))
         return parts
 
     def context_share(self, rank: int, size: int, multiple: int = 1, ahead: int = 0) -> TokenBatch:
@@ -228,21 +217,22 @@ class ImageTextBatch(TokenBatch):
         return _with(text, images, TokenBatch.context_share(moved, rank, size, multiple).tokens - 1)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
-        """Copy to ``device``. Copies from page-locked memory never make the host wait."""
+        """Copy to ``device``. Copies from page-locked memory never make the host wait.
+
+        Raises:
+            DataError: what leaves the host stands for rows of features or positions that are not there.
+        """
         images, source = self.parts()
+        if source.is_cpu and self.share is None:
+            check_references(self.tokens, source, images)
         non_blocking = non_blocking or self.tokens.is_pinned()
         moved = source.to(device, non_blocking=non_blocking)
-        batch = _with(super().to(device, non_blocking), images.to(device, non_blocking), moved, self.runs)
-        return batch._with_rows_of(self, lambda rows: rows.to(device, non_blocking=non_blocking))
+        return _with(super().to(device, non_blocking), images.to(device, non_blocking), moved, self.runs)
 
     def pin_memory(self) -> TokenBatch:
         """Copy to page-locked host memory."""
         images, source = self.parts()
-        batch = _with(super().pin_memory(), images.map(Tensor.pin_memory), source.pin_memory(), self.runs)
-        return batch._with_rows_of(self, Tensor.pin_memory)
-
-    def _with_rows_of(self, other: ImageTextBatch, change: Callable[[Tensor], Tensor]) -> ImageTextBatch:
-        return self if other.rows is None else replace(self, rows=change(other.rows), row_counts=other.row_counts)
+        return _with(super().pin_memory(), images.map(Tensor.pin_memory), source.pin_memory(), self.runs)
 
 
 def _with(text: TokenBatch, images: Images, source: Tensor, runs: Runs = ()) -> ImageTextBatch:

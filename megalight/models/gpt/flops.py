@@ -148,6 +148,26 @@ def flops_per_token(config: GPTConfig, sequence_length: int, trained: float | No
     return (4.0 + 2.0 * trained) * matmul + 6.0 * products
 
 
+def weights_of_losses(config: GPTConfig, whole_layer: bool = False) -> int:
+    """Return how many weights only tokens with a loss need, if a model skips the others behind its last mixer.
+
+    These are the head, and in the last layer the MLP and the projection behind attention. A last layer with experts
+    computes all tokens.
+
+    Args:
+        config: the model.
+        whole_layer: whether the last layer computes all tokens in any case.
+    """
+    last = config.num_layers - 1
+    weights = config.vocab_size * config.hidden_size
+    narrows = config.mixer_of(last) is not None and config.has_mlp(last) and not config.has_experts(last)
+    if narrows and not whole_layer:
+        weights += (3 if is_gated(config.activation) else 2) * config.hidden_size * config.ffn_hidden_size
+        if config.mixer_of(last) == "attention":
+            weights += config.hidden_size * config.num_heads * config.head_dim
+    return weights
+
+
 SCAN_CHUNK = 128
 """Tokens per chunk in the count of the scan's products, whatever a kernel's chunks are."""
 

@@ -12,13 +12,14 @@ from megalight.errors import ConfigurationError
 from megalight.models.distillation import TEACHER, Distiller, Recorded
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.flops import flops_per_token
+from megalight.models.gpt.flops import flops_per_token, weights_of_losses
 from megalight.models.gpt.model import Later
 from megalight.models.hidden import keeping
 from megalight.models.module import Carry
-from megalight.models.packing import IGNORED, masked_sum, pack
+from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.saved import Keys
 from megalight.nn.moe import balance
+from megalight.ops.rows import put_rows
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen import FrozenModel
 from megalight.types import Loss, TokenBatch, WithResults
@@ -40,6 +41,9 @@ class GPTModule(FamilyModule[GPTConfig]):
     With multi-token prediction, depth ``k`` adds its mean cross entropy to the objective, times ``mtp.loss_scale``
     divided by the number of depths.
 
+    Where batches tell which tokens count in the loss (:meth:`~megalight.types.TokenBatch.with_rows`; those of
+    fine-tuning do), the others are skipped behind the last mixer: in the rest of the last layer, and in the head.
+
     Logs, besides those of :class:`~megalight.models.module.MegalightModule`:
         train_mtp_<k>_loss: the mean cross entropy of depth ``k`` of multi-token prediction, in nats.
         train_mtp_<k>: what it adds to the objective.
@@ -58,6 +62,8 @@ class GPTModule(FamilyModule[GPTConfig]):
         super().__init__(config, optimizer, seed, weights, weights_keys)
 
         self.distiller: Distiller | Recorded | None = None
+        # Of all micro-batches so far, on the host: how many tokens there were, and how many of them were skipped.
+        self._tokens, self._skipped = 0, 0
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the teacher, if there is one."""
@@ -108,18 +114,26 @@ class GPTModule(FamilyModule[GPTConfig]):
         ends = getattr(model, "head", None) is not None
         if taught is not None and ends:
             lesson = taught.lesson(results.get(TEACHER, {}), rows, sequences, model.training)
+        counted = rows.rows if self._skips(rows) else None
+        if getattr(model, "embed", None) is not None:
+            self._tokens += rows.tokens.numel()
+            self._skipped += 0 if counted is None else rows.tokens.numel() - len(counted)
         with keeping(model, () if taught is None else taught.places, carry) as kept:
             output = model(
                 pack(rows.tokens, sequences, 0),
                 sequences,
                 labels=labels_of(rows),
                 hidden=None if carry is None else carry["hidden"],
+                rows=counted,
                 later=later,
                 depths=[] if carry is None else [carry[f"mtp_{k}"] for k in self._depths if f"mtp_{k}" in carry],
                 lesson=lesson,
             )
         depths = {f"mtp_{depth}": tensor for depth, tensor in enumerate(output.depths, 1)}
-        found = {"hidden": output.hidden, "losses": output.losses, "divergences": output.divergences}
+        losses = output.losses
+        if losses is not None and counted is not None:
+            losses = put_rows(losses, counted, sequences.num_tokens)
+        found = {"hidden": output.hidden, "losses": losses, "divergences": output.divergences}
         answer = depths | {name: tensor for name, tensor in found.items() if tensor is not None}
         if not isinstance(taught, Distiller) or not ends:
             return answer | kept
@@ -128,6 +142,10 @@ class GPTModule(FamilyModule[GPTConfig]):
         if taught.loss.balance and model.training:
             answer["means"] = taught.means(model.distillation, answer, rows.loss_mask)  # type: ignore[arg-type]
         return answer
+
+    def _skips(self, batch: TokenBatch) -> bool:
+        """Return whether tokens without a loss are skipped. A teacher and multi-token prediction read all of them."""
+        return self.distiller is None and not self._depths and skips(batch, self.token_multiple)
 
     def loss_step(self, carry: Carry, batch: TokenBatch | WithResults) -> Loss:
         """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens.
@@ -175,5 +193,9 @@ class GPTModule(FamilyModule[GPTConfig]):
         return carry["losses"][: batch.labels.numel()].view(batch.labels.shape)
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return operations of forward and backward; see :func:`megalight.models.gpt.flops.flops_per_token`."""
-        return float(flops_per_token(self.config, sequence_length))
+        """Return operations of forward and backward; see :func:`megalight.models.gpt.flops.flops_per_token`.
+
+        What tokens without a loss skip is left out, by their share in the batches so far on this rank.
+        """
+        spared = self._skipped / max(1, self._tokens) * 6.0 * weights_of_losses(self.config)
+        return float(flops_per_token(self.config, sequence_length)) - spared

@@ -37,6 +37,12 @@ def check_images(config: VLMConfig, images: Images) -> None:
             f"positions of patches are {[*found, 'P']}; this tower reads {[*axes, 'P']}. The images were cut for "
             "another model: cut them by form_of(config) of megalight.data.multimodal.models."
         )
+    places = vision.num_patches if config.added_rows else vision.num_positions
+    if vision.dynamic is None and images.highest is not None and images.highest >= places:
+        raise DataError(
+            f"a patch has position {images.highest}; this tower has a table of {places} places. Cut images by "
+            "form_of(config) of megalight.data.multimodal.models."
+        )
     own = vision.num_patches if config.added_rows else vision.num_rows
     if vision.dynamic is None and (other := [length for length in images.lengths if length != own]):
         raise DataError(

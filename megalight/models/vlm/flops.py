@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from megalight.models.gpt.flops import flops_per_token as flops_of_text
+from megalight.models.gpt.flops import weights_of_losses
 from megalight.models.vision import flops as tower
 from megalight.models.vision.flops import Passes
 from megalight.models.vlm.config import VLMConfig
-from megalight.nn.mlp import is_gated
 
 PARTS = (".tower.", ".projector.", "")
 """What names of parameters of the tower, the projectors and the language model contain."""
@@ -59,18 +59,11 @@ def flops_per_token(config: VLMConfig, sequence_length: int, trained: Trained | 
 def flops_of_losses(config: VLMConfig, trained: Trained | None = None) -> float:
     """Return the operations of :func:`flops_per_token` that only tokens with a loss need.
 
-    These are the head, and in the last layer the MLP and the projection behind attention. A last layer with experts,
-    or to which features of images are added, computes all tokens.
+    See :func:`megalight.models.gpt.flops.weights_of_losses`. A last layer to which features of images are added
+    computes all tokens.
     """
-    language, last = config.language, config.language.num_layers - 1
-    weights = language.vocab_size * language.hidden_size
-    whole_layer = language.mixer_of(last) is not None and language.has_mlp(last) and not language.has_experts(last)
-    if whole_layer and last >= len(config.deepstack):
-        projections = 3 if is_gated(language.activation) else 2
-        weights += projections * language.hidden_size * language.ffn_hidden_size
-        if language.mixer_of(last) == "attention":
-            weights += language.hidden_size * language.num_heads * language.head_dim
-    return (trained or Trained()).language.of_weights * weights
+    whole_layer = config.language.num_layers <= len(config.deepstack)
+    return (trained or Trained()).language.of_weights * weights_of_losses(config.language, whole_layer)
 
 
 def flops_of_images(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import CANONICAL_PREFIX, Carry
+from megalight.models.packing import skips
 from megalight.models.saved import Keys
 from megalight.models.vision.model import Pictures
 from megalight.models.vlm import task
@@ -81,7 +82,7 @@ class VLMModule(FamilyModule[VLMConfig]):
         sequences = batch.sequences.pad_to(self.token_multiple)
         pictures = None
         if task.has_embedding(model):
-            self.count_work(batch, task.skips(batch, self.token_multiple))
+            self.count_work(batch, skips(batch, self.token_multiple))
             pictures = self._pictures(batch, task.source_of(batch, sequences))
         return task.forward(model, batch, sequences, carry, pictures, self.token_multiple)
 
@@ -91,18 +92,18 @@ class VLMModule(FamilyModule[VLMConfig]):
             return Arrived(self.arrivals(batch), source, images.mixtures)
         return task.pictures_of(self.config, images, source, self.token_multiple)
 
-    def count_work(self, batch: ImageTextBatch, skips: bool) -> None:
+    def count_work(self, batch: ImageTextBatch, skipped: bool) -> None:
         """Add a micro-batch to those that :meth:`flops_per_token` counts.
 
         Args:
             batch: the micro-batch, with its images.
-            skips: whether the language model skips tokens without a loss where it can.
+            skipped: whether the language model skips tokens without a loss where it can.
         """
         images, _ = batch.parts()
         parts = tuple(rows for each in images.windows for rows in each)
         self._image_flops += flops_of_images(self.config, images.lengths, parts, self._trained)
         self._tokens += batch.tokens.numel()
-        if skips:
+        if skipped:
             spared = batch.tokens.numel() - sum(batch.row_counts)
             self._spared_flops += spared * flops_of_losses(self.config, self._trained)
 

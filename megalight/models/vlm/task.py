@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megalight.data.multimodal.batch import Images, ImageTextBatch
-from megalight.models.packing import IGNORED, masked_sum, pack
+from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.vision.model import Pictures
 from megalight.models.vision.pixels import normalised
 from megalight.models.vlm.batches import check_images
@@ -98,14 +98,6 @@ def forward(
     if (losses := output.losses) is not None:
         return {"losses": losses if rows is None else put_rows(losses, rows, sequences.num_tokens)}
     return {"hidden": output.hidden} | ({} if output.memory is None else {"memory": output.memory})
-
-
-def skips(batch: ImageTextBatch, multiple: int) -> bool:
-    """Return whether the last layer and the head skip tokens without a loss.
-
-    They need all tokens of the micro-batch on each rank: numbers of tokens are multiples of 1 then.
-    """
-    return batch.rows is not None and multiple == 1
 
 
 def loss(carry: dict[str, Tensor], batch: ImageTextBatch) -> Loss:
