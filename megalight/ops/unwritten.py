@@ -26,15 +26,20 @@ Unwritten: TypeAlias = "Callable[[Scheme | None, Scheme | None, Tensor], Told]"
 
 
 def unwritten(shape: tuple[int, ...], like: Tensor, cast: Unwritten) -> Tensor:
-    """Return a tensor of this shape, with the dtype and device of ``like``, of which only the casts can be had.
+    """Return a tensor of this shape, with the dtype and device of ``like``, of which only the casts can be had."""
+    out = without_values(shape, like)
+    annotate(out).unwritten = cast
+    return out
 
-    It has a single element in memory, NaN, for all its values: what reads it all the same is easily seen.
+
+def without_values(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return a tensor of this shape, with the dtype and device of ``like``, without memory for its values.
+
+    It has a single element in memory, NaN, for all of them: what reads it all the same is easily seen.
     """
     nothing = _nothing(like.dtype, like.device)
     # Not a view: autograd treats views that a function returns in a way of its own.
-    out = nothing.new_empty(0).set_(nothing.untyped_storage(), 0, shape, (0,) * len(shape))
-    annotate(out).unwritten = cast
-    return out
+    return nothing.new_empty(0).set_(nothing.untyped_storage(), 0, shape, (0,) * len(shape))
 
 
 def unwritten_of(x: Tensor) -> Unwritten | None:

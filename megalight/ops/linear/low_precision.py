@@ -25,7 +25,7 @@ from megalight.ops.quantize.known import known_amax, magnitudes_of, rows_of
 from megalight.ops.quantize.recipes import Recipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
-from megalight.ops.unwritten import unwritten_of
+from megalight.ops.unwritten import unwritten_of, without_values
 from megalight.registry import Registry
 
 Reduce = Callable[[Tensor], None]
@@ -225,28 +225,41 @@ class LowPrecision:
         """Whether ranks can cast their shares of the tokens separately, and get parts of the whole input's cast."""
         return self.recipe.one_scale
 
-    def cast_share(self, x: Tensor, reduce: Reduce) -> Quantized:
-        """Cast a share ``x [..., in]`` of the tokens of an input with the scale of all tokens: codes ``[T, in]``.
+    def cast_share(self, x: Tensor, role: int, reduce: Reduce) -> Quantized:
+        """Cast a share ``x [..., f]`` of the tokens of a matrix with the scale of all tokens: codes ``[T, f]``.
 
         Args:
+            role: :data:`INPUT` or :data:`GRADIENT`.
             reduce: over the ranks with the other tokens. Their histories agree between steps.
         """
-        flat = rows_of(x)
-        if (found := self._cast_by_history(flat, INPUT, self.recipe.x, None)) is not None:
+        flat, scheme = rows_of(x), self.recipe.x if role == INPUT else self.recipe.gradient
+        if (found := self._cast_by_history(flat, role, scheme, None)) is not None:
             rows, _ = found
         else:
-            rows, _ = cast(flat, self.recipe.x, None, amax=self._amax(flat, self.recipe.x, INPUT, reduce))
+            rows, _ = cast(flat, scheme, None, amax=self._amax(flat, scheme, role, reduce))
         assert rows is not None
         return rows
 
     def for_weight_gradient(self, rows: Quantized) -> Quantized:
-        """Return the form that :meth:`weight_gradient` accepts, from a whole input's codes ``[T, in]``."""
+        """Return a factor of the weight gradient, from the codes ``[T, f]`` of a whole input or output gradient."""
         # Tensor cores contract multiples of 16 tokens. Zeros add nothing; uint8, because 8-bit floats have no padding
         # kernel.
         x_t, missing = transpose(rows), -len(rows.data) % rows.scheme.multiple
         if not missing:
             return x_t
         return replace(x_t, data=F.pad(x_t.data.view(torch.uint8), (0, missing)).view(x_t.data.dtype))
+
+    def whole_gradient(self, rows: Quantized, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return an output gradient of which only the codes are there, for :meth:`input_gradient` and the others.
+
+        Args:
+            rows: codes ``[T, out]`` of all its tokens.
+            shape: ``[..., out]``.
+            like: has its dtype and device.
+        """
+        grad_y = without_values(shape, like)
+        annotate(grad_y).casts = Casts(self, rows, self.for_weight_gradient(rows))
+        return grad_y
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """``grad_y [..., out] -> grad_y W [..., in]``, in the dtype of ``grad_y``."""

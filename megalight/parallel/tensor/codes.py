@@ -1,4 +1,4 @@
-"""Inputs of split layers that are communicated over ``tp`` as 8-bit codes."""
+"""Inputs and output gradients of split layers that are communicated over ``tp`` as 8-bit codes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megalight.ops.linear.inputs import recipe_of, save_cast, saved_input
 from megalight.ops.linear.low_precision import LowPrecision
 from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import Quantized
+from megalight.ops.quantize.history import GRADIENT, INPUT
 from megalight.parallel.collectives import start_all_gather
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 
@@ -31,10 +32,10 @@ def casts_shares(x: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class SharedCodes:
-    """This rank's share of the tokens of an input, cast with the scale of all tokens.
+    """This rank's share of the tokens of a matrix, cast with the scale of all tokens.
 
     Attributes:
-        rows: codes ``[T/tp, in]``.
+        rows: codes ``[T/tp, f]``.
         shape: shape of the share before the cast.
         group: the ranks that hold the other shares.
         dim: the dim of ``shape`` that counts tokens.
@@ -46,17 +47,17 @@ class SharedCodes:
     dim: int
 
     @classmethod
-    def of(cls, x: Tensor, precision: LowPrecision, group: ProcessGroup, dim: int) -> SharedCodes:
-        """Cast ``x [..., in]``; ranks first agree on the scale."""
+    def of(cls, x: Tensor, role: int, precision: LowPrecision, group: ProcessGroup, dim: int) -> SharedCodes:
+        """Cast ``x [..., f]``, an input or an output gradient; ranks first agree on the scale."""
 
         def largest(amax: Tensor) -> None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
 
         # The scale must cover the tokens of all ranks: gathered codes with different scales would be no matrix.
-        return cls(precision.cast_share(x, largest), x.shape, group, dim)
+        return cls(precision.cast_share(x, role, largest), x.shape, group, dim)
 
     def start(self) -> Callable[[], Quantized]:
-        """Start the gather; the returned function waits, and returns the codes ``[T, in]`` of the whole input."""
+        """Start the gather; the returned function waits, and returns the codes ``[T, f]`` of the whole matrix."""
         data = self.rows.data
         # As bytes: NCCL and gloo do not know all 8-bit float types, and a gather need not.
         gathering = start_all_gather(data.view(torch.uint8).view(self.shape), self.group, self.dim)
@@ -66,6 +67,21 @@ class SharedCodes:
             return replace(self.rows, data=whole.view(data.dtype))
 
         return finish
+
+
+def gather_gradient(grad_y: Tensor, weight: Tensor, group: ProcessGroup, dim: int) -> Tensor | None:
+    """Gather an output gradient ``[..., out]`` over the tokens as codes, which both products of a backward pass read.
+
+    Returns:
+        the gradient of all tokens, without values; None: the weight multiplies otherwise, or its recipe has scales for
+        parts of a matrix.
+    """
+    precision = precision_of(weight)
+    if precision is None or not precision.casts_shares:
+        return None
+    rows = SharedCodes.of(grad_y, GRADIENT, precision, group, dim).start()()
+    shape = (n * group.size() if d == dim else n for d, n in enumerate(grad_y.shape))
+    return precision.whole_gradient(rows, tuple(shape), grad_y)
 
 
 class GatheredCodes(torch.autograd.Function):
@@ -92,7 +108,9 @@ class GatheredCodes(torch.autograd.Function):
         ctx.shape, ctx.kept = x.shape, keep
         precision = precision_of(weight)
         assert precision is not None
-        share = SharedCodes.of(x, precision, group, dim)  # cast first: codes are a half or a quarter of the bytes
+        share = SharedCodes.of(
+            x, INPUT, precision, group, dim
+        )  # cast first: codes are a half or a quarter of the bytes
         whole = share.start()()
         if ctx.needs_input_grad[1]:
             save_cast(ctx, whole if keep else share.rows)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megalight.ops.common import once_differentiable
 from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, product_and_save
@@ -15,6 +16,7 @@ from megalight.ops.linear.inputs import save_input, saved_input
 from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import Quantized
 from megalight.parallel.collectives import all_reduce, reduce_scatter
+from megalight.parallel.tensor.codes import gather_gradient
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.shared import Shared
 
@@ -53,8 +55,8 @@ class RowLinear(nn.Module):
     def _sum(self, x: Tensor) -> Tensor:
         shared = self.shared
         function = _ScatteredSum if shared.sequence_parallel else _WholeSum
-        overlap = shared.overlap(self.name, x, self.weight)
-        y: Tensor = function.apply(x, self.weight, overlap, shared.sequence_dim)  # type: ignore[no-untyped-call]
+        overlap, dim = shared.overlap(self.name, x, self.weight), shared.sequence_dim
+        y: Tensor = function.apply(x, self.weight, overlap, shared.group, dim)  # type: ignore[no-untyped-call]
         return y
 
     def _adapted_sum(self, x: Tensor, adapter: nn.Module) -> Tensor:
@@ -77,19 +79,24 @@ class _ScatteredSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, overlap: Overlap, dim: int) -> Tensor:
-        ctx.weight, ctx.overlap, ctx.dim, ctx.x_dtype = weight, overlap, dim, x.dtype
+    def forward(ctx: Any, x: Tensor, weight: Tensor, overlap: Overlap, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.weight, ctx.overlap, ctx.group, ctx.dim, ctx.x_dtype = weight, overlap, group, dim, x.dtype
         return overlap.start_product_scatter(x, _product(ctx, x, weight), dim, covered=False).wait()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         need_x, need_weight, *_ = ctx.needs_input_grad
-        grad_x, whole, grad_weight = None, None, None  # whole: the gathered gradient, which both GEMMs use
+        grad_x, grad_weight = None, None
         saved = saved_input(ctx) if need_weight else None  # first: it may run a forward again, which also gathers
+        # The gathered gradient, which both GEMMs use.
+        whole = gather_gradient(grad_y, ctx.weight, ctx.group, ctx.dim)
         if need_x:
-            product = Product.of_input(ctx.weight)
-            grad_x, whole = ctx.overlap.gather_product(grad_y, product, ctx.dim, keep=need_weight)
+            if whole is not None:
+                grad_x = input_gradient(whole, ctx.weight)
+            else:
+                product = Product.of_input(ctx.weight)
+                grad_x, whole = ctx.overlap.gather_product(grad_y, product, ctx.dim, keep=need_weight)
             # Under autocast, the product has the dtype of `grad_y`.
             grad_x = grad_x.to(ctx.x_dtype)
         if saved is not None:
@@ -103,7 +110,7 @@ class _ScatteredSum(torch.autograd.Function):
                 whole.numel() // whole.shape[-1],
                 partial(_weight_gradient, whole, saved, ctx.weight, ctx.overlap),
             )
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 def _weight_gradient(whole: Tensor, x: Tensor | Quantized, weight: Tensor, overlap: Overlap) -> Tensor | None:
@@ -116,17 +123,17 @@ class _WholeSum(torch.autograd.Function):
     """All-reduces partial sums; every rank gets all tokens, and the incoming gradient is whole already."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, overlap: Overlap, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, overlap: Overlap, group: ProcessGroup, dim: int) -> Tensor:
         ctx.weight, ctx.x_dtype = weight, x.dtype
         return overlap.start_product_reduce(x, _product(ctx, x, weight), dim, covered=False).wait()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         need_x, need_weight, *_ = ctx.needs_input_grad
         grad_x = input_gradient(grad_y, ctx.weight).to(ctx.x_dtype) if need_x else None
         grad_weight = accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight) if need_weight else None
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 def _product(ctx: Any, x: Tensor, weight: Tensor) -> Product:

@@ -1,4 +1,4 @@
-"""Inputs gathered as codes give, bit for bit, what gathering them first gives."""
+"""Inputs and gradients gathered as codes give, bit for bit, what gathering them first gives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import Tensor
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.parameter import state_of
+from megalight.ops.parameter import precision_of, state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.tensor import codes
+from megalight.parallel.tensor import codes, row
 from megalight.parallel.tensor.column import column_linear
 from megalight.parallel.tensor.overlap import plain
 from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.row import RowLinear
 from megalight.parallel.tensor.shared import Shared
 from tests.ops.test_linear import Parameter, with_main_grad
 from tests.workers import run
@@ -108,3 +109,67 @@ def test_other_recipes_gather_the_input() -> None:
     for found in run(_compare, 2, "rowwise", 0, (32, IN), False):
         assert all(found["equal"])
         assert found["sent"] == {torch.float64}
+
+
+def _gradients(name: str, dim: int, shape: tuple[int, ...], wait: bool) -> dict[str, Any]:
+    """A layer that sums over ranks, with its gradient gathered as codes, and gathered before it is cast."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shared = Shared(ParallelMesh(size, rank, tp=size), True, dim)
+    tokens = tuple(n // size if d == dim else n for d, n in enumerate(shape[:-1]))
+    ways: list[dict[str, Any]] = []
+    for gathering in (codes.gather_gradient, lambda *_: None):
+        session, draws = Session(), torch.Generator().manual_seed(rank)
+        layer = RowLinear(_weight(name, session), None, shared)
+        way: dict[str, Any] = {"values": [], "sent": []}
+        gather = codes.start_all_gather
+
+        def watched(x: Tensor, *args: Any, way: dict[str, Any] = way, gather: Any = gather) -> Any:
+            way["sent"].append((x.dtype, x.nbytes))
+            return gather(x, *args)
+
+        codes.start_all_gather = plain.start_all_gather = watched
+        row.gather_gradient = gathering
+        try:
+            for step in range(3):
+                x = torch.randn(shape, generator=draws, dtype=torch.float64).requires_grad_()
+                grad_y = torch.randn(*tokens, OUT, generator=draws, dtype=torch.float64) * (rank + 1)
+                layer.weight.main_grad.zero_()
+                queue = WeightGradients()
+                with session.step(step), deferring(queue) if wait else torch.enable_grad():
+                    y = layer(x)
+                    y.backward(grad_y)
+                    queue.run()
+                history = precision_of(layer.weight).history
+                past = torch.zeros(()) if history is None else history.past
+                way["values"] += [y.detach(), x.grad, layer.weight.main_grad.clone(), past.clone()]
+        finally:
+            codes.start_all_gather = plain.start_all_gather = gather
+            row.gather_gradient = codes.gather_gradient
+        ways.append(way)
+    ours, theirs = ways
+    return {
+        "equal": [torch.equal(a, b) for a, b in zip(ours["values"], theirs["values"], strict=True)],
+        "there": all(bool(value.isfinite().all()) for value in ours["values"]),
+        "sent": ours["sent"],
+        "instead of": theirs["sent"],
+    }
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    ("ranks", "dim", "shape", "wait"),
+    [(2, 0, (22, IN), False), (4, 1, (3, 20, IN), True)],
+)
+def test_gradients_travel_as_codes(name: str, ranks: int, dim: int, shape: tuple[int, ...], wait: bool) -> None:
+    for found in run(_gradients, ranks, name, dim, shape, wait):
+        assert found["there"]
+        assert all(found["equal"]), found["equal"]
+        elements = torch.Size(shape[:-1]).numel() // ranks * OUT
+        assert found["sent"] == [(torch.uint8, elements)] * 3
+        assert found["instead of"] == [(torch.float64, 8 * elements)] * 3
+
+
+def test_other_recipes_gather_gradients_in_their_dtype() -> None:
+    for found in run(_gradients, 2, "rowwise", 0, (32, IN), False):
+        assert all(found["equal"])
+        assert {dtype for dtype, _ in found["sent"]} == {torch.float64}
