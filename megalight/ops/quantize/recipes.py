@@ -66,6 +66,16 @@ class Recipe(NamedTuple):
         """Whether each matrix has a single scale."""
         return self.x.tile == (0, 0)
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a scale is of all features of a row, or of more, and not of a block of them."""
+        return self.x.tile[1] == 0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks that divide the features of a matrix may agree on scales by its current values."""
+        return self.whole_rows and not self.delayed
+
 
 HYBRID = ("tensorwise", "delayed")
 """Recipes whose gradients are e5m2 by default: one scale must cover all gradients, which needs more exponent bits."""

@@ -42,11 +42,10 @@ class LowPrecisionOptions:
             part of it.
         primary_weights: store weights of these layers as 8-bit codes during training. The optimizer's masters are cast
             with the scale of the whole weight, the codes are sent to the data-parallel ranks, and no rank holds the
-            weights in their own dtype. For ``tensorwise`` and ``delayed``; their weights are then scaled by the current
-            values. Not for experts. None: data-parallel ranks that gather weights gather codes, where ``tensorwise`` is
-            the recipe of our own products; masters are then rounded to the dtype of the weights first, so that no value
-            differs from False. Experts keep their dtype, and so do all weights where hooks may read them. False:
-            weights keep their dtype.
+            weights in their own dtype. For ``tensorwise`` and ``delayed``. Not for experts. None: with these recipes of
+            our own products, codes where they spare messages or memory: ranks gather weights, or masters are wider
+            copies. Masters are then rounded to the dtype of the weights first, so that no value differs from False.
+            Experts keep their dtype, and so do all weights where hooks may read them. False: weights keep their dtype.
         experts_together: run all experts of a stack in one product, also large ones, which are faster one by one. The
             host then never waits for their numbers of rows: so recorded steps need it. For ``tensorwise``, ``delayed``
             and ``rowwise``.
@@ -83,19 +82,18 @@ class LowPrecisionOptions:
 
     def __post_init__(self) -> None:
         self._take_old_names()
-        self.schemes()
+        schemes = self.schemes()
         self._check_numbers()
         self._check_modules()
-        one_scale = self.recipe in ("tensorwise", "delayed")
-        if self.margin and not one_scale:
+        if self.margin and not schemes.one_scale:
             raise ConfigurationError(f"margin={self.margin} does nothing for recipe {self.recipe!r}; leave it out.")
-        if self.history is not None and self.recipe != "delayed":
+        if self.history is not None and not schemes.delayed:
             raise ConfigurationError(
                 f"history={self.history} does nothing for recipe {self.recipe!r}; leave it out, or choose 'delayed'."
             )
-        if self.reduce_amax and self.recipe not in ("tensorwise", "rowwise"):
+        if self.reduce_amax and not schemes.agrees:
             raise ConfigurationError(f"reduce_amax does nothing for recipe {self.recipe!r}; leave it out.")
-        if self.primary_weights and not one_scale:
+        if self.primary_weights and not schemes.one_scale:
             raise ConfigurationError(
                 f"primary_weights=True keeps one set of codes of each weight, and recipe {self.recipe!r} needs two, as "
                 "a weight and its transpose have different scales; choose 'tensorwise' or 'delayed', or leave it out."
@@ -105,7 +103,7 @@ class LowPrecisionOptions:
                 "fp8_attention=True: the scales of attention are of each rank's own heads, and reduce_amax=True asks "
                 "for results that do not depend on tp; leave one of the two out."
             )
-        if self.experts_together and self.recipe not in ("tensorwise", "delayed", "rowwise"):
+        if self.experts_together and not schemes.whole_rows:
             raise ConfigurationError(
                 f"experts_together=True: recipe {self.recipe!r} has products of one expert only; leave it out, or "
                 "choose 'tensorwise', 'delayed' or 'rowwise'."
