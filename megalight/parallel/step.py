@@ -115,7 +115,7 @@ class Step:
         varying_carry: the output of ``forward_step`` may change its names or shapes between micro-batches of equal
             shapes; pipeline stages then announce them before every message.
         context: entered around the task's code in each micro-batch (autocast, for example).
-        around: entered around all micro-batches of a training step.
+        around: entered around all micro-batches of a training step, with whether the optimizer's update follows.
         before_backward: called with each scalar before it is differentiated.
 
     Attributes:
@@ -136,7 +136,7 @@ class Step:
         *,
         varying_carry: bool = False,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        around: Callable[[bool], AbstractContextManager[Any]] = nullcontext,
         before_backward: Callable[[Tensor], object] = lambda loss: None,
     ) -> None:
         self.model = model
@@ -196,7 +196,7 @@ class Step:
         nothing = {name: torch.zeros_like(factor) for name, factor in counts.auxiliary_scales.items()}
         for collector in (self.side_losses, self.auxiliary):
             collector.begin(torch.zeros_like(counts.micro_batch_scale), nothing)
-        with self.around(), torch.enable_grad():
+        with self.around(False), torch.enable_grad():
             self._play(joined, counts)
 
     def outputs(self, micro_batches: Sequence[Any]) -> list[Carry]:
@@ -234,7 +234,7 @@ class Step:
 
     def _passes(self, micro_batches: Sequence[Any], scale: float, sync: bool) -> Outcome:
         assert self.engine is not None
-        with self.around():
+        with self.around(sync):
             # Before the first forward: each micro-batch is differentiated with its final scale, so no pass over the
             # gradients has to rescale them at the end, and gradients do not depend on how a batch is cut.
             counts = self._count(micro_batches, scale)

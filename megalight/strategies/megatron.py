@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -554,6 +554,11 @@ class MegatronStrategy(FolderCheckpoints):
         self._ended = False
         if self.world_size > 1:
             FAILED.set()
+        elif self.engine is not None:
+            # No other rank is needed to give weights that are codes their own dtype again. A device that has failed,
+            # or has no memory left, cannot: then they stay codes.
+            with suppress(RuntimeError):
+                self.engine.widen()
         self.end_saving(failed=True)
 
     def teardown(self) -> None:

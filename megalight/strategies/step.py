@@ -157,7 +157,7 @@ class Stepper:
 
         def passes(micro_batches: Sequence[Any]) -> OwnOutcome:
             with (
-                self.precision.step(),
+                self.precision.step(sync),
                 engine.micro_batches(len(micro_batches), sync),
                 logs_of(self.module, recording) as logs,
             ):

@@ -281,7 +281,11 @@ def check_cast_flat(module: Any, device: str, numel: int, interpreted: bool = Fa
         memory = torch.zeros(numel + 2, device=device)
         if not interpreted:
             memory = memory.to(exact.data.dtype)
-        module.cast_flat(memory[1:-1], x, scheme, amax, rounded)
+        largest = [torch.full((), least, device=device) for least in (0.0, 2e3)]
+        for told in (None, *largest):
+            module.cast_flat(memory[1:-1], x, scheme, amax, rounded, told)
+        # NaN is no magnitude, and a larger one stays.
+        assert [float(value) for value in largest] == [float(x[0].to(rounded)), 2e3]
         codes = to_fp8(memory, scheme.format) if interpreted else memory
         assert torch.equal(codes.float()[1:-1].nan_to_num(9e9), exact.data[0].float().nan_to_num(9e9))
         assert codes.float()[0] == codes.float()[-1] == 0

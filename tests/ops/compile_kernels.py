@@ -165,7 +165,9 @@ def main() -> None:
             casts.cast(leaf(64, 4096).detach(), Scheme("e4m3", tile), columns)
     one = torch.tensor(1.0)
     casts.cast(leaf(64, 4096).detach(), Scheme("e4m3"), Scheme("e5m2"), one, one, None, True)
-    flat_casts.cast_flat(torch.zeros(4096).to(torch.float8_e4m3fn), torch.randn(4096), Scheme("e4m3"), one, HALF)
+    for told in (None, one):
+        flat = torch.zeros(4096).to(torch.float8_e4m3fn)
+        flat_casts.cast_flat(flat, torch.randn(4096), Scheme("e4m3"), one, HALF, told)
     casts.transpose(torch.randn(512, 256).to(torch.float8_e4m3fn))
     for form, zero in (("e4m3", True), ("e5m2", False)):
         a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))

@@ -17,9 +17,10 @@ def test_codes_are_those_of_the_matrix(rounded: torch.dtype) -> None:
     amax = matrix.to(rounded).float().abs().amax()
     exact, _ = cast(matrix.to(rounded), SCHEME, None, amax=amax)
     assert exact is not None
-    codes = torch.empty(300, dtype=torch.float8_e4m3fn)
-    for part in (slice(0, 77), slice(77, 300)):
-        cast_flat(codes[part], matrix.view(-1)[part], SCHEME, amax, rounded)
+    codes, largest = torch.empty(300, dtype=torch.float8_e4m3fn), torch.zeros(())
+    for part in (slice(0, 77), slice(77, 77), slice(77, 300)):
+        cast_flat(codes[part], matrix.view(-1)[part], SCHEME, amax, rounded, largest=largest)
+    assert largest == amax
     assert torch.equal(codes.view(torch.uint8), exact.data.view(torch.uint8).view(-1))
 
 

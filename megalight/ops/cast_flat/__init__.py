@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.quantize.formats import DTYPES, LARGEST, to_fp8
-from megalight.ops.quantize.reference import multiplier
+from megalight.ops.quantize.record import record_largest
+from megalight.ops.quantize.reference import amax_of, multiplier
 from megalight.ops.quantize.types import Scheme
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -31,14 +32,21 @@ class Spec(NamedTuple):
     stays: bool = True
 
 
-CastFlat: TypeAlias = Callable[[Tensor, Tensor, Scheme, Tensor, torch.dtype], None]
+CastFlat: TypeAlias = Callable[[Tensor, Tensor, Scheme, Tensor, torch.dtype, Tensor | None], None]
 CAST_FLAT: BackendRegistry[Spec, CastFlat] = BackendRegistry("cast_flat")
 REGISTRIES = (CAST_FLAT,)
 EXAMPLE = Spec("cpu", torch.float32, torch.bfloat16)
 
 
 def cast_flat(
-    out: Tensor, x: Tensor, scheme: Scheme, amax: Tensor, rounded: torch.dtype, *, backend: str = "auto"
+    out: Tensor,
+    x: Tensor,
+    scheme: Scheme,
+    amax: Tensor,
+    rounded: torch.dtype,
+    *,
+    largest: Tensor | None = None,
+    backend: str = "auto",
 ) -> None:
     """Write the codes of ``x [n]`` into ``out [n]``, bytes or of the scheme's 8-bit dtype. Memory for copies is spared.
 
@@ -48,13 +56,15 @@ def cast_flat(
         scheme: of 8 bits, with one scale for the matrix of which ``x`` is a part.
         amax: largest magnitude that the scale must cover, 0-dim float32, on the device of ``x``.
         rounded: dtype to which values are rounded before; that of ``x`` changes nothing.
+        largest: 0-dim float32 on the device of ``x``, not negative. It is raised to the largest magnitude of the
+            rounded values, if that is larger; on a GPU without a pass of its own, and NaN is ignored there.
         backend: name of a backend.
 
     Raises:
         BackendError: the named backend cannot serve this.
     """
     spec = Spec(x.device.type, x.dtype, rounded, x.device == out.device)
-    _choose(spec, backend)(out.view(DTYPES[scheme.format]), x, scheme, amax, rounded)
+    _choose(spec, backend)(out.view(DTYPES[scheme.format]), x, scheme, amax, rounded, largest)
 
 
 @remembered
@@ -62,9 +72,14 @@ def _choose(spec: Spec, backend: str) -> CastFlat:
     return CAST_FLAT.select(spec, backend).fn
 
 
-def _reference(out: Tensor, x: Tensor, scheme: Scheme, amax: Tensor, rounded: torch.dtype) -> None:
+def _reference(
+    out: Tensor, x: Tensor, scheme: Scheme, amax: Tensor, rounded: torch.dtype, largest: Tensor | None
+) -> None:
     factor = multiplier(amax, LARGEST[scheme.format], scheme.scale == "power")
-    codes = to_fp8(x.to(rounded).float() * factor, scheme.format)
+    values = x.to(rounded).float()
+    if largest is not None:
+        record_largest(largest, amax_of(values))
+    codes = to_fp8(values * factor, scheme.format)
     # As bytes: in-place copies are not available for all 8-bit dtypes.
     out.view(torch.uint8).copy_(codes.view(torch.uint8))
 

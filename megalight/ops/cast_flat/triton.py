@@ -20,7 +20,9 @@ def _cast_flat(
     x: Value,
     out: Value,
     amax: Value,
+    largest: Value,
     numel: Value,
+    TELL: constexpr,
     ROUNDED: constexpr,
     LARGEST: constexpr,
     SMALLEST: constexpr,
@@ -30,6 +32,9 @@ def _cast_flat(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     value = tl.load(x + at, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
+    if TELL:
+        # As integers, non-negative floats have the same order, and a maximum of integers needs no case for signs.
+        tl.atomic_max(largest, tl.max(tl.abs(value), 0).to(tl.int32, bitcast=True), sem="relaxed")
     # As in the cast of matrices, so that codes are equal bit by bit.
     factor = tl.div_rn(LARGEST, tl.maximum(tl.load(amax), SMALLEST))
     if POWER:
@@ -40,14 +45,18 @@ def _cast_flat(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-def cast_flat(out: Tensor, x: Tensor, scheme: Scheme, amax: Tensor, rounded: torch.dtype) -> None:
+def cast_flat(
+    out: Tensor, x: Tensor, scheme: Scheme, amax: Tensor, rounded: torch.dtype, largest: Tensor | None = None
+) -> None:
     """Implement :func:`megalight.ops.cast_flat.cast_flat`."""
     if numel := x.numel():
         _cast_flat[(cdiv(numel, BLOCK),)](
             x,
             out,
             amax,
+            amax if largest is None else largest.view(torch.int32),
             numel,
+            TELL=largest is not None,
             ROUNDED=TYPES[rounded],
             LARGEST=LARGEST[scheme.format],
             SMALLEST=TINY,

@@ -53,11 +53,13 @@ class Session:
             self._seed(generator)
 
     @contextmanager
-    def step(self, number: int | None = None) -> Iterator[None]:
-        """Run all micro-batches between two updates of the weights inside; each weight is cast only once there.
+    def step(self, number: int | None = None, last: bool = True) -> Iterator[None]:
+        """Run micro-batches between two updates of the weights inside; each weight is cast only once there.
 
         Args:
             number: if given, :meth:`begin` this step.
+            last: whether the update follows. If not, the histories of past steps wait: scales stay the same from one
+                update to the next.
         """
         if number is not None:
             self.begin(number)
@@ -69,6 +71,12 @@ class Session:
             self.inside = False
             for layer in self.layers:
                 layer.forget()
+        if last:
+            self._roll()
+
+    def _roll(self) -> None:
+        """End an optimizer step in the histories of all layers."""
+        self._record_stored()
         # Ranks of one group have the same layers in the same order, so one all-reduce serves all layers of a group.
         groups: dict[Reduce | None, dict[AmaxHistory, None]] = {}
         for layer in self.layers:
@@ -76,6 +84,18 @@ class Session:
                 groups.setdefault(layer.reduce_history, {})[layer.history.stack] = None
         for reduce, histories in groups.items():
             AmaxHistory.roll(list(histories), reduce)
+
+    def _record_stored(self) -> None:
+        """Record the magnitudes of weights that were cast before the step, if it has multiplied with them."""
+        kept, seen = [], []
+        for layer in self.layers:
+            if layer.met and layer.largest is not None and layer.history is not None:
+                assert layer.history.current is not None
+                kept.append(layer.history.current[WEIGHT])
+                seen.append(layer.largest)
+            layer.met = False
+        if kept:
+            torch._foreach_maximum_(kept, seen)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -90,6 +110,7 @@ class Session:
             self.inside = False
             for layer in self.layers:
                 layer.forget()
+                layer.met = False
             for current, before in kept:
                 current.copy_(before)
 
@@ -117,18 +138,22 @@ class LowPrecision:
             features. They are used for scales that span these. None: each rank scales its own part.
         reduce_history: reduces magnitudes of past steps, once a step, over the ranks that hold the weight or a part of
             it. Layers with the same function share a call. None: one rank.
-        primary: the weight is stored as codes; the code that does so must set :attr:`scale`. None: it may be, where
-            that changes no value.
+        primary: the weight is stored as codes; the code that does so must scale them to :attr:`covers`, and set
+            :attr:`scale`, and :attr:`largest` if there is a history. None: it may be, where that changes no value.
 
     Attributes:
         scale: scale ``[1, 1]`` of a weight that is stored as codes.
+        largest: its largest magnitude, 0-dim, or that of the part that this rank casts.
+        met: whether a step has multiplied with such a weight since the last update.
         wants_magnitudes: whether casts by current values use magnitudes that the maker of a tensor has recorded.
+        reads_codes: whether products can read weights that are stored as codes.
 
     Raises:
         ConfigurationError: the recipe needs different codes for a weight and for its transpose.
     """
 
     wants_magnitudes = True
+    reads_codes = True
 
     def __init__(
         self,
@@ -163,6 +188,8 @@ class LowPrecision:
             )
         self.primary = primary
         self.scale: Tensor | None = None
+        self.largest: Tensor | None = None
+        self.met = False
         self._weight: tuple[Quantized, Quantized] | None = None
         self._kept: tuple[Quantized, Quantized] | None = None
         session.layers.append(self)
@@ -171,6 +198,11 @@ class LowPrecision:
     def reads_unwritten(self) -> bool:
         """Whether it casts tensors that are :mod:`~megalight.ops.unwritten`, as their scales are known beforehand."""
         return self.history is not None and self.history.suffices
+
+    @property
+    def covers(self) -> Tensor | None:
+        """The magnitude that the weight's scale must cover, 0-dim, if past steps tell; None: its values now do."""
+        return self.history.covers[WEIGHT] if self.history is not None and self.history.suffices else None
 
     @property
     def reduce_weight(self) -> Reduce | None:
@@ -308,6 +340,7 @@ class LowPrecision:
         if weight.dtype != DTYPES[self.recipe.weight.format]:
             return None
         assert self.scale is not None, "code that stores a weight as codes must set their scale"
+        self.met |= self.session.inside
         return Quantized(weight.detach(), self.scale, self.recipe.weight)
 
     def _cast_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:

@@ -20,21 +20,25 @@ ALIGNMENT = 16
 """Alignment of each scale in bytes, as the matrix products require."""
 
 
-def codes_of(info: ParamInfo, gathered: bool = False) -> Format | None:
+def codes_of(info: ParamInfo, spared: bool = False) -> Format | None:
     """Return the 8-bit format in which a parameter is stored; None: it keeps its own dtype.
 
     Args:
-        gathered: whether ranks gather the parameter after each step, and could gather its codes.
+        spared: whether codes would spare messages or memory: ranks gather the parameter after each step, or its
+            masters are copies.
     """
     precision = precision_of(info.parameter)
     if precision is None:
         return None
-    wanted = gathered if precision.primary is None else precision.primary
+    wanted = spared if precision.primary is None else precision.primary
     return precision.recipe.weight.format if wanted else None
 
 
 class Codes:
     """The scales of all weights stored in 8 bits, and the cast from masters to codes.
+
+    A scale by past steps is known before the weight is. Such a weight needs no pass over its masters to find its
+    magnitude, no reduction over ranks, and may be cast as soon as it is updated. Its magnitude is found by the cast.
 
     Args:
         buckets: the buckets that hold codes.
@@ -44,8 +48,14 @@ class Codes:
         self.parts: list[tuple[int, Bucket, int, int]] = []
         """``(number of the weight, bucket, start, stop)``: the elements of a bucket that this rank casts."""
         self.weights: list[LowPrecision] = []
+        self._of: dict[int, slice] = {}
+        """``id`` of a bucket -> its parts."""
         self._divided: list[tuple[ProcessGroup, slice]] = []
         """Data-parallel groups with the slice of weights whose masters are divided over them."""
+        self._early: set[int] = set()
+        """``id`` of the buckets that were cast since the last :meth:`cast`."""
+        self._amax: Tensor | None = None
+        """What scales cover, once they are written for the next :meth:`cast`."""
         holders: list[Bucket] = []
         for group in dict.fromkeys(bucket.shard_group for bucket in buckets):
             first = len(self.weights)
@@ -55,13 +65,14 @@ class Codes:
                     holders += [bucket] * len(bucket.infos)
             if group is not None:
                 self._divided.append((group, slice(first, len(self.weights))))
-        self.amax = torch.zeros(len(self.weights), device=device)
         # One scale per ALIGNMENT bytes: every view of a single scale is aligned.
         self.scales = torch.ones(len(self.weights), ALIGNMENT // 4, device=device)[:, 0]
+        self.largest = torch.zeros(len(self.weights), device=device)
         self._here = torch.tensor([number for number, *_ in self.parts], dtype=torch.long, device=device)
         agree: dict[int, tuple[Callable[[Tensor], None], list[int]]] = {}
         for number, precision in enumerate(self.weights):
             precision.scale = self.scales[number : number + 1].unsqueeze(1)
+            precision.largest = self.largest[number]
             # The parts of a weight that is split over tensor ranks share one scale. One
             # reduction serves all weights with the same ranks.
             if (reduce := precision.reduce_weight) is not None:
@@ -77,6 +88,7 @@ class Codes:
         self._agree = [(reduce, torch.tensor(numbers, device=device)) for reduce, numbers in agree.values()]
 
     def _add(self, bucket: Bucket) -> None:
+        first = len(self.parts)
         for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
             low, high = max(bucket.shard.start, slot.start), min(bucket.shard.stop, slot.stop)
             if low < high:
@@ -84,33 +96,78 @@ class Codes:
             precision = precision_of(info.parameter)
             assert precision is not None
             self.weights.append(precision)
+        self._of[id(bucket)] = slice(first, len(self.parts))
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Update this rank's codes, and all scales, from the masters; one all-reduce per data-parallel group."""
+        """Update this rank's codes, and all scales, from the masters. What :meth:`cast_early` has cast stays.
+
+        If a scale is that of the values now, there is one all-reduce per data-parallel group.
+        """
         if not self.weights:
             return
-        self.amax.zero_()
-        # Read anew each time: the masters may have moved to host memory and back.
-        masters = [bucket.shard.part(*span) for _, bucket, *span in self.parts]
+        amax = self._begin() if self._amax is None else self._amax
+        for key, parts in self._of.items():
+            if key not in self._early:
+                self._write(amax, parts)
+        self.expire()
+
+    @torch.no_grad()
+    def cast_early(self, bucket: Bucket) -> bool:
+        """Cast the codes of one bucket, whose masters have their new values; False: scales are not known yet."""
+        if self._amax is None:
+            if any(precision.covers is None for precision in self.weights):
+                return False
+            self._amax = self._begin()
+        self._write(self._amax, self._of[id(bucket)])
+        self._early.add(id(bucket))
+        return True
+
+    def expire(self) -> None:
+        """Forget what was cast early, for example because masters may have changed since."""
+        self._early.clear()
+        self._amax = None
+
+    def _begin(self) -> Tensor:
+        """Write all scales, and return what each of them covers."""
+        past = [precision.covers for precision in self.weights]
+        known = [value for value in past if value is not None]
+        if len(known) == len(past):
+            amax = torch.stack(known)
+        else:
+            amax = self._now()
+            if known:  # some weights are new in this run
+                amax = torch.stack([amax[n] if value is None else value for n, value in enumerate(past)])
+        self.scales.copy_(scales_of(amax, self.weights[0].recipe.weight))
+        self.largest.zero_()
+        return amax
+
+    def _now(self) -> Tensor:
+        """Return what scales by the values now cover, of all weights."""
+        amax = torch.zeros_like(self.largest)
         if self.parts:
-            largest = torch._foreach_norm(masters, float("inf"))
+            # Read anew each time: the masters may have moved to host memory and back.
+            largest = torch._foreach_norm([bucket.shard.part(*span) for _, bucket, *span in self.parts], float("inf"))
             # In float32: scales are, and the largest values of half-precision masters are exact there.
-            self.amax[self._here] = torch.stack(largest).float()
+            amax[self._here] = torch.stack(largest).float()
         for dtype, numbers in self._rounded_amax:
             # Rounding keeps the order, so the largest rounded value is the rounded largest value.
-            self.amax[numbers] = self.amax[numbers].to(dtype).float()
+            amax[numbers] = amax[numbers].to(dtype).float()
         for group, weights in self._divided:
-            dist.all_reduce(self.amax[weights], dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(amax[weights], dist.ReduceOp.MAX, group=group)
         for reduce, numbers in self._agree:
-            among = self.amax[numbers]
+            among = amax[numbers]
             reduce(among)
-            self.amax[numbers] = among
-        first = self.weights[0]
-        scheme, amax = first.recipe.weight, self.amax * 2.0**first.margin
-        self.scales.copy_(scales_of(amax, scheme))
-        for (number, bucket, low, high), master in zip(self.parts, masters, strict=True):
+            amax[numbers] = among
+        return amax * 2.0 ** self.weights[0].margin
+
+    def _write(self, amax: Tensor, parts: slice) -> None:
+        """Write the codes of some parts; ``amax``: what the scale of each weight covers."""
+        for number, bucket, low, high in self.parts[parts]:
+            precision, master = self.weights[number], bucket.shard.part(low, high)
             # The scale comes from the amax of the whole weight. The part's own one
             # would give each rank another scale.
             own = bucket.own_params[low - bucket.kept[0] : high - bucket.kept[0]]
-            cast_flat(own, master, scheme, amax[number], self._rounded.get(number, master.dtype))
+            told = None if precision.history is None else precision.largest
+            rounded = self._rounded.get(number, master.dtype)
+            cast_flat(own, master, precision.recipe.weight, amax[number], rounded, largest=told)

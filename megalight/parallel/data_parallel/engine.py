@@ -149,7 +149,7 @@ class DataParallelEngine:
         self._overlap = overlap_grad_reduce
         # Codes are cast from masters on the device that hold at least what the parameters hold.
         narrow = master_dtype is not None and master_dtype.itemsize < 4
-        self._may_gather_codes = self.level.state and not (self._divide_replicas or self._offload or narrow)
+        self._may_hold_codes = not (self._divide_replicas or self._offload or narrow)
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
         self._route, self._units = route or Route(), units
         against = None if nccl_ub == "off" else f"nccl_ub={nccl_ub!r}: NCCL has the buffers"
@@ -283,8 +283,11 @@ class DataParallelEngine:
             replicate=self.replicate,
             divide_replicas=self._divide_replicas,
         )
-        if info.parameter.requires_grad and self._may_gather_codes and len(kind.shard_ranks) > 1:
-            kind = replace(kind, codes=codes_of(info, gathered=True))
+        if info.parameter.requires_grad and self._may_hold_codes:
+            gathered = self.level.state and len(kind.shard_ranks) > 1
+            # Beside wider masters, weights are copies, and codes are smaller ones.
+            spared = gathered or masters_of(kind, None) != kind.param_dtype
+            kind = replace(kind, codes=codes_of(info, spared))
         if kind.codes is not None and self._divide_replicas:
             raise ConfigurationError(
                 f"{info.name} is stored as 8-bit codes (primary_weights), which each group of replicas casts from "

@@ -68,16 +68,19 @@ class Gatherer:
         """The buckets that several ranks share, in the order of the forward pass."""
         return [self.buckets[index] for index in self._travelling]
 
+    @property
+    def recorded(self) -> bool:
+        """Whether a CUDA graph is being recorded."""
+        return self._stream is not None and torch.cuda.is_current_stream_capturing()
+
     def send(self, bucket: Bucket) -> None:
         """Start gathering one bucket, whose parameters are updated before others; :meth:`start` leaves it out.
 
-        Its ranks send the same buckets in the same order.
+        Its ranks send the same buckets in the same order, and never while :attr:`recorded`.
         """
-        # A graph would hold the message without what waits for it.
-        if self._stream is None or not torch.cuda.is_current_stream_capturing():
-            index = self._number[id(bucket)]
-            self._begin([index])
-            self._sent.add(index)
+        index = self._number[id(bucket)]
+        self._begin([index])
+        self._sent.add(index)
 
     def start(self) -> None:
         """Start gathering every bucket that was not sent since the last start."""

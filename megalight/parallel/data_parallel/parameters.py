@@ -58,6 +58,7 @@ class ShardedParameters:
         if self.residency is not None:
             self.residency.settle()
         if not self.written:
+            self._codes.expire()
             masters_to_parameters(self.buckets)
             self.host.send_all()
         self.host.join()  # what comes from the host must be here before it is gathered
@@ -78,17 +79,18 @@ class ShardedParameters:
     def sendable(self) -> list[Bucket]:
         """The buckets that :meth:`send` takes, in the order of the forward pass.
 
-        The others wait for :meth:`publish`: ranks agree on scales of codes, replicas join parts of a shard, and values
-        come from the host.
+        The others wait for :meth:`publish`: replicas join parts of a shard, and values come from the host.
         """
-        return [
-            bucket
-            for bucket in self._gatherer.travelling
-            if not (bucket.holds_codes or bucket.divides_replicas or bucket.on_host)
-        ]
+        return [b for b in self._gatherer.travelling if not (b.divides_replicas or b.on_host)]
 
     def send(self, bucket: Bucket) -> None:
-        """Start to bring the updated parameters of one bucket to every rank, before the others are updated."""
+        """Start to bring the updated parameters of one bucket to every rank, before the others are updated.
+
+        Codes whose scales depend on the new values wait for :meth:`publish`.
+        """
+        # A graph would hold the message without what waits for it.
+        if self._gatherer.recorded or (bucket.holds_codes and not self._codes.cast_early(bucket)):
+            return
         self._gatherer.send(bucket)
 
     def sync(self, homes: Sequence[int] | None = None) -> None:

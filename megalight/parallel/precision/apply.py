@@ -118,9 +118,8 @@ class _Casts:
         """Axes -> one function, with one all-reduce per step for all layers that share these ranks."""
         self._checked: set[tuple[torch.device, torch.dtype]] = set()
         self._primary = options.primary_weights
-        if self._primary is None and (kind is not LowPrecision or schemes.delayed or not schemes.one_scale):
-            # scales of past steps are not those of codes; of two sets of codes neither could be sent alone
-            self._primary = False
+        if self._primary is None and not (kind.reads_codes and schemes.one_scale):
+            self._primary = False  # of two sets of codes, neither could be kept or sent alone
 
     def give(self, each: Weight, holders: tuple[str, ...]) -> None:
         """Let a weight be cast from now on.

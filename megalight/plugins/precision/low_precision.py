@@ -114,10 +114,14 @@ class MegatronLowPrecision(MegatronPrecision):
         self.session.begin(number)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Surround all micro-batches of one step. Inside, each weight is cast once."""
+    def step(self, last: bool) -> Iterator[None]:
+        """Surround all micro-batches of one step. Inside, each weight is cast once.
+
+        Args:
+            last: whether the optimizer's update follows. Histories of scales count updates.
+        """
         assert self.session is not None
-        with self.session.step():
+        with self.session.step(last=last):
             yield
 
     @contextmanager

@@ -152,8 +152,12 @@ class MegatronPrecision(Precision):
         """Begin training step ``number``: work on the host that must not be recorded in a CUDA graph."""
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Surround all micro-batches of a training step. Weights do not change inside."""
+    def step(self, last: bool) -> Iterator[None]:
+        """Surround all micro-batches of a training step. Weights do not change inside.
+
+        Args:
+            last: whether the optimizer's update follows; False: further batches of an accumulation window do.
+        """
         yield
 
     @contextmanager

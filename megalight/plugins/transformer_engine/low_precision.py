@@ -91,6 +91,7 @@ class TransformerEngineProducts(LowPrecision):
 
     wants_magnitudes = False  # its quantizers find magnitudes themselves
     reads_unwritten = False  # they cast values
+    reads_codes = False
 
     def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
         # Named one by one, so that an option without effect is never taken.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from megalight.ops.parameter import precision_of, state_of
 from megalight.ops.quantize import Quantized, quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, codes
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
@@ -22,17 +24,22 @@ from tests.workers import run
 SHAPES = {"up": (48, 16), "down": (16, 48), "norm": (16,)}
 
 
-def build(bucket_size: int = 1 << 20) -> tuple[dict[str, nn.Parameter], DataParallelEngine, Session]:
+def build(
+    bucket_size: int = 1 << 20,
+    primary: bool | None = True,
+    name: str = "tensorwise",
+    over: ParallelMesh | None = None,
+) -> tuple[dict[str, nn.Parameter], DataParallelEngine, Session]:
     generator = torch.Generator().manual_seed(0)
     parameters = {
         name: nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for name, shape in SHAPES.items()
     }
     session = Session()
-    for name in ("up", "down"):
-        precision = LowPrecision(recipe("tensorwise"), session, emulate=True, primary=True)
-        state_of(parameters[name]).precision = precision
+    for weight in ("up", "down"):
+        precision = LowPrecision(recipe(name), session, emulate=True, primary=primary)
+        state_of(parameters[weight]).precision = precision
     infos = [ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0) for name, p in parameters.items()]
-    return parameters, DataParallelEngine(infos, ParallelMesh(), bucket_size=bucket_size), session
+    return parameters, DataParallelEngine(infos, over or ParallelMesh(), bucket_size=bucket_size), session
 
 
 def held(parameter: nn.Parameter) -> Quantized:
@@ -83,6 +90,88 @@ def test_codes_follow_the_masters(bucket_size: int) -> None:
     for name, value in masters(engine).items():
         assert not torch.equal(value, before[name])
     assert torch.equal(parameters["norm"].float(), masters(engine)["norm"].bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(("primary", "each"), [(None, 2), (False, 4)])
+def test_a_step_keeps_two_bytes_of_each_weight(name: str, primary: bool | None, each: int) -> None:
+    """Codes and their transposes; without codes in place of weights, these come on top of bf16."""
+    parameters, _, session = build(primary=primary, name=name)
+    up, down = parameters["up"], parameters["down"]
+    with session.step(0):
+        linear(linear(torch.randn(16, 16).bfloat16().requires_grad_(), up), down).sum().backward()
+        held: dict[int, int] = {}
+        for parameter in (up, down):
+            precision = precision_of(parameter)
+            assert precision is not None
+            assert precision._weight is not None
+            for tensor in (parameter, *(codes.data for codes in precision._weight)):
+                held[tensor.data_ptr()] = tensor.nbytes
+    assert sum(held.values()) == each * (up.numel() + down.numel())
+
+
+def test_scales_of_past_steps_are_those_of_weights_that_are_cast() -> None:
+    """They are known before the update: codes are cast as soon as their masters have changed, and only once."""
+    kept: dict[bool | None, list[tuple[Tensor, Tensor]]] = {None: [], False: []}
+    for primary, found in kept.items():
+        parameters, engine, session = build(bucket_size=1, primary=primary, name="delayed")
+        optimizer = shard_optimizer(Adam(parameters.values(), lr=0.1), engine)
+        for number in range(4):
+            engine.zero_grad()
+            with session.step(number), engine.micro_batches(1):
+                x = torch.randn(16, 16, generator=torch.Generator().manual_seed(number)).bfloat16()
+                linear(linear(x, parameters["up"]), parameters["down"]).sum().backward()
+                rows = [precision_of(parameters[name])._cast_weight(parameters[name])[0] for name in ("up", "down")]  # type: ignore[union-attr]
+                found += [(codes.data.view(torch.uint8).clone(), codes.scale.clone()) for codes in rows]
+            engine.finish_grad_sync()
+            optimizer.step()
+            engine.publish()
+        histories = [precision_of(parameters[name]).history.past for name in ("up", "down")]  # type: ignore[union-attr]
+        found += [(past, past) for past in histories if past is not None]
+    assert len(kept[None]) == 10
+    for ours, theirs in zip(kept[None], kept[False], strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def _casts() -> tuple[list[int], list[list[str]]]:
+    """Elements that casts of each publication write, and what came before it, of three steps on two ranks."""
+    order: list[list[str]] = []
+    sizes: list[int] = []
+    write = codes.cast_flat
+
+    def cast(out: Tensor, *args: Any, **more: Any) -> None:
+        order[-1].append("cast")
+        sizes[-1] += out.numel()
+        write(out, *args, **more)
+
+    codes.cast_flat = cast  # type: ignore[assignment]
+    try:
+        order.append([])
+        sizes.append(0)
+        parameters, engine, session = build(bucket_size=1, primary=None, name="delayed", over=mesh())
+        optimizer = shard_optimizer(Adam(parameters.values(), lr=0.1), engine)
+        for number in range(3):
+            engine.zero_grad()
+            with session.step(number), engine.micro_batches(1):
+                linear(linear(torch.ones(16, 16).bfloat16(), parameters["up"]), parameters["down"]).sum().backward()
+            engine.finish_grad_sync()
+            order.append([])
+            sizes.append(0)
+            optimizer.step()
+            order[-1].append("publish")
+            engine.publish()
+        engine.sync_parameters()
+    finally:
+        codes.cast_flat = write
+    return sizes, order
+
+
+def test_codes_leave_under_the_update() -> None:
+    for sizes, order in run(_casts, 2):
+        assert sizes == [48 * 16] * 4  # half of two weights
+        assert order[0].count("cast") == 2
+        for step in order[1:]:
+            assert step == ["cast", "cast", "publish"]
 
 
 def test_masters_may_move() -> None:
