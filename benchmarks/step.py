@@ -18,8 +18,8 @@ class Step:
     A micro-batch has ``mbs`` sequences, and a step of one replica has ``micro`` micro-batches. ``layout``, ``schedule``
     and ``messages`` belong to the pipeline, and ``kind`` is the kind of context parallelism. ``overlap`` belongs to
     tensor parallelism; ``keep`` then stores gathered inputs. ``recompute`` names modules inside every layer. ``recipe``
-    is for FP8: ``+primary`` after it stores weights as codes, ``+wide`` in their own dtype also where ranks gather
-    them, and ``+transformer_engine`` uses that package. ``backends`` are named by op (``attention:cudnn``). ``graph``
+    is for FP8: ``+primary`` after it stores weights as codes, ``+wide`` never does, and
+    ``+transformer_engine`` uses that package. ``backends`` are named by op (``attention:cudnn``). ``graph``
     runs steps as CUDA graphs. With ``experts``, every layer has as many of width ``ffn``, divided over ``ep`` ranks; a
     token passes through ``topk`` of them. Random numbers choose them, so that all are equally busy, unless ``natural``.
     ``dim`` is the size of a head (0: ``hidden / heads``). ``level`` says what data-parallel replicas shard, and
