@@ -429,7 +429,11 @@ STACKED = pytest.param("llama, layers stacked", marks=pytest.mark.full)
 """Stacks have the same places in weights, masters and moments; those of weights are always looked at."""
 
 
-@pytest.mark.parametrize("case", ["llama", STACKED, "experts", "hybrid", "depths"])
+MIXED = ("hybrid", "depths")
+"""Their tensors have the same places in states of either form; whole ones are always looked at."""
+
+
+@pytest.mark.parametrize("case", ["llama", STACKED, "experts", *MIXED])
 def test_optimizer_state_is_imported(case: str, tmp_path: Path) -> None:
     """Dense models have one optimizer, those with experts two, of which each has some of the parameters."""
     config, make = CASES[case]
@@ -487,7 +491,8 @@ def pieces(key: str, tensor: Tensor) -> tuple[View, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", STACKED, "experts", pytest.param("experts apart", marks=pytest.mark.full), "hybrid", "depths"]
+    "case",
+    ["llama", STACKED, "experts", *(pytest.param(each, marks=pytest.mark.full) for each in ("experts apart", *MIXED))],
 )
 def test_optimizer_state_in_flat_pieces_is_imported(case: str, tmp_path: Path) -> None:
     config, make = CASES[case]
