@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from collections.abc import Iterable
 from unicodedata import category
 
@@ -53,3 +54,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
     # A low cutoff: a wrong guess does little harm, and misspelt options are often abbreviations.
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def nearest_pattern(pattern: str, names: Iterable[str]) -> str:
+    """Return ``" Did you mean '*.projector.*'?"`` for a glob over dotted names that matches none, or an empty string.
+
+    Args:
+        pattern: the glob: ``*.projecter.*``. Words without ``*``, ``?`` and ``[`` that are no part of a name are taken
+            for misspelt.
+        names: what it should have matched.
+    """
+    names = list(names)
+    parts = dict.fromkeys(part for name in names for part in name.split("."))
+    # A low cutoff: a guess is only given if it matches a name.
+    close = {
+        word: difflib.get_close_matches(word, parts, n=1, cutoff=0.5)
+        for word in pattern.split(".")
+        if word not in parts and not set(word) & set("*?[")
+    }
+    guess = ".".join((close.get(word) or [word])[0] for word in pattern.split("."))
+    if guess != pattern and fnmatch.filter(names, guess):
+        return f" Did you mean {guess!r}?"
+    return nearest(pattern, names)

@@ -1,7 +1,7 @@
 import pytest
 
 from megalight import errors
-from megalight.errors import MegalightError, MissingPackageError, nearest
+from megalight.errors import MegalightError, MissingPackageError, nearest, nearest_pattern
 
 
 def test_every_error_is_of_one_family() -> None:
@@ -25,3 +25,18 @@ def test_nearest_names_the_closest() -> None:
     assert nearest("zzz", ["tensor_parallel"]) == ""
     assert nearest("x", []) == ""
     assert nearest("silo", (name for name in ["silu", "gelu"])) == " Did you mean 'silu'?"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("*.projecter.*", "*.projector.*"),
+        ("model.layers.*.atention.qvk.*", "model.layers.*.attention.qkv.*"),
+        ("model.embed.projecter.weight", "model.embed.projector.weight"),
+        ("*.projector.wieght", "*.projector.weight"),
+        ("*.zzz.*", ""),
+    ],
+)
+def test_a_misspelt_word_of_a_pattern_is_corrected(pattern: str, meant: str) -> None:
+    names = ["model.embed.projector.weight", "model.layers.0.attention.qkv.weight"]
+    assert nearest_pattern(pattern, iter(names)) == (f" Did you mean {meant!r}?" if meant else "")

@@ -51,6 +51,9 @@ TRIED = re.compile(
 )
 """Begins lines of jsonargparse's report that name types and forms which it tried, and no reason."""
 
+OTHER_BASE = re.compile(r"Import path \S+ does not correspond to a subclass of ")
+"""Begins lines about types that the class is not of. They are no reason where it is of another type of the union."""
+
 ADDED: tuple[type[pl.Callback], ...] = (Throughput, OptimizerMonitor, RunRecord)
 """Callbacks of every run."""
 
@@ -278,4 +281,5 @@ def _reason(error: BaseException) -> str:
     if "Does not validate against any of the Union subtypes" not in text:
         return text
     wanted = [line for line in rules(text) if not TRIED.match(line)]
-    return "; ".join(wanted) or text
+    reasons = [line for line in wanted if not OTHER_BASE.match(line)]
+    return "; ".join(reasons or wanted) or text

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from megalight.errors import ConfigurationError, nearest
+from megalight.errors import ConfigurationError, nearest_pattern
 
 
 @dataclass(frozen=True)
@@ -115,5 +115,5 @@ def check_rules(names: Sequence[str], rules: Sequence[GroupRule]) -> None:
         if not any(fnmatch.fnmatchcase(name, rule.pattern) for name in names):
             raise ConfigurationError(
                 f"parameter pattern {rule.pattern!r} matches none of the {len(names)} trainable parameters."
-                + nearest(rule.pattern, names)
+                + nearest_pattern(rule.pattern, names)
             )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from megalight.errors import ConfigurationError, nearest
+from megalight.errors import ConfigurationError, nearest_pattern
 from megalight.imports import catches_saved_tensors, in_backward
 from megalight.parallel.data_parallel.buffers import host_memory
 from megalight.parallel.data_parallel.streams import side_stream
@@ -253,5 +253,5 @@ def check_patterns(chunks: Sequence[nn.Module], patterns: Sequence[str], anywher
         if not anywhere(bool(fnmatch.filter(names, pattern))):
             raise ConfigurationError(
                 f"pattern {pattern!r} of ActivationOffload matches no module of any layer; modules inside a layer are "
-                f"{', '.join(filter(None, names))}." + nearest(pattern, list(names))
+                f"{', '.join(filter(None, names))}." + nearest_pattern(pattern, names)
             )

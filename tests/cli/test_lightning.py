@@ -20,6 +20,10 @@ QUIET = [
     "--trainer.enable_model_summary=false",
     "--trainer.enable_checkpointing=false",
 ]
+LOW_PRECISION = (
+    "{class_path: megalight.plugins.precision.MegatronLowPrecision, "
+    "init_args: {options: {recipe: tensorwise, towers: [visoin]}}}"
+)
 SAMPLE_STRATEGY = "--trainer.strategy=tests.cli.samples.SampleStrategy"
 
 pytestmark = pytest.mark.filterwarnings(
@@ -101,6 +105,7 @@ def test_the_users_progress_bar_wins(words, bar):
         ([SAMPLE_STRATEGY, "--trainer.strategy.tensor_parallel=2"], ["tensor_parallel is 2; this strategy has 1"]),
         (["--trainer.callbacks+=EarlyStoping"], ["EarlyStoping", "'EarlyStopping'"]),
         (["--trainer.callbacks=EMA", "--trainer.callbacks.decay=2"], ["decay is 2.0", "below 1"]),
+        ([f"--trainer.plugins=[{LOW_PRECISION}]"], ["towers=['visoin']", "Did you mean 'vision'?"]),
         (["-c", "absent.yaml"], ["absent.yaml"]),
         (["--ckpt_path=absent.ckpt"], ["absent.ckpt"]),
         (["--trainer.overfit_batches=2.5"], ["2.5"]),
@@ -117,6 +122,7 @@ def test_user_errors_are_one_short_message(words, parts, capsys, tmp_path):
     assert len(errors.splitlines()) <= 20
     assert "Traceback" not in errors
     assert "Subclass types" not in errors
+    assert "does not correspond to a subclass" not in errors
 
 
 def test_a_run_shorter_than_its_intervals_is_validated_and_logged_at_its_end(tmp_path):

@@ -234,7 +234,9 @@ def test_the_token_of_videos_is_another_id_of_the_vocabulary(token: int) -> None
 
 
 def test_a_pattern_that_freezes_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"freeze has '\*\.towr\.\*', which matches no parameter"):
+    with pytest.raises(
+        ConfigurationError, match=r"freeze has '\*\.towr\.\*', which matches no parameter. Did you mean '\*\.tower\.\*'"
+    ):
         VLMModule(CONFIG, freeze=["*.towr.*"]).build_model()
     frozen = VLMModule(CONFIG, freeze=["*.tower.*"]).build_model()
     assert {name.split(".")[1] for name, p in frozen.named_parameters() if not p.requires_grad} == {"tower"}

@@ -76,7 +76,7 @@ def test_recompute_that_does_not_fit_is_refused() -> None:
         check_recompute(text, Recompute(vision=FULL))
     with pytest.raises(ConfigurationError, match=r"recompute\.num_layers=3, but a model chunk has 2 layers"):
         check_recompute(model, Recompute(vision=Recompute(granularity="full", num_layers=3)))
-    with pytest.raises(ConfigurationError, match=r"'mamba' of recompute.modules matches no module"):
+    with pytest.raises(ConfigurationError, match=r"'mamba' of recompute.vision.modules matches no module"):
         check_recompute(model, Recompute(vision=Recompute(granularity="selective", modules=("mamba",))))
     with pytest.raises(ConfigurationError, match=r"recompute.vision.vision is set"):
         Recompute(vision=Recompute(vision=FULL))
@@ -108,7 +108,15 @@ def test_either_tower_multiplies_in_8_bits(options: dict[str, Any], places: list
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"towers": ("sound",)}, "towers=('sound',); give a list of language and vision"),
+        ({"towers": ("sound",)}, "towers=('sound',); 'sound' is no tower. Give a list of language and vision"),
+        (
+            {"towers": ("language", "visoin")},
+            "'visoin' is no tower. Give a list of language and vision, or",
+        ),
+        ({"towers": ("visoin",)}, "in a list. Did you mean 'vision'?"),
+        ({"towers": "vision"}, "towers='vision'. Give a list"),
+        ({"towers": ()}, "towers=(). Give a list"),
+        ({"towers": ("vision",), "modules": ("towr.mlp.*",)}, "Did you mean 'tower.mlp.*'?"),
         ({"towers": ("vision",), "last_layers": 1}, "last_layers=1 are of the language model, and towers=['vision']"),
         ({"towers": ("vision",), "modules": ("mlp.*",)}, "pattern 'mlp.*' matches no linear layer"),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, nearest_pattern
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], prefix: str = "model.") -> None:
@@ -29,7 +29,8 @@ def freeze(model: nn.Module, patterns: Sequence[str], prefix: str = "model.") ->
             # Layers are alike, and some models have thousands of names.
             kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in named)
             raise ConfigurationError(
-                f"freeze has {pattern!r}, which matches no parameter; they are {', '.join(kinds)}."
+                f"freeze has {pattern!r}, which matches no parameter.{nearest_pattern(pattern, named)} They are "
+                f"{', '.join(kinds)}."
             )
         for name in found:
             # A tower without trained parameters then keeps nothing for the backward pass.

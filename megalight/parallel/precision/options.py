@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, nearest
 from megalight.ops.quantize.recipes import Recipe, recipe
 
 MAX_MARGIN = 14
@@ -137,9 +137,13 @@ class LowPrecisionOptions:
             )
 
     def _check_modules(self) -> None:
-        if isinstance(self.towers, str) or not self.towers or set(self.towers) - set(TOWERS):
+        words = [self.towers] if isinstance(self.towers, str) else list(self.towers)
+        unknown = [word for word in words if word not in TOWERS]
+        if unknown or not words or isinstance(self.towers, str):
+            wrong = f"; {unknown[0]!r} is no tower" if unknown else ""
             raise ConfigurationError(
-                f"towers={self.towers!r}; give a list of {' and '.join(TOWERS)}, or one of them in a list."
+                f"towers={self.towers!r}{wrong}. Give a list of {' and '.join(TOWERS)}, or one of them in a list."
+                + (nearest(str(unknown[0]), TOWERS) if unknown else "")
             )
         if "language" not in self.towers and (self.first_layers or self.last_layers):
             raise ConfigurationError(

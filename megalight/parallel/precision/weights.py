@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalight.errors import ConfigurationError, nearest
+from megalight.errors import ConfigurationError, nearest_pattern
 from megalight.nn import Linear
 from megalight.nn.moe import Experts, MoE
 from megalight.ops.quantize.recipes import Recipe
@@ -132,7 +132,7 @@ def check_names(names: Mapping[str, bool], options: LowPrecisionOptions) -> None
         if not (matching := fnmatch.filter(names, pattern)):
             raise ConfigurationError(
                 f"pattern {pattern!r} matches no linear layer inside a layer; there are {', '.join(names) or 'none'}."
-                + nearest(pattern, names)
+                + nearest_pattern(pattern, names)
             )
         chosen.update(matching)
     experts = [name for name in names if names[name] and name in chosen]

@@ -32,14 +32,14 @@ def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Seq
             raise ConfigurationError(
                 f"recompute.vision is set, and {type(model).__name__} has no vision tower; leave it out."
             )
-        _check(tower, [], recompute.vision)
+        _check(tower, [], recompute.vision, "recompute.vision.modules")
     if recompute.granularity != "none":
         layers, depths = _layers(model)
-        _check(layers, depths, recompute, chunks)
+        _check(layers, depths, recompute, "recompute.modules", chunks)
 
 
 def _check(
-    layers: list[Layer], depths: list[Layer], recompute: Recompute, chunks: Iterable[Sequence[int]] = ()
+    layers: list[Layer], depths: list[Layer], recompute: Recompute, option: str, chunks: Iterable[Sequence[int]] = ()
 ) -> None:
     if recompute.granularity == "full":
         _check_number(layers, recompute)
@@ -47,7 +47,7 @@ def _check(
             # Each chunk by itself: groups of layers do not reach over the edge of a chunk.
             _check_number([layers[index] for index in chunk], recompute)
     for pattern in recompute.modules:
-        check_pattern(layers + depths, pattern, recompute.modules)
+        check_pattern(layers + depths, pattern, recompute.modules, option)
 
 
 def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = True) -> None:

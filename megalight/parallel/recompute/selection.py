@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from megalight.errors import ConfigurationError, nearest
+from megalight.errors import ConfigurationError, nearest_pattern
 from megalight.nn import Activation, Embedding, LayerNorm, Linear, RMSNorm
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.dropout import ParallelDropout
@@ -61,8 +61,8 @@ def _why_useless(module: nn.Module) -> str | None:
     return next((reason for types, reason in USELESS.items() if isinstance(module, types)), None)
 
 
-def check_pattern(layers: list[Layer], pattern: str, patterns: Sequence[str]) -> None:
-    """Check that a pattern, among others, names a module whose recompute saves memory.
+def check_pattern(layers: list[Layer], pattern: str, patterns: Sequence[str], option: str) -> None:
+    """Check that a pattern, among others of an ``option``, names a module whose recompute saves memory.
 
     Raises:
         ConfigurationError: it names none.
@@ -71,16 +71,16 @@ def check_pattern(layers: list[Layer], pattern: str, patterns: Sequence[str]) ->
     if not found:
         names = dict.fromkeys(name for _, layer in layers for name, _ in layer.named_modules() if name)
         raise ConfigurationError(
-            f"pattern {pattern!r} of recompute.modules matches no module of any layer; modules inside a layer are "
-            f"{', '.join(names)}." + nearest(pattern, names)
+            f"pattern {pattern!r} of {option} matches no module of any layer; modules inside a layer are "
+            f"{', '.join(names)}." + nearest_pattern(pattern, names)
         )
     useful = [one for one in found if not _why_useless(one[2])]
     if not useful:
         raise ConfigurationError(
-            f"{pattern!r} of recompute.modules would save nothing: {_why_useless(found[0][2])}. Leave it out."
+            f"{pattern!r} of {option} would save nothing: {_why_useless(found[0][2])}. Leave it out."
         )
     if not any(name in dict(selected(layer, patterns)) for layer, name, _ in useful):
         raise ConfigurationError(
-            f"{pattern!r} of recompute.modules lies inside another module of the list, which is recomputed as a whole; "
+            f"{pattern!r} of {option} lies inside another module of the list, which is recomputed as a whole; "
             "leave out one of the two."
         )
