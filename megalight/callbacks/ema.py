@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-
-log = logging.getLogger(__name__)
 
 STATE = "ema"
 """Checkpoints hold the average as ``ema.<canonical parameter name>``."""
@@ -29,6 +26,9 @@ class EMA(pl.Callback):
     data-parallel ranks together, and no communication. The average is saved by canonical name, so a run may resume with
     another parallel layout. Lightning's ``WeightAveraging`` and ``StochasticWeightAveraging`` need whole parameters on
     every rank.
+
+    While the average is used, the parameters wait in host memory, in their own dtype, if masters are divided over
+    data-parallel ranks. So a rank whose validation ends with an error has its weights again, without the others.
 
     Args:
         decay: in [0, 1). The average covers about the last ``every_n_steps / (1 - decay)`` steps.
@@ -57,7 +57,8 @@ class EMA(pl.Callback):
         self.evaluate = evaluate
         self.updates = 0
         self._step = 0
-        self._applied = False
+        self._put_back: Callable[[], None] | None = None
+        """Gives the parameters the values of the weights; None: they have them."""
         self._restored = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -101,38 +102,43 @@ class EMA(pl.Callback):
 
     @contextmanager
     def applied(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Context manager in which the model has the averaged weights: to evaluate, export or save them."""
-        self._exchange(trainer)
+        """Context manager in which the model has the averaged weights: to evaluate, export or save them.
+
+        All ranks enter and leave it together. A rank that leaves it with an error waits for nobody.
+        """
+        # Inside a validation the model has them already.
+        outermost = self._put_back is None
+        if outermost:
+            self._enter(trainer)
         try:
             yield
-        finally:
-            self._exchange(trainer)
+        except BaseException:
+            if outermost:
+                self._return(trainer)
+            raise
+        if outermost:
+            self._leave(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Swap the average into the model."""
-        self._enter(trainer)
+        if self.evaluate and self.updates and STATE in _states(trainer):
+            self._enter(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Swap the weights back into the model."""
-        self._leave(trainer)
+        if self._put_back is not None:
+            self._leave(trainer)
 
     on_test_start = on_validation_start
     on_test_end = on_validation_end
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Swap the weights back, so that a checkpoint saved after the error holds them."""
-        if self._applied:
-            self._applied = False
-            self._swap(trainer)
-            # Masters that are divided over replicas cannot be gathered: the others may never come to it.
-            if not any(bucket.state_groups for bucket in trainer.strategy.engine.buckets):  # type: ignore[attr-defined]
-                _follow(trainer)
-            else:
-                log.warning(
-                    "EMA: validation ended with an error, and the parameters of this process still hold the average, "
-                    "because other ranks hold parts of the weights. Checkpoints that are saved now hold the weights; "
-                    "start again from one in a new process."
-                )
+        """Put the weights back, so that what is saved or trained after the error are the weights.
+
+        Nobody waits for other ranks, which may not have failed.
+        """
+        if self._put_back is not None:
+            self._return(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates. The values are saved with the sharded optimizer state."""
@@ -144,26 +150,31 @@ class EMA(pl.Callback):
         self._restored = True
 
     def _enter(self, trainer: pl.Trainer) -> None:
-        if self.evaluate and self.updates and STATE in _states(trainer):
-            self._exchange(trainer)
-            self._applied = True
+        """Give the model the average. All ranks call this together."""
+        put_back = _engine(trainer).set_aside()
+        self._swap(trainer)
+        # Before the parameters follow, which may fail.
+        self._put_back = put_back
+        _follow(trainer)
 
     def _leave(self, trainer: pl.Trainer) -> None:
-        if self._applied:
-            self._applied = False
-            self._exchange(trainer)
-
-    def _exchange(self, trainer: pl.Trainer) -> None:
-        """Swap master weights and average, and update the parameters of the model. All ranks call this together."""
+        """Give the model the weights. All ranks call this together."""
+        self._put_back = None
         self._swap(trainer)
-        # Parameters follow, so that evaluation and export see the average too.
         _follow(trainer)
+
+    def _return(self, trainer: pl.Trainer) -> None:
+        """Give the model the weights, without other ranks."""
+        assert self._put_back is not None
+        put_back, self._put_back = self._put_back, None
+        self._swap(trainer)
+        put_back()
 
     @torch.no_grad()
     def _swap(self, trainer: pl.Trainer) -> None:
         """Swap master weights and average in place, piece by piece."""
         # An all-gather of the last step may still read the masters.
-        trainer.strategy.engine.sync_parameters()  # type: ignore[attr-defined]
+        _engine(trainer).sync_parameters()
         for master, average in zip(_masters(trainer), _states(trainer)[STATE], strict=True):
             # In pieces, because a whole copy would take as much memory as the masters.
             for start in range(0, master.numel(), SWAP_ELEMENTS):
@@ -175,9 +186,13 @@ class EMA(pl.Callback):
 
 def _follow(trainer: pl.Trainer) -> None:
     """Update the parameters of the model from the masters. All ranks call this together."""
-    engine = trainer.strategy.engine  # type: ignore[attr-defined]
+    engine = _engine(trainer)
     engine.publish()
     engine.sync_parameters()
+
+
+def _engine(trainer: pl.Trainer) -> Any:
+    return trainer.strategy.engine  # type: ignore[attr-defined]
 
 
 def _masters(trainer: pl.Trainer) -> list[Tensor]:

@@ -1,4 +1,4 @@
-import logging
+import contextlib
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -134,76 +134,122 @@ def assert_close(found: Weights, expected: Weights) -> None:
 
 
 class OneRankFails(pl.Callback):
-    """In validation, one rank is told of an error, and the other one waits for it elsewhere."""
+    """One rank is told of an error while the model has the average, and the other one waits for it elsewhere."""
 
     def __init__(self, ema: EMA) -> None:
         self.ema = ema
         self.before: list[np.ndarray[Any, Any]] = []
-        self.after: list[np.ndarray[Any, Any]] = []
-        self.averaged = False
+        self.during: list[list[np.ndarray[Any, Any]]] = []
+        self.after: list[list[np.ndarray[Any, Any]]] = []
 
     def on_train_batch_end(self, trainer, pl_module, *args):
-        self.before = [*masters_of(trainer), *parameters_of(pl_module)]
+        self.before = values_of(trainer)
 
     def on_validation_batch_start(self, trainer, pl_module, *args):
+        self.wait_for(1, trainer)
+        self.ema.on_exception(trainer, pl_module, RuntimeError())
+        self.left(trainer)
+
+    def on_fit_end(self, trainer, pl_module):
+        with contextlib.suppress(KeyboardInterrupt), self.ema.applied(trainer):
+            self.wait_for(1, trainer)
+            raise KeyboardInterrupt
+        self.left(trainer)
+
+    def wait_for(self, rank: int, trainer: pl.Trainer) -> None:
+        self.during.append(values_of(trainer))
+        if dist.get_rank() == rank:
+            dist.barrier()
+
+    def left(self, trainer: pl.Trainer) -> None:
+        self.after.append(values_of(trainer))
         if dist.get_rank() == 0:
-            self.averaged = any(
-                (a != b).any() for a, b in zip(self.before[-2:], parameters_of(pl_module)[-2:], strict=True)
-            )
-            self.ema.on_exception(trainer, pl_module, RuntimeError())
-            self.after = [*masters_of(trainer), *parameters_of(pl_module)]
-        dist.barrier()
-        if dist.get_rank() == 1:
-            self.ema.on_exception(trainer, pl_module, RuntimeError())
+            dist.barrier()
 
 
-def parameters_of(module: pl.LightningModule) -> list[np.ndarray[Any, Any]]:
-    return [parameter.detach().float().numpy().copy() for parameter in module.parameters()]
-
-
-def masters_of(trainer: pl.Trainer) -> list[np.ndarray[Any, Any]]:
-    return [shard.master.detach().numpy().copy() for shard in trainer.strategy.engine.shards]
+def values_of(trainer: pl.Trainer) -> list[np.ndarray[Any, Any]]:
+    """Masters, averages and parameters that this rank holds."""
+    buckets = trainer.strategy.engine.buckets
+    held = [bucket.own_params if bucket.shards_params else bucket.params for bucket in buckets]
+    averages = trainer.strategy.extra_shard_states["ema"]
+    tensors = [*(shard.master for shard in trainer.strategy.engine.shards), *averages, *held]
+    return [tensor.detach().float().numpy().copy() for tensor in tensors]
 
 
 class Failed(NamedTuple):
     before: list[np.ndarray[Any, Any]]
-    after: list[np.ndarray[Any, Any]]
-    averaged: bool
-    shards: int
-    told: list[str]
+    during: list[list[np.ndarray[Any, Any]]]
+    after: list[list[np.ndarray[Any, Any]]]
 
 
-def _fails_alone(tp: int) -> Failed:
+def _fails_alone(tp: int, level: str, whole: bool) -> Failed:
     ema = EMA(DECAY)
-    failing, told = OneRankFails(ema), Told()
-    logging.getLogger("megalight.callbacks.ema").addHandler(told)
+    failing = OneRankFails(ema)
     options = {"max_steps": 2, "val_check_interval": 2, "limit_val_batches": 1, "use_distributed_sampler": False}
-    strategy = MegatronStrategy(tensor_parallel=tp)
+    strategy = MegatronStrategy(tensor_parallel=tp, data_parallel=DataParallel(level=level))
     # In bf16 weights are no masters of their own.
-    runner = trainer(strategy, callbacks=[ema, failing], precision="bf16-mixed", **options)
+    precision = "64-true" if whole else "bf16-mixed"
+    runner = trainer(strategy, callbacks=[ema, failing], precision=precision, **options)
     runner.fit(Module(BASE, optimizer=ADAM, seed=SEED))
-    return Failed(failing.before, failing.after, failing.averaged, len(strategy.engine.shards), told.messages)
+    return Failed(failing.before, failing.during, failing.after)
 
 
-class Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
+@pytest.mark.parametrize(
+    ("tp", "level", "whole"),
+    [(2, "optim", False), (1, "optim", False), (1, "optim", True), (1, "optim_grads_params", False)],
+)
+def test_a_rank_that_fails_with_the_average_has_its_weights_again(tp, level, whole):
+    """Masters, average and parameters are those of before, while the other rank does not take part."""
+    for failed in run(_fails_alone, 2, tp, level, whole):
+        assert len(failed.during) == len(failed.after) == 2
+        for during, after in zip(failed.during, failed.after, strict=True):
+            # Masters, averages and parameters alike were others.
+            third = len(failed.before) // 3
+            for kind in range(3):
+                part = slice(kind * third, (kind + 1) * third)
+                assert any((a != b).any() for a, b in zip(failed.before[part], during[part], strict=True))
+            for before, value in zip(failed.before, after, strict=True):
+                np.testing.assert_array_equal(before, value)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+
+class Breaks(Module):
+    """Its first validation fails, on all ranks."""
+
+    broken = True
+
+    def validation_step(self, batch, batch_idx):
+        if self.broken:
+            raise RuntimeError("no such metric")
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_rank_that_fails_in_validation_waits_for_nobody(tp):
-    """Masters are swapped back. Parameters are, too, where this rank has all that they are made from."""
-    failed = run(_fails_alone, 2, tp)[0]
-    assert failed.averaged
-    assert len(failed.before) > failed.shards > 0
-    back = len(failed.before) if tp == 2 else failed.shards
-    for before, after in zip(failed.before[:back], failed.after[:back], strict=True):
-        np.testing.assert_array_equal(before, after)
-    assert any("still hold the average" in message for message in failed.told) == (tp == 1)
+def _fits_again() -> Seen:
+    """Fit after an error in validation; what the second run begins with must be the weights of the first."""
+    module = Breaks(BASE, optimizer=ADAM, seed=SEED)
+    watch = Watch()
+    options = {"max_steps": 2, "val_check_interval": 2, "limit_val_batches": 1, "use_distributed_sampler": False}
+    with contextlib.suppress(RuntimeError):
+        trainer(MegatronStrategy(), callbacks=[EMA(DECAY), watch], **options).fit(module)
+    module.broken = False
+    options["max_steps"] = 1
+    options["val_check_interval"] = 1
+    first = Start()
+    trainer(MegatronStrategy(), callbacks=[EMA(DECAY), first], **options).fit(module)
+    return Seen(watch.steps, watch.validated, first.weights)
+
+
+class Start(pl.Callback):
+    """Keeps the weights that a run begins with."""
+
+    weights: Weights
+
+    def on_train_start(self, trainer, pl_module):
+        self.weights = gathered(trainer.strategy, pl_module)
+
+
+def test_a_fit_after_an_error_in_validation_begins_from_the_weights():
+    for seen in run(_fits_again, 2):
+        assert any((seen.validated[name] != value).any() for name, value in seen.steps[-1].items())
+        assert_equal(seen.after, seen.steps[-1])
 
 
 def test_other_strategies_are_told_what_to_use():

@@ -105,7 +105,7 @@ def test_the_users_progress_bar_wins(words, bar):
         ([SAMPLE_STRATEGY, "--trainer.strategy.tensor_parallel=2"], ["tensor_parallel is 2; this strategy has 1"]),
         (["--trainer.callbacks+=EarlyStoping"], ["EarlyStoping", "'EarlyStopping'"]),
         (["--trainer.callbacks=EMA", "--trainer.callbacks.decay=2"], ["decay is 2.0", "below 1"]),
-        ([f"--trainer.plugins=[{LOW_PRECISION}]"], ["towers=['visoin']", "Did you mean 'vision'?"]),
+        ([f"--trainer.plugins=[{LOW_PRECISION}]"], ["towers=['visoin']; 'visoin' is no tower", "Did you mean"]),
         (["-c", "absent.yaml"], ["absent.yaml"]),
         (["--ckpt_path=absent.ckpt"], ["absent.ckpt"]),
         (["--trainer.overfit_batches=2.5"], ["2.5"]),

@@ -392,6 +392,14 @@ class DataParallelEngine:
         """Copy the updated masters into the parameters of every data-parallel rank, or start to."""
         self._parameters.publish()
 
+    def set_aside(self) -> Callable[[], None]:
+        """Return a function that gives the parameters the values that they have now, without other ranks.
+
+        Call it after an error, when the masters have their values of now, too. Where these are divided over ranks, the
+        parameters are copied to host memory: this rank's, once, in their own dtype.
+        """
+        return self._parameters.set_aside()
+
     def sync_parameters(self, homes: Sequence[int] | None = None) -> None:
         """Wait until every parameter is up to date. Call it before reading weights; it costs nothing if they are.
 

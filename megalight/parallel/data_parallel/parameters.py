@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
+from megalight.parallel.data_parallel.aside import SetAside
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.codes import Codes
 from megalight.parallel.data_parallel.gather import (
@@ -145,6 +146,18 @@ class ShardedParameters:
             self.residency.guard()
             if self.residency.whole:
                 self.residency.gather_all()
+
+    def set_aside(self) -> Callable[[], None]:
+        """Return what gives the parameters the values that they have now, without other ranks."""
+        self.sync()
+        if any(bucket.state_groups for bucket in self.buckets):
+            return SetAside(self.buckets, self._codes.scales, self.residency).put_back
+
+        def from_masters() -> None:
+            self.publish()
+            self.sync()
+
+        return from_masters
 
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters; if parameters are codes, cast the codes from the masters instead."""
