@@ -92,7 +92,10 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(line)
             except ValueError as error:
-                raise DataError(f"{file}, line {number} is not JSON: {error}.") from error
+                raise DataError(
+                    f"{file}, line {number} is not JSON ({error}). Give the log folder of a run, or its metrics.csv "
+                    "or metrics.jsonl."
+                ) from error
 
 
 def _names(files: Sequence[Path]) -> list[str]:

@@ -60,6 +60,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
         prog=f"megalight {name}",
         description=verb.describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        passed_on=getattr(verb, "PASSED_ON", None),
     )
     verb.add_arguments(parser)
     # Cut off first: argparse would take options that come after an argument for some of these.

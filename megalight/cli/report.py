@@ -31,6 +31,9 @@ _PARENT = os.getppid()
 _ARGUMENT_AND_FLAG = re.compile(r"\b(\w+)(=[^\s()]+)? \((--[a-z][\w-]*)\)")
 """Errors of functions that commands call name the argument, then the flag: ``text_key (--text-key)``."""
 
+_OF_TRAINER = re.compile(r"-c|--config\b|--(trainer|model|data)\.")
+"""Begins options of verbs that run a Trainer."""
+
 
 def debugging() -> bool:
     """Return whether the user asked for tracebacks: ``--debug`` or ``MEGALIGHT_DEBUG=1``."""
@@ -125,10 +128,30 @@ def _flag_alone(found: re.Match[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line with the nearest valid option. It takes no abbreviations."""
+    """An argument parser whose errors are one line with the nearest valid option. It takes no abbreviations.
 
-    def __init__(self, **kwargs: Any) -> None:
+    Args:
+        passed_on: the verb whose options come after ``--``; None: there are none.
+        kwargs: arguments of :class:`argparse.ArgumentParser`.
+    """
+
+    def __init__(self, passed_on: str | None = None, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})
+        self.passed_on = passed_on
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, after a look whether options of the other verb are in the wrong place.
+
+        First of all, because argparse would rather name what is missing.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        wrong = next((word for word in words if _OF_TRAINER.match(word)), None)
+        if self.passed_on is not None and wrong is not None:
+            self.error(
+                f"{wrong!r} is an option of megalight {self.passed_on}. Put those behind a --, after all others: "
+                f"{self.prog} ... -- -c RECIPE --trainer.max_steps 100"
+            )
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` and exit with code 2."""

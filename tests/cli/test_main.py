@@ -91,6 +91,11 @@ def test_a_reader_that_ends_early_is_no_error(words):
         (["doctor", "--layout", "tp=2,ep=3"], ["3"]),
         (["prepare"], ["--output"]),
         (["plot", "absent"], ["absent", "metrics.csv"]),
+        (["quantize", "out", "-c", "mine.yaml"], ["'-c' is an option of megalight validate", "... -- -c RECIPE"]),
+        (["teach", "m", "--data.seed=1", "-o", "o"], ["'--data.seed=1' is an option of megalight fit"]),
+        (["bench", "tiny-cpu", "--timeout=-1"], ["--timeout is -1 seconds; it must be above 0"]),
+        (["launch", "--slurm", "--", "fit", "--nodes", "2"], ["'--nodes' comes after --", "Put it before"]),
+        (["launch", "--slurm", "--time=noon", "--", "fit"], ["--time is 'noon'", "24:00:00"]),
     ],
 )
 def test_errors_are_short_and_helpful(words, parts, capsys):

@@ -41,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run or list the rows. Returns 1 if Megalight failed in a row."""
     if arguments.steps is not None and arguments.steps < 1:
         raise ConfigurationError(f"--steps is {arguments.steps}; it must be at least 1.")
+    if not arguments.timeout > 0:
+        raise ConfigurationError(f"--timeout is {arguments.timeout:g} seconds; it must be above 0.")
     bench = benchmarks()
     if arguments.list or not arguments.rows:
         bench.show()

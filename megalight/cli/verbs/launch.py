@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 
 from megalight.cli.report import PREEMPTED
+
+TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+"""The forms of a time limit that ``sbatch`` takes."""
 
 
 def describe() -> str:
@@ -41,6 +45,16 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("nodes", "gpus", "grace"):
         if getattr(arguments, name) < 1:
             raise ConfigurationError(f"--{name} is {getattr(arguments, name)}; it must be at least 1.")
+    if not TIME.fullmatch(arguments.time):
+        raise ConfigurationError(
+            f"--time is {arguments.time!r}; SLURM takes minutes, hours:minutes:seconds or days-hours, such as 90, "
+            "24:00:00 or 2-12."
+        )
+    own = ("--slurm", "--torchrun", "--nodes", "--gpus", "--time", "--grace", "--partition", "--name")
+    if misplaced := [word for word in arguments.command if word.partition("=")[0] in own]:
+        raise ConfigurationError(
+            f"{misplaced[0]!r} comes after --, among the options of {verb}, which has no such one. Put it before --."
+        )
     print((slurm if arguments.slurm else torchrun)(arguments), end="")
     return 0
 

@@ -14,8 +14,8 @@ from megalight.parallel.data_parallel.residency import Residency
 class SetAside:
     """Copies of this rank's parameters in host memory, in their own dtype.
 
-    Masters are divided over ranks, so a rank cannot make the parameters from its own part. After an error in one rank the
-    others may never come to a collective. Then this is the only way back.
+    Masters are divided over ranks, so a rank cannot make the parameters from its own part. After an error in one rank
+    the others may never come to a collective. Then this is the only way back.
 
     Args:
         buckets: the parameters. Their memory must stay the same.
