@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from megalight.imports import has
 from megalight.ops.attention import hopper
 from megalight.ops.attention.hopper import seen
 from megalight.ops.attention.reference import mask
@@ -27,3 +32,51 @@ def test_how_many_keys_a_query_sees(
 def test_other_devices_keep_the_other_kernel() -> None:
     q = torch.zeros(2048, 1, 128, dtype=torch.bfloat16)
     assert not hopper.serves(q, q, PackedSequences.of_lengths([2048], "cpu"), True, None)
+
+
+def test_long_sequences_in_bfloat16_have_one_kernel_for_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "_available", lambda device: True)
+
+    def serves(length: int, window: int | None = None, dtype: torch.dtype = torch.bfloat16) -> bool:
+        q: Any = SimpleNamespace(device=torch.device("cuda"), shape=(length, 8, 128), dtype=dtype)
+        return hopper.serves_backward(q, q, PackedSequences.of_lengths([length], "cpu"), True, window)
+
+    assert serves(2048)
+    assert serves(8192, window=1023)
+    assert not serves(1024)
+    assert not serves(8192, window=511)
+    assert not serves(2048, dtype=torch.float16)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not serves(2048)
+
+
+needs_triton = pytest.mark.skipif(not has("triton") or torch.cuda.is_available(), reason="needs triton, and no GPU")
+
+
+@needs_triton
+def test_blocks_of_sums() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
+    from megalight.ops.attention.hopper import sums
+
+    cpu = torch.device("cpu")
+    assert sums.query_blocks((130, 0, 64, 1), cpu).tolist() == [[0, 64], [64, 64], [128, 2], [130, 64], [194, 1]]
+    table, large = sums.key_blocks((130, 0, 64, 1), (130, 0, 64, 1), 128, True, None, cpu)
+    assert [(row[0], row[4], row[5]) for row in table.tolist()] == [(0, 0, 0), (130, 0, 3), (0, 128, 0), (194, 0, 4)]
+    # 130, 64, 2 and 1 queries see them.
+    assert large == 2
+
+
+@needs_triton
+def test_sums_are_rounded_to_rows_of_tokens() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from megalight.ops.attention.hopper import sums
+
+    torch.manual_seed(0)
+    table = sums.query_blocks((70, 3), torch.device("cpu"))
+    exact = torch.randn(3, len(table), 64, 128)  # heads, blocks, queries, features
+    # A product leaves four rows of warps, and in each two of rows of eight, with two features a thread.
+    parts = exact.view(3, len(table), 4, 2, 8, 2, 8, 4, 2).permute(0, 1, 5, 6, 2, 4, 7, 3, 8)
+    out = torch.full((73, 3, 128), torch.nan)
+    sums.round_sums(parts.reshape(-1, sums.WIDTH).contiguous(), out, table, 0.5)
+    wanted = torch.cat([exact[:, 0], exact[:, 1, :6], exact[:, 2, :3]], 1).transpose(0, 1) * 0.5
+    assert torch.equal(out, wanted)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalight.ops.attention import hopper, reference
+from megalight.ops.attention import attention, hopper, reference
 from megalight.types import PackedSequences
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +52,7 @@ def test_the_reference(
     sunk: bool,
     dtype: torch.dtype,
 ) -> None:
-    from megalight.ops.attention import forward  # needs Triton
+    from megalight.ops.attention import backward, forward  # need Triton
 
     torch.manual_seed(0)
     sequences = packed(lengths, keys)
@@ -60,9 +60,13 @@ def test_the_reference(
     sink = torch.randn(heads[0], device="cuda").to(dtype) if sunk else None
     options = (sequences, causal, 0.1, window, softcap)
     out, lse = hopper.run_forward(q, k, v, sink, *options)
-    wide = [x.double() for x in (q, k, v)] + ([] if sink is None else [sink.double()])
+    wide = [x.double().requires_grad_() for x in (q, k, v)] + ([] if sink is None else [sink.double()])
     exact = reference.attention(*wide[:3], *options, 0.0, *wide[3:])
-    assert float((out.double() - exact).norm() / exact.norm()) < (8e-3 if dtype == torch.bfloat16 else 2e-3)
+    grad = torch.randn_like(out)
+    found = hopper.run_backward(grad, q, k, v, lse, backward.run_delta(out, grad), *options)
+    wanted = torch.autograd.grad(exact, wide[:3], grad.double())
+    for x, y in zip((out, *found), (exact.detach(), *wanted), strict=True):
+        assert float((x.double() - y).norm() / y.norm()) < (8e-3 if dtype == torch.bfloat16 else 2e-3)
     _, other = forward.run(q, k, v, sink, *options)
     assert torch.allclose(lse, other, rtol=1e-4, atol=1e-3)
 
@@ -72,6 +76,25 @@ def test_the_same_bits_again() -> None:
     q, k, v = heads_of(2500, 2500, 24, 6, torch.bfloat16)
     first, *others = [hopper.run_forward(q, k, v, None, sequences, True, 0.1, 333, None)[0] for _ in range(4)]
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_deterministic_runs_have_the_same_bits_again() -> None:
+    q, k, v = (x.requires_grad_() for x in heads_of(2600, 2600, 8, 2, torch.bfloat16))
+    sequences, grad = packed([2500, 100], None), torch.randn_like(q)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(attention(q, k, v, sequences, backend="triton"), (q, k, v), grad)
+
+    assert hopper.serves_backward(q, v, sequences, True, None)
+    found = run()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not hopper.serves_backward(q, v, sequences, True, None)
+        first, *others = [run() for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for other in others for x, y in zip(other, first, strict=True))
+    assert all(float((x - y).float().norm() / y.float().norm()) < 8e-3 for x, y in zip(found, first, strict=True))
 
 
 def test_short_documents_keep_small_blocks() -> None:

@@ -1,8 +1,8 @@
 """The backward pass of attention in Triton: a kernel for queries, and one for keys and values of any heads.
 
 Both compute the scores, which makes seven products where five would do. One kernel for all, which adds to the gradients
-of queries in memory, was slower in plain Triton, and no faster with warps for loads and sums by the copy engine
-(docs/performance/log.md). With two kernels sums come in a fixed order, too.
+of queries in memory, was slower in plain Triton; on Hopper there is one with roles for warps
+(:mod:`megalight.ops.attention.hopper`). With two kernels sums come in a fixed order.
 """
 
 from __future__ import annotations

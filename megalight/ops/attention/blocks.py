@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from megalight.ops.jit import Value, constexpr, jit, next_power, tl
 from megalight.types import to_device
 
 Descriptor: Any = require("triton.tools.tensor_descriptor", "a Triton kernel").TensorDescriptor
+
+Block: TypeAlias = tuple[int, tuple[int, ...]]
+"""How many keys or queries a block sees, and its row of a table."""
 
 LOG2E = math.log2(math.e)
 
@@ -170,14 +173,14 @@ def query_blocks(
     A row has first token and length of the queries and of the keys of the block's sequence, and the block's first row
     in it: a program knows all after one load.
     """
-    blocks = []
+    blocks: list[Block] = []
     for start, length, key_start, count in _sequences(lengths, keys):
         for first in range(0, length, rows):
             place = first + count - length
             stop = min(count, place + rows) if causal else count
             seen = stop - (0 if window is None else max(0, place - window))
             blocks.append((seen, (start, length, key_start, count, first)))
-    return _table(blocks, device)
+    return table_of([row for _, row in _most_first(blocks)], device)
 
 
 @lru_cache(maxsize=64)
@@ -185,18 +188,30 @@ def key_blocks(
     lengths: tuple[int, ...], keys: tuple[int, ...], size: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor:
     """Return the blocks of keys, as above, with the block's first key."""
-    blocks = []
+    return table_of([row for _, row in listed_keys(lengths, keys, size, causal, window)], device)
+
+
+def listed_keys(
+    lengths: tuple[int, ...], keys: tuple[int, ...], size: int, causal: bool, window: int | None
+) -> list[Block]:
+    """Return the rows of :func:`key_blocks`, each with how many queries see the block."""
+    blocks: list[Block] = []
     for start, length, key_start, count in _sequences(lengths, keys):
         for first in range(0, count, size):
             shift = count - length
             stop = length if window is None else min(length, first + size + window - shift)
             seen = stop - (max(0, first - shift) if causal else 0)
             blocks.append((seen, (start, length, key_start, count, first)))
-    return _table(blocks, device)
+    return _most_first(blocks)
 
 
-def _table(blocks: list[tuple[int, tuple[int, int, int, int, int]]], device: torch.device) -> Tensor:
-    blocks.sort(key=lambda block: -block[0])
+def _most_first(blocks: list[Block]) -> list[Block]:
+    return sorted(blocks, key=lambda block: -block[0])
+
+
+def table_of(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Return rows of equally many numbers as an int32 tensor."""
     # Made in inference mode, it could not be used in a backward pass.
     with torch.inference_mode(False):
-        return to_device([value for _, row in blocks for value in row], torch.int32, device).view(-1, 5)
+        flat = to_device([value for row in rows for value in row], torch.int32, device)
+        return flat.view(len(rows), -1)

@@ -4,7 +4,7 @@ The algorithm is FlashAttention-2 (https://arxiv.org/abs/2307.08691). The forwar
 of scores, and the backward pass computes the scores again. Each program has one block of one sequence. Blocks that see
 most start first, so that no long one is left at the end. Where a block sees all of another, no mask is computed.
 
-Heads of 128 features have a forward kernel of their own on Hopper (:mod:`megalight.ops.attention.hopper`).
+Heads of 128 features have kernels of their own on Hopper (:mod:`megalight.ops.attention.hopper`).
 """
 
 from __future__ import annotations
@@ -60,8 +60,12 @@ class _Attention(torch.autograd.Function):
         grad = grad.contiguous()
         delta = backward.run_delta(out, grad)
         args = (grad, q, k, v, lse, delta, ctx.sequences, *ctx.options)
-        of_keys = keys.run if keys.serves(q, v) else backward.of_keys
-        found = (backward.of_queries(*args), *of_keys(*args))
+        causal, _, window, _ = ctx.options
+        if hopper.serves_backward(q, v, ctx.sequences, causal, window):
+            found = hopper.run_backward(*args)
+        else:
+            of_keys = keys.run if keys.serves(q, v) else backward.of_keys
+            found = (backward.of_queries(*args), *of_keys(*args))
         grad_sink = None
         if sink is not None and ctx.needs_input_grad[3]:
             # A sink is a key whose value is 0.

@@ -1,4 +1,4 @@
-"""Attention with roles for warps, on Hopper: the forward pass for heads of 128 features.
+"""Attention with roles for warps, on Hopper, for heads of 128 features.
 
 The other kernels of :mod:`megalight.ops.attention.triton` leave it to the compiler how loads, products and exponentials
 overlap.
@@ -21,7 +21,12 @@ VERSIONS = ("3.6",)
 LEAST = 128
 """Keys that a query sees on average below which smaller blocks are faster."""
 
+LONG = 900
+"""The same for the backward pass, whose blocks are larger and which rounds sums in the end. Measured from 930 on, and
+at 64, where it was slower."""
+
 run_forward = lazy("megalight.ops.attention.hopper.forward", "run")
+run_backward = lazy("megalight.ops.attention.hopper.backward", "run")
 
 
 @lru_cache
@@ -46,9 +51,18 @@ def seen(lengths: tuple[int, ...], keys: tuple[int, ...], causal: bool, window: 
     return pairs / max(1, sum(lengths))
 
 
-def serves(q: Tensor, v: Tensor, sequences: PackedSequences, causal: bool, window: int | None) -> bool:
+def serves(
+    q: Tensor, v: Tensor, sequences: PackedSequences, causal: bool, window: int | None, least: int = LEAST
+) -> bool:
     """Return whether these kernels serve the heads, and are the faster ones for the sequences."""
     if not (q.device.type == "cuda" and q.shape[-1] == v.shape[-1] == 128 and q.dtype in HALF and _available(q.device)):
         return False
     keys = sequences.keys or sequences
-    return seen(sequences.lengths, keys.lengths, causal, window) >= LEAST
+    return seen(sequences.lengths, keys.lengths, causal, window) >= least
+
+
+def serves_backward(q: Tensor, v: Tensor, sequences: PackedSequences, causal: bool, window: int | None) -> bool:
+    """Return whether they also serve the backward pass, which adds gradients of queries in any order."""
+    if torch.are_deterministic_algorithms_enabled() or q.dtype != torch.bfloat16:
+        return False  # compared with float64 in bfloat16 alone
+    return serves(q, v, sequences, causal, window, LONG)
