@@ -35,7 +35,7 @@ def no_recipe(name: str, known: Iterable[str]) -> ConfigurationError:
     """Return the error for a name that is none of ``known``."""
     return ConfigurationError(
         f"{name!r} names no recipe.{nearest(name, known)} `megalight recipes` lists them; a preset that does not "
-        "fit on a number of GPUs has none."
+        "fit on a number of GPUs has none, nor has one that reads images."
     )
 
 
