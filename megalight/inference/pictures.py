@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.data.multimodal.batch import Images, document_positions, runs_of
+from megalight.data.multimodal.batch import document_positions, runs_of
 from megalight.data.multimodal.forms import sources
 from megalight.data.multimodal.images import Resize, decode
 from megalight.data.multimodal.models import form_of
+from megalight.data.multimodal.patches import Images
 from megalight.errors import DataError
 from megalight.models.vision.model import Pictures
 from megalight.models.vlm.config import VLMConfig

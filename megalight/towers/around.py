@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalight.data.multimodal.batch import Images, ImageTextBatch
+from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.data.multimodal.patches import Images
 from megalight.errors import DataError
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.coupling import contents

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megalight.data.multimodal.batch import Images
+from megalight.data.multimodal.patches import Images
 from megalight.models.vision.model import Pictures
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from megalight.data.multimodal.batch import Images
+from megalight.data.multimodal.patches import Images
 
 
 def consecutive(lengths: Sequence[int], count: int) -> list[range]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from megalight.data.multimodal.batch import Images
 from megalight.data.multimodal.dynamic import DynamicForm
 from megalight.data.multimodal.models import form_of
+from megalight.data.multimodal.patches import Images
 from megalight.errors import ConfigurationError
 from megalight.models.vision import VisionConfig, VisionTower
 from megalight.models.vision.dynamic_config import DynamicConfig

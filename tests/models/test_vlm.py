@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalight.data.multimodal.batch import Images, ImageTextBatch, with_images
+from megalight.data.multimodal.batch import ImageTextBatch, with_images
 from megalight.data.multimodal.forms import NEWLINE
+from megalight.data.multimodal.patches import Images
 from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.family import family
 from megalight.models.gpt import MultiTokenConfig, PositionConfig

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megalight.checkpoint.foreign.transformers_folder import read_config
-from megalight.data.multimodal.batch import Images, with_images
+from megalight.data.multimodal.batch import with_images
+from megalight.data.multimodal.patches import Images
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.export import export
 from megalight.models.folder import Folder

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from megalight.data.multimodal.batch import Images, ImageTextBatch, with_cuts, with_images
+from megalight.data.multimodal.batch import ImageTextBatch, with_cuts, with_images
 from megalight.data.multimodal.models import form_of
+from megalight.data.multimodal.patches import Images
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.vision import VisionConfig
 from megalight.models.vision.anyres_config import AnyResConfig

@@ -16,9 +16,10 @@ from megalight.data.chat.dataset import PackedDataset, PackOptions
 from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import Sample
 from megalight.data.gpt.dataset import collate as collate_text
-from megalight.data.multimodal.batch import Images, ImageTextBatch, document_positions, runs_of
+from megalight.data.multimodal.batch import ImageTextBatch, document_positions, runs_of
 from megalight.data.multimodal.forms import Cut, Form, shifted, sources
 from megalight.data.multimodal.images import decode, measure
+from megalight.data.multimodal.patches import Images
 from megalight.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megalight.data.multimodal.forms import MIXED
+from megalight.data.multimodal.patches import Images
 from megalight.errors import DataError
-
-if TYPE_CHECKING:
-    from megalight.data.multimodal.batch import Images
 
 ADVICE = "with_images and with_cuts of megalight.data.multimodal.batch make batches whose numbers fit."
 

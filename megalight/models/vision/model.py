@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalight.data.multimodal.batch import Mixtures
+from megalight.data.multimodal.patches import Mixtures
 from megalight.models.vision.config import VisionConfig
 from megalight.nn import (
     MLP,

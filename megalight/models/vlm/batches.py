@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalight.data.multimodal.batch import Images, ImageTextBatch
+from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.data.multimodal.patches import Images
 from megalight.errors import DataError
 from megalight.models.vlm.config import VLMConfig
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalight.data.multimodal.batch import Mixtures
 from megalight.data.multimodal.forms import MIXED, NEWLINE
+from megalight.data.multimodal.patches import Mixtures
 from megalight.errors import DataError
 from megalight.models.gpt.model import GPT, Output
 from megalight.models.vision.model import Pictures, VisionTower

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megalight.data.multimodal.batch import Images, ImageTextBatch
+from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.data.multimodal.patches import Images
 from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.vision.model import Pictures
 from megalight.models.vision.pixels import normalised

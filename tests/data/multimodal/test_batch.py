@@ -4,7 +4,8 @@ from dataclasses import fields
 
 import torch
 
-from megalight.data.multimodal.batch import Images, with_images
+from megalight.data.multimodal.batch import with_images
+from megalight.data.multimodal.patches import Images
 from megalight.types import TokenBatch
 
 
