@@ -313,6 +313,20 @@ ROWS: dict[str, Row] = {
         aim=490,
         environment=NO_GAPS,
     ),
+    "llama3-8b-cp4-128k-all-gather-flash-grads": _row(
+        "the same, gradients sharded",
+        f"{LLAMA3_8B} {FEW} {LONGEST} kind=all_gather {FLASH} level=optim_grads",
+        gpus=4,
+        aim=490,
+        environment=NO_GAPS,
+    ),
+    "llama3-8b-cp4-256k-all-gather-flash-grads": _row(
+        "the same, 262,144 tokens, all MLPs recomputed",
+        f"{LLAMA3_8B} {FEW} {LONGEST} seq=262144 recompute={NORMS},mlp kind=all_gather {FLASH} level=optim_grads",
+        gpus=4,
+        aim=480,
+        environment=NO_GAPS,
+    ),
     **{
         f"llama3-8l-cp2-64k-{kind.replace('_', '-')}{suffix}": _row(
             f"8 layers of Llama-3-8B, CP=2, 65,536 tokens, {kind.replace('_', ' ')}{more}",
