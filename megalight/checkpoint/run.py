@@ -250,13 +250,14 @@ class Run:
 
     def _weights(self) -> tuple[dict[str, Tensor], list[FlatParameters]]:
         """The tensors that hold weights themselves, and the buckets whose parameters are codes or sharded."""
-        flat: list[FlatParameters] = []
+        flat: dict[int, FlatParameters] = {}  # by id: a sharded bucket may hold codes
         if self.engine is not None:
-            flat += [bucket for bucket in self.engine.buckets if bucket.holds_codes]
+            flat |= {id(bucket): bucket for bucket in self.engine.buckets if bucket.holds_codes}
         if self.model.shards is not None:
-            flat += self.model.shards.buckets
-        hidden = {id(info.parameter) for bucket in flat for info in bucket.infos}
-        return {name: tensor for name, tensor in self.model.tensors().items() if id(tensor) not in hidden}, flat
+            flat |= {id(bucket): bucket for bucket in self.model.shards.buckets}
+        hidden = {id(info.parameter) for bucket in flat.values() for info in bucket.infos}
+        whole = {name: tensor for name, tensor in self.model.tensors().items() if id(tensor) not in hidden}
+        return whole, list(flat.values())
 
     def _states(self) -> Iterator[State]:
         """Masters that are copies, element-wise optimizer states, and what is kept per shard beside them."""

@@ -250,4 +250,4 @@ def test_resumes_with_other_readers_saves_and_scales_are_bitwise(layout: str, ax
 
 
 def test_a_resume_with_everything_changed_is_bitwise(tmp_path: Path) -> None:
-    check("dp2", ("dp_reshardable",), tmp_path, AXES["all"][:2])
+    check("full2", ("dp_reshardable",), tmp_path, AXES["all"][:2])
