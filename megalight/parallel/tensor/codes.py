@@ -108,9 +108,8 @@ class GatheredCodes(torch.autograd.Function):
         ctx.shape, ctx.kept = x.shape, keep
         precision = precision_of(weight)
         assert precision is not None
-        share = SharedCodes.of(
-            x, INPUT, precision, group, dim
-        )  # cast first: codes are a half or a quarter of the bytes
+        # Cast first: codes are a half or a quarter of the bytes.
+        share = SharedCodes.of(x, INPUT, precision, group, dim)
         whole = share.start()()
         if ctx.needs_input_grad[1]:
             save_cast(ctx, whole if keep else share.rows)

@@ -5,7 +5,6 @@ The package has no public function for the backward pass alone, so both are the 
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ from torch import Tensor
 
 from megalight.ops.attention_block import Spec
 from megalight.ops.common import heads_why_not
-from megalight.plugins.flash_attn.release import WIDEST
-from megalight.plugins.flash_attn.version_4 import PACKAGE
+from megalight.plugins.flash_attn.release import LENGTHS, WIDEST, lacks_arguments, lengths_of
+from megalight.plugins.flash_attn.version_4 import PACKAGE, too_wide
 from megalight.types import PackedSequences
 
 MODULE = "flash_attn.cute.interface"
 FORWARD, BACKWARD = f"{MODULE}:_flash_attn_fwd", f"{MODULE}:_flash_attn_bwd"
 COMMON = ("softmax_scale", "causal", "window_size_left", "window_size_right")
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 ARGUMENTS = {FORWARD: (*COMMON, *LENGTHS, "return_lse"), BACKWARD: (*COMMON, *LENGTHS, "deterministic")}
 """Arguments that the functions must have: they are private, and may change in any release."""
 
@@ -31,13 +29,7 @@ def why_not(spec: Spec) -> str | None:
         return reason
     if (reason := PACKAGE.why_not(spec.device, "attention of blocks", FORWARD, BACKWARD)) is not None:
         return reason
-    for path, wanted in ARGUMENTS.items():
-        lacking = [name for name in wanted if name not in inspect.signature(PACKAGE.load(path)).parameters]
-        if lacking:
-            return f"{path} takes no {', '.join(lacking)} in this release. Next: {PACKAGE.how}"
-    if spec.head_dim > 128 and torch.cuda.get_device_capability()[0] > 9:
-        return f"serves heads up to 128 on this device, not {spec.head_dim}"
-    return None
+    return lacks_arguments(PACKAGE, ARGUMENTS) or too_wide(spec.head_dim)
 
 
 def _options(
@@ -47,13 +39,7 @@ def _options(
     if window is not None:
         options |= {"window_size_left": window, "window_size_right": 0 if causal else None}
     if sequences is not None:
-        keys = sequences.keys or sequences
-        options |= {
-            "cu_seqlens_q": sequences.cu_seqlens,
-            "cu_seqlens_k": keys.cu_seqlens,
-            "max_seqlen_q": sequences.max_length,
-            "max_seqlen_k": keys.max_length,
-        }
+        options |= lengths_of(sequences)
     return options
 
 

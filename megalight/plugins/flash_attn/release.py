@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,25 @@ WIDEST = 256
 ARGUMENTS = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 """Arguments that the functions must have. Releases 3 and 4 have no reliable version numbers to check instead."""
+
+
+def lacks_arguments(package: Package, wanted: Mapping[str, Sequence[str]]) -> str | None:
+    """Return what a function of the package does not take, or None. ``wanted``: path of a function -> its arguments.
+
+    We look at the functions instead of a version: builds from source often report none.
+    """
+    for path, names in wanted.items():
+        lacking = [name for name in names if name not in inspect.signature(package.load(path)).parameters]
+        if lacking:
+            return f"{path} takes no {', '.join(lacking)} in this release. Next: {package.how}"
+    return None
+
+
+def lengths_of(sequences: PackedSequences) -> dict[str, Any]:
+    """Return the values of :data:`LENGTHS`."""
+    keys = sequences.keys or sequences
+    values = (sequences.cu_seqlens, keys.cu_seqlens, sequences.max_length, keys.max_length)
+    return dict(zip(LENGTHS, values, strict=True))
 
 
 @dataclass(frozen=True)
@@ -53,13 +73,9 @@ class Release:
         paths = (f"{self.module}:{DENSE}", f"{self.module}:{PACKED}")
         if (reason := self.package.why_not(spec.device, "attention", *paths, minimum=self.minimum)) is not None:
             return reason
-        for path, wanted in zip(paths, (ARGUMENTS, (*ARGUMENTS, *LENGTHS)), strict=True):
-            # Look at the functions instead of a version: builds from source often report none.
-            wanted = (*wanted, self.sink) if spec.sink and self.sink else wanted
-            lacking = [name for name in wanted if name not in inspect.signature(self.package.load(path)).parameters]
-            if lacking:
-                return f"{path} takes no {', '.join(lacking)} in this release. Next: {self.package.how}"
-        return None
+        more = (self.sink,) if spec.sink and self.sink else ()
+        wanted = {paths[0]: (*ARGUMENTS, *more), paths[1]: (*ARGUMENTS, *LENGTHS, *more)}
+        return lacks_arguments(self.package, wanted)
 
     def attention(
         self,
@@ -96,12 +112,7 @@ class Release:
             function = DENSE
         else:
             function = PACKED
-            options |= {
-                "cu_seqlens_q": sequences.cu_seqlens,
-                "cu_seqlens_k": keys.cu_seqlens,
-                "max_seqlen_q": sequences.max_length,
-                "max_seqlen_k": keys.max_length,
-            }
+            options |= lengths_of(sequences)
         found = self.package.load(f"{self.module}:{function}")(q, k, v, **options)
         out: Tensor = found[0] if isinstance(found, tuple) else found  # some releases return the log-sum-exp too
         return out.reshape(sequences.num_tokens, -1, v.shape[-1])

@@ -16,7 +16,11 @@ attention = RELEASE.attention
 
 def why_not(spec: Spec) -> str | None:
     """Return why it cannot serve attention, or None."""
-    reason = RELEASE.why_not(spec)
-    if reason is None and spec.head_dim > 128 and torch.cuda.get_device_capability()[0] > 9:
-        return f"serves heads up to 128 on this device, not {spec.head_dim}"
-    return reason
+    return RELEASE.why_not(spec) or too_wide(spec.head_dim)
+
+
+def too_wide(head_dim: int) -> str | None:
+    """Return why heads are too wide for this GPU, or None."""
+    if head_dim > 128 and torch.cuda.get_device_capability()[0] > 9:
+        return f"serves heads up to 128 on this device, not {head_dim}"
+    return None
