@@ -81,9 +81,9 @@ class Backend(Generic[SpecT, FnT]):
         why_not: returns the reason why this backend cannot serve a request, or None if it can.
         plugin: the plugin that registered the backend, or None for a built-in one. ``BackendRegistry.register`` sets
             it.
-        slower: for a plugin's backend that ``auto`` may choose: returns the reason why it should not for a request, or
-            None. Without it ``auto`` never chooses a plugin's backend, as to install a package should not change a run.
-            It is for packages that only call a library which torch calls itself.
+        slower: returns the reason why ``auto`` should not choose this backend for a request that it can serve, or None.
+            Without it ``auto`` never chooses a plugin's backend, as to install a package should not change a run. A
+            plugin has it if its package only calls a library which torch calls itself.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Backend(Generic[SpecT, FnT]):
 
     def automatic(self, spec: SpecT) -> bool:
         """Return whether ``auto`` may choose it for a request, if it can serve."""
-        return self.plugin is None or (self.slower is not None and self.slower(spec) is None)
+        return self.plugin is None if self.slower is None else self.slower(spec) is None
 
 
 _remembered: list[Callable[[], None]] = []

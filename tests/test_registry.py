@@ -169,6 +169,15 @@ def test_auto_takes_a_plugin_that_says_when_it_is_faster(install: Callable[..., 
         made.select(2, "picky")
 
 
+def test_auto_passes_a_built_in_backend_that_says_when_it_is_slower() -> None:
+    made = backends()
+    made.register(
+        Backend("third", lambda: "third", 30, lambda spec: None, slower=lambda spec: "odd" if spec % 3 else None)
+    )
+    assert [made.select(spec).name for spec in (2, 3)] == ["fast", "third"]
+    assert made.select(2, "third").name == "third"
+
+
 def test_auto_can_be_a_named_backend() -> None:
     made = backends()
     calls: list[tuple[int, str]] = []

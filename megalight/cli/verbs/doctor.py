@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     print_table("optional packages", ("package", "version, or how to install it"), _optional())
     backends = backends_of(device)
     own = [
-        (op if index == 0 else "", backend.name, reason or "can serve")
+        (op if index == 0 else "", backend.name, reason or f"can serve{', auto some' * (backend.slower is not None)}")
         for op, rows in backends.items()
         for index, (backend, reason) in enumerate(row for row in rows if row[0].plugin is None)
     ]

@@ -117,8 +117,6 @@ def _triton_why_not(spec: Spec) -> str | None:
         return "has no dropout"
     if spec.few:
         return "has one program for all keys of a query, which is slow where queries are few"
-    if spec.uniform and spec.square and not (spec.window or spec.softcap):
-        return "serves windows, soft caps and packed sequences: without them the kernels of cuDNN are faster"
     sizes = (spec.head_dim, spec.value_dim)
     if spec.dtype not in HALF or max(sizes) > 256 or any(size % 8 for size in sizes):
         return f"needs heads of multiples of 8 up to 256 in half types, not {sizes} in {spec.dtype}"
@@ -127,6 +125,12 @@ def _triton_why_not(spec: Spec) -> str | None:
     # Loads by descriptors; blocks are chosen for Hopper.
     major, minor = torch.cuda.get_device_capability()
     return None if major >= 9 else f"needs a GPU of compute capability 9.0, not {major}.{minor}"
+
+
+def _triton_slower(spec: Spec) -> str | None:
+    if spec.uniform and spec.square and not (spec.window or spec.softcap):
+        return "the kernels of cuDNN are faster without windows, soft caps and packed sequences"
+    return None
 
 
 def _flex_why_not(spec: Spec) -> str | None:
@@ -150,7 +154,8 @@ def _block_why_not(spec: Spec) -> str | None:
 
 
 ATTENTION.register(Backend("cudnn", cudnn.attention, 30, _cudnn_why_not))
-ATTENTION.register(Backend("triton", lazy("megalight.ops.attention.triton", "attention"), 25, _triton_why_not))
+_triton = lazy("megalight.ops.attention.triton", "attention")
+ATTENTION.register(Backend("triton", _triton, 25, _triton_why_not, slower=_triton_slower))
 ATTENTION.register(Backend("varlen", varlen.attention, 20, _varlen_why_not))
 ATTENTION.register(Backend("sdpa", sdpa.attention, 10, _sdpa_why_not))
 ATTENTION.register(Backend("flex", flex.attention, 7, _flex_why_not))
