@@ -20,7 +20,7 @@ from tests.ops.checks import (
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("lengths", [[512], [5, 1, 260, 333], [1, 1, 1030]])
+@pytest.mark.parametrize("lengths", [[512], [5, 1, 260, 333], [1, 1, 1030], [126, 300]])
 @pytest.mark.parametrize(("channels", "taps"), [(1000, 4), (70, 2), (64, 5)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_causal_conv(lengths: list[int], channels: int, taps: int, dtype: torch.dtype) -> None:

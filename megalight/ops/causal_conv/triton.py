@@ -167,7 +167,7 @@ def _backward(
             read = _none()
             read += (own[step],)
             for tap in tl.static_range(1, TAPS):
-                read += (tl.where(place > 0, past[tap - 1], 0.0),)
+                read += (tl.where(place >= tap, past[tap - 1], 0.0),)
             grad = given[step]
             if SILU:
                 before = none + offset
