@@ -264,9 +264,16 @@ ROWS: dict[str, Row] = {
             f"{LLAMA3_8B} {layout} graph=1 {FLASH}",
             gpus=4,
             aim=aim,
+            peers=("mcore-te",),
         )
         for name, about, layout, aim in (
             ("dp4", "Llama-3-8B, DP=4", "mbs=1", 580),
+            (
+                "dp4-fp8-delayed",
+                "Llama-3-8B, DP=4, in FP8 with scales of past steps",
+                "mbs=1 precision=fp8 recipe=delayed",
+                840,
+            ),
             ("tp4", "Llama-3-8B, TP=4 with SP", "tp=4", 510),
             ("tp2dp2", "Llama-3-8B, TP=2 with SP, DP=2", "tp=2 mbs=1", 530),
         )
@@ -285,6 +292,16 @@ ROWS: dict[str, Row] = {
         gpus=4,
         aim=535,
     ),
+    **{
+        f"llama3-8b-pp4{name}-flash": _row(
+            f"Llama-3-8B, PP=4, {about}, with flash-attn 4", f"{LLAMA3_8B} {FEW} {layout} {FLASH}", gpus=4, aim=aim
+        )
+        for name, about, layout, aim in (
+            ("", "1F1B", ONE_F_ONE_B, 490),
+            ("-vpp4", "VPP=4, interleaved", INTERLEAVED, 520),
+            ("-vpp4-zb", "VPP=4, zero bubble", f"{INTERLEAVED} schedule=zero_bubble", 535),
+        )
+    },
     "llama3-8b-tp2pp2": _row(
         "Llama-3-8B, TP=2 with SP, PP=2, 1F1B", f"{LLAMA3_8B} {FEW} micro=8 tp=2 pp=2 layout=Et*17|t*15L", gpus=4
     ),
