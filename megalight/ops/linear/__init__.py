@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.linear import wgrad
+from megalight.ops.linear import aligned, wgrad
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.parameter import ParameterState, main_grad_of, may_hide, precision_of, state_of
@@ -40,7 +40,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     own = state is not None and (state.main_grad is not None or state.precision is not None or state.stored is not None)
     # The plain case goes to torch, whose autograd is written in C++ and keeps fewer things on the host.
     if not own and recipe_of(x) is None and main_grad_of(bias) is None:
-        return F.linear(x, weight, bias)
+        # Here and below in place, as a function of its own would be called for every layer.
+        odd = (weight.shape[0] | weight.shape[1]) % aligned.MULTIPLE and aligned.pays(weight, weight.shape)
+        return aligned.product(x, weight, bias) if odd else F.linear(x, weight, bias)
     hidden = may_hide(x, weight, bias)
     out: Tensor = apply(_Linear, x, None, None, (weight, bias)) if hidden else apply(_Linear, x, weight, bias, None)
     return out
@@ -51,8 +53,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
     if out is not None:
         weight = readable(weight)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-    precision = precision_of(weight)
-    return F.linear(x, readable(weight), bias) if precision is None else precision.product(x, weight, bias)
+    if (precision := precision_of(weight)) is not None:
+        return precision.product(x, weight, bias)
+    weight = readable(weight)
+    odd = (weight.shape[0] | weight.shape[1]) % aligned.MULTIPLE and aligned.pays(weight, weight.shape)
+    return aligned.product(x, weight, bias) if odd else F.linear(x, weight, bias)
 
 
 def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, needed: bool) -> Tensor:
@@ -61,8 +66,10 @@ def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, n
     precision = None if state is None else state.precision
     if precision is None:
         save_input(ctx, x, needed)
-        plain = state is None or state.stored is None
-        return F.linear(x, weight if plain else readable(weight), bias)
+        if state is not None and state.stored is not None:
+            weight = readable(weight)
+        odd = (weight.shape[0] | weight.shape[1]) % aligned.MULTIPLE and aligned.pays(weight, weight.shape)
+        return aligned.product(x, weight, bias) if odd else F.linear(x, weight, bias)
     # With a recipe, the input is computed again and cast again in the backward: the cast for the weight gradient would
     # only take memory.
     if not needed or recipe_of(x) is not None:
@@ -85,7 +92,9 @@ def input_gradient(grad_y: Tensor, weight: Tensor, out: Tensor | None = None) ->
             return state.precision.input_gradient(grad_y, weight)
         if state.stored is not None:
             weight = state.stored.values()
-    return grad_y @ (weight if weight.dtype == grad_y.dtype else weight.to(grad_y.dtype))
+    weight = weight if weight.dtype == grad_y.dtype else weight.to(grad_y.dtype)
+    odd = (weight.shape[0] | weight.shape[1]) % aligned.MULTIPLE and aligned.pays(weight, weight.shape)
+    return aligned.input_gradient(grad_y, weight) if odd else grad_y @ weight
 
 
 def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Tensor) -> Tensor | None:

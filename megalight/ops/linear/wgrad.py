@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import HALF, cuda_why_not, lazy, serve_all, triton_why_not, wide
+from megalight.ops.linear import aligned
 from megalight.ops.linear.measured import Accumulate, Measured
 from megalight.ops.parameter import put, state_of
 from megalight.ops.quantize import Quantized
@@ -143,5 +144,10 @@ def add(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -> None:
             grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         if x.dtype != grad_y.dtype:
             x = x.to(grad_y.dtype)
-        choose(Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))(main_grad, grad_y, x, write)
+        accumulate = choose(Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))
+        odd = (main_grad.shape[0] | main_grad.shape[1]) % aligned.MULTIPLE and aligned.pays(x, main_grad.shape)
+        if odd and len(x):
+            aligned.add_weight_gradient(accumulate, main_grad, grad_y, x, write)
+        else:
+            accumulate(main_grad, grad_y, x, write)
     state.mark_grad_ready()
