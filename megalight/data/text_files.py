@@ -25,6 +25,8 @@ Kind = Literal["text", "jsonl", "json", "parquet", "webdataset"]
 Format = Literal["auto", "text", "jsonl", "json", "parquet"]
 OnBad = Literal["raise", "skip"]
 BLOCK = 1 << 20
+LINES = "If each of its lines is a row, say so with format='jsonl' (--format jsonl)."
+
 SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 ROWS: dict[str, Kind] = {**SUFFIXES, ".json": "json", ".tar": "webdataset"}
 """Suffixes where inputs can only be rows: for text, a ``.json`` file is a document, and a ``.tar`` file is left out."""
@@ -223,11 +225,11 @@ def _entries(source: TextFile) -> Iterator[Piece]:
         try:
             entries = json.loads(file.read())
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{source.path} is not JSON: {error}.") from error
+            advice = f" {LINES}" if _goes_on(error) else ""
+            raise DataError(f"{source.path} is not JSON: {error}.{advice}") from error
     if not isinstance(entries, list):
         raise DataError(
-            f"{source.path} holds a {type(entries).__name__}; a .json file must hold an array of rows. If each of its "
-            "lines is a row, say so with format='jsonl' (--format jsonl)."
+            f"{source.path} holds a {type(entries).__name__}; a .json file must hold an array of rows. {LINES}"
         )
     lines: list[bytes] = []
     first, size = 0, 0
@@ -341,7 +343,17 @@ def _json(path: Path, number: int, line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} line {number} is not JSON ({error}). Is the file incomplete?") from error
+        advice = "Is the file incomplete?"
+        if _goes_on(error):
+            advice = "Each line holds one value, and something follows it here. Is a line break missing?"
+        elif number == 1 and line.lstrip().startswith(b"["):
+            advice = "An array of rows is read with format='json' (--format json)."
+        raise DataError(f"{path} line {number} is not JSON ({error}). {advice}") from error
+
+
+def _goes_on(error: Exception) -> bool:
+    """Return whether a value of JSON was whole, and something follows."""
+    return isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
 
 
 def _json_text(path: Path, number: int, line: bytes, key: str) -> str:

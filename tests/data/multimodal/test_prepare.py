@@ -164,11 +164,35 @@ def test_videos_are_told_from_damaged_images(start: bytes) -> None:
             read(start + bytes(30), "here")
 
 
-@pytest.mark.parametrize(("text", "message"), [("{}", "holds a dict"), ("[1,", "is not JSON")])
-def test_a_json_file_is_an_array(text: str, message: str, tmp_path: Path, image_tokenizer: Path) -> None:
-    (tmp_path / "rows.json").write_text(text)
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rows.json", "{}", r"holds a dict; .* an array of rows\. If each of its lines is a row, .*--format jsonl"),
+        ("rows.json", "[1,", r"is not JSON: Expecting value: [^.]*\.$"),
+        ("rows.json", "{}\n{}", r"is not JSON: Extra data.* If each of its lines is a row, say so .*--format jsonl"),
+        ("rows.jsonl", "{}{}\n", r"line 1 is not JSON .* something follows it here\. Is a line break missing\?"),
+        ("rows.jsonl", "[\n {}\n]\n", r"line 1 is not JSON .* An array of rows is read with format='json'"),
+        ("rows.jsonl", '{"a": "b', r"line 1 is not JSON .* Is the file incomplete\?"),
+    ],
+)
+def test_other_forms_of_rows_are_told(
+    name: str, text: str, message: str, tmp_path: Path, image_tokenizer: Path
+) -> None:
+    (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
-        prepare_multimodal([str(tmp_path / "rows.json")], tmp_path / "p", tokenizer=image_tokenizer, progress=False)
+        prepare_multimodal([str(tmp_path / name)], tmp_path / "p", tokenizer=image_tokenizer, progress=False)
+
+
+@pytest.mark.parametrize(("end", "last"), [("\n", ""), ("\r\n", "\r\n"), ("\n\n", "\n")])
+def test_the_last_line_needs_no_end(
+    end: str, last: str, prepared: Callable[..., Any], tmp_path: Path, image_tokenizer: Path
+) -> None:
+    array = Corpus.open(prepared(GOOD).prefix)
+    (tmp_path / "rows.jsonl").write_bytes((end.join(map(json.dumps, GOOD)) + last).encode())
+    report = prepare_multimodal(
+        [str(tmp_path / "rows.jsonl")], tmp_path / "p", tokenizer=image_tokenizer, workers=1, progress=False
+    )
+    assert np.array_equal(array.data.tokens, Corpus.open(report.prefix).data.tokens)
 
 
 def test_the_files_belong_together(prepared: Callable[..., Any], tmp_path: Path) -> None:
