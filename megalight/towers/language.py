@@ -32,7 +32,7 @@ class LanguageTask:
         arrived = None
         if task.has_embedding(model):
             images, _ = batch.parts()
-            arrived = Arrived(self.features(batch), task.source_of(batch, sequences), images.mixtures)
+            arrived = Arrived(self.features(batch), task.source_of(model, batch, sequences), images.mixtures)
         return task.forward(model, batch, sequences, carry, arrived, self.multiple)
 
     def loss_step(self, carry: dict[str, Tensor], batch: ImageTextBatch) -> Loss:

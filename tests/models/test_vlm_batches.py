@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.data.multimodal.forms import NEWLINE
 from megalight.errors import DataError
 from megalight.models.vlm import VLMConfig
 from megalight.types import TokenBatch
@@ -116,3 +117,29 @@ def test_shares_and_copies_of_a_device_are_not_looked_at() -> None:
     assert torch.equal(share.tokens, found.context_share(1, 2).tokens)
     meta = found.to("meta")
     assert meta.to("meta").images.highest == 4
+
+
+@pytest.mark.parametrize("part", ["whole", "copy", "micro-batch", "share"])
+def test_learned_rows_that_a_model_lacks_are_refused(part: str) -> None:
+    made, found = module(CONFIG), changed(CONFIG, "source", (3, 2), NEWLINE)
+    assert batch().to("cpu").newlines is False
+    found = {
+        "whole": lambda: found,
+        "copy": lambda: found.to("cpu"),
+        "micro-batch": lambda: found.to("cpu").split(2)[1],
+        "share": lambda: found.to("cpu").context_share(1, 2),
+    }[part]()
+    with pytest.raises(
+        DataError, match=r"the learned row after an image \(NEWLINE\), and this model has none .*form_of"
+    ):
+        made.forward_step(made.model, found)
+    assert found.to("meta").newlines
+
+
+def test_learned_rows_that_only_a_device_knows_are_not_looked_at() -> None:
+    _, source = batch().parts()
+    assert replace(batch(), source=source.to("meta")).has_newlines is None
+    made = module(TILES)
+    found = batch(config=TILES).to("cpu")
+    assert found.newlines
+    made.forward_step(made.model, found)

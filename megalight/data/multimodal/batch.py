@@ -32,11 +32,19 @@ class ImageTextBatch(TokenBatch):
             ``NEWLINE``: a learned row replaces it, or ``MIXED`` less the number of a mixture.
         runs: where the tokens of each image are, for models in which these see each other. Without need they are left
             out: they differ from batch to batch, and a recorded step is of one form. A context-parallel share has none.
+        newlines: whether a token stands for a learned row; None: it is unknown. Copies from the host know it.
     """
 
     images: Images | None = None
     source: Tensor | None = None
     runs: Runs = field(default=(), kw_only=True)
+    newlines: bool | None = field(default=None, kw_only=True)
+
+    @property
+    def has_newlines(self) -> bool | None:
+        """Whether a token stands for a learned row; None if only a device knows it, for which the host would wait."""
+        source = self.parts()[1]
+        return bool((source == NEWLINE).any()) if self.newlines is None and source.is_cpu else self.newlines
 
     @property
     def sequences(self) -> PackedSequences:
@@ -61,7 +69,8 @@ class ImageTextBatch(TokenBatch):
         for number, text in enumerate(super().split(size)):
             start, stop = number * size, number * size + len(text)
             held, before, mixed = images.of_samples(start, stop)
-            parts.append(_with(text, held, shifted(source[start:stop], -before, -mixed), self.runs[start:stop]))
+            own = shifted(source[start:stop], -before, -mixed)
+            parts.append(_with(text, held, own, self.runs[start:stop], self.newlines))
         return parts
 
     def context_share(self, rank: int, size: int, multiple: int = 1, ahead: int = 0) -> TokenBatch:
@@ -72,7 +81,8 @@ class ImageTextBatch(TokenBatch):
         text = super().context_share(rank, size, multiple, ahead)
         # Cut in the place of tokens. Shifted by one, as padding gets 0.
         moved = replace(self, tokens=source + 1)
-        return _with(text, images, TokenBatch.context_share(moved, rank, size, multiple).tokens - 1)
+        share = TokenBatch.context_share(moved, rank, size, multiple).tokens - 1
+        return _with(text, images, share, newlines=self.newlines)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """Copy to ``device``. Copies from page-locked memory never make the host wait.
@@ -85,18 +95,22 @@ class ImageTextBatch(TokenBatch):
             check_references(self.tokens, source, images)
         non_blocking = non_blocking or self.tokens.is_pinned()
         moved = source.to(device, non_blocking=non_blocking)
-        return _with(super().to(device, non_blocking), images.to(device, non_blocking), moved, self.runs)
+        text, own = super().to(device, non_blocking), images.to(device, non_blocking)
+        return _with(text, own, moved, self.runs, self.has_newlines)
 
     def pin_memory(self) -> TokenBatch:
         """Copy to page-locked host memory."""
         images, source = self.parts()
-        return _with(super().pin_memory(), images.map(Tensor.pin_memory), source.pin_memory(), self.runs)
+        text, own = super().pin_memory(), images.map(Tensor.pin_memory)
+        return _with(text, own, source.pin_memory(), self.runs, self.newlines)
 
 
-def _with(text: TokenBatch, images: Images, source: Tensor, runs: Runs = ()) -> ImageTextBatch:
+def _with(
+    text: TokenBatch, images: Images, source: Tensor, runs: Runs = (), newlines: bool | None = None
+) -> ImageTextBatch:
     # All fields of a text batch, so that one that is added there is not lost here.
     of_text = {each.name: getattr(text, each.name) for each in fields(TokenBatch)}
-    return ImageTextBatch(**of_text, images=images, source=source, runs=runs)
+    return ImageTextBatch(**of_text, images=images, source=source, runs=runs, newlines=newlines)
 
 
 def runs_of(source: NDArray[np.int64], images: Images) -> Runs:

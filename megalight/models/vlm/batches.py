@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.data.multimodal.patches import Images
 from megalight.errors import DataError
@@ -50,4 +52,22 @@ def check_images(config: VLMConfig, images: Images) -> None:
             f"an image has {other[0]} rows of patches; this tower reads {own} of each image or tile of "
             f"{vision.image_size} x {vision.image_size} pixels. Cut images by form_of(config) of "
             "megalight.data.multimodal.models."
+        )
+
+
+def check_newlines(model: nn.Module, batch: ImageTextBatch) -> None:
+    """Refuse tokens that stand for a learned row, where the model has none. Only what the host knows is looked at.
+
+    Args:
+        model: the part of the model that reads tokens and images.
+        batch: the micro-batch.
+
+    Raises:
+        DataError: the batch has such a token.
+    """
+    if batch.has_newlines and getattr(model.get_submodule("embed"), "newline", None) is None:
+        raise DataError(
+            "a token stands for the learned row after an image (NEWLINE), and this model has none (newline: false). "
+            "The images were cut for another model: cut them by form_of(config) of megalight.data.multimodal.models, "
+            "or leave newline out of with_images."
         )

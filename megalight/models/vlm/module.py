@@ -83,7 +83,7 @@ class VLMModule(FamilyModule[VLMConfig]):
         pictures = None
         if task.has_embedding(model):
             self.count_work(batch, skips(batch, self.token_multiple))
-            pictures = self._pictures(batch, task.source_of(batch, sequences))
+            pictures = self._pictures(batch, task.source_of(model, batch, sequences))
         return task.forward(model, batch, sequences, carry, pictures, self.token_multiple)
 
     def _pictures(self, batch: ImageTextBatch, source: Tensor) -> Pictures | Arrived:

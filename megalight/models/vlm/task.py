@@ -11,7 +11,7 @@ from megalight.data.multimodal.patches import Images
 from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.vision.model import Pictures
 from megalight.models.vision.pixels import normalised
-from megalight.models.vlm.batches import check_images
+from megalight.models.vlm.batches import check_images, check_newlines
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import Arrived
 from megalight.ops.rows import put_rows
@@ -111,6 +111,16 @@ def has_embedding(model: nn.Module) -> bool:
     return getattr(model, "embed", None) is not None
 
 
-def source_of(batch: ImageTextBatch, sequences: PackedSequences) -> Tensor:
-    """Return the source ``[T]`` of the tokens of a batch."""
+def source_of(model: nn.Module, batch: ImageTextBatch, sequences: PackedSequences) -> Tensor:
+    """Return the source ``[T]`` of the tokens of a batch.
+
+    Args:
+        model: the part of the model that reads tokens and images.
+        batch: the micro-batch.
+        sequences: those of the batch, padded as the model needs it.
+
+    Raises:
+        DataError: a token stands for a learned row, which the model does not have.
+    """
+    check_newlines(model, batch)
     return pack(batch.parts()[1], sequences, -1)
