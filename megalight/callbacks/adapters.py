@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 
 from megalight import checkpoint
+from megalight.checkpoint.disk.newest import newest_in
 from megalight.errors import ConfigurationError, nearest
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import MegalightModule
@@ -34,8 +35,9 @@ class Adapters(pl.Callback):
         save_base: whether checkpoints hold the whole model. If not, they hold only the adapters, and loading one needs
             the initial weights of the run.
         name: name of the adapter that is trained.
-        weights: a checkpoint with adapters of the same base. The one called ``name`` is trained further, with the
-            settings that it has there; all others stay as they are, frozen and inactive, and are saved with it.
+        weights: a checkpoint with adapters of the same base, or a folder of runs, whose newest one is taken. The one
+            called ``name`` is trained further, with the settings that it has there; all others stay as they are, frozen
+            and inactive, and are saved with it.
 
     Raises:
         ConfigurationError: a value is out of range. Before processes start: a target matches no layer, the rank is too
@@ -69,7 +71,8 @@ class Adapters(pl.Callback):
         lora = kind(1 if rank is None else rank, targets, alpha, dropout, rank_stabilized, exclude, name)
         self.name = name
         self.lora = None if rank is None else lora
-        self.weights = weights
+        # Once: a run may still be saving there.
+        self.weights = None if weights is None else newest_in(weights)
         self.stored: StoredBase | None = None
         self.save_base = save_base
         if base is None and block is not None:

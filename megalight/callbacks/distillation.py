@@ -20,7 +20,8 @@ class Distillation(pl.Callback):
     The teacher has its own configuration, weights and layout. It is in no checkpoint.
 
     Args:
-        teacher: a checkpoint, or a ``transformers`` folder. Its vocabulary is that of the student.
+        teacher: a checkpoint, a folder of runs, whose newest checkpoint is taken, or a ``transformers`` folder. Its
+            vocabulary is that of the student.
         divergence: ``forward_kl``, ``reverse_kl``, ``jensen_shannon`` or ``cross_entropy``.
         temperature: divides the logits of both models.
         scale: multiplies the divergence.

@@ -151,8 +151,8 @@ def loads(text: bytes, data: bytes | None, what: str) -> Any:
     if data is not None:
         memory = np.frombuffer(data, np.uint8)
         for entry in parse_header(data, len(data), f"{what}.safetensors"):
-            # memory of its own: no tensor keeps the others' alive
-            tensor = tensors[entry.key] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            # Memory of its own: no tensor keeps the others' alive. On the host, also where models are built on meta.
+            tensor = tensors[entry.key] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
             as_bytes(tensor).numpy()[:] = memory[entry.start : entry.start + entry.nbytes]
     try:
         ordered = [tensors[str(number)] for number in range(len(tensors))]

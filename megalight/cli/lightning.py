@@ -218,7 +218,7 @@ class MegalightCLI(LightningCLI):
             model = config.get("model")
             given = model.get("init_args") if isinstance(model, Namespace) else None
             if given is not None and isinstance(given.get("weights"), str):
-                given.weights = str(newest.newest_in(given.weights, f"--model.weights={given.weights}"))
+                given.weights = str(newest.told(given.weights, f"--model.weights={given.weights}"))
 
     def instantiate_classes(self) -> None:
         """Create the trainer, the model and the data module.

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from typing import Any
 
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.newest import newest_first, newest_in
 from megalight.checkpoint.inspection.verify import verify
 from megalight.cli.report import launched
 from megalight.errors import CheckpointError
-
-DEPTH = 6
-"""Levels of folders that are searched: a run may be started in a folder that holds much else."""
 
 CHOSEN = "MEGALIGHT_CHOSEN_CHECKPOINT"
 """Environment variable by which a process tells those that it starts its own id, and which checkpoint it chose."""
@@ -39,7 +36,7 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     if wanted in (None, *LIGHTNINGS):
         return wanted
     if wanted != "last" and (wanted != "auto" or verb != "fit"):
-        return str(newest_in(wanted, f"--ckpt_path={wanted}"))
+        return str(told(wanted, f"--ckpt_path={wanted}"))
     places = _places(folders)
     found = _newest_undamaged(places)
     if found is not None:
@@ -52,21 +49,17 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     return None
 
 
-def newest_in(path: str | os.PathLike[str], said: str = "") -> Place:
-    """Return the newest finished checkpoint in a folder of runs. Any other path stays as it is.
+def told(path: str | os.PathLike[str], said: str) -> Place:
+    """Do what :func:`~megalight.checkpoint.disk.newest.newest_in` does, and say in the log what was found.
 
     Args:
         path: a checkpoint, or a folder that holds some at any depth.
-        said: what the user wrote, for the log. Empty: nothing is logged.
+        said: what the user wrote.
     """
-    folder = publish.place(path)
-    # A checkpoint itself, a single file, or an address that another part understands.
-    if not folder.is_dir() or not _may_hold(folder):
-        return folder
-    found = _newest([folder])
-    if found is not None and said:
+    found = newest_in(path)
+    if found != publish.place(path):
         _log(f"{said}: the newest checkpoint in it is {found}")
-    return folder if found is None else found
+    return found
 
 
 def check_there_is_one(folders: Iterable[str | os.PathLike[str]]) -> None:
@@ -116,7 +109,7 @@ def _newest_undamaged(places: Iterable[Place]) -> Place | None:
         return _newest(places) if not chooser else publish.place(path) if path else None
     chosen = None
     # Newest first, so that the search ends with the first one that is good.
-    for _, found in sorted({each for place in places for each in _finished(place)}, key=_age, reverse=True):
+    for found in newest_first(places):
         damage = verify(found) if found.is_dir() else []
         if not damage:
             chosen = found
@@ -128,12 +121,7 @@ def _newest_undamaged(places: Iterable[Place]) -> Place | None:
 
 
 def _newest(places: Iterable[Place]) -> Place | None:
-    found = max((each for place in places for each in _finished(place)), default=None, key=_age)
-    return None if found is None else found[1]
-
-
-def _age(found: tuple[int, Place]) -> tuple[int, str]:
-    return found[0], str(found[1])
+    return next(iter(newest_first(places)), None)
 
 
 def _places(folders: Iterable[str | os.PathLike[str]]) -> list[Place]:
@@ -152,28 +140,3 @@ def folders_of(trainer: Any) -> list[str]:
     callbacks = given if isinstance(given, list) else [given]
     named = [(each.get("init_args") or {}).get("dirpath") for each in callbacks if hasattr(each, "get")]
     return [trainer.get("default_root_dir") or ".", *filter(None, named)]
-
-
-def _finished(here: Place, levels: int = DEPTH) -> Iterator[tuple[int, Place]]:
-    """Yield when each finished checkpoint was saved, in nanoseconds since 1970, and its place.
-
-    Hidden ones do not count: a learning-rate finder that was killed leaves one behind.
-    """
-    for path in publish.finished(here):
-        if not path.name.startswith("."):
-            yield manifests.read(publish.resolve(path)).saved_at, path
-    for entry in sorted(here.iterdir()) if here.is_dir() else ():
-        if entry.name.startswith("."):
-            continue
-        # As os.walk does: a folder that nobody may read holds no checkpoint for us, but those beside it may.
-        with suppress(PermissionError, FileNotFoundError, NotADirectoryError):
-            if entry.is_dir():
-                deeper = levels > 0 and not entry.is_symlink() and _may_hold(entry)
-                yield from _finished(entry, levels - 1) if deeper else ()
-            elif entry.name.endswith(".ckpt"):
-                yield entry.stat().st_mtime_ns, entry
-
-
-def _may_hold(folder: Place) -> bool:
-    """Whether a folder may hold checkpoints: not if it is one itself."""
-    return not (publish.resolve(folder) / manifests.NAME).exists()

@@ -125,8 +125,21 @@ class WorkerLauncher(MultiProcessingLauncher):
         preflight.check(self._strategy, trainer, function, *args, **kwargs)
         if trainer is not None:
             _ = trainer.log_dir  # chosen here, so that this process knows the folder in which its workers write
-        with newest_for_last(trainer):
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+        try:
+            with newest_for_last(trainer):
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+        finally:
+            # An interrupt may end the wait and reach no worker. They would train on, and keep the next run's port.
+            self._end()
+
+    def _end(self) -> None:
+        """Wait a little for workers to end, then kill the others."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        for worker in self.procs:
+            worker.join(max(0.0, deadline - time.monotonic()))
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         """Run one rank. If SIGTERM ends it, tell the main process, which waits for a result."""

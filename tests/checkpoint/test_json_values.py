@@ -23,6 +23,12 @@ def back(value: Any) -> Any:
     return json_values.loads(text, data, "common")
 
 
+def test_tensors_lie_on_the_host_also_where_models_are_built_on_meta() -> None:
+    with torch.device("meta"):
+        found = back({"score": torch.tensor([1.5, 2.0], device="cpu")})
+    assert found["score"].tolist() == [1.5, 2.0]
+
+
 VALUES = [
     None, True, 0, -(2**200), 1.5, -0.0, 1e-320, math.inf, -math.inf, "", "ü\0\n", "$dict", b"", b"\0\xff",
     [], {}, (), ((),), [1, [2, (3, None)]], {"a": {"b": (1,)}}, {1: 2, (3, "x"): [4], None: 5, 1.5: 7, b"k": 8},

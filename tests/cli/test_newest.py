@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from megalight.checkpoint import save
+from megalight.checkpoint.disk.newest import newest_in
 from megalight.cli import newest
 from megalight.cli.lightning import parsed
 from megalight.cli.main import main
-from megalight.cli.newest import newest_in, resolve
+from megalight.cli.newest import resolve
 from megalight.errors import CheckpointError
 
 WORDS = [

@@ -20,6 +20,7 @@ from megalight import checkpoint
 from megalight.callbacks.distillation import Distillation
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.bert.module import BertModule
+from megalight.models.distillation import Distiller
 from megalight.models.gpt import GPT, GPTConfig, MambaConfig
 from megalight.models.gpt.config import MoEConfig
 from megalight.models.gpt.module import GPTModule
@@ -226,6 +227,22 @@ def test_the_teacher_leaves_with_its_callback(teacher: Path) -> None:
     runner.callbacks.append(Distillation(teacher, divergence="reverse_kl"))
     with pytest.raises(ConfigurationError, match="more than one Distillation"):
         callback.setup(runner, module, "fit")
+
+
+def test_the_teacher_may_be_a_run_whose_checkpoints_hold_scores(tmp_path: Path) -> None:
+    held = held_model("gpt", TEACHERS["tied"], teacher_of("tied"))
+    for step in (1, 2):
+        # As callbacks leave them in checkpoints of runs.
+        scores = {"callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(1.0)}}}
+        save_model(replace(held, training=scores), tmp_path / "checkpoints" / f"step={step}.ckpt")
+    module, callback = Student(), Distillation(tmp_path)
+    callback.attach(module)
+    save_model(held, tmp_path / "checkpoints" / "step=3.ckpt")
+    # On meta, as a run is checked before its processes start.
+    with torch.device("meta"):
+        assert list(module.frozen_models()) == ["teacher"]
+    assert isinstance(callback.distiller, Distiller)
+    assert callback.distiller.folder == tmp_path / "checkpoints" / "step=2.ckpt"
 
 
 @pytest.mark.parametrize("teacher", ["untied"], indirect=True)

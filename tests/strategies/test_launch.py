@@ -226,6 +226,14 @@ def test_the_main_process_ends_when_sigterm_ended_its_forked_ranks() -> None:
     assert "TrainerStatus.INTERRUPTED" in text
 
 
+def test_an_interrupt_of_the_main_process_alone_ends_its_forked_ranks() -> None:
+    (code,), text = processes(["python", "-m", "tests.strategies.terminated", "interrupt"])
+    assert code == 0, text
+    assert "workers left: 0" in text
+    assert "TrainerStatus.INTERRUPTED" in text
+    assert "TrainerStatus.FINISHED" in text
+
+
 @pytest.mark.parametrize("start", ["popen", "fork", "spawn"])
 def test_one_process_starts_nothing_and_suits_a_notebook(tmp_path: Path, start: str) -> None:
     before = {name: os.environ.get(name) for name in STARTED}

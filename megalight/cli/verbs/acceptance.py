@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the acceptance length of each category and of all."""
-    from megalight.cli.newest import newest_in
+    from megalight.checkpoint.disk.newest import newest_in
     from megalight.data.chat.template import ChatTemplate, read_template
     from megalight.errors import ConfigurationError
     from megalight.inference.questions import read_questions

@@ -77,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each prompt with its completion, or each answer."""
-    from megalight.cli.newest import check_is_one, newest_in
+    from megalight.checkpoint.disk.newest import newest_in
+    from megalight.cli.newest import check_is_one
 
     path = newest_in(arguments.checkpoint)
     if str(path) != arguments.checkpoint.rstrip("/"):
@@ -164,7 +165,7 @@ def _complete(
     """Return the completion of each prompt, or the answer. ``source``: a chat template; None: the tokenizer's."""
     draft, guessing = None, dict[str, int]()
     if arguments.draft is not None:
-        from megalight.cli.newest import newest_in
+        from megalight.checkpoint.disk.newest import newest_in
         from megalight.inference.drafts import load_draft
 
         draft = load_draft(newest_in(arguments.draft), writer.model, writer.tokenizer)

@@ -37,12 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
+    from megalight.checkpoint.disk.newest import newest_in
     from megalight.checkpoint.foreign.pickles import check_is_archive
     from megalight.checkpoint.foreign.transformers_folder import describe as read_folder
     from megalight.checkpoint.foreign.transformers_folder import is_folder
     from megalight.checkpoint.inspection.inspect import describe as read
     from megalight.checkpoint.inspection.inspect import render, to_json
-    from megalight.cli.newest import newest_in
 
     path = newest_in(arguments.checkpoint)
     if arguments.verify and is_folder(path):

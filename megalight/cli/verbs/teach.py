@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the store and print a summary."""
+    from megalight.checkpoint.disk.newest import newest_in
     from megalight.cli import parts
-    from megalight.cli.newest import newest_in
     from megalight.data.records import check_open
     from megalight.errors import ConfigurationError
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalight.checkpoint.disk.newest import newest_in
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
@@ -76,7 +77,8 @@ class Distiller:
     """What a student's LightningModule needs of its teacher.
 
     Args:
-        folder: a checkpoint of the teacher, or a ``transformers`` folder.
+        folder: a checkpoint of the teacher, a folder of runs, whose newest checkpoint is taken, or a ``transformers``
+            folder.
         loss: the loss.
         layout: the teacher's layout.
 
@@ -93,6 +95,8 @@ class Distiller:
 
     def __post_init__(self) -> None:
         """Read the teacher's configuration."""
+        # Once: a run may still be saving there.
+        object.__setattr__(self, "folder", newest_in(self.folder))
         stored = open_model(self.folder)
         # Models that read images predict tokens too, but no student has images to show them.
         if not isinstance(stored.config, GPTConfig):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megalight.checkpoint.disk.newest import newest_in
 from megalight.data.states import ENDS as STORED_ENDS
 from megalight.data.states import StatesStore
 from megalight.errors import ConfigurationError
@@ -74,8 +75,8 @@ class BaseModel:
     """What the LightningModule of a draft needs of its base.
 
     Args:
-        folder: a checkpoint, a ``transformers`` folder, or a folder of ``megalight hidden-states``. Of the latter the
-            base's ends are read, and batches bring its results.
+        folder: a checkpoint, a folder of runs, whose newest checkpoint is taken, a ``transformers`` folder, or a folder
+            of ``megalight hidden-states``. Of the latter the base's ends are read, and batches bring its results.
         layout: the base's layout, over the same ranks.
 
     Raises:
@@ -99,6 +100,8 @@ class BaseModel:
                 )
             object.__setattr__(self, "states", StatesStore(self.folder))
             object.__setattr__(self, "folder", Path(self.folder) / STORED_ENDS)
+        # Once: a run may still be saving there.
+        object.__setattr__(self, "folder", newest_in(self.folder))
         stored = self._open()
         if not isinstance(stored.config, GPTConfig):
             raise ConfigurationError(

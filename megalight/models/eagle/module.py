@@ -37,8 +37,8 @@ class EagleModule(FamilyModule[EagleConfig]):
     the cross entropy with the base's distribution, over the tokens that the draft knows.
 
     Args:
-        base: a checkpoint of a GPT, or a ``transformers`` folder. Or a folder of ``megalight hidden-states``: then no
-            base runs.
+        base: a checkpoint of a GPT, a folder of runs, whose newest one is taken, or a ``transformers`` folder. Or a
+            folder of ``megalight hidden-states``: then no base runs.
         config: the draft; None: as :class:`~megalight.models.eagle.EagleConfig` derives it from the base.
         architecture: a JSON file in place of ``config``; see :func:`~megalight.models.eagle.read_architecture`.
         draft_vocabulary: a file with the ids that the draft predicts, in place of ``config.draft_ids``; see

@@ -23,6 +23,7 @@ from megalight.checkpoint.background import rendezvous
 from megalight.checkpoint.background.saves import KINDS, Background, Kind
 from megalight.checkpoint.disk import publish, remote
 from megalight.checkpoint.disk.files import FileRecord, write_file
+from megalight.checkpoint.disk.newest import newest_in
 from megalight.checkpoint.disk.part import Written
 from megalight.checkpoint.disk.remote import Address
 from megalight.checkpoint.inspection.diff import diff
@@ -87,8 +88,8 @@ def test_it_is_saved_found_replaced_and_removed(folder: Address) -> None:
 def test_the_newest_of_a_run_is_found(folder: Address) -> None:
     for step, name in enumerate(("run/version_0/checkpoints/a.ckpt", "run/version_1/checkpoints/b.ckpt", "c.ckpt")):
         simple.save(folder / name, step)
-    assert newest.newest_in(str(folder / "run")) == folder / "run/version_1/checkpoints/b.ckpt"
-    assert newest.newest_in(str(folder / "c.ckpt")) == folder / "c.ckpt"
+    assert newest_in(str(folder / "run")) == folder / "run/version_1/checkpoints/b.ckpt"
+    assert newest_in(str(folder / "c.ckpt")) == folder / "c.ckpt"
     assert newest.resolve("last", "fit", [str(folder)]) == str(folder / "c.ckpt")
     damaged = publish.resolve(folder / "c.ckpt") / "data/0-0.safetensors"
     flip(damaged)
@@ -100,7 +101,7 @@ def test_the_newest_of_a_run_is_found(folder: Address) -> None:
 def test_folders_in_one_of_the_same_name_are_found(folder: Address) -> None:
     simple.save(folder / "run/run/run", 1)
     assert list((folder / "run").iterdir()) == [folder / "run/run"]
-    assert newest.newest_in(str(folder / "run")) == folder / "run/run/run"
+    assert newest_in(str(folder / "run")) == folder / "run/run/run"
 
 
 def flip(file: Address, place: int = -5) -> None:

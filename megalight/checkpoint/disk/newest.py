@@ -1,0 +1,62 @@
+"""The newest finished checkpoint in a folder of runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+from megalight.checkpoint.disk import manifest as manifests
+from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.files import Place
+
+DEPTH = 6
+"""Levels of folders that are searched: a run may be started in a folder that holds much else."""
+
+
+def newest_in(path: str | os.PathLike[str]) -> Place:
+    """Return the newest finished checkpoint in a folder of runs. Any other path stays as it is.
+
+    Args:
+        path: a checkpoint, or a folder that holds some at any depth.
+    """
+    folder = publish.place(path)
+    # A checkpoint itself, a single file, or an address that another part understands.
+    if not folder.is_dir() or not _may_hold(folder):
+        return folder
+    return next(iter(newest_first([folder])), folder)
+
+
+def newest_first(places: Iterable[Place]) -> list[Place]:
+    """Return all finished checkpoints in folders of runs."""
+    found = {each for place in places for each in _finished(place)}
+    return [path for _, path in sorted(found, key=_age, reverse=True)]
+
+
+def _age(found: tuple[int, Place]) -> tuple[int, str]:
+    return found[0], str(found[1])
+
+
+def _finished(here: Place, levels: int = DEPTH) -> Iterator[tuple[int, Place]]:
+    """Yield when each finished checkpoint was saved, in nanoseconds since 1970, and its place.
+
+    Hidden ones do not count: a learning-rate finder that was killed leaves one behind.
+    """
+    for path in publish.finished(here):
+        if not path.name.startswith("."):
+            yield manifests.read(publish.resolve(path)).saved_at, path
+    for entry in sorted(here.iterdir()) if here.is_dir() else ():
+        if entry.name.startswith("."):
+            continue
+        # As os.walk does: a folder that nobody may read holds no checkpoint for us, but those beside it may.
+        with suppress(PermissionError, FileNotFoundError, NotADirectoryError):
+            if entry.is_dir():
+                deeper = levels > 0 and not entry.is_symlink() and _may_hold(entry)
+                yield from _finished(entry, levels - 1) if deeper else ()
+            elif entry.name.endswith(".ckpt"):
+                yield entry.stat().st_mtime_ns, entry
+
+
+def _may_hold(folder: Place) -> bool:
+    """Whether a folder may hold checkpoints: not if it is one itself."""
+    return not (publish.resolve(folder) / manifests.NAME).exists()
