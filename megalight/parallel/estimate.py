@@ -6,17 +6,22 @@ Activations come on top.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError
+from megalight.ops.parameter import precision_of
 from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.layout import level_of
 from megalight.parallel.data_parallel.memory import GRADIENT_TURNS
 from megalight.parallel.data_parallel.options import DTYPES
+from megalight.parallel.data_parallel.route import Route
 from megalight.parallel.units import owned_alone, units_of
 
 ADAM = 8.0
@@ -33,6 +38,8 @@ class Estimate:
         masters: those that are copies of the parameters.
         moments: the optimizer's state.
         host: masters, moments, and gradients and parameters on their way.
+        casts: what products in 8 bits keep of weights during a step: transposes of weights that are codes, and both
+            casts of weights in a dtype of their own.
     """
 
     parameters: float
@@ -40,11 +47,20 @@ class Estimate:
     masters: float
     moments: float
     host: float = 0.0
+    casts: float = 0.0
 
     @property
     def device(self) -> float:
         """All bytes on the device, without activations."""
-        return self.parameters + self.gradients + self.masters + self.moments
+        return self.parameters + self.gradients + self.masters + self.moments + self.casts
+
+
+class _Kind(NamedTuple):
+    """What is the same for parameters that lie in memory together."""
+
+    trained: bool
+    codes: bool
+    casts: bool
 
 
 def estimate(
@@ -58,7 +74,7 @@ def estimate(
     """Estimate the memory of a model's weights, gradients and optimizer over data-parallel ranks.
 
     Where the engine would choose by free memory, this takes what needs least: ``prefetch=1``, and gradients that each
-    micro-batch reduces. Padding is left out: a few hundred elements per bucket.
+    micro-batch reduces. Padding is left out: a few hundred elements per bucket. So are scales of 8-bit weights.
 
     Args:
         model: on any device, ``meta`` for one that is too large; on each rank, as a split has left it.
@@ -87,37 +103,59 @@ def estimate(
     # Masters in the parameters' own dtype lie in the parameters' memory.
     master = 0 if dtype.itemsize >= 4 or wanted == dtype else (wanted or torch.float32).itemsize
 
-    # By whether they are trained: elements of each unit, and those outside of units.
-    units_of_kind: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
-    outside = {True: 0, False: 0}
+    # Codes are cast from masters on the device that hold at least what the parameters hold.
+    alone = level.state and options.replicate > 1 and not options.replicate_optimizer
+    narrow = wanted is not None and wanted.itemsize < 4
+    may_be_codes = not (alone or options.optimizer_offload_fraction or narrow)
+    spared = dtype.itemsize < 4 or (level.state and shards > 1)
+
+    inside: defaultdict[_Kind, Counter[int]] = defaultdict(Counter)
+    outside: Counter[_Kind] = Counter()
     for parameter in {id(p): p for p in model.parameters()}.values():
-        number = numbers.get(id(parameter))
+        trained, cast = parameter.requires_grad, precision_of(parameter) is not None
+        codes = trained and may_be_codes and codes_of(parameter, spared) is not None
+        kind, number = _Kind(trained, codes, cast), numbers.get(id(parameter))
         if number is None:
-            outside[parameter.requires_grad] += parameter.numel()
+            outside[kind] += parameter.numel()
         else:
-            units_of_kind[parameter.requires_grad][number] += parameter.numel()
-    inside = {kind: sum(sizes.values()) for kind, sizes in units_of_kind.items()}
-    largest = {kind: max(sizes.values(), default=0) for kind, sizes in units_of_kind.items()}
-    turns = (1 if options.prefetch is None else options.prefetch) + 1
-    # One rank has all there is, so nothing is gathered.
-    if level.parameters and shards > 1:
-        flat = sum(inside.values()) / shards + turns * sum(largest.values()) + sum(outside.values())
-    else:
-        flat = float(sum(inside.values()) + sum(outside.values()))
-    trained = inside[True] + outside[True]
-    if level.gradients and shards > 1 and options.reduce_each_micro_batch is not False:
-        gradients = summed.itemsize * inside[True] / holders + gradient * (
-            GRADIENT_TURNS * largest[True] + outside[True]
-        )
-    else:
-        gradients = gradient * float(trained)
-    learnt = trained / holders
+            inside[kind][number] += parameter.numel()
+
+    turns = Route().turns(units, (1 if options.prefetch is None else options.prefetch) + 1)
+    gradient_turns = Route().turns(units, GRADIENT_TURNS, backward_only=True)
+    by_turns = level.parameters and shards > 1  # one rank has all there is, so nothing is gathered
+    reduced = level.gradients and shards > 1 and options.reduce_each_micro_batch is not False
     away = options.optimizer_offload_fraction
+    parameters = gradients = masters = learnt = casts = 0.0
+    for kind in {*inside, *outside}:
+        divided, whole = sum(inside[kind].values()), outside[kind]
+        size = 1 if kind.codes else dtype.itemsize
+        # Elements that a rank has as whole weights.
+        shown = (_largest(inside[kind], turns) if by_turns else divided) + whole
+        parameters += size * (shown + (divided / shards if by_turns else 0))
+        casts += (1 if kind.codes else 2) * kind.casts * shown
+        if not kind.trained:
+            continue
+        if reduced:
+            buffers = _largest(inside[kind], gradient_turns)
+            gradients += summed.itemsize * divided / holders + gradient * (buffers + whole)
+        else:
+            gradients += gradient * (divided + whole)
+        learnt += (divided + whole) / holders
+        masters += (max(dtype.itemsize, 4) if kind.codes else master) * (divided + whole) / holders
     return Estimate(
-        dtype.itemsize * flat,
+        parameters,
         gradients,
-        master * learnt * (1 - away),
+        masters * (1 - away),
         moments * learnt * (1 - away),
         # A master that lies in host memory is a copy, also in the dtype of the parameters.
         away * learnt * ((master or dtype.itemsize) + moments + gradient + (dtype.itemsize if master else 0)),
+        casts,
     )
+
+
+def _largest(sizes: Counter[int], turns: Sequence[int]) -> int:
+    """Return the elements of buffers, one for each turn, that hold the largest unit of that turn."""
+    found: dict[int, int] = {}
+    for number, size in sizes.items():
+        found[turns[number]] = max(size, found.get(turns[number], 0))
+    return sum(found.values())

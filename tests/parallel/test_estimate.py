@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
 from megalight.models.gpt.presets import llama3, qwen2_5
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.parameter import state_of
+from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallel, ParamInfo
 from megalight.parallel.estimate import estimate
@@ -114,6 +117,62 @@ def test_engines_keep_what_was_estimated(
         assert memory["masters"] == expected.masters
         assert moments_here == expected.moments
         assert memory.get("host", 0) + moments_away == expected.host
+
+
+def _coded(primary: bool | None) -> nn.Module:
+    """Layers whose two weights multiply in 8 bits, of unequal sizes, and a table that does not."""
+    session = Session()
+    layers = nn.ModuleList(
+        nn.ModuleDict({"up": nn.Linear(64, 64 * wide, bias=False), "down": nn.Linear(64 * wide, 64, bias=False)})
+        for wide in (2, 2, 3, 2)
+    )
+    for layer in layers:
+        for linear in layer.children():
+            state_of(linear.weight).precision = LowPrecision(  # type: ignore[arg-type]
+                recipe("tensorwise"), session, emulate=True, primary=primary
+            )
+    return nn.ModuleDict({"layers": layers, "embed": nn.Embedding(64, 64)})
+
+
+def _memory_of_codes(options: DataParallel, primary: bool | None, dtype: torch.dtype) -> dict[str, int]:
+    model = _coded(primary).to(dtype)
+    units = units_of(model) if options.has_units else []
+    numbers = owned_alone(model, units)
+    infos = [
+        ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers.get(id(p)))
+        for name, p in model.named_parameters()
+    ]
+    return options.engine(infos, mesh(), units=units).memory()
+
+
+WEIGHTS = 2 * 64 * 64 * (2 + 2 + 3 + 2)
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "primary", "dtype", "casts"),
+    [
+        (1, {"level": "no_shard"}, None, torch.bfloat16, WEIGHTS),
+        (1, {"level": "no_shard"}, None, torch.float32, 2 * WEIGHTS),  # codes would spare nothing
+        (2, {"level": "optim"}, None, torch.float32, WEIGHTS),
+        (2, {"level": "optim"}, False, torch.bfloat16, 2 * WEIGHTS),
+        (2, {"level": "optim_grads"}, True, torch.bfloat16, WEIGHTS),
+        (2, {"level": "optim", "optimizer_offload_fraction": 1.0}, None, torch.bfloat16, 2 * WEIGHTS),
+        (2, {"level": "optim", "master_dtype": "bfloat16"}, None, torch.bfloat16, 2 * WEIGHTS),
+        (2, FULL, None, torch.bfloat16, 2 * 64 * 64 * (3 + 2)),  # the largest layer of each turn
+    ],
+)
+def test_weights_as_codes(
+    world: int, given: dict[str, Any], primary: bool | None, dtype: torch.dtype, casts: int
+) -> None:
+    options = DataParallel(**given)
+    with torch.device("meta"):
+        model = _coded(primary)
+    expected = estimate(model, world, options, dtype=dtype)
+    assert expected.casts == casts
+    for memory in run(_memory_of_codes, world, options, primary, dtype):
+        assert memory["parameters"] == expected.parameters
+        assert memory["masters"] == expected.masters
+        assert memory["gradients"] == expected.gradients
 
 
 def test_groups_must_divide_the_ranks() -> None:

@@ -14,20 +14,20 @@ from megalight.ops.linear.low_precision import LowPrecision
 from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import scales_of
 from megalight.ops.quantize.formats import Format
-from megalight.parallel.data_parallel.buffers import Bucket, ParamInfo
+from megalight.parallel.data_parallel.buffers import Bucket
 
 ALIGNMENT = 16
 """Alignment of each scale in bytes, as the matrix products require."""
 
 
-def codes_of(info: ParamInfo, spared: bool = False) -> Format | None:
+def codes_of(parameter: Tensor, spared: bool = False) -> Format | None:
     """Return the 8-bit format in which a parameter is stored; None: it keeps its own dtype.
 
     Args:
         spared: whether codes would spare messages or memory: ranks gather the parameter after each step, or its
             masters are copies.
     """
-    precision = precision_of(info.parameter)
+    precision = precision_of(parameter)
     if precision is None:
         return None
     wanted = spared if precision.primary is None else precision.primary

@@ -277,7 +277,7 @@ class DataParallelEngine:
             info.group,
             _shared(info.spec),
             info.chunk,
-            codes_of(info),
+            codes_of(info.parameter),
             info.mesh or self.mesh,
             info.spec.data,
             replicate=self.replicate,
@@ -287,7 +287,7 @@ class DataParallelEngine:
             gathered = self.level.state and len(kind.shard_ranks) > 1
             # Beside wider masters, weights are copies, and codes are smaller ones.
             spared = gathered or masters_of(kind, None) != kind.param_dtype
-            kind = replace(kind, codes=codes_of(info, spared))
+            kind = replace(kind, codes=codes_of(info.parameter, spared))
         if kind.codes is not None and self._divide_replicas:
             raise ConfigurationError(
                 f"{info.name} is stored as 8-bit codes (primary_weights), which each group of replicas casts from "
@@ -557,7 +557,7 @@ class DataParallelEngine:
 def _is_ordinary(info: ParamInfo) -> bool:
     """Whether a frozen parameter is plain numbers, and neither codes nor packed in a type of its own."""
     plain = type(info.parameter.data) is Tensor and info.parameter.is_floating_point()
-    return plain and info.parameter.element_size() > 1 and codes_of(info) is None and not _is_stored(info)
+    return plain and info.parameter.element_size() > 1 and codes_of(info.parameter) is None and not _is_stored(info)
 
 
 def _is_stored(info: ParamInfo) -> bool:
