@@ -58,14 +58,14 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
-        delta = backward.run_delta(out, grad)
-        args = (grad, q, k, v, lse, delta, ctx.sequences, *ctx.options)
         causal, _, window, _ = ctx.options
         if hopper.serves_backward(q, v, ctx.sequences, causal, window):
-            found = hopper.run_backward(*args)
+            *found, delta = hopper.run_backward(grad, q, k, v, out, lse, ctx.sequences, *ctx.options)
         else:
+            delta = backward.run_delta(out, grad)
+            args = (grad, q, k, v, lse, delta, ctx.sequences, *ctx.options)
             of_keys = keys.run if keys.serves(q, v) else backward.of_keys
-            found = (backward.of_queries(*args), *of_keys(*args))
+            found = [backward.of_queries(*args), *of_keys(*args)]
         grad_sink = None
         if sink is not None and ctx.needs_input_grad[3]:
             # A sink is a key whose value is 0.

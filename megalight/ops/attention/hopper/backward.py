@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalight.ops.attention.blocks import factors, flags, queries_of, tanh, visible
 from megalight.ops.attention.hopper.blocks import described
-from megalight.ops.attention.hopper.sums import LINES, ROWS, WIDTH, key_blocks, query_blocks, round_sums
+from megalight.ops.attention.hopper.sums import LINES, ROWS, WIDTH, key_blocks, prepare, query_blocks, round_sums
 from megalight.ops.gluon import (
     Descriptor,
     add_to_memory,
@@ -292,27 +292,31 @@ def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
     lse: Tensor,
-    delta: Tensor,
     sequences: PackedSequences,
     causal: bool,
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values; arguments as in :func:`megalight.ops.attention.keys.run`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, and the sums of outputs times their gradients ``[H, T]``.
+
+    Arguments are as in :func:`megalight.ops.attention.keys.run`, with the output instead of these sums.
+    """
     (tokens, heads, _), key_heads, keys = q.shape, k.shape[1], sequences.keys or sequences
+    group, some = heads // key_heads, max(some for some in range(1, HEADS + 1) if key_heads % some == 0)
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     table, large = key_blocks(sequences.lengths, keys.lengths, KEYS, causal, window, q.device)
     rows = query_blocks(sequences.lengths, q.device)
-    sums = torch.zeros(heads * len(rows) * 2 * LINES, WIDTH, dtype=torch.float32, device=q.device)
+    delta, sums = prepare(out, grad, len(rows), group, some)
     _backward[(len(table) * key_heads,)](
         *(described(q, ROWS), described(k, KEYS), described(v, KEYS), described(grad, ROWS), lse, delta),
         *(Descriptor.from_tensor(sums, [LINES, WIDTH], FLAT), grad_k, grad_v, table, *factors(scale, softcap)),
         *(scale, window or 0, tokens, len(rows), key_heads, q.stride(1), k.stride(1), v.stride(1)),
-        *(large, max(some for some in range(1, HEADS + 1) if key_heads % some == 0)),
+        *(large, some),
         **flags(q, k, causal, window, softcap),
         **BLOCKS,
     )
-    round_sums(sums, grad_q, rows, scale)
-    return grad_q, grad_k, grad_v
+    round_sums(sums, grad_q, rows, scale, group, some)
+    return grad_q, grad_k, grad_v, delta

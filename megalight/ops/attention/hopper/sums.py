@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention.blocks import listed_keys, table_of
-from megalight.ops.jit import Value, cdiv, jit, tl
+from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 
 ROWS = 64
 """Queries of a block, and features of one of its two parts."""
@@ -61,9 +61,59 @@ def query_blocks(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @jit
-def _round(sums: Value, out: Value, table: Value, slope: Value, blocks: Value, heads: Value) -> None:
+def _late_first(turn: Value, key_heads: Value, some: Value, GROUP: constexpr) -> Any:
+    """Return the head of a turn: those whose sums are added to last come first, as they are still in the cache."""
+    member = turn % (some * GROUP)
+    key_head = key_heads - (turn // (some * GROUP) + 1) * some + member % some
+    return key_head * GROUP + GROUP - 1 - member // some
+
+
+@jit
+def _prepare(
+    out: Value, grad: Value, delta: Value, sums: Value, tokens: Value, heads: Value, blocks: Value, some: Value,
+    GROUP: constexpr,
+) -> None:  # fmt: skip
+    """Set one block's sums to 0, and multiply 8 tokens' outputs of 8 heads with their gradients."""
+    program = tl.program_id(0)
+    if program < heads * blocks:
+        # The sums that are needed first are set last.
+        head = _late_first(program // blocks, heads // GROUP, some, GROUP)
+        piece = sums + (head * blocks + program % blocks).to(tl.int64) * 8192
+        tl.store(piece + tl.arange(0, 8192), tl.zeros((8192,), tl.float32))
+    parts = tl.cdiv(heads, 8)
+    row = (program // parts * 8 + tl.arange(0, 8))[:, None]
+    head = (program % parts * 8 + tl.arange(0, 8))[None, :]
+    within = (row < tokens) & (head < heads)
+    place = ((row * heads + head).to(tl.int64) * 128)[:, :, None] + tl.arange(0, 128)[None, None, :]
+    x = tl.load(out + place, mask=within[:, :, None], other=0.0).to(tl.float32)
+    y = tl.load(grad + place, mask=within[:, :, None], other=0.0).to(tl.float32)
+    tl.store(delta + head * tokens + row, tl.sum(x * y, 2), mask=within)
+
+
+def prepare(out: Tensor, grad: Tensor, blocks: int, group: int, some: int) -> tuple[Tensor, Tensor]:
+    """Return the sums over features of outputs times their gradients ``[H, T]``, and sums of 0.
+
+    Args:
+        out: ``[T, H, 128]``.
+        grad: ``[T, H, 128]``, contiguous.
+        blocks: number of blocks of queries.
+        group: heads of queries of a head of keys.
+        some: heads of keys that have their turn together.
+    """
+    tokens, heads, _ = out.shape
+    delta = torch.empty(heads, tokens, dtype=torch.float32, device=out.device)
+    sums = torch.empty(heads * blocks * 2 * LINES, WIDTH, dtype=torch.float32, device=out.device)
+    grid = (max(heads * blocks, cdiv(tokens, 8) * cdiv(heads, 8)),)
+    _prepare[grid](out, grad, delta, sums, tokens, heads, blocks, some, GROUP=group, num_warps=4)
+    return delta, sums
+
+
+@jit
+def _round(
+    sums: Value, out: Value, table: Value, slope: Value, blocks: Value, heads: Value, some: Value, GROUP: constexpr
+) -> None:
     block = tl.program_id(0)
-    head = tl.program_id(1)
+    head = _late_first(tl.program_id(1), heads // GROUP, some, GROUP)
     start = tl.load(table + 2 * block)
     rows = tl.load(table + 2 * block + 1)
     inside = tl.arange(0, 64)
@@ -76,7 +126,7 @@ def _round(sums: Value, out: Value, table: Value, slope: Value, blocks: Value, h
         tl.store(out + place, x, mask=(inside < rows)[:, None])
 
 
-def round_sums(sums: Tensor, out: Tensor, table: Tensor, slope: float) -> None:
-    """Multiply sums by ``slope`` and round them to ``out`` ``[T, H, 128]``."""
+def round_sums(sums: Tensor, out: Tensor, table: Tensor, slope: float, group: int, some: int) -> None:
+    """Multiply sums by ``slope`` and round them to ``out`` ``[T, H, 128]``; numbers are as in :func:`prepare`."""
     heads: Any = out.shape[1]
-    _round[(len(table), heads)](sums, out, table, slope, len(table), heads, num_warps=4)
+    _round[(len(table), heads)](sums, out, table, slope, len(table), heads, some, GROUP=group, num_warps=4)
