@@ -162,3 +162,27 @@ def test_backends_are_told_of_short_windows(monkeypatch: pytest.MonkeyPatch) -> 
     for window in (None, ops.NEAR - 2, ops.NEAR - 1):
         attention(*inputs(UNIFORM, 2, 2), UNIFORM, window=window)
     assert [(spec.window, spec.near) for spec in found] == [(False, False), (True, True), (True, False)]
+
+
+def test_auto_takes_the_kernels_for_hopper_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuda_why_not", "triton_why_not"):
+        monkeypatch.setattr(ops, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch._C, "_get_cudnn_sdp_enabled", lambda: True)
+    spec = EXAMPLE._replace(device="cuda")
+    assert ATTENTION.select(spec).name == "cudnn"
+    assert ATTENTION.select(spec._replace(swift=True)).name == "triton"
+    assert ATTENTION.select(spec._replace(swift=True), "cudnn").name == "cudnn"
+    assert ATTENTION.select(spec, "triton").name == "triton"
+    assert ATTENTION.select(spec._replace(window=True)).name == "triton"
+
+
+@pytest.mark.parametrize(("fast", "dropout", "swift"), [(True, 0.0, True), (True, 0.1, False), (False, 0.0, False)])
+def test_backends_are_told_of_fast_kernels(
+    fast: bool, dropout: float, swift: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[ops.Spec] = []
+    monkeypatch.setattr(ops, "_choose", lambda spec, backend: found.append(spec) or ops.reference.attention)
+    monkeypatch.setattr(ops.hopper, "serves_backward", lambda *_: fast)
+    attention(*inputs(UNIFORM, 2, 2), UNIFORM, dropout=dropout)
+    assert [spec.swift for spec in found] == [swift]

@@ -34,7 +34,7 @@ def test_other_devices_keep_the_other_kernel() -> None:
     assert not hopper.serves(q, q, PackedSequences.of_lengths([2048], "cpu"), True, None)
 
 
-def test_long_sequences_in_bfloat16_have_one_kernel_for_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sequences_have_one_kernel_for_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "_available", lambda device: True)
 
     def serves(length: int, window: int | None = None, dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -43,9 +43,11 @@ def test_long_sequences_in_bfloat16_have_one_kernel_for_all_gradients(monkeypatc
 
     assert serves(2048)
     assert serves(8192, window=1023)
-    assert not serves(1024)
-    assert not serves(8192, window=511)
-    assert not serves(2048, dtype=torch.float16)
+    assert serves(8192, window=511)
+    assert serves(2048, dtype=torch.float16)
+    assert not serves(512)
+    assert not serves(8192, window=255)
+    assert not serves(2048, dtype=torch.float32)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not serves(2048)
 
@@ -77,6 +79,24 @@ def test_sums_are_rounded_to_rows_of_tokens() -> None:
     # A product leaves four rows of warps, and in each two of rows of eight, with two features a thread.
     parts = exact.view(3, len(table), 4, 2, 8, 2, 8, 4, 2).permute(0, 1, 5, 6, 2, 4, 7, 3, 8)
     out = torch.full((73, 3, 128), torch.nan)
-    sums.round_sums(parts.reshape(-1, sums.WIDTH).contiguous(), out, table, 0.5)
+    sums.round_sums(parts.reshape(-1, sums.WIDTH).contiguous(), out, table, 0.5, 3, 1)
     wanted = torch.cat([exact[:, 0], exact[:, 1, :6], exact[:, 2, :3]], 1).transpose(0, 1) * 0.5
     assert torch.equal(out, wanted)
+
+
+@needs_triton
+@pytest.mark.parametrize(("heads", "group", "some"), [(12, 3, 2), (9, 1, 3)])
+def test_outputs_times_gradients_and_sums_of_zero(
+    heads: int, group: int, some: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from megalight.ops.attention.hopper import sums
+
+    torch.manual_seed(0)
+    out, grad = torch.randn(2, 70, heads, 128)
+    # Memory that nobody wrote is not 0.
+    monkeypatch.setattr(sums.torch, "empty", lambda *sizes, **options: torch.full(sizes, torch.nan, **options))
+    delta, zeros = sums.prepare(out, grad, 3, group, some)
+    torch.testing.assert_close(delta, (out * grad).sum(-1).T)
+    assert zeros.shape == (heads * 3 * 64, 128)
+    assert not zeros.any()

@@ -216,6 +216,8 @@ def test_auto_takes_it_where_it_is_faster(packages: Fakes, monkeypatch: pytest.M
     # The others need a real device here; what counts is that the plugin is passed over.
     assert chosen() == "sdpa"
     assert chosen(window=True, near=True) == "sdpa"
+    assert chosen(window=True, swift=True) == "sdpa"
+    assert chosen(sink=True, swift=True) == "block"
     assert chosen(window=True, uniform=False) == "sdpa"
     assert chosen(window=True, square=False) == "sdpa"
     assert chosen(window=True, head_dim=64, value_dim=64) == "sdpa"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.ops.attention import bounded, cudnn, flex, reference, sdpa, sink, varlen
+from megalight.ops.attention import bounded, cudnn, flex, hopper, reference, sdpa, sink, varlen
 from megalight.ops.attention.chunks import chunked
 from megalight.ops.attention.mutual import mutual_attention as mutual_attention
 from megalight.ops.common import HALF, cuda_why_not, heads_why_not, lazy, serve_all, triton_why_not
@@ -36,6 +36,8 @@ class Spec(NamedTuple):
         sink: whether the softmax has sinks.
         few: whether there are fewer queries than keys, and only a few of each sequence, as in decoding.
         near: whether a query sees fewer than ``NEAR`` keys, because of its window.
+        swift: whether the kernels for Hopper serve both passes, and are faster than cuDNN's for these lengths
+            (:data:`megalight.ops.attention.hopper.LONGER`).
     """
 
     device: str
@@ -52,6 +54,7 @@ class Spec(NamedTuple):
     sink: bool
     few: bool = False
     near: bool = False
+    swift: bool = False
 
 
 FEW = 64
@@ -106,6 +109,10 @@ def _cudnn_why_not(spec: Spec) -> str | None:
     )
 
 
+def _cudnn_slower(spec: Spec) -> str | None:
+    return "our kernels for Hopper are faster" if spec.swift else None
+
+
 def _varlen_why_not(spec: Spec) -> str | None:
     if spec.value_dim < spec.head_dim:
         spec = spec._replace(value_dim=spec.head_dim)  # values are padded
@@ -128,7 +135,7 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 def _triton_slower(spec: Spec) -> str | None:
-    if spec.uniform and spec.square and not (spec.window or spec.softcap):
+    if spec.uniform and spec.square and not (spec.window or spec.softcap or spec.swift):
         return "the kernels of cuDNN are faster without windows, soft caps and packed sequences"
     return None
 
@@ -153,7 +160,7 @@ def _block_why_not(spec: Spec) -> str | None:
     return "has no dropout" if spec.dropout else None
 
 
-ATTENTION.register(Backend("cudnn", cudnn.attention, 30, _cudnn_why_not))
+ATTENTION.register(Backend("cudnn", cudnn.attention, 30, _cudnn_why_not, slower=_cudnn_slower))
 _triton = lazy("megalight.ops.attention.triton", "attention")
 ATTENTION.register(Backend("triton", _triton, 25, _triton_why_not, slower=_triton_slower))
 ATTENTION.register(Backend("varlen", varlen.attention, 20, _varlen_why_not))
@@ -247,6 +254,9 @@ def attention(
         sink is not None,
         keys is not None and sequences.num_tokens < FEW * len(sequences.lengths),
         window is not None and window + 1 < NEAR,
+        # torch's compiler knows cuDNN's operator, and not these kernels.
+        not (dropout or torch.compiler.is_dynamo_compiling())
+        and hopper.serves_backward(q, v, sequences, causal, window, hopper.LONGER),
     )
     # backends that have no sinks do not take one
     more = () if sink is None else (sink,)
