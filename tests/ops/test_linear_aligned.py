@@ -29,7 +29,7 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("leading", [(6,), (2, 3)])
+@pytest.mark.parametrize("leading", [(6,), (2, 3), ()])
 def test_products_and_gradients_are_those_of_the_weight(
     shape: tuple[int, int], has_bias: bool, leading: tuple[int, ...], padded: list[tuple[int, ...]]
 ) -> None:
@@ -86,6 +86,13 @@ def test_rows_are_filled_with_zeros(dtype: torch.dtype, columns: int) -> None:
         assert torch.equal(found[:, :columns], x)
         assert not found[:, columns:].any()
         assert (found is x) == (columns % 8 == 0)
+        back = aligned.cut(found, columns)
+        assert back.is_contiguous() or back is x
+        assert torch.equal(back, x)
+        whole = aligned.filled(x, rows=True)
+        assert whole.shape == (8, columns + -columns % 8)
+        assert torch.equal(whole[: len(x), :columns], x)
+        assert int((whole != 0).sum()) == int((x != 0).sum())
 
 
 def test_products_of_a_cpu_and_small_ones_are_left_alone() -> None:
