@@ -8,7 +8,6 @@ from functools import partial
 from math import log
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
@@ -20,7 +19,7 @@ from megalight.nn.state import SequenceRows, Slots
 from megalight.ops.common import HALF, wide
 from megalight.ops.gated_norm import check_backend, gated_norm
 from megalight.ops.parts import split
-from megalight.ops.ssd import ssd, ssd_continued
+from megalight.ops.ssd import ssd, ssd_continued, step_sizes
 from megalight.types import PackedSequences
 
 
@@ -72,10 +71,11 @@ class Decays(nn.Module):
 
     def of_steps(self, dt: Tensor, select: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """From ``dt [T, H]``, before bias and softplus, to step sizes ``[T, H]`` and rates ``[H]``, below 0."""
-        # decays over thousands of tokens multiply up: half dtypes are too coarse for exponents
-        dtype = wide(dt.dtype)
-        a_log, dt_bias = (select(values).to(dtype) for values in (self.A_log, self.dt_bias))
-        return F.softplus(dt.to(dtype) + dt_bias), -a_log.exp()
+        return step_sizes(dt, select(self.dt_bias)), self.rates(dt.dtype, select)
+
+    def rates(self, dtype: torch.dtype, select: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the rates ``[H]``, below 0, in float32 for half dtypes."""
+        return -select(self.A_log).to(wide(dtype)).exp()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decays:
         """Keep float32 when the dtype changes to a half one: ``exp`` of a rounded ``A_log`` is another decay."""
@@ -119,10 +119,10 @@ class Scan(Decays):
         select: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """``x [T, H, P], dt [T, H], b, c [T, G, N] -> [T, H, P]``. ``select`` takes the heads in ``x``."""
-        steps, a = self.of_steps(dt, select)
-        d = select(self.D).to(steps.dtype)
+        a, d = self.rates(dt.dtype, select), select(self.D).to(wide(dt.dtype))
         if state is None:
-            return ssd(x, steps, a, b, c, d, sequences, backend=self.backend)
+            return ssd(x, dt, a, b, c, d, sequences, bias=select(self.dt_bias), backend=self.backend)
+        steps = step_sizes(dt, select(self.dt_bias))
         like = torch.empty(0, dtype=steps.dtype, device=x.device)
         before = state.read((*x.shape[1:], b.shape[-1]), like)
         y, after = ssd_continued(x, steps, a, b, c, d, sequences, before)

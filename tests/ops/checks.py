@@ -122,14 +122,20 @@ def check_ssd(
     dt, a = torch.rand(tokens, heads, device=device) * 0.2, -torch.rand(heads, device=device) * 8
     inputs = (x, dt, a, b, c, torch.randn(heads, device=device))
 
-    def strided(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    def strided(
+        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         rows = torch.cat([x.flatten(1), b.flatten(1), c.flatten(1)], 1)
         parts = torch.split(rows, [heads * size, groups * width, groups * width], 1)
         x, b, c = (part.view(tokens, -1, each) for part, each in zip(parts, (size, width, width), strict=True))
-        out: Tensor = module.ssd(x, dt, a, b, c, d, positions)
+        out: Tensor = module.ssd(x, dt, a, b, c, d, positions, bias)
         return out
 
     check(strided, lambda *tensors: ssd_reference.ssd(*tensors, positions), inputs)
+    # Step sizes from below 1e-3 on, where `1 + exp` loses them.
+    before = (torch.randn(tokens, heads, device=device) * 3 - 4).to(dtype)
+    inputs = (x, before, *inputs[2:], torch.randn(heads, device=device))
+    check(strided, lambda *tensors: ssd_reference.ssd(*tensors[:6], positions, tensors[6]), inputs)
 
 
 def rule_inputs(

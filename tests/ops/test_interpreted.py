@@ -110,7 +110,7 @@ def test_delta_rule_of_equal_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_causal_conv(lengths: list[int], channels: int, taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels("causal_conv")
-    monkeypatch.setattr(module, "TOKENS", 16)
+    monkeypatch.setattr(module, "FORWARD_STRIP", 16)
     monkeypatch.setattr(module, "STRIP", 32)
     monkeypatch.setattr(module, "ROW", 64)
     checks.check_causal_conv(module, "cpu", torch.float32, lengths, channels, taps)

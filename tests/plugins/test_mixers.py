@@ -61,8 +61,9 @@ def mamba_chunk_scan_combined(
     dt_bias: Any = None, initial_states: Any = None, seq_idx: Any = None, dt_softplus: bool = False,
 ) -> Tensor:  # fmt: skip
     """Token by token: ``[1, T, H, P]``."""
-    assert z is dt_bias is initial_states is None
-    assert not dt_softplus
+    assert z is initial_states is None
+    assert dt_softplus == (dt_bias is not None)
+    dt = F.softplus(dt + dt_bias) if dt_softplus else dt
     assert chunk_size & (chunk_size - 1) == 0
     outputs, start, per = [], 0, x.shape[2] // B.shape[2]
     for length in lengths_of(seq_idx):
@@ -121,7 +122,10 @@ def test_scan_of_mamba_ssm(packages: Fakes, first: int) -> None:
     positions = begins(first)
     steps = [doubles(10, 4).abs(), -doubles(4).abs()]
     inputs = [doubles(10, 4, 8), *steps, doubles(10, 2, 3), doubles(10, 2, 3), doubles(4)]
-    same_as_the_reference(lambda *t: scan.ssd(*t, positions), lambda *t: scans.reference.ssd(*t, positions), inputs)
+    own, exact = scan.ssd, scans.reference.ssd
+    same_as_the_reference(lambda *t: own(*t, positions), lambda *t: exact(*t, positions), inputs)
+    inputs = [inputs[0], doubles(10, 4), *inputs[2:], doubles(4)]
+    same_as_the_reference(lambda *t: own(*t[:6], positions, t[6]), lambda *t: exact(*t[:6], positions, t[6]), inputs)
     good = scans.EXAMPLE._replace(device="cuda")
     assert scan.why_not(good) is None
     assert "bfloat16 and float16" in str(scan.why_not(good._replace(dtype=torch.float32)))

@@ -1,7 +1,7 @@
-"""The convolution in tiles of tokens and channels: one kernel forward, one backward.
+"""The convolution in strips of tokens: one kernel forward, one backward.
 
-Taps are few, so a tile reads its neighbours' rows again; they are in the cache. The backward computes what goes into
-SiLU again: nothing but the input is kept. It goes through a strip of tokens in order, and reads every row once.
+A program goes through a strip of tokens in order, and reads every row once: what later tokens read again stays in
+registers. The backward computes what goes into SiLU again: nothing but the input is kept.
 """
 
 from __future__ import annotations
@@ -12,83 +12,17 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
+from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.parts import empty_gradient, place_of
 
-TILE = 128
-"""Channels of a program at most."""
-TOKENS = 16
-"""Tokens that a program computes at once."""
 ROW = 128
-"""Channels of a program of the backward, one warp."""
+"""Channels of a program, one warp."""
 STRIP = 128
 """Tokens, one after another, of a program of the backward, which writes its weight gradients once."""
+FORWARD_STRIP = 64
+"""Tokens of a program of the forward."""
 AHEAD = 4
-"""Tokens whose rows it loads at once."""
-
-
-@jit
-def _rows(pointer: Value, stride: Value, token: Value, tokens: Value, channel: Value, channels: Value) -> Value:
-    """Load ``[tokens, channels]`` in float32; 0 outside."""
-    inside = ((token >= 0) & (token < tokens))[:, None] & (channel < channels)[None, :]
-    return tl.load(pointer + token.to(tl.int64)[:, None] * stride + channel[None, :], mask=inside, other=0.0).to(
-        tl.float32
-    )
-
-
-@jit
-def _filtered(
-    x: Value,
-    weight: Value,
-    bias: Value,
-    stride: Value,
-    token: Value,
-    tokens: Value,
-    place: Value,
-    channel: Value,
-    channels: Value,
-    TAPS: constexpr,
-    BIAS: constexpr,
-    TOKENS: constexpr,
-    TILE: constexpr,
-) -> Value:
-    """Return the sums over the taps for tokens at ``place`` in their sequences, ``[TOKENS, TILE]``."""
-    out = tl.zeros((TOKENS, TILE), tl.float32)
-    if BIAS:
-        out += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(TAPS):
-        factor = tl.load(weight + channel * TAPS + (TAPS - 1 - tap), mask=channel < channels, other=0.0)
-        # The packed tokens are one row: those of an earlier sequence do not count.
-        source = tl.where(place >= tap, token - tap, -1)
-        out += factor.to(tl.float32)[None, :] * _rows(x, stride, source, tokens, channel, channels)
-    return out
-
-
-@jit
-def _forward(
-    x: Value,
-    weight: Value,
-    bias: Value,
-    positions: Value,
-    y: Value,
-    tokens: Value,
-    channels: Value,
-    stride: Value,
-    TAPS: constexpr,
-    BIAS: constexpr,
-    SILU: constexpr,
-    TOKENS: constexpr,
-    TILE: constexpr,
-) -> None:
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    place = tl.load(positions + token, mask=token < tokens, other=0)
-    out = _filtered(x, weight, bias, stride, token, tokens, place, channel, channels, TAPS, BIAS, TOKENS, TILE)
-    if SILU:
-        out = out * tl.sigmoid(out)
-    inside = (token < tokens)[:, None] & (channel < channels)[None, :]
-    target = y + token.to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(target, out.to(y.dtype.element_ty), mask=inside)
+"""Tokens whose rows a program loads at once."""
 
 
 @jit
@@ -104,6 +38,59 @@ def _row(
 def _none() -> Any:
     """Return a tuple to add to. (Its type is not known to type checkers.)"""
     return ()
+
+
+@jit
+def _forward(
+    x: Value,
+    weight: Value,
+    bias: Value,
+    positions: Value,
+    y: Value,
+    tokens: Value,
+    channels: Value,
+    stride: Value,
+    TAPS: constexpr,
+    BIAS: constexpr,
+    SILU: constexpr,
+    ROW: constexpr,
+    STRIP: constexpr,
+    AHEAD: constexpr,
+) -> None:
+    """Write a strip of rows. Tokens come one after another; the rows before a token stay in registers."""
+    channel = tl.program_id(1) * ROW + tl.arange(0, ROW)
+    within = channel < channels
+    begin = tl.program_id(0) * STRIP
+    offset = 0.0
+    if BIAS:
+        offset = tl.load(bias + channel, mask=within, other=0.0).to(tl.float32)
+    none = tl.zeros((ROW,), tl.float32)
+    factors = _none()
+    past = _none()
+    for tap in tl.static_range(TAPS):
+        factors += (tl.load(weight + channel * TAPS + (TAPS - 1 - tap), mask=within, other=0.0).to(tl.float32),)
+        if tap > 0:
+            # the tokens before, the nearest first
+            past += (_row(x, stride, begin - tap, 0, tokens, channel, within),)
+    for first in range(begin, begin + STRIP, AHEAD):
+        own = _none()
+        for step in tl.static_range(AHEAD):
+            own += (_row(x, stride, first + step, begin, tokens, channel, within),)
+        for step in tl.static_range(AHEAD):
+            token = first + step
+            place = tl.load(positions + token, mask=token < tokens, other=0)
+            read = _none()
+            read += (own[step],)
+            out = none + offset + factors[0] * own[step]
+            for tap in tl.static_range(1, TAPS):
+                # The packed tokens are one row: a sequence reads nothing of the one before.
+                read += (tl.where(place >= tap, past[tap - 1], 0.0),)
+                out += factors[tap] * read[tap]
+            if SILU:
+                out = out * tl.sigmoid(out)
+            target = y + tl.cast(token, tl.int64) * channels + channel
+            tl.store(target, out.to(y.dtype.element_ty), mask=within & (token < tokens))
+            past = read[: TAPS - 1]
 
 
 @jit
@@ -200,11 +187,6 @@ def _backward(
         tl.store(grad_bias + row, whole, mask=within)
 
 
-def _options(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> dict[str, Any]:
-    tile = max(16, min(TILE, next_power(x.shape[1])))
-    return {"TAPS": weight.shape[1], "BIAS": bias is not None, "SILU": silu, "TOKENS": TOKENS, "TILE": tile}
-
-
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
@@ -213,9 +195,16 @@ class _Conv(torch.autograd.Function):
         weight = weight.contiguous()
         tokens, channels = x.shape
         y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
-        options = _options(x, weight, bias, silu)
-        grid = (cdiv(tokens, TOKENS), cdiv(channels, options["TILE"]))
-        _forward[grid](x, weight, bias, positions, y, tokens, channels, x.stride(0), **options, num_warps=4)
+        _forward[(cdiv(tokens, FORWARD_STRIP), cdiv(channels, ROW))](
+            *(x, weight, bias, positions, y, tokens, channels, x.stride(0)),
+            TAPS=weight.shape[1],
+            BIAS=bias is not None,
+            SILU=silu,
+            ROW=ROW,
+            STRIP=FORWARD_STRIP,
+            AHEAD=AHEAD,
+            num_warps=1,
+        )
         ctx.save_for_backward(x, weight, bias, positions)
         ctx.silu = silu
         return y

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.ssd import reference
+from megalight.ops.ssd.reference import step_sizes as step_sizes
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
@@ -67,6 +68,7 @@ def ssd(
     d: Tensor,
     sequences: PackedSequences,
     *,
+    bias: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """``s[t] = exp(dt[t] a) s[t - 1] + dt[t] x[t] b[t]^T`` and ``y[t] = s[t] c[t] + d x[t]``; ``s`` begins at 0.
@@ -81,6 +83,7 @@ def ssd(
         c: ``[T, G, N]``.
         d: ``[H]``.
         sequences: how the tokens divide into sequences, which are whole.
+        bias: ``[H]``. With it, step sizes are ``softplus(dt + bias)``, in float32 for half dtypes.
         backend: a backend's name, or ``auto``.
 
     Returns:
@@ -88,7 +91,7 @@ def ssd(
     """
     spec = Spec(x.device.type, x.dtype, x.shape[-1], b.shape[-1])
     # Positions tell where sequences begin, without a copy of offsets to the host.
-    return _choose(spec, backend)(x, dt, a, b, c, d, sequences.positions)
+    return _choose(spec, backend)(x, dt, a, b, c, d, sequences.positions, bias)
 
 
 def ssd_continued(

@@ -14,11 +14,26 @@ CHUNK = 32
 """Tokens per chunk. Within a chunk all pairs of tokens are computed, between chunks only states are passed on."""
 
 
-def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, positions: Tensor) -> Tensor:
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    positions: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """See :func:`megalight.ops.ssd.ssd`."""
     starts = torch.arange(len(x), device=x.device) - positions
     with without_autocast(x):
-        return scan(x, dt, a, b, c, d, starts)[0]
+        return scan(x, dt if bias is None else step_sizes(dt, bias), a, b, c, d, starts)[0]
+
+
+def step_sizes(dt: Tensor, bias: Tensor) -> Tensor:
+    """Return ``softplus(dt + bias)``, ``[T, H]``. Half dtypes become float32: decays over many tokens multiply up."""
+    dtype = wide(dt.dtype)
+    return F.softplus(dt.to(dtype) + bias.to(dtype))
 
 
 def scan(

@@ -7,7 +7,7 @@ from megalight.ops.ssd.blocks import load_block, store_block
 
 
 @jit
-def pass_states(
+def _pass(
     x: Value,
     keys: Value,
     weights: Value,
@@ -60,3 +60,49 @@ def pass_states(
         store_block(target, width, size, width - column, state, SIZE, PART)
         weighted = (value.to(tl.float32) * weight[:, None]).to(value.dtype)
         state = tl.dot(tl.trans(weighted), key, state * factor, input_precision="ieee")
+
+
+@jit
+def pass_states(
+    x: Value,
+    keys: Value,
+    grad_y: Value,
+    queries: Value,
+    to_end: Value,
+    reach: Value,
+    steps: Value,
+    kept: Value,
+    states: Value,
+    grad_states: Value,
+    tokens: Value,
+    rows: Value,
+    chunks: Value,
+    heads: Value,
+    per: Value,
+    size: Value,
+    width: Value,
+    x_token: Value,
+    x_head: Value,
+    keys_token: Value,
+    keys_group: Value,
+    queries_token: Value,
+    queries_group: Value,
+    BOTH: constexpr,
+    CHUNK: constexpr,
+    SIZE: constexpr,
+    PART: constexpr,
+) -> None:
+    """Write the states before the chunks, and with ``BOTH`` in further programs the gradients of those after them.
+
+    Neither pass fills a device: each waits for its own products.
+    """
+    if tl.program_id(2) == 0:
+        _pass(
+            *(x, keys, to_end, steps, kept, states, tokens, rows, chunks, heads, per, size, width),
+            *(x_token, x_head, keys_token, keys_group, False, CHUNK, SIZE, PART),
+        )
+    elif BOTH:
+        _pass(
+            *(grad_y, queries, reach, steps, kept, grad_states, tokens, rows, chunks, heads, per, size, width),
+            *(heads * size, size, queries_token, queries_group, True, CHUNK, SIZE, PART),
+        )

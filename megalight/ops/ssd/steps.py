@@ -6,8 +6,20 @@ from megalight.ops.jit import Value, constexpr, jit, tl
 
 
 @jit
+def softplus(x: Value) -> Value:
+    """Return ``log(1 + exp(x))`` with the digits of small results."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    # 1 + power has lost the digits of a small power: the series of 2 artanh(ratio) instead, to ratio^9 / 9
+    ratio = power / (2.0 + power)
+    square = ratio * ratio
+    series = 2.0 * ratio * (1.0 + square * (1.0 / 3 + square * (0.2 + square * (1.0 / 7))))
+    return tl.where(x > 20.0, x, tl.where(power < 0.5, series, tl.log(1.0 + power)))
+
+
+@jit
 def decays(
     dt: Value,
+    bias: Value,
     a: Value,
     positions: Value,
     steps: Value,
@@ -21,6 +33,7 @@ def decays(
     heads: Value,
     dt_token: Value,
     dt_head: Value,
+    BIAS: constexpr,
     CHUNK: constexpr,
     HEADS: constexpr,
 ) -> None:
@@ -33,6 +46,9 @@ def decays(
     inside = given[:, None] & (head < heads)[None, :]
     place = token.to(tl.int64)[:, None] * dt_token + head[None, :] * dt_head
     step = tl.load(dt + place, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        step = softplus(step + tl.load(bias + head, mask=head < heads, other=0.0).to(tl.float32)[None, :])
+        step = tl.where(inside, step, 0.0)
     rate = tl.load(a + head, mask=head < heads, other=0.0).to(tl.float32)
     change = step * rate[None, :]
     total = tl.cumsum(change, 0)
@@ -55,6 +71,8 @@ def decays(
 
 @jit
 def grad_decays(
+    dt: Value,
+    bias: Value,
     a: Value,
     steps: Value,
     arriving: Value,
@@ -64,14 +82,19 @@ def grad_decays(
     passing: Value,
     grad_dt: Value,
     grad_a: Value,
+    grad_bias: Value,
     tokens: Value,
     rows: Value,
     chunks: Value,
     heads: Value,
+    dt_token: Value,
+    dt_head: Value,
+    grad_token: Value,
+    BIAS: constexpr,
     CHUNK: constexpr,
     HEADS: constexpr,
 ) -> None:
-    """Write the gradient of the step sizes of a chunk, for some heads, and the chunk's share of that of ``a``.
+    """Write the gradient of ``dt`` of a chunk, for some heads, and the chunk's share of those of ``a`` and ``bias``.
 
     A token's decay is in every pair of an earlier token and one that is not earlier than itself.
     """
@@ -89,7 +112,14 @@ def grad_decays(
     grad = tl.cumsum(ends, 0, reverse=True) + tl.cumsum(begins, 0) - begins
     grad += tl.load(passing + head * chunks + chunk, mask=known, other=0.0)[None, :]
     rate = tl.load(a + head, mask=known, other=0.0).to(tl.float32)
-    grad_step = left + given + grad * rate[None, :]
-    target = grad_dt + token.to(tl.int64)[:, None] * heads + head[None, :]
-    tl.store(target, grad_step.to(grad_dt.dtype.element_ty), mask=(token < tokens)[:, None] & known[None, :])
     tl.store(grad_a + chunk * heads + head, tl.sum(grad * step, 0), mask=known)
+    grad_step = left + given + grad * rate[None, :]
+    inside = (token < tokens)[:, None] & known[None, :]
+    if BIAS:
+        source = dt + token.to(tl.int64)[:, None] * dt_token + head[None, :] * dt_head
+        before = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        before += tl.load(bias + head, mask=known, other=0.0).to(tl.float32)[None, :]
+        grad_step = tl.where(inside, grad_step * tl.sigmoid(before), 0.0)
+        tl.store(grad_bias + chunk * heads + head, tl.sum(grad_step, 0), mask=known)
+    target = grad_dt + token.to(tl.int64)[:, None] * grad_token + head[None, :]
+    tl.store(target, grad_step.to(grad_dt.dtype.element_ty), mask=inside)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import cdiv, next_power, num_multiprocessors
+from megalight.ops.parts import empty_gradient, place_of
 from megalight.ops.ssd.grad_keys import grad_keys
 from megalight.ops.ssd.grad_queries import grad_queries
 from megalight.ops.ssd.outputs import outputs
@@ -54,7 +55,7 @@ class Chunks:
         kept: ``[H, chunks]``, the factor of the state before a chunk in the state after it.
     """
 
-    def __init__(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, positions: Tensor) -> None:
+    def __init__(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, positions: Tensor, bias: Tensor | None) -> None:
         self.tokens, self.heads, self.size = x.shape
         self.groups, self.width = b.shape[1:]
         self.per = self.heads // self.groups
@@ -66,8 +67,9 @@ class Chunks:
         self.kept = self.steps.new_empty(self.heads, self.count)
         self.positions = positions
         decays[(self.count, cdiv(self.heads, HEADS))](
-            *(dt, a, positions, self.steps, self.totals, self.reach, self.to_end, self.kept),
+            *(dt, bias, a, positions, self.steps, self.totals, self.reach, self.to_end, self.kept),
             *(self.tokens, self.rows, self.count, self.heads, *dt.stride()),
+            BIAS=bias is not None,
             CHUNK=CHUNK,
             HEADS=HEADS,
             num_warps=4,
@@ -89,47 +91,64 @@ class Chunks:
         parts = (p for p in range(1, self.per + 1) if self.per % p == 0)
         return self.per // next((p for p in parts if self.count * self.groups * p >= wanted), self.per)
 
-    def states(self, x: Tensor, keys: Tensor, back: bool) -> Tensor:
-        """Return ``[chunks, H, P, N]``, the states before the chunks, or the gradients of those after them."""
-        out = torch.empty(self.count, self.heads, self.size, self.width, dtype=x.dtype, device=x.device)
+    def states(
+        self, x: Tensor, keys: Tensor, queries: Tensor, grad_y: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``[chunks, H, P, N]``, the states before the chunks, and the gradients of those after them.
+
+        ``grad_y [T, H, P]`` is contiguous. Without it there are no gradients.
+        """
+        shape = (self.count, self.heads, self.size, self.width)
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        grad = None if grad_y is None else torch.empty_like(out)
         part = min(PART, self.blocks["WIDTH"])
-        pass_states[(cdiv(self.width, part), self.heads)](
-            *(x, keys, self.reach if back else self.to_end, self.steps, self.kept, out),
-            *(self.tokens, self.rows, self.count, *self.sizes, *x.stride()[:2], *keys.stride()[:2]),
-            BACK=back,
+        pass_states[(cdiv(self.width, part), self.heads, 1 if grad is None else 2)](
+            *(x, keys, grad_y, queries, self.to_end, self.reach, self.steps, self.kept, out, grad),
+            *(self.tokens, self.rows, self.count, *self.sizes),
+            *(*x.stride()[:2], *keys.stride()[:2], *queries.stride()[:2]),
+            BOTH=grad is not None,
             CHUNK=CHUNK,
             SIZE=max(TALL, self.blocks["SIZE"]),
             PART=part,
             **STATES,
         )
-        return out
+        return out, grad
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, positions: Tensor
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor,
+        positions: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
+        ctx.place = place_of(dt)
         x, b, c = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (x, b, c))
-        chunks = Chunks(x, dt, a, b, positions)
+        chunks = Chunks(x, dt, a, b, positions, bias)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         span = chunks.span(x.device)
         outputs[(chunks.count, chunks.heads // span)](
-            *(x, b, c, d, positions, chunks.steps, chunks.totals, chunks.reach, chunks.states(x, b, False), y),
+            *(x, b, c, d, positions, chunks.steps, chunks.totals, chunks.reach, chunks.states(x, b, c)[0], y),
             *(chunks.tokens, chunks.rows, *chunks.sizes, *x.stride()[:2], *b.stride()[:2], *c.stride()[:2], span),
             **chunks.blocks,
             **OUTPUTS,
         )
         # States are computed again in backward: they are as large as the inputs.
-        ctx.save_for_backward(x, dt, a, b, c, d, positions)
+        ctx.save_for_backward(x, dt, a, b, c, d, positions, bias)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, a, b, c, d, positions = ctx.saved_tensors
+        x, dt, a, b, c, d, positions, bias = ctx.saved_tensors
         grad_y = grad_y.contiguous()
-        chunks = Chunks(x, dt, a, b, positions)
+        chunks = Chunks(x, dt, a, b, positions, bias)
         tokens, heads, size = x.shape
         span = chunks.span(x.device)
         parts = chunks.per // span
@@ -140,12 +159,13 @@ class _Scan(torch.autograd.Function):
         shares: tuple[Tensor, ...] = (grad_b, grad_c)
         if parts > 1:
             shares = torch.empty(2, parts, tokens, shared, dtype=torch.float32, device=x.device).unbind()
-        before, grad_states = chunks.states(x, b, False), chunks.states(grad_y, c, True)
+        before, grad_states = chunks.states(x, b, c, grad_y)
         grad_pairs = x.new_empty(chunks.count, heads // span, CHUNK, CHUNK)
         arriving, leaving, through, read = torch.empty(4, *chunks.steps.shape, dtype=torch.float32, device=x.device)
         passing = torch.empty_like(chunks.kept)
-        grad_a, grad_d = torch.empty(2, chunks.count, heads, dtype=torch.float32, device=x.device)
-        grad_dt = torch.empty(dt.shape, dtype=dt.dtype, device=x.device)
+        # shares of chunks, of `a`, of `d` and of the bias
+        of_heads = torch.empty(2 if bias is None else 3, chunks.count, heads, dtype=torch.float32, device=x.device)
+        grad_dt = empty_gradient(dt, ctx.place)
         grid, strides = (chunks.count, heads // span), (*x.stride()[:2], *b.stride()[:2], *c.stride()[:2])
         places = (shares[0].stride(-2), tokens * shared, span)
         pairs = torch.empty(chunks.count, chunks.groups, CHUNK, CHUNK, dtype=torch.float32, device=x.device)
@@ -157,7 +177,7 @@ class _Scan(torch.autograd.Function):
         )
         grad_keys[grid](
             *(x, b, c, grad_y, d, positions, chunks.steps, chunks.totals, chunks.to_end, grad_states, pairs),
-            *(grad_x, shares[0], grad_pairs, arriving, leaving, through, grad_d),
+            *(grad_x, shares[0], grad_pairs, arriving, leaving, through, of_heads[1]),
             *(tokens, chunks.rows, *chunks.sizes, *strides, joint.stride(0), *places),
             **chunks.blocks,
             **GRAD_KEYS,
@@ -169,8 +189,9 @@ class _Scan(torch.autograd.Function):
             **GRAD_QUERIES,
         )
         grad_decays[(chunks.count, cdiv(heads, HEADS))](
-            *(a, chunks.steps, arriving, leaving, through, read, passing, grad_dt, grad_a),
-            *(tokens, chunks.rows, chunks.count, heads),
+            *(dt, bias, a, chunks.steps, arriving, leaving, through, read, passing, grad_dt, of_heads[0], of_heads[-1]),
+            *(tokens, chunks.rows, chunks.count, heads, *dt.stride(), grad_dt.stride(0)),
+            BIAS=bias is not None,
             CHUNK=CHUNK,
             HEADS=HEADS,
             num_warps=4,
@@ -178,18 +199,29 @@ class _Scan(torch.autograd.Function):
         if parts > 1:
             for grad, share in zip((grad_b, grad_c), shares, strict=True):
                 grad.copy_(share.sum(0))
+        grad_a, grad_d, *grad_bias = of_heads.sum(1)
         return (
             grad_x.view(x.shape),
             grad_dt,
-            grad_a.sum(0).to(a.dtype),
+            grad_a.to(a.dtype),
             grad_b.view(b.shape),
             grad_c.view(c.shape),
-            grad_d.sum(0).to(d.dtype),
+            grad_d.to(d.dtype),
             None,
+            None if bias is None else grad_bias[0].to(bias.dtype),
         )
 
 
-def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, positions: Tensor) -> Tensor:
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    positions: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """See :func:`megalight.ops.ssd.ssd`."""
-    out: Tensor = apply(_Scan, x, dt, a, b, c, d, positions)
+    out: Tensor = apply(_Scan, x, dt, a, b, c, d, positions, bias)
     return out

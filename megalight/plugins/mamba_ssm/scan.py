@@ -29,9 +29,19 @@ def why_not(spec: Spec) -> str | None:
     return PACKAGE.why_not(spec.device, "ssd", SCAN, minimum=MINIMUM)
 
 
-def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, positions: Tensor) -> Tensor:
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    positions: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """See :func:`megalight.ops.ssd.ssd`."""
     options = {"chunk_size": CHUNK, "D": d, "seq_idx": numbers(positions)}
-    # The step sizes have their bias and softplus already.
+    if bias is not None:
+        options |= {"dt_bias": bias, "dt_softplus": True}
     out: Tensor = PACKAGE.load(SCAN)(x[None], dt[None], a, b[None], c[None], **options)
     return out[0]
