@@ -93,7 +93,9 @@ class EMA(pl.Callback):
             return
         masters, averages = _masters(trainer), _states(trainer)[STATE]
         # The first update copies: an average that began at zero would need a correction.
-        if self.updates == 0:
+        if not masters:
+            pass  # nothing on this rank is trained, and a list of no tensors is an error
+        elif self.updates == 0:
             torch._foreach_copy_(averages, masters)
         else:
             # One launch for all shards: `average += (1 - decay) * (weights - average)`.

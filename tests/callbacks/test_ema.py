@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megalight.callbacks import EMA
+from megalight.callbacks import EMA, Adapters
 from megalight.errors import ConfigurationError
 from megalight.strategies import DataParallel, MegatronStrategy
 from tests.callbacks.tiny import Tiny, tiny_trainer
@@ -25,6 +25,12 @@ class Module(WithData):
 
     def validation_step(self, batch, batch_idx):
         return None
+
+
+class Staged(WithData):
+    """Of a pipeline, whose stages validate together."""
+
+    steps = 100
 
 
 class Watch(pl.Callback):
@@ -51,13 +57,17 @@ class Seen(NamedTuple):
     after: Weights
 
 
-def fit(steps: int, tp: int = 1, level: str = "optim", load=None, save=None, **ema_options: Any) -> Seen:
-    module = Module(BASE, optimizer=ADAM, seed=SEED)
-    strategy = MegatronStrategy(tensor_parallel=tp, data_parallel=DataParallel(level=level))
+def fit(
+    steps: int, tp: int = 1, level: str = "optim", load=None, save=None, *, adapted=(), pp=1, **ema_options: Any
+) -> Seen:
+    module = (Module if pp == 1 else Staged)(BASE, optimizer=ADAM, seed=SEED)
+    strategy = MegatronStrategy(
+        tensor_parallel=tp, pipeline_parallel=pp, data_parallel=DataParallel(level=level), micro_batch_size=2
+    )
     watch = Watch()
     runner = trainer(
         strategy,
-        callbacks=[EMA(DECAY, **ema_options), watch],
+        callbacks=[EMA(DECAY, **ema_options), watch, *([Adapters(rank=2, targets=adapted)] if adapted else [])],
         max_steps=steps,
         val_check_interval=steps,
         limit_val_batches=1,
@@ -106,6 +116,22 @@ def test_validation_sees_the_average_and_training_goes_on_with_the_weights(world
 
 def _fit(steps, tp, level, options):
     return fit(steps, tp, level, **options)
+
+
+def test_ranks_that_train_nothing_have_no_average(tmp_path):
+    path = tmp_path / "a.ckpt"
+    watches = run(_adapt_first_layers, 2, 3, path)
+    for watch in watches:
+        assert_equal(watch.validated, by_hand(watch.steps))
+        assert_equal(watch.after, watch.steps[-1])
+        assert any((watch.steps[0][name] != value).any() for name, value in watch.after.items())
+    (alone,) = run(_adapt_first_layers, 1, 5, None, path)  # the average goes on in another layout
+    assert_equal(alone.validated, by_hand(watches[0].steps + alone.steps))
+
+
+def _adapt_first_layers(steps, save, load=None):
+    pp = dist.get_world_size() if dist.is_initialized() else 1
+    return fit(steps, pp=pp, adapted=["layers.0.*"], load=load, save=save)
 
 
 def test_the_average_survives_a_resume_under_another_layout(tmp_path):
