@@ -172,20 +172,39 @@ class ImageForm:
         return rows
 
     def _square(self, image: Any) -> Any:
-        pillow, size = _pillow(), (self.size, self.size)
+        size = self.size, self.size
         width, height = image.size
         if self.resize == "crop":
             short = min(width, height)
             scaled = tuple(max(self.size, int(side * self.size / short)) for side in (width, height))
-            image = image.resize(scaled, self.filter)
             left, top = ((side - self.size) // 2 for side in scaled)
-            return image.crop((left, top, left + self.size, top + self.size))
+            kept = left, top, left + self.size, top + self.size
+            if _too_large(*scaled):
+                # Of long strips only what is kept is made.
+                box = tuple(at * own / whole for at, own, whole in zip(kept, image.size * 2, scaled * 2, strict=True))
+                return image.resize(size, self.filter, box)
+            return image.resize(scaled, self.filter).crop(kept)
         if self.resize == "pad" and width != height:
             long = max(width, height)
-            square = pillow.new(image.mode, (long, long), self.border if self.channels == 3 else self.border[0])
-            square.paste(image, ((long - width) // 2, (long - height) // 2))
-            image = square
+            if _too_large(long, long):
+                # The borders are added after the image is small.
+                own = image.resize([max(1, round(side * self.size / long)) for side in image.size], self.filter)
+                return self._padded(own, self.size)
+            return self._padded(image, long).resize(size, self.filter)
         return image.resize(size, self.filter)
+
+    def _padded(self, image: Any, side: int) -> Any:
+        """Return a square with the image in the middle."""
+        border = self.border if self.channels == 3 else self.border[0]
+        square = _pillow().new(image.mode, (side, side), border)
+        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+        return square
+
+
+def _too_large(width: int, height: int) -> bool:
+    """Return whether an image would have more pixels than Pillow decodes."""
+    most = _pillow().MAX_IMAGE_PIXELS
+    return most is not None and width * height > most
 
 
 def _with_whole(squares: int) -> int:
@@ -224,12 +243,19 @@ def decode(data: bytes, place: str) -> Any:
     return image
 
 
+SIGNATURES = ((b"\x89PNG", "PNG"), (b"\xff\xd8\xff", "JPEG"), (b"GIF8", "GIF"))
+"""How files of images begin."""
+
+
 def _unreadable(data: bytes, place: str, error: Exception) -> str:
     if is_video(data):
         return f"{place} is a video, and videos are not read; give an image of it."
     if not data:
         return f"{place} is empty; write the file again, or leave the image out."
     if isinstance(error, _pillow().UnidentifiedImageError):  # its message names an object in memory
+        kind = next((kind for start, kind in SIGNATURES if data.startswith(start)), "")
+        if kind:
+            return f"{place} begins as {kind}, and is damaged: Pillow cannot read it. Write the file again."
         return f"{place} is no image that Pillow can read: it begins with {data[:8]!r}."
     return f"{place} cannot be read as an image ({type(error).__name__}: {error})."
 

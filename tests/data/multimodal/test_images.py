@@ -54,6 +54,31 @@ def test_images_of_any_shape_become_squares(resize: str, shape: tuple[int, int])
         assert np.asarray(found)[0].tolist() == [[127, 127, 127]] * 12
 
 
+@pytest.mark.parametrize("shape", [(300, 40), (40, 300), (97, 31)], ids=str)
+@pytest.mark.parametrize("resize", ["crop", "pad"])
+def test_strips_become_the_same_squares_in_parts(
+    resize: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, columns = np.mgrid[: shape[1], : shape[0]]
+    smooth = 127 + 100 * np.stack([np.sin(rows / 9), np.cos(columns / 11), np.sin((rows + columns) / 13)], -1)
+    picture = Image.fromarray(smooth.astype(np.uint8))
+    form = ImageForm(size=24, patch=4, resize=resize)
+    expected = np.asarray(form._square(picture)).astype(int)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    found = np.asarray(form._square(picture)).astype(int)
+    # Borders of `pad` are blurred with the image in the one, and are whole pixels in the other.
+    inside = np.abs(found - expected).max(-1) <= 2
+    assert inside.all() if resize == "crop" else inside.mean() > 0.7
+
+
+@pytest.mark.parametrize("shape", [(1_000_000, 1), (1, 1_000_000)], ids=str)
+@pytest.mark.parametrize("resize", ["crop", "pad", "stretch"])
+def test_a_strip_of_a_few_bytes_takes_no_memory(resize: str, shape: tuple[int, int]) -> None:
+    square = ImageForm(size=336, patch=14, resize=resize)._square(Image.new("RGB", shape, (200, 0, 0)))
+    assert square.size == (336, 336)
+    assert (np.asarray(square)[167, 167] == (200, 0, 0)).all()
+
+
 def test_crops_are_those_of_clip() -> None:
     """The image processor of ``transformers`` with the same sizes."""
     transformers = pytest.importorskip("transformers")

@@ -92,6 +92,7 @@ def test_parquet_holds_the_bytes_of_images(tmp_path: Path, image_tokenizer: Path
 BAD = {
     "missing": (row("none.png", "<image>"), r"image 0 \(.*none\.png\) cannot be read: No such file.*--images"),
     "damaged": (row("cut.png", "<image>"), r"cut\.png\) cannot be read as an image"),
+    "the beginning": (row("begin.png", "<image>"), r"begin\.png\) begins as PNG, and is damaged.*Write the file again"),
     "no image": (row("text.png", "<image>"), r"text\.png\) is no image that Pillow can read: it begins with b"),
     "an empty file": (row("empty.png", "<image>"), r"empty\.png\) is empty; write the file again"),
     "an address": (row("https://a.b/c.png", "<image>"), r"c\.png.; images are read from files, so download it"),
@@ -112,6 +113,7 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_rows_are_refused_or_skipped(kind: str, prepared: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(png(64, 64)[:-30])
+    (tmp_path / "begin.png").write_bytes(png()[:8] + b"and no chunk")
     (tmp_path / "text.png").write_text("this is text")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "film.png").write_bytes(b"\0\0\0\x18ftypmp42" + bytes(40))
