@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 import lightning.pytorch as pl
 
@@ -65,7 +66,7 @@ class Distillation(pl.Callback):
     def __init__(
         self,
         teacher: str | os.PathLike[str] | None = None,
-        divergence: str = "forward_kl",
+        divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon", "cross_entropy"] = "forward_kl",
         temperature: float = 1.0,
         scale: float = 1.0,
         own_loss: bool = False,

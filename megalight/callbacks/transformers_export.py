@@ -51,7 +51,7 @@ class TransformersExport(pl.Callback):
     def __init__(
         self,
         when: Literal["checkpoint", "end"] = "end",
-        dtype: str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         ema: bool = False,
         folder: str | None = None,
     ) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalight.cli import explain, rules, signatures, sizes
-from megalight.cli.signatures import Source
+from megalight.cli import explain, guards, rules, signatures, sizes
+from megalight.cli.signatures import UNKNOWN, Annotation, Source
 from megalight.errors import ConfigurationError, nearest
 
 MODULES = (
@@ -26,6 +26,7 @@ MODULES = (
     "megalight.data.chat.module",
     "megalight.data.multimodal.module",
     "megalight.strategies",
+    "megalight.optim",
     "megalight.callbacks",
     "megalight.loggers",
     "lightning.pytorch.callbacks",
@@ -46,19 +47,15 @@ STRATEGIES = {
 }
 """Registered names of strategies -> their classes."""
 
-ROOT = (
-    "config",
-    "print_config",
-    "seed_everything",
-    "trainer",
-    "model",
-    "data",
-    "ckpt_path",
-    "weights_only",
-    "verbose",
-    "return_predictions",
-)
-"""Keys of the configuration itself, for any verb."""
+ROOT = {
+    **dict.fromkeys(("config", "print_config", "trainer", "model", "data", "ckpt_path"), UNKNOWN),
+    **dict.fromkeys(("weights_only", "verbose", "return_predictions"), Annotation(frozenset({bool}))),
+    "seed_everything": Annotation(frozenset({bool, int})),
+}
+"""Keys of the configuration itself, for any verb, and what they accept."""
+
+LISTS = ("trainer.callbacks", "trainer.logger", "trainer.plugins")
+"""Keys of several classes. A class that is named there later is another one, and takes nothing from those before it."""
 
 Classes = dict[str, Source | None]
 
@@ -82,11 +79,16 @@ def check(verb: str, words: Sequence[str]) -> None:
         classes |= found
         for key, value in part.items():
             _check(key, value, classes, verb)
+        # A list of a later file replaces those before it, or adds to them. What they hold is not checked further.
+        later = {above for above in LISTS if any(k == above or k.startswith(f"{above}.") for k in found)}
+        values = {key: value for key, value in values.items() if not any(key.startswith(f"{k}.") for k in later)}
         replaced = {above for key in part for above in _above(key)}  # ``data: a`` by ``data: {a: 1, b: 2}``
         values = {key: value for key, value in values.items() if key not in replaced} | part
     # Nothing is run then, so the values need not fit together.
     if not any(key.partition("=")[0] == "print_config" for key in values):
         read = {key: signatures.read_word(value) for key, value in values.items()}
+        # Each class by itself, then what belongs to several, then what needs torch.
+        guards.check(read, classes)
         rules.check(verb, read, classes)
         sizes.check(read, classes, rules.is_megatron(classes))
 
@@ -136,6 +138,8 @@ def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str
     """Follow the parts of a key through the arguments of classes, as far as these are known."""
     if key.partition(".")[0] not in ROOT:
         _refuse(verb, explain.unknown_key(key.partition(".")[0], value, "the configuration", ROOT, _all(classes)))
+    if key in ROOT and not ROOT[key].accepts(value):
+        _refuse(verb, explain.not_valid(key, value, ROOT[key].describe()))
     prefix = key
     # The longest prefix with a known class decides. Without one the parser must.
     while (prefix := prefix.rpartition(".")[0]) not in classes:

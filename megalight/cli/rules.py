@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from megalight.cli.signatures import Source
+from megalight.cli.signatures import Source, Written, written
+from megalight.cli.trainer_rules import check_trainer
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.parallel.degrees import check_at_least_one, check_degrees, check_measured, check_timeout
+from megalight.parallel.degrees import check_measured
 
 Values = Mapping[str, Any]
 STRATEGIES = ("MegatronStrategy", "MegatronFSDPStrategy", "MegatronTowersStrategy", "MegatronTowersBesideStrategy")
-DEVICES = re.compile(r"auto|-1|[1-9]\d*|\d+,(\s*\d+,?)*|\[.*\]|")
-"""What ``--trainer.devices`` takes: a number, ids, or ``auto``."""
+LARGEST_SEED = 2**32 - 1
+"""What numpy takes at most."""
+
+WEIGHTS = ("weights", "teacher", "base")
+"""Arguments of modules and callbacks that say where a model is."""
 
 AXES = ("tensor", "pipeline", "context")
 """Degrees by which the number of ranks is divided to give the replicas."""
@@ -39,16 +42,9 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
     check_trainer(_under("trainer", values))
     if is_megatron(classes):
         given = _under("trainer.strategy", values)
-        _call(check_degrees, given)
-        # A value of another kind is refused elsewhere, with a better message.
-        for name in ("micro_batch_size", "sigterm_every_n_steps"):
-            if isinstance(given.get(name), int):
-                check_at_least_one(name, given[name])
         # Without an accelerator by name, only Lightning knows whether this is a CPU.
         if given.get("micro_batch_size") == "auto" and values.get("trainer.accelerator") == "cpu":
             check_measured("cpu")
-        if isinstance(given.get("timeout_seconds"), int | float):
-            check_timeout(given["timeout_seconds"])
     data = classes.get("data")
     if _is_one_of(DATA, data):
         _check_data(_under("data", values))
@@ -56,47 +52,10 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
         _check_vocabulary(values)
     _check_weights(values, classes)
     _check_root(values)
+    _check_seed(values.get("seed_everything"))
     if verb == "fit" and _is_one_of(("GPTDataModule",), data):
         _check_length(_under("data", values))
     _check_checkpoint(verb, values)
-
-
-def check_trainer(arguments: Values) -> None:
-    """Refuse values of Trainer arguments that Lightning would accept silently, or refuse with another cause.
-
-    Raises:
-        ConfigurationError: with the value, the rule and the next step.
-    """
-    clip = arguments.get("gradient_clip_val")
-    if isinstance(clip, int | float) and clip < 0:
-        raise ConfigurationError(
-            f"trainer.gradient_clip_val is {clip}; it must be at least 0. Leave it out to train without clipping."
-        )
-    devices = arguments.get("devices")
-    if isinstance(devices, int | str) and not DEVICES.fullmatch(str(devices)):
-        raise ConfigurationError(
-            f"trainer.devices is {devices}; give a number of at least 1, ids with commas (0,1), or auto for all."
-        )
-    window = arguments.get("accumulate_grad_batches")
-    if isinstance(window, int) and window < 1:
-        raise ConfigurationError(
-            f"trainer.accumulate_grad_batches is {window}; it must be at least 1: the number of batches whose "
-            "gradients are added up before each optimizer step."
-        )
-    # Without an accelerator by name, only Lightning knows whether this is a CPU.
-    if str(arguments.get("precision") or "").startswith("16") and arguments.get("accelerator") == "cpu":
-        raise half_on_cpu(arguments["precision"])
-    every = arguments.get("log_every_n_steps")
-    if isinstance(every, int) and every < 0:
-        raise ConfigurationError(f"trainer.log_every_n_steps is {every}; it must be at least 1, or 0 for no logs.")
-
-
-def half_on_cpu(precision: Any) -> ConfigurationError:
-    """Return the error for 16-bit floats on a CPU."""
-    return ConfigurationError(
-        f"trainer.precision is {precision}, and this run is on the CPU, where 16-bit floats with loss scaling do not "
-        "work. Use bf16-mixed, or 32-true."
-    )
 
 
 def _check_data(given: Values) -> None:
@@ -151,13 +110,21 @@ def _check_vocabulary(values: Values) -> None:
 
 
 def _check_weights(values: Values, classes: Mapping[str, Source | None]) -> None:
-    """Check that there is something to start from."""
-    model, wanted = classes.get("model"), values.get("model.weights")
-    ours = model is not None and model.module.name.startswith("megalight.")
-    if ours and isinstance(wanted, str) and "://" not in wanted and not Path(wanted).exists():
-        raise CheckpointError(
-            f"model.weights={wanted}: nothing is there. Give a checkpoint, a run's folder, or a folder of transformers."
-        )
+    """Check that there is something to start from, and to learn from."""
+    for key, source in classes.items():
+        ours = source is not None and source.module.name.startswith("megalight.")
+        for name in WEIGHTS if ours else ():
+            wanted = values.get(f"{key}.{name}")
+            if isinstance(wanted, str) and "://" not in wanted and _is_path(source, name) and not Path(wanted).exists():
+                raise CheckpointError(
+                    f"{key}.{name}={wanted}: nothing is there. Give a checkpoint, a run's folder, or a folder of "
+                    "transformers."
+                )
+
+
+def _is_path(source: Source | None, name: str) -> bool:
+    """Whether an argument of a class is a path: ``base`` of adapters is a word."""
+    return source is not None and "PathLike" in written(source).get(name, Written()).annotation
 
 
 def _check_root(values: Values) -> None:
@@ -174,6 +141,12 @@ def _check_root(values: Values) -> None:
         raise ConfigurationError(
             f"trainer.default_root_dir={root}: {above} cannot be written; name another folder for logs and checkpoints."
         )
+
+
+def _check_seed(seed: Any) -> None:
+    """Check that all generators take a seed."""
+    if type(seed) is int and not 0 <= seed <= LARGEST_SEED:
+        raise ConfigurationError(f"seed_everything is {seed}; it must be at least 0, and at most {LARGEST_SEED}.")
 
 
 def _check_length(given: Values) -> None:

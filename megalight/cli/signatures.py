@@ -18,7 +18,7 @@ import yaml
 
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
 EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
-KEEP_ARGUMENTS = ("dataclass", "final", "override", "ABCMeta", "_defaults_from_env_vars")
+KEEP_ARGUMENTS = ("dataclass", "final", "override", "ABCMeta", "register", "_defaults_from_env_vars")
 """Decorators and metaclasses that leave the arguments of a class as they are."""
 
 DEPTH = 12
@@ -201,19 +201,19 @@ def find_module(name: str) -> Module | None:
 
 def class_of(module: Module, name: str, depth: int = DEPTH) -> Source | None:
     """Return the class that a name means in a module, through imports; None if it is no class, or unknown."""
-    found = _lookup(module, name, depth)
+    found = lookup(module, name, depth)
     return Source(found[0], found[1]) if found is not None and isinstance(found[1], ast.ClassDef) else None
 
 
-def _lookup(module: Module, name: str, depth: int) -> tuple[Module, ast.stmt] | None:
-    """Find the statement that defines a name."""
+def lookup(module: Module, name: str, depth: int = DEPTH) -> tuple[Module, ast.stmt] | None:
+    """Find the statement that defines a name, through imports."""
     head, _, rest = name.partition(".")
     node = module.names.get(head)
     if depth == 0:
         return None
     if node is None:  # packages of models import their ``module`` only when somebody asks for the class
         below = find_module(f"{module.name}.module") if "__getattr__" in module.names and not rest else None
-        return None if below is None else _lookup(below, name, depth - 1)
+        return None if below is None else lookup(below, name, depth - 1)
     if isinstance(node, ast.Import):
         alias = next(each for each in node.names if (each.asname or each.name) == head)
         # Without `as`, the name stands for the first part of the path, so the rest must follow it.
@@ -230,7 +230,7 @@ def _lookup(module: Module, name: str, depth: int) -> tuple[Module, ast.stmt] | 
         return None if rest else (module, node)
     where, _, last = full.rpartition(".")
     target = find_module(where)
-    return None if target is None else _lookup(target, last, depth - 1)
+    return None if target is None else lookup(target, last, depth - 1)
 
 
 def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
@@ -261,7 +261,7 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
             return None
         found = {**dict.fromkeys(_taken(init, init.args.kwarg.arg), UNKNOWN), **found}
     elif source.is_dataclass:
-        fields = [node for node in source.node.body if isinstance(node, ast.AnnAssign)]
+        fields = [node for node in source.node.body if isinstance(node, ast.AnnAssign) and _is_argument(node)]
         found = {
             node.target.id: annotation(source.module, node.annotation)
             for node in fields
@@ -298,11 +298,19 @@ def written(source: Source) -> dict[str, Written]:
     return found
 
 
+def _is_argument(node: ast.AnnAssign) -> bool:
+    """Whether a field of a dataclass is an argument of its constructor."""
+    if ast.unparse(node.annotation).partition("[")[0].rpartition(".")[2] == "ClassVar":
+        return False
+    given = node.value.keywords if isinstance(node.value, ast.Call) else []
+    return not any(each.arg == "init" and ast.unparse(each.value) == "False" for each in given)
+
+
 def _default(module: Module, node: ast.expr | None) -> str:
     """Return a default value. A call makes one, which cannot be shown; a name stands for a constant of the module."""
     if isinstance(node, ast.Call):
         return ""
-    found = _lookup(module, node.id, DEPTH) if isinstance(node, ast.Name) else None
+    found = lookup(module, node.id, DEPTH) if isinstance(node, ast.Name) else None
     return _text(getattr(found[1], "value", node) if found is not None else node)
 
 
@@ -362,7 +370,7 @@ def annotation(module: Module, node: ast.expr | None, depth: int = DEPTH) -> Ann
     text = ast.unparse(node)
     if text in SCALARS:
         return Annotation(frozenset({SCALARS[text]}))
-    found = _lookup(module, text, depth) if isinstance(node, ast.Name | ast.Attribute) else None
+    found = lookup(module, text, depth) if isinstance(node, ast.Name | ast.Attribute) else None
     if found is not None and isinstance(found[1], ast.ClassDef):
         return Annotation(source=Source(*found))  # type: ignore[arg-type]  # narrowed above
     if found is not None and isinstance(found[1], ast.Assign | ast.AnnAssign):

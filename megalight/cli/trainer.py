@@ -17,8 +17,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from megalight.callbacks import AutomaticCUDAGraph
 from megalight.callbacks.run_record import log_folder
 from megalight.cli.explain import subclasses
-from megalight.cli.rules import check_trainer, half_on_cpu
 from megalight.cli.run_folder import claim
+from megalight.cli.trainer_rules import check_loggers, check_trainer, half_on_cpu
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
 from megalight.loggers import JSONLogger
@@ -133,12 +133,7 @@ def named_loggers(names: str, root: str, version: int | str | None = None) -> li
         ConfigurationError: a name is unknown.
     """
     loggers: list[Logger] = []
-    for name in (name.strip() for name in names.split(",")):
-        if name not in LOGGERS:
-            raise ConfigurationError(
-                f"trainer.logger = {name!r} is not a known logger.{nearest(name, LOGGERS)} Choose from "
-                f"{', '.join(LOGGERS)} (several with commas), or give the class of a logger, or false."
-            )
+    for name in check_loggers(names):
         # One version folder for all: the first logger has found a free one.
         loggers.append(LOGGERS[name](root, loggers[0].version if loggers else version))
     return loggers

@@ -20,6 +20,22 @@ EXPONENTS = "_exponents"
 """Ending of the name of the state with the exponents of a moment in 8 bits."""
 
 
+def check_numbers(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Refuse hyperparameters with which no step makes sense.
+
+    Raises:
+        ConfigurationError: one is out of range.
+    """
+    for name, value, good in (
+        ("lr", lr, lr >= 0),
+        ("betas", betas, 0 <= betas[0] < 1 and 0 <= betas[1] < 1),
+        ("eps", eps, eps >= 0),
+        ("weight_decay", weight_decay, weight_decay >= 0),
+    ):
+        if not good:
+            raise ConfigurationError(f"{name} of Adam is {value}; it must be at least 0, and betas below 1.")
+
+
 class Adam(Optimizer):
     """Adam (Kingma and Ba 2015), by default with decoupled weight decay (AdamW, Loshchilov and Hutter 2019).
 
@@ -68,14 +84,7 @@ class Adam(Optimizer):
         exp_avg_sq_dtype: MomentDtype = "float32",
         backend: str = "auto",
     ) -> None:
-        for name, value, good in (
-            ("lr", lr, lr >= 0),
-            ("betas", betas, all(0 <= beta < 1 for beta in betas)),
-            ("eps", eps, eps >= 0),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-        ):
-            if not good:
-                raise ConfigurationError(f"{name} of Adam is {value}; it must be at least 0, and betas below 1.")
+        check_numbers(lr, betas, eps, weight_decay)
         for name, kind in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
             if kind not in get_args(MomentDtype):
                 raise ConfigurationError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from megalight.optim.adam import Adam, MomentDtype
+from megalight.optim.adam import Adam, MomentDtype, check_numbers
 from megalight.optim.groups import GroupRule, check_rules, parameter_groups
 from megalight.optim.schedules import Schedule
 
@@ -30,6 +30,9 @@ class AdamConfig:
             :class:`~megalight.optim.Adam`.
         exp_avg_sq_dtype: the same for the second moment.
         backend: backend of the op ``adam``. ``auto`` takes the best one that can serve (see ``megalight doctor``).
+
+    Raises:
+        ConfigurationError: a number is out of range.
     """
 
     lr: float = 3e-4
@@ -43,6 +46,10 @@ class AdamConfig:
     exp_avg_dtype: MomentDtype = "float32"
     exp_avg_sq_dtype: MomentDtype = "float32"
     backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        # Now, and not when the optimizer is made: processes have started by then.
+        check_numbers(self.lr, self.betas, self.eps, self.weight_decay)
 
     def check(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Check that every rule matches a parameter of the whole model.

@@ -1,0 +1,543 @@
+"""What constructors refuse, read from their source: nothing is imported, so it takes milliseconds.
+
+A constructor that begins with ``if size < 1: raise ConfigurationError(...)`` says in its source which values it
+refuses. This file follows such statements with the values of a command. It knows constants, arguments, comparisons,
+arithmetic and a few functions; whatever else a constructor computes is unknown, and nothing is concluded from it. So
+each refusal here is one that the constructor itself makes later, in the same words.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from megalight import errors
+from megalight.cli.signatures import DEPTH, Annotation, Module, Source, class_of, lookup, members
+from megalight.errors import MegalightError
+
+KNOWN = ("megalight.", "lightning.")
+"""What modules begin with whose constructors are followed: those whose habits are known."""
+
+COMPARE: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+COMPUTE: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+SIGNS: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "len": len,
+    "list": list,
+    "max": max,
+    "min": min,
+    "repr": repr,
+    "sorted": sorted,
+    "str": str,
+    "tuple": tuple,
+    "math.isfinite": math.isfinite,
+    "nearest": errors.nearest,
+}
+"""Functions that are called with known values, by the names that they have in our files."""
+
+PURE = (*FUNCTIONS, "getattr", "isinstance", "get_args", "super().__init__", "super().__post_init__")
+"""What changes none of the values that are known."""
+
+KINDS = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+class Unknown(Exception):
+    """A value depends on something that the source alone does not tell."""
+
+
+UNKNOWN: Any = object()
+
+
+class _Ends(Exception):
+    """A function returns, or goes on in a way that is unknown."""
+
+    def __init__(self, value: Any = UNKNOWN) -> None:
+        self.value = value
+
+
+def check(values: Mapping[str, Any], classes: Mapping[str, Source | None]) -> None:
+    """Refuse values that the constructor of a class of ours refuses.
+
+    Args:
+        values: dotted key -> value, as YAML reads it.
+        classes: the classes that fill keys.
+
+    Raises:
+        MegalightError: what the constructor raises.
+    """
+    for key, source in classes.items():
+        # A rank that somebody started: the command was checked before, or all ranks would say the same.
+        if source is not None and "LOCAL_RANK" not in os.environ:
+            _check_class(key, source, values, defaults=True)
+
+
+def _check_class(key: str, source: Source, values: Mapping[str, Any], defaults: bool) -> None:
+    """Check a class and the configurations in its arguments, those first, as the parser makes them."""
+    arguments = members(source) if source.module.name.startswith(KNOWN) else None
+    if arguments is None:
+        return
+    given: dict[str, Any] = {}
+    for name, accepted in arguments.items():
+        inner = f"{key}.{name}"
+        below = [each for each in values if each.startswith(f"{inner}.")]
+        if below and inner not in values and accepted.source is not None and accepted.source.is_dataclass:
+            # A default that is no plain call says something about the fields that are not given.
+            _check_class(inner, accepted.source, values, defaults=_is_plain(_written(source, name)))
+        value = _value(inner, values, accepted)
+        if value is not UNKNOWN or below:
+            given[name] = value
+        elif not defaults:
+            given[name] = UNKNOWN
+    Walk(source.module).construct(source, given)
+
+
+def _value(key: str, values: Mapping[str, Any], accepted: Annotation) -> Any:
+    """Return the value of an argument as the constructor gets it."""
+    below = {each[len(key) + 1 :]: value for each, value in values.items() if each.startswith(f"{key}.")}
+    if key not in values:
+        # A list of plain values is flat here: ``betas.0``, ``betas.1``.
+        plain = below and [*below] == [str(n) for n in range(len(below))] and accepted.source is None
+        return tuple(below.values()) if plain else UNKNOWN
+    value = values[key]
+    if below or accepted.source is not None:
+        return UNKNOWN
+    if value is None or value in accepted.choices:
+        return value
+    number = type(value) in (int, float)
+    if number and int in accepted.scalars and value == value // 1:
+        return int(value)
+    if number and float in accepted.scalars:
+        return float(value)
+    return value if type(value) in accepted.scalars else UNKNOWN
+
+
+def _written(source: Source, name: str) -> ast.expr | None:
+    """Return the default of an argument; None if there is none."""
+    for node in source.node.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            return dict(_arguments(node.args)).get(name)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
+            return node.value
+    return next((found for base in source.bases() if base and (found := _written(base, name)) is not None), None)
+
+
+def _is_plain(default: ast.expr | None) -> bool:
+    """Whether fields that are not given have the defaults of their class."""
+    none = default is None or (isinstance(default, ast.Constant) and default.value is None)
+    return none or (isinstance(default, ast.Call) and not default.args and not default.keywords)
+
+
+def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield the arguments of a function with their defaults."""
+    named = [*arguments.posonlyargs, *arguments.args]
+    # Defaults belong to the last arguments.
+    defaults = [*[None] * (len(named) - len(arguments.defaults)), *arguments.defaults]
+    yield from zip((each.arg for each in named), defaults, strict=True)
+    yield from zip((each.arg for each in arguments.kwonlyargs), arguments.kw_defaults, strict=True)
+
+
+@dataclass
+class Walk:
+    """Follows statements of one function.
+
+    Attributes:
+        module: the file of the function.
+        names: values of its arguments and variables; ``self.size`` is the attribute of that name.
+        owner: the class that ``super()`` is relative to.
+        kind: the class of ``self``.
+        depth: calls that may still be followed.
+        followed: calls whose effects are known.
+    """
+
+    module: Module
+    names: dict[str, Any] = field(default_factory=dict)
+    owner: Source | None = None
+    kind: Source | None = None
+    depth: int = DEPTH
+    followed: set[ast.Call] = field(default_factory=set)
+
+    def construct(self, source: Source, given: Mapping[str, Any]) -> None:
+        """Follow the constructor of a class.
+
+        Args:
+            source: the class.
+            given: values of arguments, or ``UNKNOWN``. Others have their defaults.
+
+        Raises:
+            MegalightError: the constructor raises it.
+        """
+        if self.depth == 0:
+            return
+        found = _method(source, "__init__")
+        if found is not None:
+            owner, init = found
+            inner = Walk(owner.module, {}, owner, source, self.depth - 1)
+            inner.names = {name: inner._default(node, given.get(name, node)) for name, node in _arguments(init.args)}
+            inner.follow(init.body)
+        elif source.is_dataclass and (found := _method(source, "__post_init__")) is not None:
+            owner, init = found
+            inner = Walk(owner.module, {}, owner, source, self.depth - 1)
+            for name in members(source) or ():
+                default = _written(source, name)
+                inner.names[f"self.{name}"] = inner._default(default, given.get(name, default))
+            inner.follow(init.body)
+
+    def _default(self, default: ast.expr | None, value: Any) -> Any:
+        if value is not default:
+            return value
+        return UNKNOWN if default is None else self._maybe(default)
+
+    def follow(self, body: Sequence[ast.stmt]) -> Any:
+        """Follow statements. Return what ``return`` gives, or ``UNKNOWN``."""
+        try:
+            for node in body:
+                self._statement(node)
+        except _Ends as end:
+            return end.value
+        return None
+
+    def _statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.If):
+            self._if(node)
+        elif isinstance(node, ast.Raise):
+            self._raise(node)
+        elif isinstance(node, ast.For):
+            self._for(node)
+        elif isinstance(node, ast.Return):
+            raise _Ends(None if node.value is None else self._maybe(node.value))
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            value = self._maybe(node.value)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            self._forget(node)
+            for target in targets:
+                if isinstance(target, ast.Name | ast.Attribute):
+                    self.names[ast.unparse(target)] = value
+        elif isinstance(node, ast.Expr):
+            kept = self._kept(node.value)
+            self._maybe(node.value)
+            self._forget(node)
+            self.names |= kept
+        else:
+            self._skip(node)
+
+    def _kept(self, node: ast.expr) -> dict[str, Any]:
+        """Return what ``object.__setattr__(self, name, value)`` sets, as frozen classes do."""
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__" and len(node.args) == 3:
+            owner, name, value = node.args[0], self._maybe(node.args[1]), self._maybe(node.args[2])
+            if isinstance(name, str):
+                return {f"{ast.unparse(owner)}.{name}": value}
+        return {}
+
+    def _if(self, node: ast.If) -> None:
+        test = self._maybe(node.test)
+        if test is UNKNOWN:
+            self._skip(node)
+            return
+        for each in node.body if test else node.orelse:
+            self._statement(each)
+
+    def _for(self, node: ast.For) -> None:
+        if not isinstance(node.iter, ast.Tuple | ast.List) or node.orelse or _leaves(node):
+            self._skip(node)
+            return
+        targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
+        for item in node.iter.elts:
+            parts = item.elts if isinstance(item, ast.Tuple) and len(targets) > 1 else [item]
+            for target, part in zip(targets, parts, strict=False):
+                self.names[ast.unparse(target)] = self._maybe(part)
+            for each in node.body:
+                self._statement(each)
+
+    def _raise(self, node: ast.Raise) -> NoReturn:
+        # Whatever is raised, nothing after it runs.
+        if isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name) and len(node.exc.args) == 1:
+            error = self._error(node.exc.func.id)
+            text = self._maybe(node.exc.args[0])
+            if error is not None and isinstance(text, str):
+                raise error(text)
+        raise _Ends
+
+    def _error(self, name: str) -> type[MegalightError] | None:
+        """Return the class of an error that commands tell without a traceback, or None."""
+        source = class_of(self.module, name)
+        if source is not None and source.name == "MisconfigurationException":
+            return errors.ConfigurationError
+        found = getattr(errors, name, None) if source is not None and source.module.name == errors.__name__ else None
+        return found if isinstance(found, type) and issubclass(found, MegalightError) else None
+
+    def _skip(self, node: ast.stmt) -> None:
+        """Pass over a statement that may or may not do what it says."""
+        if any(isinstance(each, ast.Return | ast.Match | ast.Global | ast.Nonlocal) for each in ast.walk(node)):
+            raise _Ends
+        self._forget(node)
+
+    def _forget(self, node: ast.AST) -> None:
+        """Forget what a piece of code may change."""
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name | ast.Attribute) and not isinstance(each.ctx, ast.Load):
+                self.names[ast.unparse(each)] = UNKNOWN
+            elif isinstance(each, ast.FunctionDef | ast.ClassDef | ast.alias):
+                self.names[each.asname or each.name if isinstance(each, ast.alias) else each.name] = UNKNOWN
+            elif isinstance(each, ast.Call) and each not in self.followed and ast.unparse(each.func) not in PURE:
+                if ast.unparse(each.func) == "object.__setattr__" and len(each.args) == 3:
+                    name = self._maybe(each.args[1])
+                    self._change("self") if name is UNKNOWN else self.names.update({f"self.{name}": UNKNOWN})
+                    continue
+                # A method, or a function that gets an object, may change it.
+                touched = [each.func.value] if isinstance(each.func, ast.Attribute) else []
+                for name in filter(lambda part: isinstance(part, ast.Name), [*touched, *each.args]):
+                    self._change(ast.unparse(name))
+
+    def _change(self, name: str) -> None:
+        if name == "self":
+            self.names.update({key: UNKNOWN for key in self.names if key.startswith("self.")})
+        elif not isinstance(self.names.get(name), int | float | str | tuple | None):
+            self.names[name] = UNKNOWN
+
+    def _maybe(self, node: ast.expr) -> Any:
+        """Return the value of an expression, or ``UNKNOWN``."""
+        try:
+            return self.value(node)
+        except MegalightError:
+            raise
+        except (Unknown, ArithmeticError, TypeError, ValueError, LookupError, RecursionError):
+            return UNKNOWN
+
+    def value(self, node: ast.expr) -> Any:
+        """Return the value of an expression.
+
+        Raises:
+            Unknown: the source does not tell it.
+        """
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name() | ast.Attribute():
+                return self._named(node)
+            case ast.BoolOp():
+                return self._either(node)
+            case ast.UnaryOp(op=op) if type(op) in SIGNS:
+                return SIGNS[type(op)](self.value(node.operand))
+            case ast.BinOp(op=op) if type(op) in COMPUTE:
+                return COMPUTE[type(op)](self.value(node.left), self.value(node.right))
+            case ast.Compare():
+                return self._compare(node)
+            case ast.IfExp():
+                return self.value(node.body if self.value(node.test) else node.orelse)
+            case ast.Tuple() | ast.List() | ast.Set():
+                return tuple(self.value(each) for each in node.elts)
+            case ast.JoinedStr():
+                return "".join(str(self.value(each)) for each in node.values)
+            case ast.FormattedValue():
+                return self._formatted(node)
+            case ast.Subscript():
+                return self._items(node.value)[self.value(node.slice)]
+            case ast.NamedExpr():
+                self.names[node.target.id] = value = self.value(node.value)
+                return value
+            case ast.Call():
+                return self._call(node)
+        raise Unknown
+
+    def _named(self, node: ast.Name | ast.Attribute) -> Any:
+        name = ast.unparse(node)
+        if name in self.names:
+            if self.names[name] is UNKNOWN:
+                raise Unknown
+            return self.names[name]
+        found = lookup(self.module, name)
+        if found is not None and isinstance(found[1], ast.ClassDef):
+            return Source(found[0], found[1])
+        node_of = found[1] if found is not None else None
+        constant = node_of.value if isinstance(node_of, ast.Assign | ast.AnnAssign) else None
+        # A list or a dict may be filled elsewhere.
+        plain = isinstance(constant, ast.Constant | ast.Tuple | ast.Attribute | ast.Name)
+        if found is None or not self.depth or constant is None or not plain:
+            raise Unknown
+        return Walk(found[0], depth=self.depth - 1).value(constant)
+
+    def _either(self, node: ast.BoolOp) -> Any:
+        value: Any = None
+        for each in node.values:
+            value = self.value(each)
+            if bool(value) == isinstance(node.op, ast.Or):
+                break
+        return value
+
+    def _compare(self, node: ast.Compare) -> bool:
+        left = self.value(node.left)
+        for op, right in zip(node.ops, map(self.value, node.comparators), strict=True):
+            if isinstance(left, Source) or isinstance(right, Source):
+                raise Unknown
+            if type(op) not in COMPARE or not COMPARE[type(op)](left, right):
+                return False
+            left = right
+        return True
+
+    def _formatted(self, node: ast.FormattedValue) -> str:
+        if isinstance(value := self.value(node.value), Source):
+            raise Unknown
+        shown = {ord("r"): repr(value), ord("s"): str(value)}.get(node.conversion, value)
+        return format(shown, "" if node.format_spec is None else str(self.value(node.format_spec)))
+
+    def _call(self, node: ast.Call) -> Any:
+        name = ast.unparse(node.func)
+        if name in ("super().__init__", "super().__post_init__"):
+            self._super(name.rpartition(".")[2], node)
+            raise Unknown
+        if name == "isinstance" and len(node.args) == 2:
+            kinds = {KINDS[each] for each in map(str.strip, ast.unparse(node.args[1]).split("|")) if each in KINDS}
+            if len(kinds) != ast.unparse(node.args[1]).count("|") + 1:
+                raise Unknown
+            return isinstance(self.value(node.args[0]), tuple(kinds))
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "join" and len(node.args) == 1:
+            return self._join(self.value(node.func.value), node.args[0])
+        if name == "get_args" and len(node.args) == 1:
+            return self._choices(node.args[0])
+        if name == "getattr" and len(node.args) == 2:
+            return self._attribute(node)
+        if name.startswith("self.") and name.count(".") == 1:
+            return self._method(node, name.removeprefix("self."))
+        called = self.names.get(name)
+        found = (called.module, called.node) if isinstance(called, Source) else lookup(self.module, name)
+        if found is None or not found[0].name.startswith(KNOWN):
+            if name not in FUNCTIONS or node.keywords:
+                raise Unknown
+            return FUNCTIONS[name](*map(self.value, node.args))
+        if name in FUNCTIONS and found[0].name == errors.__name__:
+            return FUNCTIONS[name](*map(self.value, node.args))
+        if isinstance(found[1], ast.ClassDef):
+            source = Source(found[0], found[1])
+            self.construct(source, self._bound(_positional(source), node))
+            raise Unknown
+        if isinstance(found[1], ast.FunctionDef) and not found[1].decorator_list:
+            return self._follow(node, Walk(found[0], depth=self.depth - 1), found[1])
+        raise Unknown
+
+    def _follow(self, node: ast.Call, inner: Walk, function: ast.FunctionDef) -> Any:
+        """Follow a function that is called."""
+        if not self.depth:
+            raise Unknown
+        defaults = dict(_arguments(function.args))
+        defaults.pop("self", None)
+        given = self._bound([*defaults], node)
+        inner.names |= {key: inner._default(default, given.get(key, default)) for key, default in defaults.items()}
+        value = inner.follow(function.body)
+        if value is UNKNOWN:
+            raise Unknown
+        self.followed.add(node)
+        return value
+
+    def _method(self, node: ast.Call, name: str) -> Any:
+        """Follow a method of this object. What it does to the object's attributes is kept."""
+        found = None if self.kind is None else _method(self.kind, name)
+        if found is None:
+            raise Unknown
+        fields = {key: value for key, value in self.names.items() if key.startswith("self.")}
+        inner = Walk(found[0].module, fields, found[0], self.kind, self.depth - 1)
+        value = self._follow(node, inner, found[1])
+        self.names |= {key: value for key, value in inner.names.items() if key.startswith("self.")}
+        return value
+
+    def _attribute(self, node: ast.Call) -> Any:
+        """Return the attribute of ``self`` whose name is in a variable."""
+        found = self.names.get(f"{ast.unparse(node.args[0])}.{self.value(node.args[1])}", UNKNOWN)
+        if found is UNKNOWN:
+            raise Unknown
+        return found
+
+    def _bound(self, names: Sequence[str], node: ast.Call) -> dict[str, Any]:
+        """Return the values of a call's arguments.
+
+        Raises:
+            Unknown: not all arguments without a name can be given to one of ``names``.
+        """
+        if len(node.args) > len(names):
+            raise Unknown
+        if any(isinstance(each, ast.Starred) for each in node.args) or any(each.arg is None for each in node.keywords):
+            return dict.fromkeys(names, UNKNOWN)
+        given = {name: self._maybe(each) for name, each in zip(names, node.args, strict=False)}
+        return given | {each.arg: self._maybe(each.value) for each in node.keywords if each.arg is not None}
+
+    def _super(self, name: str, node: ast.Call) -> None:
+        """Follow the constructor of the base class."""
+        bases = [] if self.owner is None else [base for base in self.owner.bases() if base is not None]
+        if not bases or not self.depth or not bases[0].module.name.startswith(KNOWN):
+            return
+        if name == "__init__":
+            self.construct(bases[0], self._bound(_positional(bases[0]), node))
+        elif (found := _method(bases[0], name)) is not None:
+            owner, method = found
+            # Its fields are those of this object.
+            Walk(owner.module, dict(self.names), owner, self.kind, self.depth - 1).follow(method.body)
+
+    def _join(self, mark: str, node: ast.expr) -> str:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "map" and len(node.args) == 2:
+            how = FUNCTIONS.get(ast.unparse(node.args[0]))
+            if how is None:
+                raise Unknown
+            return mark.join(map(how, self._items(node.args[1])))
+        return mark.join(self._items(node))
+
+    def _items(self, node: ast.expr) -> Sequence[Any]:
+        found = self.value(node)
+        if not isinstance(found, tuple | list):
+            raise Unknown
+        return found
+
+    def _choices(self, node: ast.expr) -> tuple[Any, ...]:
+        """Return the values of a ``Literal`` that has a name."""
+        found = lookup(self.module, ast.unparse(node))
+        value = found[1].value if found is not None and isinstance(found[1], ast.Assign | ast.AnnAssign) else None
+        if not isinstance(value, ast.Subscript) or ast.unparse(value.value).rpartition(".")[2] != "Literal":
+            raise Unknown
+        parts = value.slice.elts if isinstance(value.slice, ast.Tuple) else [value.slice]
+        return tuple(self.value(part) for part in parts)
+
+
+def _positional(source: Source) -> list[str]:
+    """Return the arguments of a class in their order, as far as the source tells it."""
+    found = _method(source, "__init__")
+    if found is not None:
+        arguments = found[1].args
+        return [each.arg for each in (*arguments.posonlyargs, *arguments.args)][1:]
+    # Fields of bases come first, unless they have to be named.
+    above = any(base is None or members(base) for base in source.bases())
+    return [] if above or not source.is_dataclass else [*(members(source) or ())]
+
+
+def _leaves(node: ast.For) -> bool:
+    return any(isinstance(each, ast.Break | ast.Continue) for each in ast.walk(node))
+
+
+def _method(source: Source, name: str, depth: int = DEPTH) -> tuple[Source, ast.FunctionDef] | None:
+    """Return a method of a class, and the class that defines it."""
+    for node in source.node.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return (source, node) if not node.decorator_list else None
+    above = [base for base in source.bases() if base is not None] if depth else []
+    return next((found for base in above if (found := _method(base, name, depth - 1)) is not None), None)
