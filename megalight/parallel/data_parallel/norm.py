@@ -46,6 +46,10 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
     return runs
 
 
+PIECE = 2**13
+"""Elements whose squares are added in float32 on a CPU."""
+
+
 @torch.no_grad()
 def global_norm(views: Sequence[Tensor], group: ProcessGroup | None, device: torch.device) -> Tensor:
     """Return the L2 norm of the ``views`` of all ranks of ``group``: a 0-dim tensor, with no host synchronisation.
@@ -56,6 +60,9 @@ def global_norm(views: Sequence[Tensor], group: ProcessGroup | None, device: tor
     dtype = torch.promote_types(views[0].dtype, torch.float32) if views else torch.float64
     square = torch.zeros((), dtype=torch.float64, device=device)
     if views:
+        if device.type == "cpu":
+            # Squares of a float32 tensor are added one after the other there: the norm of 20 million was 0.1 % short.
+            views = [piece for view in views for piece in view.reshape(-1).split(PIECE)]
         # One launch for all views; squares are added, because norms of parts do not add up.
         square += torch.stack(torch._foreach_norm(list(views), 2, dtype=dtype)).square_().sum()
     if group is not None:

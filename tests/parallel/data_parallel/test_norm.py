@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
 from megalight.parallel.data_parallel.buffers import FlatShard
-from megalight.parallel.data_parallel.norm import counted_runs
+from megalight.parallel.data_parallel.norm import counted_runs, global_norm
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close, mesh, split_spec
@@ -79,3 +79,12 @@ def test_clip_coefficient_equals_torch() -> None:
         norm = torch.nn.utils.clip_grad_norm_([parameter], 1.5)
         assert torch.equal(gradient * clip_coefficient(norm, 1.5), parameter.grad)
     assert clip_coefficient(torch.tensor(float("nan")), 1.0).isnan()
+
+
+def test_the_norm_of_many_elements_is_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(4_000_001, generator=generator), torch.randn(1000, 1500, generator=generator)]
+    expected = float(sum(part.double().square().sum() for part in parts)) ** 0.5
+    found = global_norm(parts, None, torch.device("cpu"))
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(expected, rel=5e-7)
