@@ -71,6 +71,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Fork the server of ranks from here, if a test needs it; outside of what pytest does with warnings and logs."""
+    # A fork of a process that has asked for GPUs cannot use them. There, it is an interpreter of its own.
+    if "tests.workers" in sys.modules and not session.config.option.collectonly and not torch.cuda.device_count():
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # ranks print to where tests do
+        importlib.import_module("tests.forks").start()
+        capture.suspend_global_capture(in_=True)
+    return (yield)
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     """Start every test from the same random state, independent of earlier tests."""

@@ -1,5 +1,6 @@
 import os
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -64,6 +65,19 @@ def test_each_rank_answers_in_order() -> None:
 
 def test_a_rank_may_leave_before_others_meet() -> None:
     assert run(_meet_without_first, 3) == [0, 3, 3]
+
+
+IMPORTED_BY = os.getpid()
+
+
+def _importer() -> int:
+    warnings.warn("ranks treat warnings as users' processes do", UserWarning, stacklevel=2)
+    return IMPORTED_BY
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there, the server is an interpreter of its own")
+def test_ranks_have_the_imports_of_the_tests() -> None:
+    assert run(_importer, 2) == [os.getpid()] * 2
 
 
 def test_processes_are_kept() -> None:
