@@ -425,15 +425,12 @@ def test_mismatches_list_key_shape_and_shard(tmp_path: Path) -> None:
 STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
-STACKED = pytest.param("llama, layers stacked", marks=pytest.mark.full)
-"""Stacks have the same places in weights, masters and moments; those of weights are always looked at."""
+def often(*more: str) -> list[Any]:
+    """Cases whose states are always looked at: dense layers, experts, mixers, depths; and some for full runs."""
+    return ["llama", "hybrid with depths", "depths", *(pytest.param(each, marks=pytest.mark.full) for each in more)]
 
 
-MIXED = ("hybrid", "depths")
-"""Their tensors have the same places in states of either form; whole ones are always looked at."""
-
-
-@pytest.mark.parametrize("case", ["llama", STACKED, "experts", *MIXED])
+@pytest.mark.parametrize("case", often("llama, layers stacked", "experts", "hybrid"))
 def test_optimizer_state_is_imported(case: str, tmp_path: Path) -> None:
     """Dense models have one optimizer, those with experts two, of which each has some of the parameters."""
     config, make = CASES[case]
@@ -490,10 +487,7 @@ def pieces(key: str, tensor: Tensor) -> tuple[View, tuple[int, ...]]:
     return View(key, (*counts, prod(sizes)), boxes), tuple(tensor.shape)
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["llama", STACKED, "experts", *(pytest.param(each, marks=pytest.mark.full) for each in ("experts apart", *MIXED))],
-)
+@pytest.mark.parametrize("case", often("llama, layers stacked", "experts", "experts apart", "hybrid"))
 def test_optimizer_state_in_flat_pieces_is_imported(case: str, tmp_path: Path) -> None:
     config, make = CASES[case]
     ours = weights(config)

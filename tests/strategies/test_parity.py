@@ -19,15 +19,8 @@ LAYOUTS = [
     if not (sp and tp == 1)
 ]
 ROWS = [(name, layout) for name in CONFIGS for layout in LAYOUTS]
-COVER = [
-    ("gqa", 2, True, 2, "optim"),
-    ("gqa", 1, False, 2, "optim"),
-    ("mha", 1, False, 1, "optim"),
-    ("tied", 2, True, 1, "no_shard"),
-    ("tied", 1, False, 2, "no_shard"),
-    ("gpt2", 1, False, 1, "no_shard"),
-]
-"""Every model and level. The tables of layouts and of sharding have more pairs, and tests of splits four ranks."""
+COVER = [("gpt2", 1, False, 1, "no_shard")]
+"""The table of layouts has all pairs of the others (:mod:`tests.test_cover`)."""
 
 
 @functools.cache
