@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +79,7 @@ def _trained(level: str, kind: str, replicate: int) -> None:
         patch.object(dist, "all_reduce", noted),
         patch.object(user_buffers, "why_not", lambda *_: None),
         patch.object(user_buffers, "_backend", lambda group, _: backends.setdefault(group, Backend())),
+        patch.object(user_buffers, "FAILED", threading.Event()),  # not that of earlier tests in this rank
         patch.object(torch.cuda, "MemPool", Pool),
         patch.object(torch.cuda, "use_mem_pool", Pool.use),
         patch.object(torch.cuda, "synchronize", lambda _: None),
