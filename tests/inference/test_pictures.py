@@ -340,6 +340,10 @@ def test_images_that_do_not_match_the_prompts_are_told(
     assert main([*words, "--image", str(tmp_path / "none.png")]) == 2
     told = " ".join(capsys.readouterr().err.split())  # lines are as wide as the terminal
     assert re.search(r"--image 1 \(.*none\.png\) cannot be read: No such file", told)
+    (tmp_path / "cut.png").write_bytes((tmp_path / "red.png").read_bytes()[:16])
+    assert main([*words, "--image", red, "--image", str(tmp_path / "cut.png")]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"--image 2 \(.*cut\.png\) (cannot be read as an image|begins as PNG)", told)
     assert main(words) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "prompt 0 has 2 places for images ('<image>'), and no images are given; give one for each" in told

@@ -102,11 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch  # after the checks: importing it takes seconds
 
+    from megalight.data.multimodal.images import decode
     from megalight.inference import TextGenerator
     from megalight.inference.pictures import read
 
-    # Before the weights: a wrong path is then told at once.
+    # Before the weights: a wrong path and a damaged file are then told at once, with their names.
     files = [read(image, f"--image {number}") for number, image in enumerate(arguments.image, 1)]
+    for number, (image, file) in enumerate(zip(arguments.image, files, strict=True), 1):
+        decode(file, f"--image {number} ({image})")
 
     prompts = arguments.prompt or [sys.stdin.read()]
     with joined(arguments) as (mesh, device):
