@@ -39,6 +39,9 @@ FILES = {
     "twice.yaml": "trainer:\n  max_steps: 3\n  max_steps: 4\n",
     "broken.yaml": "trainer: [1\nmodel: 2\n",
     "empty.txt": "",
+    "binary.yaml": "trainer: \x00\x01",
+    "list.yaml": "- trainer\n- model\n",
+    "layers.json": "{",
     "text.txt": "to be or not to be that is the question " * 500,
 }
 RUN = "fit -c r.yaml"
@@ -81,6 +84,73 @@ MISTAKES = {
     "unknown recipe": "recipes llama3-pretrain-8xGPU",
     "shell without completion": "completion fish",
     "no checkpoint to sample from": "generate runs --prompt hello",
+    # Values that only the constructor of a class refuses.
+    "steps below no limit": f"{RUN} --trainer.max_steps=-5",
+    "passes below no limit": f"{RUN} --trainer.max_epochs=-5",
+    "no machines": f"{RUN} --trainer.num_nodes=0",
+    "interval of no batches": f"{RUN} --trainer.val_check_interval=0",
+    "interval of no epochs": f"{RUN} --trainer.check_val_every_n_epoch=0",
+    "share above all": f"{RUN} --trainer.limit_train_batches=1.5",
+    "negative number of batches": f"{RUN} --trainer.limit_val_batches=-1",
+    "negative trial run": f"{RUN} --trainer.fast_dev_run=-1",
+    "misspelt logger": f"{RUN} --trainer.logger=jsn",
+    "misspelt profiler": f"{RUN} --trainer.profiler=simpel",
+    "misspelt way to clip": f"{RUN} --trainer.gradient_clip_algorithm=nrom",
+    "no accumulation": f"{RUN} --trainer.accumulate_grad_batches=0",
+    "half precision on a CPU": f"{RUN} --trainer.precision=16-mixed",
+    "word for a seed": f"{RUN} --seed_everything=abc",
+    "negative seed": f"{RUN} --seed_everything=-1",
+    "word for yes": f"{RUN} --weights_only=maybe",
+    "folder that is a file": f"{RUN} --trainer.default_root_dir=text.txt/runs",
+    "negative timeout": f"{RUN} --trainer.strategy.timeout_seconds=-5",
+    "degree of 0": f"{RUN} --trainer.strategy.tensor_parallel=0",
+    "micro-batches of nothing": f"{RUN} --trainer.strategy.micro_batch_size=0",
+    "automatic micro-batches on a CPU": f"{RUN} --trainer.strategy.micro_batch_size=auto",
+    "misspelt level": f"{RUN} --trainer.strategy.data_parallel.level=optimizer",
+    "empty buckets": f"{RUN} --trainer.strategy.data_parallel.bucket_size=0",
+    "half of recompute": f"{RUN} --trainer.strategy.recompute.num_layers=2",
+    "unknown start": f"{RUN} --trainer.strategy.start_method=thread",
+    "negative learning rate": f"{RUN} --model.optimizer.lr=-1",
+    "moments that do not decay": f"{RUN} --model.optimizer.betas=[0.9,1.5]",
+    "warm-up above the steps": (
+        f"{RUN} --model.optimizer.schedule=Cosine --model.optimizer.schedule.warmup=9 "
+        "--model.optimizer.schedule.steps=5"
+    ),
+    "unknown shape of a schedule": (f"{RUN} --model.optimizer.schedule=WSD --model.optimizer.schedule.shape=cube"),
+    "unknown activation": f"{RUN} --model.config.activation=swish",
+    "no layers": f"{RUN} --model.config.num_layers=0",
+    "dropout of everything": f"{RUN} --model.config.dropout.hidden=1",
+    "split without weight": f"{RUN} --data.split=0,0,0",
+    "split in words": f"{RUN} --data.split=most,rest",
+    "model shorter than samples": f"{RUN} --model.config.max_sequence_length=32",
+    "key in the wrong section": f"{RUN} --data.micro_batch_size=2",
+    "binary file": f"{RUN} -c binary.yaml",
+    "list for a file": f"{RUN} -c list.yaml",
+    "teacher that is not there": f"{RUN} --trainer.callbacks+=Distillation --trainer.callbacks.teacher=teacher",
+    "no teacher": f"{RUN} --trainer.callbacks+=Distillation",
+    "unknown divergence": (
+        f"{RUN} --trainer.callbacks+=Distillation --trainer.callbacks.teacher=data --trainer.callbacks.divergence=kl"
+    ),
+    "temperature of 0": (
+        f"{RUN} --trainer.callbacks+=Distillation --trainer.callbacks.teacher=data --trainer.callbacks.temperature=0"
+    ),
+    "adapter without a rank": f"{RUN} --trainer.callbacks+=Adapters",
+    "adapter of rank 0": f"{RUN} --trainer.callbacks+=Adapters --trainer.callbacks.rank=0",
+    "average that does not move": f"{RUN} --trainer.callbacks+=EMA --trainer.callbacks.decay=1",
+    "best checkpoints of nothing": f"{RUN} --trainer.callbacks+=ModelCheckpoint --trainer.callbacks.save_top_k=3",
+    "window that ends first": (
+        f"{RUN} --trainer.callbacks+=NsysWindow --trainer.callbacks.start_step=5 --trainer.callbacks.stop_step=2"
+    ),
+    "level that does not exist": f"{RUN} --trainer.callbacks+=Timers --trainer.callbacks.level=5",
+    "preemption before the start": f"{RUN} --trainer.callbacks+=Preemption --trainer.callbacks.after_minutes=-1",
+    "option of another verb": "quantize out -c r.yaml",
+    "option after the dashes": "launch --slurm -- fit --nodes 2",
+    "time that SLURM does not take": "launch --slurm --time=noon --nodes 2 -- fit -c r.yaml",
+    "negative time": "bench tiny-cpu --timeout=-1",
+    "misspelt axis": "doctor --layout tq=2",
+    "adapters of nothing": "adapters absent -o out",
+    "no workers": "prepare text.txt -o data/x --train-tokenizer --workers=0",
+    "no text": "prepare absent.txt -o data/x --train-tokenizer",
 }
 
 

@@ -66,12 +66,12 @@ class Given:
         parts = key.split(".")
         for end in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:end])
-            name = self.values.get(prefix, self._last_of(prefix))
+            name = self.values.get(prefix, self.last_of(prefix))
             if isinstance(name, str) and (found := find_class(name)):
                 return prefix, found
         return "", None
 
-    def _last_of(self, prefix: str) -> Any:
+    def last_of(self, prefix: str) -> Any:
         """Return the last entry of a list: on the command line, arguments of the list belong to it."""
         entries = [value for key, value in self.values.items() if re.fullmatch(re.escape(prefix) + r"\.\d+", key)]
         return entries[-1] if entries else None
@@ -158,8 +158,14 @@ def members(cls: type) -> dict[str, Any]:
 
 
 def _unknown_key(key: str, given: Given, known: list[str]) -> str:
-    full = next(iter(given.ending_in(key) or [name for name in given.values if f".{_short(key)}." in f".{name}."]), key)
-    prefix, name, choices, where = _first_bad(_short(full), given, known)
+    found = given.ending_in(key) or [name for name in given.values if f".{_short(key)}." in f".{name}."] or [key]
+    # Other classes may well have an argument of this name.
+    for full in found:
+        prefix, name, choices, where = _first_bad(_short(full), given, known)
+        if name not in choices:
+            break
+    if prefix not in given.values and given.last_of(prefix) is not None:
+        where = f"{where}, the last of {prefix},"
     return unknown_key(f"{prefix}.{name}" if prefix else name, given.values.get(full), where, choices, known)
 
 

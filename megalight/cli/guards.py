@@ -46,6 +46,7 @@ COMPUTE: dict[type, Callable[[Any, Any], Any]] = {
 SIGNS: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
+    "bool": bool,
     "len": len,
     "list": list,
     "max": max,
@@ -261,16 +262,23 @@ class Walk:
             self._statement(each)
 
     def _for(self, node: ast.For) -> None:
-        if not isinstance(node.iter, ast.Tuple | ast.List) or node.orelse or _leaves(node):
+        targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
+        rows = self._rows(node.iter, len(targets))
+        if rows is None or node.orelse or _leaves(node):
             self._skip(node)
             return
-        targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
-        for item in node.iter.elts:
-            parts = item.elts if isinstance(item, ast.Tuple) and len(targets) > 1 else [item]
-            for target, part in zip(targets, parts, strict=False):
-                self.names[ast.unparse(target)] = self._maybe(part)
+        for row in rows:
+            self.names |= {ast.unparse(target): part for target, part in zip(targets, row, strict=False)}
             for each in node.body:
                 self._statement(each)
+
+    def _rows(self, node: ast.expr, width: int) -> list[tuple[Any, ...]] | None:
+        """Return what a loop goes through, or None. Single values may be unknown."""
+        if isinstance(node, ast.Tuple | ast.List):
+            each = [item.elts if width > 1 and isinstance(item, ast.Tuple) else [item] for item in node.elts]
+            return [tuple(map(self._maybe, row)) for row in each]
+        found = self._maybe(node)
+        return [(item,) for item in found] if isinstance(found, tuple) and width == 1 else None
 
     def _raise(self, node: ast.Raise) -> NoReturn:
         # Whatever is raised, nothing after it runs.
@@ -372,13 +380,16 @@ class Walk:
         found = lookup(self.module, name)
         if found is not None and isinstance(found[1], ast.ClassDef):
             return Source(found[0], found[1])
-        node_of = found[1] if found is not None else None
-        constant = node_of.value if isinstance(node_of, ast.Assign | ast.AnnAssign) else None
-        # A list or a dict may be filled elsewhere.
-        plain = isinstance(constant, ast.Constant | ast.Tuple | ast.Attribute | ast.Name)
-        if found is None or not self.depth or constant is None or not plain:
+        if found is None or not self.depth or not isinstance(found[1], ast.Assign | ast.AnnAssign):
             raise Unknown
-        return Walk(found[0], depth=self.depth - 1).value(constant)
+        constant, inner = found[1].value, Walk(found[0], depth=self.depth - 1)
+        if isinstance(constant, ast.Dict) and _is_declared(found[1], "Mapping"):
+            # What loops and ``in`` see of it. Nobody adds to what is declared as a mapping.
+            return tuple(inner.value(key) for key in constant.keys if key is not None)
+        # Lists and other dicts may be filled elsewhere.
+        if isinstance(constant, ast.Constant | ast.Tuple | ast.Attribute | ast.Name):
+            return inner.value(constant)
+        raise Unknown
 
     def _either(self, node: ast.BoolOp) -> Any:
         value: Any = None
@@ -440,16 +451,21 @@ class Walk:
 
     def _follow(self, node: ast.Call, inner: Walk, function: ast.FunctionDef) -> Any:
         """Follow a function that is called."""
+        call = node
+        self.followed.discard(call)  # in a loop, it may have been followed before
         if not self.depth:
             raise Unknown
         defaults = dict(_arguments(function.args))
         defaults.pop("self", None)
+        if function.args.vararg is not None and len(defaults) == len(node.keywords):
+            inner.names[function.args.vararg.arg] = tuple(map(self.value, node.args))
+            node = ast.Call(node.func, [], node.keywords)
         given = self._bound([*defaults], node)
         inner.names |= {key: inner._default(default, given.get(key, default)) for key, default in defaults.items()}
         value = inner.follow(function.body)
         if value is UNKNOWN:
             raise Unknown
-        self.followed.add(node)
+        self.followed.add(call)
         return value
 
     def _method(self, node: ast.Call, name: str) -> Any:
@@ -457,11 +473,13 @@ class Walk:
         found = None if self.kind is None else _method(self.kind, name)
         if found is None:
             raise Unknown
-        fields = {key: value for key, value in self.names.items() if key.startswith("self.")}
-        inner = Walk(found[0].module, fields, found[0], self.kind, self.depth - 1)
+        inner = Walk(found[0].module, self._fields(), found[0], self.kind, self.depth - 1)
         value = self._follow(node, inner, found[1])
-        self.names |= {key: value for key, value in inner.names.items() if key.startswith("self.")}
+        self.names |= inner._fields()
         return value
+
+    def _fields(self) -> dict[str, Any]:
+        return {key: value for key, value in self.names.items() if key.startswith("self.")}
 
     def _attribute(self, node: ast.Call) -> Any:
         """Return the attribute of ``self`` whose name is in a variable."""
@@ -487,13 +505,19 @@ class Walk:
         """Follow the constructor of the base class."""
         bases = [] if self.owner is None else [base for base in self.owner.bases() if base is not None]
         if not bases or not self.depth or not bases[0].module.name.startswith(KNOWN):
+            self._change("self")
             return
         if name == "__init__":
             self.construct(bases[0], self._bound(_positional(bases[0]), node))
         elif (found := _method(bases[0], name)) is not None:
             owner, method = found
             # Its fields are those of this object.
-            Walk(owner.module, dict(self.names), owner, self.kind, self.depth - 1).follow(method.body)
+            inner = Walk(owner.module, self._fields(), owner, self.kind, self.depth - 1)
+            known = inner.follow(method.body) is not UNKNOWN
+            self.names |= inner._fields()
+            if known:
+                return
+        self._change("self")
 
     def _join(self, mark: str, node: ast.expr) -> str:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "map" and len(node.args) == 2:
@@ -528,6 +552,10 @@ def _positional(source: Source) -> list[str]:
     # Fields of bases come first, unless they have to be named.
     above = any(base is None or members(base) for base in source.bases())
     return [] if above or not source.is_dataclass else [*(members(source) or ())]
+
+
+def _is_declared(node: ast.stmt, kind: str) -> bool:
+    return isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith(f"{kind}[")
 
 
 def _leaves(node: ast.For) -> bool:

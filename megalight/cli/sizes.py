@@ -48,9 +48,11 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], megat
         return  # a rank that somebody started: the command was checked before, or all ranks would say the same
     if source.module.name.startswith(f"{MODULES}gpt."):
         _check_heads(values, megatron)
+    length, longest = values.get("data.sequence_length"), values.get(f"{CONFIG}max_sequence_length")
+    if type(length) is int and type(longest) is int:
+        check_fits(length, longest)
     known = _family(source.module.name.rpartition(".")[0])
     config = None if known is None else _config(known, values)
-    length = values.get("data.sequence_length")
     if config is not None and type(length) is int:
         check_fits(length, config.max_sequence_length)
     divides = classes.get(STRATEGY.rstrip("."))

@@ -62,7 +62,8 @@ class DropoutConfig:
     embedding: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name in ("hidden", "attention", "embedding"):
+            value = getattr(self, name)
             require(0 <= value < 1, f"dropout.{name} is {value}; it must be at least 0 and below 1.")
 
 

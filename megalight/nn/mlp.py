@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from megalight.ops.activation import activation, gated
 from megalight.ops.activation.codes import activation_of_codes
 from megalight.ops.activation.stored import stored
 
-ACTIVATIONS: dict[str, tuple[str, bool]] = {
+ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
     "swiglu": ("silu", True),
     "geglu": ("gelu", True),
     "geglu_tanh": ("gelu_tanh", True),

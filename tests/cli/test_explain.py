@@ -96,7 +96,15 @@ def test_given_leaves_a_broken_file_to_the_parser(tmp_path):
         (
             "unrecognized arguments: --trainer.callbacks.patienc=3",
             ["--trainer.callbacks.0=EarlyStopping", "--trainer.callbacks.patienc=3"],
-            ["'trainer.callbacks.patienc' (value '3'): EarlyStopping has", "'patience'"],
+            [
+                "'trainer.callbacks.patienc' (value '3'): EarlyStopping, the last of trainer.callbacks, has",
+                "'patience'",
+            ],
+        ),
+        (
+            "Option 'decay' is not accepted",
+            ["--many.0=EMA", "--many.0.decay=0.5", "--many.1=EarlyStopping", "--many.decay=0.9"],
+            ["unknown key 'many.decay' (value '0.9'): EarlyStopping, the last of many, has no such argument"],
         ),
     ],
 )

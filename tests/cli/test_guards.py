@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, ClassVar
@@ -26,6 +26,8 @@ from megalight.callbacks import (
 )
 from megalight.cli import guards, signatures
 from megalight.errors import ConfigurationError, MegalightError
+from megalight.models.gpt import GPTConfig
+from megalight.models.gpt.presets import PRESETS
 from megalight.optim import WSD, AdamConfig, Cosine
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.recompute import Recompute
@@ -147,6 +149,10 @@ PIECES = {
     "an error that is not ours": "if size == 3: other()\nif size == 4: raise KeyError('no')",
     "an import inside": "from odd_pieces import four as size\nif size == 3: raise ConfigurationError('no')",
     "a branch that is unknown": "if other() is None: size = 4\nif size == 3: raise ConfigurationError('no')",
+    "what a base sets": "super().__init__()\nself.size = size\nself.settle()\n"
+    "if self.size == 3: raise ConfigurationError('no')",
+    "a call in a loop": "for each in (1, 3):\n    self.size = each\n    self.grow()\n"
+    "    if self.size == 3: raise ConfigurationError('no')",
     "a match": "match size:\n    case 3: size = 4\nif size == 3: raise ConfigurationError('no')",
 }
 HEAD = """
@@ -161,6 +167,9 @@ def other():
 class Base:
     def grow(self):
         self.size += len(KNOWN)
+    def settle(self):
+        if other() is None:
+            self.size = 4
 class Kind(Base):
     def __init__(self, size: int = 1):
 """
@@ -200,3 +209,32 @@ def test_values_of_a_command_have_the_kinds_of_the_arguments() -> None:
     with pytest.raises(MegalightError, match=r"betas of Adam is \(0.9, 2\)"):
         guards.check({"model.optimizer.betas.0": 0.9, "model.optimizer.betas.1": 2}, classes)
     guards.check({"model.optimizer.lr": "fast"}, classes)  # the kind is refused elsewhere
+
+
+def test_sizes_of_a_model_are_followed_through_methods_and_bases() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 300, "max_sequence_length": 64}
+    source = source_of(GPTConfig)
+    guards.Walk(source.module).construct(source, sizes)
+    for wrong in (
+        {"num_layers": 0},
+        {"num_heads": 5},
+        {"num_kv_heads": 3},
+        {"conv_kernel": 1},
+        {"activation": "swish"},
+    ):
+        with pytest.raises(MegalightError) as there:
+            GPTConfig(**{**sizes, **wrong})  # type: ignore[arg-type]
+        with pytest.raises(MegalightError) as here:
+            guards.Walk(source.module).construct(source, {**sizes, **wrong})
+        assert str(here.value) == str(there.value)
+
+
+def test_every_preset_is_let_through() -> None:
+    source = source_of(GPTConfig)
+    for preset in (PRESETS[name] for name in PRESETS):
+        given = {
+            each.name: value if isinstance(value, int | float | str | None) else guards.UNKNOWN
+            for each in fields(preset)
+            for value in [getattr(preset, each.name)]
+        }
+        guards.Walk(source.module).construct(source, given)

@@ -50,11 +50,26 @@ def test_torchrun(capsys):
     assert "--ckpt_path=x" in words
 
 
+def test_numbers_are_those_of_the_command(capsys, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("trainer: {devices: 2, num_nodes: 3}")
+    text = script("--slurm", "--", "fit", "-c", str(recipe), capsys=capsys)
+    assert "#SBATCH --nodes=3\n" in text
+    assert "#SBATCH --ntasks-per-node=2\n" in text
+    text = script("--slurm", "--", "fit", "-c", str(recipe), "--trainer.devices=4", capsys=capsys)
+    assert "#SBATCH --ntasks-per-node=4\n" in text
+    assert command(text, "srun").count("--trainer.devices=4") == 1
+    # An option of the script wins over a file, which the script overrides.
+    text = script("--torchrun", "--gpus=1", "--", "fit", "-c", str(recipe), capsys=capsys)
+    assert {"--nproc-per-node=1", "--trainer.devices=1"} <= set(command(text, "exec torchrun"))
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
         (["--slurm", "--", "prepare", "x"], "'prepare' is not run on several machines"),
         (["--slurm", "--nodes=0", "--", "fit"], "--nodes is 0"),
+        (["--slurm", "--gpus=4", "--", "fit", "--trainer.devices=2"], "--gpus is 4, and --trainer.devices of the"),
         (["--", "fit"], "--slurm"),
     ],
 )

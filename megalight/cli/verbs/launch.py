@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--slurm", action="store_true", help="a job script for sbatch, which is requeued and resumes")
     which.add_argument("--torchrun", action="store_true", help="a script to run on every machine")
-    parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of each machine (default: 8)")
+    parser.add_argument("--nodes", type=int, help="machines (default: trainer.num_nodes, or 1)")
+    parser.add_argument("--gpus", type=int, help="GPUs of each machine (default: trainer.devices, or 8)")
     parser.add_argument("--time", default="24:00:00", help="time limit of the job (default: 24:00:00)")
     parser.add_argument("--grace", type=int, default=300, help="seconds from the signal to the end (default: 300)")
     parser.add_argument("--partition", help="partition of the cluster")
@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{verb!r} is not run on several machines.{nearest(verb, TRAINER_VERBS)} After --, give "
             f"{', '.join(TRAINER_VERBS)} and its options."
         )
+    _count(arguments)
     for name in ("nodes", "gpus", "grace"):
         if getattr(arguments, name) < 1:
             raise ConfigurationError(f"--{name} is {getattr(arguments, name)}; it must be at least 1.")
@@ -57,6 +58,29 @@ def run(arguments: argparse.Namespace) -> int:
         )
     print((slurm if arguments.slurm else torchrun)(arguments), end="")
     return 0
+
+
+def _count(arguments: argparse.Namespace) -> None:
+    """Take the numbers of machines and GPUs from the command, where they are not given.
+
+    Raises:
+        ConfigurationError: an option of the command gives another number.
+    """
+    from megalight.cli.explain import Given
+    from megalight.cli.signatures import read_word
+    from megalight.errors import ConfigurationError
+
+    words = arguments.command[1:]
+    values = Given.read(words).values
+    for name, key, usual in (("nodes", "trainer.num_nodes", 1), ("gpus", "trainer.devices", 8)):
+        given, number = getattr(arguments, name), read_word(values.get(key))
+        # "auto", -1 and lists say nothing about another machine.
+        counted = type(number) is int and number > 0
+        typed = any(word.partition("=")[0] == f"--{key}" for word in words)
+        if given is not None and typed and counted and number != given:
+            raise ConfigurationError(f"--{name} is {given}, and --{key} of the command is {number}; leave one out.")
+        if given is None:
+            setattr(arguments, name, number if counted else usual)
 
 
 def slurm(arguments: argparse.Namespace) -> str:
