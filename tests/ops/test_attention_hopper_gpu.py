@@ -99,8 +99,8 @@ def test_deterministic_runs_have_the_same_bits_again() -> None:
 
 
 def test_short_documents_keep_small_blocks() -> None:
-    q = torch.zeros(512, 1, 128, device="cuda", dtype=torch.bfloat16)
-    assert hopper.serves(q, q, packed([512], None), True, None)
-    assert not hopper.serves(q, q, packed([512], None), True, 63)
-    assert not hopper.serves(q, q, packed([64] * 8, None), True, None)
-    assert not hopper.serves(q[..., :64], q[..., :64], packed([512], None), True, None)
+    q = torch.zeros(1024, 1, 128, device="cuda", dtype=torch.bfloat16)
+    assert hopper.serves(q, q, packed([1024], None), True, None)
+    assert not hopper.serves(q, q, packed([1024], None), True, 255)
+    assert not hopper.serves(q, q, packed([256] * 4, None), True, None)
+    assert not hopper.serves(q[..., :64], q[..., :64], packed([1024], None), True, None)

@@ -18,15 +18,12 @@ from megalight.types import PackedSequences
 VERSIONS = ("3.6",)
 """Versions of Triton whose Gluon the kernels are written for: it is experimental, and changes."""
 
-LEAST = 128
-"""Keys that a query sees on average below which smaller blocks are faster."""
-
-LONG = 480
-"""The same for the backward pass, whose blocks are larger and which rounds sums in the end. Measured from 496 on, and
-at 64, where it was slower."""
+LEAST = 480
+"""Keys that a query sees on average below which the smaller blocks of plain Triton are faster, with the host's work.
+Measured at 128 and 256, where they are, and from 496 on."""
 
 LONGER = 900
-"""The same for both passes beside cuDNN. Measured from 960 on: 1.09 to 1.34 times as fast on an H200."""
+"""The same beside cuDNN. Measured from 960 on: 1.09 to 1.34 times as fast on an H200."""
 
 run_forward = lazy("megalight.ops.attention.hopper.forward", "run")
 run_backward = lazy("megalight.ops.attention.hopper.backward", "run")
@@ -67,7 +64,7 @@ def serves(
 
 
 def serves_backward(
-    q: Tensor, v: Tensor, sequences: PackedSequences, causal: bool, window: int | None, least: int = LONG
+    q: Tensor, v: Tensor, sequences: PackedSequences, causal: bool, window: int | None, least: int = LEAST
 ) -> bool:
     """Return whether they also serve the backward pass, which adds gradients of queries in any order."""
     return not torch.are_deterministic_algorithms_enabled() and serves(q, v, sequences, causal, window, least)
