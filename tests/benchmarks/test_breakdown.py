@@ -1,8 +1,11 @@
 """Kernels by name, and the division of a step's time among them."""
 
+import re
+
 import pytest
 
 from benchmarks.breakdown import PARTS, between_flags, divide, gaps, longest, part_of, union, waits
+from tests.source import ROOT
 
 NAMES = {
     "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "gemm",
@@ -35,6 +38,14 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_part_of_a_kernel(name):
     assert part_of(name) == NAMES[name]
+
+
+def test_kernels_of_attention_say_so():
+    """A kernel's name in a profile is that of its function, and ``_forward`` might be that of any op."""
+    files = sorted((ROOT / "megalight" / "ops" / "attention").rglob("*.py"))
+    launched = [name for file in files for name in re.findall(r"^ +(_\w+)\[", file.read_text(), re.MULTILINE)]
+    assert len(launched) >= 9
+    assert [name for name in launched if part_of(name) != "attention"] == []
 
 
 def test_every_instant_belongs_to_one_part():

@@ -45,7 +45,7 @@ DELTA = 64
 
 
 @jit
-def _delta(
+def _attention_delta(
     out: Value, grad: Value, delta: Value, tokens: Value, heads: Value, value_dim: Value,
     VALUES: constexpr, ROWS: constexpr,
 ) -> None:  # fmt: skip
@@ -91,7 +91,7 @@ def _query_range(
 
 
 @jit
-def _queries(
+def _attention_queries(
     q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, out: Value, table: Value, scale: Value,
     cap: Value, slope: Value, window: Value, tokens: Value, heads: Value, dim: Value,
     GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr,
@@ -157,7 +157,7 @@ def _key_range(
 
 
 @jit
-def _keys(
+def _attention_keys(
     q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, key_out: Value, value_out: Value, table: Value,
     scale: Value, cap: Value, slope: Value, window: Value, tokens: Value, key_heads: Value, dim: Value,
     value_dim: Value,
@@ -213,7 +213,9 @@ def run_delta(out: Tensor, grad: Tensor) -> Tensor:
     tokens, heads, value_dim = out.shape
     delta = torch.empty(heads, tokens, dtype=torch.float32, device=out.device)
     grid = (heads, cdiv(tokens, DELTA))
-    _delta[grid](out, grad, delta, tokens, heads, value_dim, VALUES=next_power(value_dim), ROWS=DELTA, num_warps=4)
+    _attention_delta[grid](
+        out, grad, delta, tokens, heads, value_dim, VALUES=next_power(value_dim), ROWS=DELTA, num_warps=4
+    )
     return delta
 
 
@@ -235,7 +237,7 @@ def of_queries(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shape = shape_of(QUERIES, WIDE_QUERIES, q, v)
     table = query_blocks(sequences.lengths, keys.lengths, shape["ROWS"], causal, window, q.device)
-    _queries[(heads, len(table))](
+    _attention_queries[(heads, len(table))](
         *(described(q, shape["ROWS"]), described(k, shape["KEYS"]), described(v, shape["KEYS"])),
         *(described(grad, shape["ROWS"]), lse, delta, out, table),
         *(*factors(scale, softcap), scale, window or 0, tokens, heads, dim),
@@ -263,7 +265,7 @@ def of_keys(
     grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     shape = shape_of(KEYS, WIDE_KEYS, q, v)
     table = key_blocks(sequences.lengths, keys.lengths, shape["KEYS"], causal, window, q.device)
-    _keys[(key_heads, len(table))](
+    _attention_keys[(key_heads, len(table))](
         *(described(q, shape["ROWS"]), described(k, shape["KEYS"]), described(v, shape["KEYS"])),
         *(described(grad, shape["ROWS"]), lse, delta, grad_k, grad_v, table),
         *(*factors(scale, softcap), scale, window or 0, tokens, key_heads, dim, value_dim),

@@ -60,7 +60,7 @@ def _attend(
 
 
 @jit
-def _forward(
+def _attention_forward(
     q: Value, k: Value, v: Value, out: Value, lse: Value, table: Value, sink: Value, scale: Value, cap: Value,
     window: Value, tokens: Value, heads: Value, value_dim: Value,
     GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, SUNK: constexpr, FAST: constexpr,
@@ -121,7 +121,7 @@ def run(
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     shape = shape_of(FORWARD, WIDE_FORWARD, q, v)
     table = query_blocks(sequences.lengths, keys.lengths, shape["ROWS"], causal, window, q.device)
-    _forward[(heads, len(table))](
+    _attention_forward[(heads, len(table))](
         *(described(q, shape["ROWS"]), described(k, shape["KEYS"]), described(v, shape["KEYS"])),
         *(out, lse, table, sink, *factors(scale, softcap), window or 0),
         *(tokens, heads, value_dim),

@@ -77,7 +77,7 @@ def _range(
 
 
 @jit
-def _keys(
+def _attention_keys(
     q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, key_out: Value, value_out: Value, table: Value,
     scale: Value, cap: Value, slope: Value, window: Value, tokens: Value,
     key_heads: Value, head_step: Value, key_step: Value, value_step: Value,
@@ -148,7 +148,7 @@ def run(
     grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     rows, size = BLOCKS["ROWS"], BLOCKS["KEYS"]
     table = key_blocks(sequences.lengths, keys.lengths, size, causal, window, q.device)
-    _keys[(key_heads, len(table))](
+    _attention_keys[(key_heads, len(table))](
         *(_described(q, rows), _described(k, size), _described(v, size), _described(grad, rows), lse, delta),
         *(grad_k, grad_v, table, *factors(scale, softcap), scale, window or 0),
         *(tokens, key_heads, q.stride(1), k.stride(1), v.stride(1)),

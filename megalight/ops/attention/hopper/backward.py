@@ -217,7 +217,7 @@ def _place(program: Value, large: Value, some: Value, key_heads: Value) -> Any:
 
 
 @jit_for_all("window", "tokens", "blocks", "large", "some")
-def _backward(
+def _attention_backward(
     q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, sums: Value, key_out: Value, value_out: Value,
     table: Value, scale: Value, cap: Value, slope: Value, window: Value, tokens: Value, blocks: Value, key_heads: Value,
     head_step: Value, key_step: Value, value_step: Value, large: Value, some: Value,
@@ -310,7 +310,7 @@ def run(
     table, large = key_blocks(sequences.lengths, keys.lengths, KEYS, causal, window, q.device)
     rows = query_blocks(sequences.lengths, q.device)
     delta, sums = prepare(out, grad, len(rows), group, some)
-    _backward[(len(table) * key_heads,)](
+    _attention_backward[(len(table) * key_heads,)](
         *(described(q, ROWS), described(k, KEYS), described(v, KEYS), described(grad, ROWS), lse, delta),
         *(Descriptor.from_tensor(sums, [LINES, WIDTH], FLAT), grad_k, grad_v, table, *factors(scale, softcap)),
         *(scale, window or 0, tokens, len(rows), key_heads, q.stride(1), k.stride(1), v.stride(1)),

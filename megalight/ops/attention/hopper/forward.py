@@ -217,7 +217,7 @@ def _attend(
 
 
 @jit_for_all("window", "tokens", "tiles")
-def _forward(
+def _attention_forward(
     q: Value, k: Value, v: Value, out: Value, lse: Value, table: Value, sink: Value, scale: Value, cap: Value,
     window: Value, tokens: Value, tiles: Value, heads: Value, head_step: Value, key_step: Value, value_step: Value,
     GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr, SUNK: constexpr,
@@ -285,7 +285,7 @@ def run(
     size = BLOCKS["KEYS"]
     table = query_blocks(sequences.lengths, keys.lengths, ROWS, causal, window, q.device)
     tiles = heads * len(table)
-    _forward[(min(tiles, multiprocessors(q.device)),)](
+    _attention_forward[(min(tiles, multiprocessors(q.device)),)](
         *(described(q, ROWS), described(k, size), described(v, size), out, lse, table, sink),
         *(*factors(scale, softcap), window or 0, tokens, tiles, heads, q.stride(1), k.stride(1), v.stride(1)),
         SUNK=sink is not None,

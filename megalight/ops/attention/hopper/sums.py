@@ -69,7 +69,7 @@ def _late_first(turn: Value, key_heads: Value, some: Value, GROUP: constexpr) ->
 
 
 @jit
-def _prepare(
+def _attention_prepare(
     out: Value, grad: Value, delta: Value, sums: Value, tokens: Value, heads: Value, blocks: Value, some: Value,
     GROUP: constexpr,
 ) -> None:  # fmt: skip
@@ -104,12 +104,12 @@ def prepare(out: Tensor, grad: Tensor, blocks: int, group: int, some: int) -> tu
     delta = torch.empty(heads, tokens, dtype=torch.float32, device=out.device)
     sums = torch.empty(heads * blocks * 2 * LINES, WIDTH, dtype=torch.float32, device=out.device)
     grid = (max(heads * blocks, cdiv(tokens, 8) * cdiv(heads, 8)),)
-    _prepare[grid](out, grad, delta, sums, tokens, heads, blocks, some, GROUP=group, num_warps=4)
+    _attention_prepare[grid](out, grad, delta, sums, tokens, heads, blocks, some, GROUP=group, num_warps=4)
     return delta, sums
 
 
 @jit
-def _round(
+def _attention_round(
     sums: Value, out: Value, table: Value, slope: Value, blocks: Value, heads: Value, some: Value, GROUP: constexpr
 ) -> None:
     block = tl.program_id(0)
@@ -129,4 +129,4 @@ def _round(
 def round_sums(sums: Tensor, out: Tensor, table: Tensor, slope: float, group: int, some: int) -> None:
     """Multiply sums by ``slope`` and round them to ``out`` ``[T, H, 128]``; numbers are as in :func:`prepare`."""
     heads: Any = out.shape[1]
-    _round[(len(table), heads)](sums, out, table, slope, len(table), heads, some, GROUP=group, num_warps=4)
+    _attention_round[(len(table), heads)](sums, out, table, slope, len(table), heads, some, GROUP=group, num_warps=4)
