@@ -144,6 +144,8 @@ MISTAKES = {
     "level that does not exist": f"{RUN} --trainer.callbacks+=Timers --trainer.callbacks.level=5",
     "preemption before the start": f"{RUN} --trainer.callbacks+=Preemption --trainer.callbacks.after_minutes=-1",
     "option of another verb": "quantize out -c r.yaml",
+    "nothing to learn from": "teach absent --top-k 4 -o out -- -c r.yaml",
+    "nothing behind the dashes": "teach absent --top-k 4 -o out",
     "option after the dashes": "launch --slurm -- fit --nodes 2",
     "time that SLURM does not take": "launch --slurm --time=noon --nodes 2 -- fit -c r.yaml",
     "negative time": "bench tiny-cpu --timeout=-1",

@@ -69,7 +69,31 @@ def _dispatch(name: str, rest: list[str]) -> int:
     arguments.passed_on = rest[cut + 1 :]
     arguments.words = rest
     with reported(parser.prog, OSError):
+        if parser.passed_on is not None:
+            verb.check(arguments)  # type: ignore[attr-defined]  # its own options first: they need no torch
+            _check_passed_on(parser, arguments.passed_on)
         return verb.run(arguments)
+
+
+def _check_passed_on(parser: Parser, words: list[str]) -> None:
+    """Check the options after ``--``, as those of the verb that takes them are.
+
+    Raises:
+        MegalightError: there are none, or one is wrong.
+    """
+    from megalight.cli.files import check_files
+    from megalight.errors import ConfigurationError
+
+    if not words or words[0] in TRAINER_VERBS:
+        found = f"{words[0]!r} comes after --, and" if words else "there is nothing after --, where"
+        raise ConfigurationError(
+            f"{found} the options of megalight {parser.passed_on} alone are expected: {parser.prog} ... -- -c RECIPE"
+        )
+    check_files(words)
+    if not debugging():
+        from megalight.cli import early
+
+        early.check(parser.passed_on or "", words)
 
 
 def _train(name: str, rest: list[str]) -> int:

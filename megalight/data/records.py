@@ -187,11 +187,13 @@ class RecordsWriter:
 
 
 def check_open(folder: Path) -> None:
-    """Refuse a folder that is complete.
+    """Refuse a folder that is complete, or that is none.
 
     Raises:
         DataError: it is.
     """
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file; name a folder to write.")
     if (folder / MANIFEST).is_file():
         raise DataError(f"{folder} is complete already; remove it, or name another folder.")
 

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,8 @@ codes = [main(words) for words in json.loads(sys.argv[1])]
 heavy = sorted({"torch", "lightning", "numpy", "rich", "yaml"} & set(sys.modules))
 print(json.dumps([codes, heavy]))
 """
+
+HERE = str(Path(__file__).parent)
 
 
 def test_help_of_light_verbs_loads_nothing_heavy():
@@ -93,6 +96,13 @@ def test_a_reader_that_ends_early_is_no_error(words):
         (["plot", "absent"], ["absent", "metrics.csv"]),
         (["quantize", "out", "-c", "mine.yaml"], ["'-c' is an option of megalight validate", "... -- -c RECIPE"]),
         (["teach", "m", "--data.seed=1", "-o", "o"], ["'--data.seed=1' is an option of megalight fit"]),
+        (["teach", HERE, "-k4", "-o", "o"], ["there is nothing after --", "megalight teach ... -- -c RECIPE"]),
+        (["teach", HERE, "-k4", "-o", "o", "--", "fit"], ["'fit' comes after --", "options of megalight fit alone"]),
+        (["teach", HERE, "-k4", "-o", "o", "--", "--trainer.max_step=3"], ["unknown key 'trainer.max_step'"]),
+        (["teach", "m", "-k0", "-o", "o", "--", "--trainer.max_steps=3"], ["--top-k=0 must be at least 1"]),
+        (["teach", "m", "-k4", "-o", "o", "--", "--trainer.max_steps=3"], ["m is not a finished", "nothing is there"]),
+        (["teach", HERE, "-k4", "-o", __file__, "--", "--trainer.max_steps=3"], ["is a file; name a folder"]),
+        (["quantize", "o", "--", "-c", "absent.yaml"], ["absent.yaml"]),
         (["bench", "tiny-cpu", "--timeout=-1"], ["--timeout is -1 seconds; it must be above 0"]),
         (["launch", "--slurm", "--", "fit", "--nodes", "2"], ["'--nodes' comes after --", "Put it before"]),
         (["launch", "--slurm", "--time=noon", "--", "fit"], ["--time is 'noon'", "24:00:00"]),

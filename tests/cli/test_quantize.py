@@ -13,6 +13,12 @@ PRESET = "INT8_DEFAULT_CFG"
 PRESETS = ["--preset", PRESET, "--kv", "FP8_KV_CFG"]
 
 
+@pytest.fixture(autouse=True)
+def _recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("trainer: {max_steps: 1}")
+
+
 @pytest.mark.parametrize("words", [["OUT", *PRESETS], [*PRESETS, "OUT"]])
 def test_what_follows_two_dashes_is_passed_on(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -39,7 +39,11 @@ VERBS = (
 
 
 class Verb(Protocol):
-    """The functions of a verb's module. The module must not import torch at its top, so that ``--help`` is instant."""
+    """The functions of a verb's module. The module must not import torch at its top, so that ``--help`` is instant.
+
+    A module with the options of another verb behind ``--`` names it as ``PASSED_ON``, and has a function
+    ``check(arguments)`` for its own options, which is called before those of the other verb are checked.
+    """
 
     def describe(self) -> str:
         """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""

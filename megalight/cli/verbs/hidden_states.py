@@ -36,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write the folder and print a summary."""
-    from megalight.cli import parts
+def check(arguments: argparse.Namespace) -> None:
+    """Check the options of this verb."""
     from megalight.data.records import check_open
     from megalight.errors import ConfigurationError
 
@@ -46,6 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     check_open(arguments.output)
     if arguments.micro_batch_size < 1:
         raise ConfigurationError(f"--micro-batch-size={arguments.micro_batch_size} must be at least 1.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the folder and print a summary."""
+    from megalight.cli import parts
+    from megalight.errors import ConfigurationError
+
     if arguments.processes != 1:
         return parts.share("hidden-states", arguments)
 

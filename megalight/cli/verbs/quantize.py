@@ -39,13 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", action="store_true", help="also quantize the output layer")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Calibrate in a validation run, which writes the checkpoint."""
+def check(arguments: argparse.Namespace) -> None:
+    """Check the options of this verb."""
     from megalight.checkpoint.disk.publish import absolute, check_new
-    from megalight.cli.main import main
 
     # Before data is read: calibration takes minutes, and checkpoints are not overwritten.
     check_new(absolute(arguments.output))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Calibrate in a validation run, which writes the checkpoint."""
+    from megalight.cli.main import main
+
     layers = arguments.layers
     if arguments.auto:
         # Beside the checkpoint, which is not there yet; an address of remote storage has no such place.

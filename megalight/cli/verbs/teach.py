@@ -40,17 +40,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """Check the options of this verb."""
+    from megalight.cli import newest
+    from megalight.errors import ConfigurationError
+
+    for name, least in (("top_k", 1), ("micro_batch_size", 1)):
+        if (value := getattr(arguments, name)) < least:
+            raise ConfigurationError(f"--{name.replace('_', '-')}={value} must be at least {least}.")
+    newest.existing(arguments.teacher)
+    # Before anything is read: the teacher's pass takes hours, and a store is not overwritten.
+    from megalight.data.records import check_open  # now, because it imports torch
+
+    check_open(arguments.output)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Write the store and print a summary."""
     from megalight.checkpoint.disk.newest import newest_in
     from megalight.cli import parts
-    from megalight.data.records import check_open
     from megalight.errors import ConfigurationError
 
-    # Before anything is read: the teacher's pass takes hours, and a store is not overwritten.
-    check_open(arguments.output)
-    if arguments.micro_batch_size < 1:
-        raise ConfigurationError(f"--micro-batch-size={arguments.micro_batch_size} must be at least 1.")
+    path = newest_in(arguments.teacher)
     if arguments.processes != 1:
         return parts.share("teach", arguments)
 
@@ -63,7 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.models.distillation import check_tokenizer
     from megalight.models.stored import open_model
 
-    path = newest_in(arguments.teacher)
     cli = parsed([PASSED_ON, *arguments.passed_on])
     data = cli.datamodule
     if not isinstance(data, TokenDataModule):
