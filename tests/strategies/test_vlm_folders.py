@@ -18,10 +18,11 @@ pytest.importorskip("PIL.Image")
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.inference import ParallelGPT
 from megalight.models.export import export
+from megalight.models.packing import pack
 from megalight.models.stored import open_model
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.module import VLMModule
-from megalight.models.vlm.task import pictures_of, source_of
+from megalight.models.vlm.task import pictures_of
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.models import test_vlm_families as families
@@ -77,7 +78,8 @@ def _in_and_out(kind: str, layout: str, source: Path, target: Path) -> Tensor:
     export(open_model(target.with_suffix(".ckpt")), target)
     assert strategy.parallel_model is not None
     sequences = batch.sequences
-    pictures = pictures_of(module.config, batch.parts()[0], source_of(batch, sequences), 1)
+    source = pack(batch.parts()[1], sequences, -1)
+    pictures = pictures_of(module.config, batch.parts()[0], source, 1)
     return ParallelGPT(strategy.parallel_model)(batch.tokens.flatten(), sequences, pictures=pictures).logits
 
 

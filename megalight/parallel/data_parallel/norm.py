@@ -62,7 +62,7 @@ def global_norm(views: Sequence[Tensor], group: ProcessGroup | None, device: tor
     if views:
         if device.type == "cpu":
             # Squares of a float32 tensor are added one after the other there: the norm of 20 million was 0.1 % short.
-            views = [piece for view in views for piece in torch.split(view.reshape(-1), PIECE)]
+            views = [piece for view in views for piece in view.reshape(-1).chunk(1 + view.numel() // PIECE)]
         # One launch for all views; squares are added, because norms of parts do not add up.
         square += torch.stack(torch._foreach_norm(list(views), 2, dtype=dtype)).square_().sum()
     if group is not None:
