@@ -255,7 +255,8 @@ def attention(
         keys is not None and sequences.num_tokens < FEW * len(sequences.lengths),
         window is not None and window + 1 < NEAR,
         # torch's compiler knows cuDNN's operator, and not these kernels.
-        not (dropout or torch.compiler.is_dynamo_compiling())
+        q.is_cuda
+        and not (dropout or torch.compiler.is_dynamo_compiling())
         and hopper.serves_backward(q, v, sequences, causal, window, hopper.LONGER),
     )
     # backends that have no sinks do not take one
