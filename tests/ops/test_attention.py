@@ -184,5 +184,7 @@ def test_backends_are_told_of_fast_kernels(
     found: list[ops.Spec] = []
     monkeypatch.setattr(ops, "_choose", lambda spec, backend: found.append(spec) or ops.reference.attention)
     monkeypatch.setattr(ops.hopper, "serves_backward", lambda *_: fast)
+    assert "cpu" not in ops.hopper.DEVICES
+    monkeypatch.setattr(ops.hopper, "DEVICES", ("cpu",))
     attention(*inputs(UNIFORM, 2, 2), UNIFORM, dropout=dropout)
     assert [spec.swift for spec in found] == [swift]

@@ -255,7 +255,7 @@ def attention(
         keys is not None and sequences.num_tokens < FEW * len(sequences.lengths),
         window is not None and window + 1 < NEAR,
         # torch's compiler knows cuDNN's operator, and not these kernels.
-        q.is_cuda
+        q.device.type in hopper.DEVICES
         and not (dropout or torch.compiler.is_dynamo_compiling())
         and hopper.serves_backward(q, v, sequences, causal, window, hopper.LONGER),
     )

@@ -63,6 +63,10 @@ def serves(
     return seen(sequences.lengths, keys.lengths, causal, window) >= least
 
 
+DEVICES = ("cuda",)
+"""Types of devices for which it is asked at all."""
+
+
 def serves_backward(
     q: Tensor, v: Tensor, sequences: PackedSequences, causal: bool, window: int | None, least: int = LEAST
 ) -> bool:
