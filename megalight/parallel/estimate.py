@@ -7,7 +7,7 @@ Activations come on top.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,13 +130,13 @@ def estimate(
         divided, whole = sum(inside[kind].values()), outside[kind]
         size = 1 if kind.codes else dtype.itemsize
         # Elements that a rank has as whole weights.
-        shown = (_largest(inside[kind], turns) if by_turns else divided) + whole
+        shown = (largest_of_turns(inside[kind], turns) if by_turns else divided) + whole
         parameters += size * (shown + (divided / shards if by_turns else 0))
         casts += (1 if kind.codes else 2) * kind.casts * shown
         if not kind.trained:
             continue
         if reduced:
-            buffers = _largest(inside[kind], gradient_turns)
+            buffers = largest_of_turns(inside[kind], gradient_turns)
             gradients += summed.itemsize * divided / holders + gradient * (buffers + whole)
         else:
             gradients += gradient * (divided + whole)
@@ -153,8 +153,13 @@ def estimate(
     )
 
 
-def _largest(sizes: Counter[int], turns: Sequence[int]) -> int:
-    """Return the elements of buffers, one for each turn, that hold the largest unit of that turn."""
+def largest_of_turns(sizes: Mapping[int, int], turns: Sequence[int]) -> int:
+    """Return the elements of buffers, one for each turn, that hold the largest unit of that turn.
+
+    Args:
+        sizes: number of each unit -> its elements.
+        turns: the turn of each unit.
+    """
     found: dict[int, int] = {}
     for number, size in sizes.items():
         found[turns[number]] = max(size, found.get(turns[number], 0))
