@@ -26,12 +26,9 @@ from benchmarks.full_sharding import FULL, SHAPES, TIMED
 from benchmarks.peers.megalight import config_of, sharding_of
 from benchmarks.step import Step
 from megalight.models.gpt import GPT
-from megalight.parallel.data_parallel.memory import GRADIENT_TURNS
 from megalight.parallel.data_parallel.pushed_sums import SLOT_BYTES
-from megalight.parallel.data_parallel.route import Route
-from megalight.parallel.estimate import estimate, largest_of_turns
+from megalight.parallel.estimate import estimate
 from megalight.parallel.peers.memory import SLOTS
-from megalight.parallel.units import owned_alone, units_of
 from megalight.strategies import DataParallel
 
 BYTES = 2
@@ -55,18 +52,6 @@ def parts(step: Step, gpus: int) -> dict[str, float]:
     with torch.device("meta"):
         model = GPT(config_of(step))
     found = estimate(model, gpus, options)
-    units = units_of(model, options.units)
-    numbers, sizes = owned_alone(model, units), dict[int, int]()
-    for parameter in model.parameters():
-        if (number := numbers.get(id(parameter))) is not None:
-            sizes[number] = sizes.get(number, 0) + parameter.numel()
-    gradient = BYTES if options.gradient_dtype == "bfloat16" else 4
-    turns = Route().turns(units, (1 if options.prefetch is None else options.prefetch) + 1)
-    gradient_turns = Route().turns(units, GRADIENT_TURNS, backward_only=True)
-    buffers = {
-        "buffers of parameters": largest_of_turns(sizes, turns) * BYTES,
-        "buffers of gradients": largest_of_turns(sizes, gradient_turns) * gradient,
-    }
     width, tokens = step.heads * step.head_dim, step.mbs * step.seq
     kept = 2 * step.hidden + width + 2 * step.kv * step.head_dim + width + 2 * step.ffn
     kept += sum(
@@ -75,11 +60,12 @@ def parts(step: Step, gpus: int) -> dict[str, float]:
         if name not in step.recompute
     )
     return {
-        "parameters, shards": found.parameters - buffers["buffers of parameters"],
-        "gradients, shards": found.gradients - buffers["buffers of gradients"],
+        "parameters, shards": found.parameters - found.parameter_buffers,
+        "gradients, shards": found.gradients - found.gradient_buffers,
         "masters": found.masters,
         "moments": found.moments,
-        **buffers,
+        "buffers of parameters": found.parameter_buffers,
+        "buffers of gradients": found.gradient_buffers,
         "slots of sums": SLOTS * SLOT_BYTES if options.reductions != "plain" else 0,
         "kept by layers": BYTES * tokens * step.layers * kept,
         "logits": BYTES * tokens * step.vocab,

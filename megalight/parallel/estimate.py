@@ -38,6 +38,8 @@ class Estimate:
         masters: those that are copies of the parameters.
         moments: the optimizer's state.
         host: masters, moments, and gradients and parameters on their way.
+        parameter_buffers: the part of the parameters that are buffers for whole units.
+        gradient_buffers: likewise, of the gradients.
         casts: what products in 8 bits keep of weights during a step: transposes of weights that are codes, and both
             casts of weights in a dtype of their own.
     """
@@ -47,6 +49,8 @@ class Estimate:
     masters: float
     moments: float
     host: float = 0.0
+    parameter_buffers: float = 0.0
+    gradient_buffers: float = 0.0
     casts: float = 0.0
 
     @property
@@ -125,19 +129,21 @@ def estimate(
     by_turns = level.parameters and shards > 1  # one rank has all there is, so nothing is gathered
     reduced = level.gradients and shards > 1 and options.reduce_each_micro_batch is not False
     away = options.optimizer_offload_fraction
-    parameters = gradients = masters = learnt = casts = 0.0
+    parameters = gradients = masters = learnt = casts = parameter_buffers = gradient_buffers = 0.0
     for kind in {*inside, *outside}:
         divided, whole = sum(inside[kind].values()), outside[kind]
         size = 1 if kind.codes else dtype.itemsize
         # Elements that a rank has as whole weights.
-        shown = (largest_of_turns(inside[kind], turns) if by_turns else divided) + whole
+        shown = (_largest_of_turns(inside[kind], turns) if by_turns else divided) + whole
         parameters += size * (shown + (divided / shards if by_turns else 0))
+        parameter_buffers += size * (shown - whole) if by_turns else 0
         casts += (1 if kind.codes else 2) * kind.casts * shown
         if not kind.trained:
             continue
         if reduced:
-            buffers = largest_of_turns(inside[kind], gradient_turns)
-            gradients += summed.itemsize * divided / holders + gradient * (buffers + whole)
+            buffers = gradient * _largest_of_turns(inside[kind], gradient_turns)
+            gradients += summed.itemsize * divided / holders + buffers + gradient * whole
+            gradient_buffers += buffers
         else:
             gradients += gradient * (divided + whole)
         learnt += (divided + whole) / holders
@@ -149,11 +155,13 @@ def estimate(
         moments * learnt * (1 - away),
         # A master that lies in host memory is a copy, also in the dtype of the parameters.
         away * learnt * ((master or dtype.itemsize) + moments + gradient + (dtype.itemsize if master else 0)),
+        parameter_buffers,
+        gradient_buffers,
         casts,
     )
 
 
-def largest_of_turns(sizes: Mapping[int, int], turns: Sequence[int]) -> int:
+def _largest_of_turns(sizes: Mapping[int, int], turns: Sequence[int]) -> int:
     """Return the elements of buffers, one for each turn, that hold the largest unit of that turn.
 
     Args:
