@@ -18,6 +18,9 @@ from megalight.types import PackedSequences
 VERSIONS = ("3.6",)
 """Versions of Triton whose Gluon the kernels are written for: it is experimental, and changes."""
 
+DEVICES = ("cuda",)
+"""Types of devices that may have these kernels. Callers look here first: asking costs the host a call per layer."""
+
 LEAST = 480
 """Keys that a query sees on average below which the smaller blocks of plain Triton are faster, with the host's work.
 Measured at 128 and 256, where they are, and from 496 on."""
@@ -57,14 +60,12 @@ def serves(
     q: Tensor, v: Tensor, sequences: PackedSequences, causal: bool, window: int | None, least: int = LEAST
 ) -> bool:
     """Return whether these kernels serve the heads, and are the faster ones for the sequences."""
-    if not (q.device.type == "cuda" and q.shape[-1] == v.shape[-1] == 128 and q.dtype in HALF and _available(q.device)):
+    if not (
+        q.device.type in DEVICES and q.shape[-1] == v.shape[-1] == 128 and q.dtype in HALF and _available(q.device)
+    ):
         return False
     keys = sequences.keys or sequences
     return seen(sequences.lengths, keys.lengths, causal, window) >= least
-
-
-DEVICES = ("cuda",)
-"""Types of devices for which it is asked at all."""
 
 
 def serves_backward(
