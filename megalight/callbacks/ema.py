@@ -93,11 +93,10 @@ class EMA(pl.Callback):
             return
         masters, averages = _masters(trainer), _states(trainer)[STATE]
         # The first update copies: an average that began at zero would need a correction.
-        if not masters:
-            pass  # nothing on this rank is trained, and a list of no tensors is an error
-        elif self.updates == 0:
+        # If nothing on this rank is trained, both lists are empty, which torch refuses.
+        if masters and self.updates == 0:
             torch._foreach_copy_(averages, masters)
-        else:
+        elif masters:
             # One launch for all shards: `average += (1 - decay) * (weights - average)`.
             torch._foreach_lerp_(averages, masters, 1 - self.decay)
         self.updates += 1
