@@ -6,7 +6,7 @@
     python benchmarks/vlm.py RESULT.json --gpus 4 --level optim optim_grads_params --rows qwen2.5-vl
     python benchmarks/vlm.py RESULT.json --gpus 4 --level optim --graph iteration --rows llava-1.5
     python benchmarks/vlm.py RESULT.json --recipe delayed --rows fp8
-    python benchmarks/vlm.py RESULT.json --gpus 4 --mbs 16 --micro 1 --level optim_grads --rows llava-1.5
+    python benchmarks/vlm.py RESULT.json --gpus 4 --micro 2 1 --level optim optim_grads --rows llava-1.5
     python benchmarks/vlm.py RESULT.json --small [--gpus 2]        # tiny models on the CPU
 
 Two shapes. ``llava-1.5``: CLIP-L/336 and 7B, rows of one image (576 tokens) and text. ``qwen2.5-vl``: the tower of
@@ -51,6 +51,7 @@ from benchmarks.dense_step import PACKAGES
 from benchmarks.image_text.measure import data_parallel_of, measure
 from benchmarks.image_text.row import WAYS, Row
 from benchmarks.image_text.shapes import SHAPES
+from benchmarks.image_text.shapes import rows_of as rows_that_fit
 from benchmarks.in_turn import add, in_turn, launcher
 from megalight.errors import ConfigurationError
 from megalight.imports import version
@@ -75,8 +76,8 @@ def rows_of(a: argparse.Namespace) -> list[Row]:
             tuple(a.sharding) if way == "megalight" else (),
             a.tower == "trained" if a.tower else several,
             a.divisor or (1 if several else 2),
-            a.mbs,
-            a.micro,
+            mbs,
+            micro,
             a.small,
             a.unchecked,
             a.breakdown and way == "megalight",
@@ -88,6 +89,7 @@ def rows_of(a: argparse.Namespace) -> list[Row]:
         for way, precision in WAYS
         for recipe in ("tensorwise", *(a.recipe if precision == "fp8" else ()))
         for graph in ("", *(a.graph if way == "megalight" else ()))
+        for micro, mbs in batches_of(shape, a)
     ]
     asked = [
         row
@@ -95,6 +97,13 @@ def rows_of(a: argparse.Namespace) -> list[Row]:
         for row in ([row for row in every if row.name == word] or [row for row in every if word in row.name])
     ]
     return list(dict.fromkeys(asked))
+
+
+def batches_of(shape: str, a: argparse.Namespace) -> list[tuple[int, int | None]]:
+    """Return numbers of micro-batches, and the rows of each: as many in a step as with the first number."""
+    first = a.micro[0]
+    rows = first * (a.mbs or rows_that_fit(shape, a.tower == "trained" if a.tower else a.gpus > 1))
+    return [(micro, a.mbs if micro == first else rows // micro) for micro in a.micro]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -139,7 +148,13 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tower", choices=("frozen", "trained"), help="trained on several GPUs by default")
     parser.add_argument("--divisor", type=int, help="have this part of the layers: 2 on one GPU by default, or 1")
     parser.add_argument("--mbs", type=int, help="rows of a micro-batch; by default what an H200 has room for")
-    parser.add_argument("--micro", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument(
+        "--micro",
+        type=int,
+        nargs="+",
+        default=[2],
+        help="micro-batches of a step; further numbers make further rows, with as many rows of data in a step",
+    )
     parser.add_argument("--recipe", nargs="+", default=[], choices=RECIPES, help="further rows in FP8, by this recipe")
     parser.add_argument("--small", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--unchecked", action="store_true", help="do not train the twins")
@@ -153,8 +168,11 @@ def main(words: Sequence[str] | None = None) -> int:
     a = parser.parse_args(words)
     if a.level and a.gpus == 1:
         parser.error("--level says what several ranks shard; give --gpus, too")
-    if a.micro < 1 or (a.mbs is not None and a.mbs < 1):
-        parser.error(f"--mbs {a.mbs} --micro {a.micro}: a step has at least one micro-batch of one row")
+    micro = " ".join(map(str, a.micro))
+    if min(a.micro) < 1 or (a.mbs is not None and a.mbs < 1):
+        parser.error(f"--mbs {a.mbs} --micro {micro}: a step has at least one micro-batch of one row")
+    if any(a.micro[0] % number for number in a.micro):
+        parser.error(f"--micro {micro}: further numbers must divide the first one, for equally many rows in a step")
     if a.graph and a.small:
         parser.error(f"--graph {' '.join(a.graph)}: there are no CUDA graphs on the CPU; leave out --small")
     chosen = rows_of(a)

@@ -11,6 +11,9 @@ from megalight.models.vlm.flops import Trained
 
 WAYS = (("megalight", "bf16"), ("megalight", "fp8"), ("transformers", "bf16"))
 
+USUAL = 2
+"""Micro-batches of a step, if nothing else is said."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -43,7 +46,7 @@ class Row:
     trained: bool = False
     divisor: int = 2
     mbs: int | None = None
-    micro: int = 2
+    micro: int = USUAL
     small: bool = False
     unchecked: bool = False
     breakdown: bool = False
@@ -56,7 +59,8 @@ class Row:
         level = f", {self.level}" if self.gpus > 1 else ""
         recipe = f" {self.recipe}" if self.recipe != "tensorwise" else ""
         graph = f", graph={self.graph}" if self.graph else ""
-        return f"{self.shape}, {self.way} {self.precision}{recipe}{level}{graph}"
+        micro = f", micro={self.micro}" if self.micro != USUAL else ""
+        return f"{self.shape}, {self.way} {self.precision}{recipe}{level}{graph}{micro}"
 
     @property
     def device(self) -> str:

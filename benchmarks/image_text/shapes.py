@@ -93,6 +93,11 @@ WITH_TRAINED_TOWER = {"llava-1.5": 8, "qwen2.5-vl": 2}
 """Shape -> rows of a micro-batch, where activations of the tower must fit, too."""
 
 
+def rows_of(name: str, trained: bool) -> int:
+    """Return the rows of a micro-batch that an H200 has room for."""
+    return WITH_TRAINED_TOWER[name] if trained else SHAPES[name].mbs
+
+
 def shape_of(name: str, divisor: int = 1, trained: bool = False, mbs: int | None = None) -> Shape:
     """Return a shape.
 
@@ -104,7 +109,7 @@ def shape_of(name: str, divisor: int = 1, trained: bool = False, mbs: int | None
     """
     shape = SHAPES[name]
     language = replace(shape.config.language, num_layers=shape.config.language.num_layers // divisor)
-    rows = mbs or (WITH_TRAINED_TOWER[name] if trained else shape.mbs)
+    rows = mbs or rows_of(name, trained)
     return replace(shape, config=replace(shape.config, language=language), mbs=rows)
 
 

@@ -154,11 +154,24 @@ def test_rows_are_asked_for_by_name_or_word_and_in_order() -> None:
     ]
     words = ["result.json", "--recipe", "delayed", "--micro", "1", "--rows", "llava-1.5, megalight fp8"]
     rows = vlm.rows_of(vlm.arguments().parse_args(words))
-    assert [row.name for row in rows] == ["llava-1.5, megalight fp8"]
+    assert [row.name for row in rows] == [f"llava-1.5, megalight fp8{recipe}, micro=1" for recipe in ("", " delayed")]
     words[-1] = "fp8 delayed"
     rows = vlm.rows_of(vlm.arguments().parse_args(words))
-    assert [row.name for row in rows] == [f"{shape}, megalight fp8 delayed" for shape in vlm.SHAPES]
+    assert [row.name for row in rows] == [f"{shape}, megalight fp8 delayed, micro=1" for shape in vlm.SHAPES]
     assert [(row.recipe, row.made().rows) for row in rows] == [("delayed", 8), ("delayed", 4)]
+
+
+def test_steps_of_other_micro_batches_have_as_many_rows() -> None:
+    words = ["result.json", "--gpus", "2", "--micro", "2", "1", "--rows", "megalight bf16"]
+    rows = vlm.rows_of(vlm.arguments().parse_args(words))
+    assert [(row.name.split(", ")[-1], row.made().mbs, row.made().rows) for row in rows] == [
+        ("optim_grads_params", 8, 16),
+        ("micro=1", 16, 16),
+        ("optim_grads_params", 2, 4),
+        ("micro=1", 4, 4),
+    ]
+    rows = vlm.rows_of(vlm.arguments().parse_args([*words, "llava-1.5", "--mbs", "3", "--tower", "frozen"]))
+    assert [(row.made().mbs, row.made().rows) for row in rows[:2]] == [(3, 6), (6, 6)]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +181,7 @@ def test_rows_are_asked_for_by_name_or_word_and_in_order() -> None:
         (["--gpus", "2", "--sharding", "gather:auto"], "gather"),
         (["--small", "--graph", "layer"], "no CUDA graphs on the CPU"),
         (["--micro", "0"], "at least one micro-batch"),
+        (["--micro", "2", "3"], "must divide the first one"),
         (["--gpus", "2", "--sharding", "gathers:copied"], "gathers='copied'"),
     ],
 )
