@@ -46,8 +46,11 @@ PUSHED = [
     Row("gqa", 5, dp=2, level="optim_grads_params"),
     Row("gqa", 8, pp=2, vpp=2, dp=2, level="optim_grads_params"),
     Row("tied", 6, dp=4, level="optim_grads_params", packed=True),
+    Row("gqa", 3, dp=2),
+    Row("tied", 4, dp=2, level="optim_grads", packed=True),
+    Row("tied", 4, dp=4, packed=True),
 ]
-"""Rows whose units copy engines gather and reduce as well."""
+"""Rows whose units, or whole parameters, copy engines gather and reduce as well."""
 
 STEPS = 3
 

@@ -84,7 +84,6 @@ def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
     [
         (lambda: DataParallel(gathers="sideways"), r"gathers='sideways'; it must be one of plain, symmetric, auto"),  # type: ignore[arg-type]
         (lambda: DataParallel(gathers="symmetric", nccl_ub="local"), r"gathers='symmetric' with nccl_ub='local'"),
-        (lambda: DataParallel(gathers="symmetric").check("1f1b"), r"with level 'optim', which shards no parameters"),
     ],
 )
 def test_options_that_do_not_fit(make: Callable[[], object], message: str) -> None:

@@ -134,6 +134,8 @@ class FlatParameters:
         params: ``[numel]`` memory that the whole parameters share with those of other units; None: memory of their own.
         gathering: the ranks of ``groups.shards``, over the communicator of units; None: the same one.
         allocating: a context in which the memory of messages is allocated.
+        whole: ``[numel]`` memory for parameters that stay whole, in the dtype in which they are stored; None: memory of
+            their own.
 
     Attributes:
         group: ranks over which gradients are summed; None for a single rank.
@@ -162,6 +164,7 @@ class FlatParameters:
         params: Tensor | None = None,
         gathering: ProcessGroup | None = None,
         allocating: Allocating = nullcontext,
+        whole: Tensor | None = None,
     ) -> None:
         kind, codes, stored = layout.kind, layout.kind.codes, layout.kind.stored_dtype
         self.layout = layout
@@ -181,8 +184,11 @@ class FlatParameters:
         self.kept = layout.interval(kind.place) if divided else (0, layout.numel)
         interval = layout.state_interval() if divided else self.kept
         # In the parameters' own dtype: they become the parameters, or, with codes, only the source of the masters.
-        with nullcontext() if self.shards_params or codes is not None else allocating():
-            values = torch.zeros(layout.numel, dtype=kind.param_dtype, device=device)
+        if whole is not None and codes is None:
+            values = whole
+        else:
+            with nullcontext() if self.shards_params or codes is not None else allocating():
+                values = torch.zeros(layout.numel, dtype=kind.param_dtype, device=device)
         for parameter, view in self._views(values):
             if has_memory(parameter):
                 view.copy_(parameter.detach())
@@ -198,9 +204,11 @@ class FlatParameters:
             self.params, self.own_params = values, own
         else:
             with allocating():
-                self.params = values if self.shards_params else torch.zeros(layout.numel, dtype=stored, device=device)
-                whole = self.params[slice(*self.kept)]
-                self.own_params = torch.zeros_like(whole) if self.shards_params else whole
+                if whole is None:
+                    whole = values if self.shards_params else torch.zeros(layout.numel, dtype=stored, device=device)
+                self.params = whole
+                place = self.params[slice(*self.kept)]
+                self.own_params = torch.zeros_like(place) if self.shards_params else place
         self.updated = self._updated(*interval)
         self._nowhere = self._no_memory()
         self.show(self.params)
@@ -279,7 +287,7 @@ class Bucket(FlatParameters):
     """The storage of one bucket: flat parameters, flat gradients, and this rank's masters.
 
     Args:
-        layout, infos, groups, divided, params, gathering, allocating: as for :class:`FlatParameters`.
+        layout, infos, groups, divided, params, gathering, allocating, whole: as for :class:`FlatParameters`.
         master_dtype: dtype of the masters.
         grads: ``[numel]`` memory that the gradients share with those of other units; None: memory of their own.
         sum_dtype: dtype of the sums over ranks and micro-batches; only used with ``grads``.
@@ -312,8 +320,9 @@ class Bucket(FlatParameters):
         on_host: bool = False,
         gathering: ProcessGroup | None = None,
         allocating: Allocating = nullcontext,
+        whole: Tensor | None = None,
     ) -> None:
-        super().__init__(layout, infos, groups, divided, params, gathering, allocating)
+        super().__init__(layout, infos, groups, divided, params, gathering, allocating, whole)
         self.on_host = on_host
         self.reduced: Tensor | None = None
         shard, dtype = self.shard, layout.kind.grad_dtype

@@ -1,4 +1,4 @@
-"""Which messages of the engine copy engines carry: parameters of units to peers, and terms of their gradients."""
+"""Which messages of the engine copy engines carry: parameters to peers, and terms of their gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megalight.parallel.data_parallel.buffers import Bucket, Groups
 from megalight.parallel.data_parallel.layout import BucketLayout, Level
@@ -21,12 +22,12 @@ class CopyEngines:
 
     Args:
         device: of the buffers.
-        level: what is sharded; nothing else travels in this way.
-        gathers: the way of parameters.
-        reductions: the way of gradients. ``auto`` leaves those that no unit holds to collectives.
+        level: what is sharded. If it shards parameters, those outside of units are left to collectives.
+        gathers: the way of parameters. ``auto`` leaves those that no unit holds to collectives.
+        reductions: the way of gradients, likewise.
 
     Attributes:
-        pushes: gathers the parameters of units; None: collectives do.
+        pushes: gathers parameters; None: collectives do.
         sums: sums gradients; None: collectives do.
 
     Raises:
@@ -35,11 +36,13 @@ class CopyEngines:
 
     def __init__(self, device: torch.device, level: Level, gathers: Choice, reductions: Choice) -> None:
         self._gathers, self._reductions = gathers, reductions
+        self._level = level
+        gathering = level.parameters or (level.state and gathers.way != "auto")
         summing = level.gradients or (level.state and reductions.way != "auto")
         self._no_sums = reductions.why_not(device) if summing else None
-        self._no_pushes = gathers.why_not(device) if level.parameters else None
+        self._no_pushes = gathers.why_not(device) if gathering else None
         self.sums = PushedSums(device) if summing and self._no_sums is None else None
-        self.pushes = Pushes(device, gathers) if level.parameters and self._no_pushes is None else None
+        self.pushes = Pushes(device, gathers) if gathering and self._no_pushes is None else None
 
     def room(self, groups: Mapping[Any, Groups]) -> Room | None:
         """Return what makes buffers of units that peers fill, over the groups of each kind."""
@@ -53,6 +56,22 @@ class CopyEngines:
             return pushes.room(numel, dtype, group)
 
         return make
+
+    def whole(self, layouts: Sequence[BucketLayout], groups: Mapping[Any, Groups]) -> list[Tensor | None]:
+        """Return memory for the parameters of each bucket that stays whole; None: it has memory of its own."""
+        found: list[Tensor | None] = [None] * len(layouts)
+        if self.pushes is None or self._level.parameters:
+            return found
+        together: dict[tuple[ProcessGroup, torch.dtype], list[int]] = {}
+        for place, layout in enumerate(layouts):
+            group = groups[layout.kind.mesh, layout.kind.data].shards
+            if group is not None:
+                together.setdefault((group, layout.kind.stored_dtype), []).append(place)
+        for (group, dtype), places in together.items():
+            rooms = self.pushes.rooms([layouts[place].numel for place in places], dtype, group)
+            for place, room in zip(places, rooms or (), strict=rooms is not None):
+                found[place] = room
+        return found
 
     def serve(self, buckets: Sequence[Bucket], wire_dtype: torch.dtype | None) -> None:
         """Make room for the gradients of buckets; see :meth:`.PushedSums.serve`."""

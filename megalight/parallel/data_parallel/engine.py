@@ -85,8 +85,9 @@ class DataParallelEngine:
         optimizer_offload_fraction: at least this share of the masters is in host memory, in whole buckets; their
             optimizer state comes to be there, too.
         check_for_nan: whether :meth:`finish_grad_sync` raises on all ranks if a gradient is NaN or infinite.
-        gathers: how parameters of units are gathered: ``plain`` (collectives), ``symmetric`` (copy engines) or
-            ``auto`` (copy engines where GPUs reach each other's memory).
+        gathers: how parameters are gathered: ``plain`` (collectives), ``symmetric`` (copy engines) or ``auto`` (copy
+            engines for units, where GPUs reach each other's memory). Where parameters of units are sharded, collectives
+            gather all others.
         reductions: how gradients are summed over the ranks that divide them: likewise.
         nccl_ub: how NCCL knows the flat buffers: ``off``, ``local`` or ``symmetric``. See
             :class:`~megalight.parallel.data_parallel.user_buffers.UserBuffers`.
@@ -169,7 +170,8 @@ class DataParallelEngine:
             overlap_grad_reduce,
         )
         self.host = HostMasters([bucket for bucket in self.buckets if bucket.on_host], self.device)
-        self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather, self.host)
+        pushes = None if self.level.parameters else self._copy_engines.pushes
+        self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather, self.host, pushes)
         self.units: Units | None = None
         frozen = [info for info in every if not info.parameter.requires_grad]
         self.frozen_shards = self._shard_frozen(frozen, max_ctas)
@@ -233,6 +235,7 @@ class DataParallelEngine:
             # gradients have arrived, which is not at the same time on all ranks: a bucket of a parameter that a rank
             # does not use is sent last there. Over one communicator, these messages would meet those of units.
             reducing = {key: groups_of(kind, max_ctas, "whole gradients") for key, kind in ways.items()}
+        whole = self._copy_engines.whole(layouts, groups)
         on_host = offloaded(layouts, self._offload)
         if any(layouts[index].kind.codes is not None for index in on_host):
             raise ConfigurationError(
@@ -252,6 +255,7 @@ class DataParallelEngine:
                 index in on_host,
                 groups[layout.kind.mesh, layout.kind.data].shards,
                 allocating,
+                whole[index],
             )
             for index, layout in enumerate(layouts)
         ]

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megalight.imports import torch_distributed
 from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.pushes import Pushes
 from megalight.parallel.data_parallel.streams import side_stream
 
 all_gather = torch_distributed("all_gather_single", "all_gather_into_tensor")
@@ -43,10 +44,12 @@ class Gatherer:
     Args:
         buckets: in the order in which the forward pass needs them.
         device: of the buckets.
+        pushes: gathers by copy engines; None: collectives do.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device, pushes: Pushes | None = None) -> None:
         self.buckets = buckets
+        self._pushes = pushes
         self._waits: dict[int, Callable[[], object]] = {}
         self._hooks: list[RemovableHandle] = []
         self._home = {id(info.parameter): index for index, bucket in enumerate(buckets) for info in bucket.infos}
@@ -92,6 +95,8 @@ class Gatherer:
             for index in indices:
                 bucket = self.buckets[index]
                 assert bucket.shard_group is not None
+                if self._pushed(bucket):
+                    continue
                 # In place: `own_params` is this rank's interval of `params`, so the
                 # collective copies nothing on this rank.
                 self._waits[index] = gather(bucket.params, bucket.own_params, bucket.shard_group).wait
@@ -100,11 +105,15 @@ class Gatherer:
             for index in indices:
                 bucket, mark = self.buckets[index], self._marks[index]
                 assert bucket.shard_group is not None
-                # On this stream itself, and not on one of NCCL's: where streams share a queue of the device, one that
-                # waits holds up others.
-                gather_in_line(bucket.params, bucket.own_params, bucket.shard_group)
+                if not self._pushed(bucket):
+                    # On this stream itself, and not on one of NCCL's: where streams share a queue of the device, one
+                    # that waits holds up others.
+                    gather_in_line(bucket.params, bucket.own_params, bucket.shard_group)
                 mark.record()
                 self._waits[index] = mark.wait
+
+    def _pushed(self, bucket: Bucket) -> bool:
+        return self._pushes is not None and self._pushes.gather(bucket)
 
     def settle(self, again: bool) -> None:
         """Wait for gathers that are on their way, before all parameters are sent.
@@ -138,6 +147,11 @@ class Gatherer:
         group = bucket.shard_group
         bucket.widen(lambda whole, own: group is not None and gather(whole, own, group).wait(), params)
         self._keep()  # the parameters have other memory now
+
+    def forget(self) -> None:
+        """Free memory of copy engines in which no bucket lies any more. All ranks call this together."""
+        if self._pushes is not None:
+            self._pushes.keep(self.buckets)
 
     def wait(self, indices: Sequence[int] | None = None) -> None:
         """Wait for some buckets, or for all. On CUDA the current stream waits, not the host."""

@@ -67,9 +67,11 @@ class DataParallel:
         nccl_ub: whether NCCL knows the flat buffers, and so sends from them and receives into them without own copies:
             ``off``; ``local``, each rank for itself; ``symmetric``, as windows that all ranks reach. It needs
             GPUs. NVLink multicast stays as ``NCCL_NVLS_ENABLE`` of the environment says.
-        gathers: how parameters of units are gathered: ``plain``, by collectives, or ``symmetric``: the GPUs of one host
-            copy into each other's memory with their copy engines, which use no multiprocessor. ``auto``: ``symmetric``
-            where the GPUs reach each other's memory, else ``plain``; the log says why.
+        gathers: how parameters are gathered: ``plain``, by collectives, or ``symmetric``: the GPUs of one host write
+            into each other's memory with their copy engines, which use no multiprocessor. With level ``no_shard``
+            nothing is gathered. With ``optim_grads_params``, collectives gather what lies outside of units. ``auto``:
+            ``symmetric`` for parameters of units where the GPUs reach each other's memory, else ``plain``; the log says
+            why.
         reductions: how gradients are summed over ranks: ``plain``, by collectives, or ``symmetric``: copy engines carry
             the terms between the GPUs of one host, and the owner of a shard sums them in float32, in the order of
             ranks. They travel in the dtype of ``reduce_dtype``. With level ``no_shard`` nobody owns a shard. ``auto``:
@@ -120,8 +122,8 @@ class DataParallel:
                 )
         if self.gathers == "symmetric" and self.nccl_ub != "off":
             raise ConfigurationError(
-                f"data_parallel.gathers='symmetric' with nccl_ub={self.nccl_ub!r}: a buffer of units is either in "
-                "memory of NCCL or in that of copy engines. Leave one of the two out."
+                f"data_parallel.gathers='symmetric' with nccl_ub={self.nccl_ub!r}: parameters are either in memory of "
+                "NCCL or in that of copy engines. Leave one of the two out."
             )
         if self.reductions == "symmetric" and self.nccl_ub != "off":
             raise ConfigurationError(
@@ -144,6 +146,11 @@ class DataParallel:
             raise ConfigurationError(
                 "data_parallel.reductions='symmetric' needs ranks that own shards of gradients, and level 'no_shard' "
                 "has none; use level 'optim', or leave it out."
+            )
+        if self.gathers == "symmetric" and self.level == "no_shard":
+            raise ConfigurationError(
+                "data_parallel.gathers='symmetric' with level 'no_shard', where every rank updates all parameters and "
+                "nothing is gathered; use level 'optim', or leave it out."
             )
         if self.replicate > 1 and self.level == "no_shard":
             raise ConfigurationError(
@@ -189,11 +196,6 @@ class DataParallel:
                     f"data_parallel.{name}={getattr(self, name)} with level {self.level!r}, which shards no "
                     "parameters; leave it out, or use level 'optim_grads_params'."
                 )
-        if self.gathers == "symmetric" and not self.shards_parameters:
-            raise ConfigurationError(
-                f"data_parallel.gathers='symmetric' with level {self.level!r}, which shards no parameters; leave it "
-                "out, or use level 'optim_grads_params'."
-            )
         if not self.replicate_optimizer and self.replicate == 1:
             raise ConfigurationError(
                 "data_parallel.replicate_optimizer=False with replicate=1: there are no groups of replicas that could "

@@ -19,6 +19,7 @@ from megalight.parallel.data_parallel.gather import (
 )
 from megalight.parallel.data_parallel.host import HostMasters
 from megalight.parallel.data_parallel.memory import TurnBuffers
+from megalight.parallel.data_parallel.pushes import Pushes
 from megalight.parallel.data_parallel.residency import Residency
 from megalight.parallel.trace import spanned
 
@@ -30,6 +31,7 @@ class ShardedParameters:
         buckets: last parameters of the model first.
         overlap: let gathering continue after :meth:`publish` returns.
         host: the masters in host memory.
+        pushes: gathers whole parameters by copy engines; None: collectives do.
 
     Attributes:
         written: an optimizer has already rounded its masters into ``bucket.own_params``.
@@ -37,7 +39,14 @@ class ShardedParameters:
         residency: the parameters of units; None: all parameters are always whole.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], device: torch.device, overlap: bool, host: HostMasters) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        device: torch.device,
+        overlap: bool,
+        host: HostMasters,
+        pushes: Pushes | None = None,
+    ) -> None:
         self.buckets = buckets
         self.overlap = overlap
         self.host = host
@@ -46,7 +55,7 @@ class ShardedParameters:
         self.residency: Residency | None = None
         self._device = device
         # Buckets come in the order of the backward pass. The forward pass needs the last one first.
-        self._gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params], device)
+        self._gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params], device, pushes)
         self._codes = Codes(self._with_codes(), device)
         self.recast()
 
@@ -141,6 +150,8 @@ class ShardedParameters:
         for bucket in held:
             dtype = bucket.layout.kind.param_dtype
             self._gatherer.widen(bucket, memory.take(bucket.layout, dtype) if bucket.shards_params else None)
+        if held:
+            self._gatherer.forget()
         self._codes = Codes((), self._device)
         if sharded and self.residency is not None:
             self.residency.guard()

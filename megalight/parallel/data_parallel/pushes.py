@@ -1,15 +1,15 @@
-"""Gather the parameters of units by copy engines: each rank pushes its shard into the buffers of its peers.
+"""Gather parameters by copy engines: each rank pushes its shard into the memory of its peers.
 
-Copies occupy no multiprocessor, so the computation beside them keeps all of them. Buffers lie in symmetric memory
-(:mod:`megalight.parallel.peers`). A rank may push into a buffer once its owner no longer computes with the unit that
-was there. All ranks gather the same units in the same order, so each wait is for something that the peer has queued
-before its own wait.
+Copies occupy no multiprocessor, so the computation beside them keeps all of them. The memory is symmetric
+(:mod:`megalight.parallel.peers`): buffers that units use in turn, or whole parameters. A rank may push into a buffer
+once its owner no longer computes with the unit that was there, or with the last values of the parameters. All ranks
+gather in the same order, so each wait is for something that the peer has queued before its own wait.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,19 +29,21 @@ from megalight.parallel.peers.watch import Watch
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory that units use in turn, with the same memory of the peers.
+    """Memory of a bucket, with the same memory of the peers.
 
     Attributes:
-        used: a unit has been there, so peers must be told when it is no longer needed.
+        used: it holds values, so peers must be told when these are no longer needed.
+        first: its first element in the memory.
     """
 
     memory: PeerMemory
     watch: Watch
     used: bool = False
+    first: int = 0
 
 
 class Pushes:
-    """The buffers of units, and the copies into those of peers.
+    """The buffers, and the copies into those of peers.
 
     Args:
         device: of the buffers.
@@ -60,7 +62,7 @@ class Pushes:
         weakref.finalize(self, finish, device).atexit = False
 
     def room(self, numel: int, dtype: torch.dtype, group: ProcessGroup) -> Tensor | None:
-        """Allocate a buffer ``[numel]``. The ranks of the group call this together, and in the same order.
+        """Allocate a buffer ``[numel]`` for units. The ranks of the group call this together, and in the same order.
 
         Returns:
             None if collectives gather among these ranks.
@@ -73,6 +75,30 @@ class Pushes:
         own = made.view(made.rank, 0, (numel,), dtype, 0)
         self._buffers[own.data_ptr()] = _Buffer(made, Watch(made))
         return own
+
+    def rooms(self, sizes: Sequence[int], dtype: torch.dtype, group: ProcessGroup) -> list[Tensor] | None:
+        """Allocate memory ``[size]`` for buckets that stay whole, zero at first. Ranks call this as :meth:`room`.
+
+        Peers do not write there before the first :meth:`gather`.
+
+        Args:
+            sizes: multiples of :data:`.memory.BOUNDARY` bytes.
+
+        Returns:
+            None if collectives gather among these ranks.
+        """
+        if (reason := self._choice.why_not_over(group)) is not None:
+            self.without.append(reason)
+            return None
+        # One meeting for all of them. They share flags, as one is gathered after the other.
+        made = PeerMemory(group, slots=1, exact=True, free=False)
+        made.reserve(sum(sizes) * dtype.itemsize)
+        watch, found, first = Watch(made), list[Tensor](), 0
+        for size in sizes:
+            found.append(made.own(size, dtype, first))
+            self._buffers[found[-1].data_ptr()] = _Buffer(made, watch, used=True, first=first)
+            first += size
+        return found
 
     def keep(self, buckets: Iterable[FlatParameters | FlatCodes]) -> None:
         """Free the buffers in which none of these buckets lies. The ranks of their groups call this together."""
@@ -106,10 +132,12 @@ class Pushes:
         spin.wait_with(buffer.watch, slot.flags(Flag.FREE, others), buffer.memory)
         own, first = bucket.own_params, bucket.kept[0]
         for to in others:
-            driver.copy(stream, slot.view(to, tuple(own.shape), own.dtype, first), own)
+            driver.copy(stream, slot.view(to, tuple(own.shape), own.dtype, buffer.first + first), own)
             # Stream order makes the flag visible only after the data.
             driver.raise_flags(stream, slot.flags_at(Flag.READY, (to,)))
-        driver.copy(stream, bucket.params[slice(*bucket.kept)], own)
+        place = bucket.params[slice(*bucket.kept)]
+        if place.data_ptr() != own.data_ptr():  # whole parameters hold the shard itself
+            driver.copy(stream, place, own)
         spin.wait_with(buffer.watch, slot.flags(Flag.READY, others), buffer.memory)
         return True
 

@@ -32,8 +32,8 @@ SLOTS = 2
 """Number of slots where the user asks for no other, used in turn: one is filled while peers still read the other."""
 BOUNDARY = 256
 """Bytes: slots of an exact size are multiples of it."""
-MOST_VIEWS = 256
-"""Largest number of cached views of a memory; each shape of micro-batch has its own."""
+MOST_VIEWS = 4096
+"""Largest number of cached views of a memory; each shape of micro-batch has its own, and each bucket of parameters."""
 
 
 class Flag(IntEnum):
@@ -99,12 +99,14 @@ class PeerMemory:
         slots: number of slots.
         exact: slots have no more bytes than are asked for. Otherwise sizes are powers of two, so that they grow in few
             steps.
+        free: peers may write into slots from the beginning. False: only once this rank has raised its flags.
     """
 
-    def __init__(self, group: ProcessGroup, slots: int = SLOTS, exact: bool = False) -> None:
+    def __init__(self, group: ProcessGroup, slots: int = SLOTS, exact: bool = False, free: bool = True) -> None:
         self.group = group
         self.slots = slots
         self.exact = exact
+        self.free = free
         self.rank, self.size = group.rank(), group.size()
         # Each rank begins with another neighbour: otherwise all would push to rank 0 at once.
         self.others = tuple((self.rank + step) % self.size for step in range(1, self.size))
@@ -157,7 +159,7 @@ class PeerMemory:
         # Flags have memory of their own, which never grows: cached operations and recorded
         # graphs hold their addresses.
         if not self._flags:
-            words = self._allocate(self.slots * len(Flag) * self.size * 4, free=True)
+            words = self._allocate(self.slots * len(Flag) * self.size * 4, free=self.free)
             self._flags = list(words.buffer_ptrs)
         if nbytes > self.capacity:
             self.capacity = -(-nbytes // BOUNDARY) * BOUNDARY if self.exact else 1 << (nbytes - 1).bit_length()
@@ -190,6 +192,13 @@ class PeerMemory:
             first = place * self.capacity // dtype.itemsize + offset
             self._views[key] = self._handle.get_buffer(rank, shape, dtype, first)
         return self._views[key]
+
+    def own(self, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
+        """Return ``[numel]`` elements of this rank's memory, from element ``offset`` on.
+
+        The memory stays as long as they do. Views of :meth:`view` need this object.
+        """
+        return self._kept[-1].view(dtype)[offset : offset + numel]
 
     def flag(self, rank: int, place: int, kind: Flag, column: int) -> int:
         """Return the address of a flag in a rank's memory."""

@@ -1,4 +1,4 @@
-"""Parameters on their way over NCCL: sums of counts overtake them, and replays of CUDA graphs wait for each bucket."""
+"""Parameters on their way over NCCL, or by copy engines: sums of counts overtake them, and replays of CUDA graphs wait for each bucket."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from torch.distributed import ProcessGroup
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel import gather as gathers
+from megalight.parallel.data_parallel.buffers import FlatParameters
+from megalight.parallel.data_parallel.flat_codes import FlatCodes
+from megalight.parallel.data_parallel.pushes import Pushes
+from megalight.parallel.data_parallel.ways import Way
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.iteration import IterationGraphs
 from megalight.parallel.graphs.recorder import CUDARecorder
@@ -28,7 +32,7 @@ pytestmark = pytest.mark.gpu
 WIDTH, LAYERS, STEPS, NEVER = 1024, 6, 8, 1000
 CYCLES = 3_000_000
 """How late each gather is: about 2 ms. A layer takes less."""
-REAL = gathers.gather_in_line
+REAL, PUSHED = gathers.gather_in_line, Pushes.gather
 
 
 def _engine(model: nn.Module, **options: Any) -> DataParallelEngine:
@@ -61,14 +65,23 @@ def _sum_beside_a_gather() -> float:
 
 def _late(whole: Tensor, own: Tensor, group: ProcessGroup) -> None:
     """Gather late, over values that would show in the loss."""
+    _spoil(whole, own)
+    REAL(whole, own, group)
+
+
+def _pushed_late(self: Pushes, bucket: FlatParameters | FlatCodes) -> bool:
+    _spoil(bucket.params, bucket.own_params)
+    return PUSHED(self, bucket)
+
+
+def _spoil(whole: Tensor, own: Tensor) -> None:
     kept = own.clone()
     whole.fill_(torch.nan)
     own.copy_(kept)
     torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
-    REAL(whole, own, group)
 
 
-def _losses(warmup: int) -> tuple[list[float], int]:
+def _losses(warmup: int, way: Way = "plain") -> tuple[list[float], int]:
     """Losses of steps, and the number of those that were replayed, while every gather is late."""
     device = torch.device("cuda", dist.get_rank())
     torch.manual_seed(3)
@@ -76,7 +89,7 @@ def _losses(warmup: int) -> tuple[list[float], int]:
     model = nn.Sequential(*blocks).to(device, torch.bfloat16)
     recorder = CUDARecorder(device)
     recorder.enter()
-    engine = _engine(model, bucket_size=WIDTH * WIDTH)
+    engine = _engine(model, bucket_size=WIDTH * WIDTH, gathers=way)
     optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-3), engine)
 
     hosts = dist.new_group(backend="gloo")
@@ -112,7 +125,7 @@ def _losses(warmup: int) -> tuple[list[float], int]:
         [torch.randn(256, WIDTH, generator=draws).to(device, torch.bfloat16) for _ in range(2)] for _ in range(STEPS)
     ]
     losses = []
-    with patch.object(gathers, "gather_in_line", _late):
+    with patch.object(gathers, "gather_in_line", _late), patch.object(Pushes, "gather", _pushed_late):
         for batch in batches:
             # The gathers for the next replay begin on the host while this one has not begun on the device.
             torch.cuda._sleep(10 * CYCLES)  # type: ignore[no-untyped-call]
@@ -129,16 +142,17 @@ def _losses(warmup: int) -> tuple[list[float], int]:
 
 
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
-    return [(_sum_beside_a_gather, ()), (_losses, (NEVER,)), (_losses, (2,))]
+    return [(_sum_beside_a_gather, ()), *((_losses, arguments) for arguments in ((NEVER,), (2,), (2, "symmetric")))]
 
 
 def test_a_sum_of_counts_does_not_queue_behind_parameters() -> None:
     assert runs_of(jobs, 2).outcome(()) > 0.5
 
 
-def test_replays_wait_for_late_parameters() -> None:
+@pytest.mark.parametrize("way", ["plain", "symmetric"])
+def test_replays_wait_for_late_parameters(way: str) -> None:
     runs = runs_of(jobs, 2)
-    (expected, _), (found, replays) = runs.outcome((NEVER,)), runs.outcome((2,))
+    (expected, _), (found, replays) = runs.outcome((NEVER,)), runs.outcome((2,) if way == "plain" else (2, way))
     assert replays == STEPS - 2
     assert np.isfinite(expected).all()
     np.testing.assert_allclose(found, expected, rtol=1e-3)

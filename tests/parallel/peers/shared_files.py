@@ -47,7 +47,9 @@ class Handle:
     def __init__(self, folder: str, number: int, memory: Tensor, group: dist.ProcessGroup) -> None:
         rank, size = group.rank(), memory.numel()
         paths = [f"{folder}/{other}" for other in range(group.size())]
-        self.memory = {rank: torch.from_file(paths[rank], shared=True, size=size, dtype=torch.uint8).copy_(memory)}
+        own = torch.from_file(paths[rank], shared=True, size=size, dtype=torch.uint8).copy_(memory)
+        memory.set_(own)  # type: ignore[call-overload]  # torch maps the memory that was allocated
+        self.memory = {rank: own}
         dist.barrier(group)
         for other, path in enumerate(paths):
             if other != rank:

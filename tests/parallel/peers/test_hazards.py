@@ -85,6 +85,36 @@ def gathers(world: World) -> None:
         compute.wait_event(side.record_event())
 
 
+def whole(world: World) -> None:
+    """Two buckets of whole parameters in one memory: each update is gathered while the next passes wait for it."""
+    rank, size = world.local.rank, world.size
+    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: size)
+    pushes = Pushes(torch.device("cpu"), SimpleNamespace(why_not_over=lambda group: None))  # type: ignore[arg-type]
+    compute, side = world.local.stream, Stream()
+    rooms = pushes.rooms([size, size], torch.float32, group)
+    assert rooms is not None
+    kept = (rank, rank + 1)
+    buckets: list[Any] = [
+        SimpleNamespace(params=room, own_params=room[slice(*kept)], kept=kept)  # type: ignore[misc]
+        for room in rooms
+    ]
+    for _ in range(3):
+        for bucket in buckets:  # the passes of a step
+            world.access(bucket.params, write=False)
+        coming = []
+        for bucket in buckets:  # the optimizer
+            world.access(bucket.own_params, write=True)
+            side.wait_stream(compute)
+            world.local.stream = side
+            assert pushes.gather(bucket)
+            world.local.stream = compute
+            coming.append(side.record_event())
+        for event in coming:
+            compute.wait_event(event)
+    for bucket in buckets:
+        world.access(bucket.params, write=False)
+
+
 class _Group(SimpleNamespace):
     __hash__ = object.__hash__
 
@@ -116,30 +146,36 @@ def sums(world: World) -> None:
         world.access(shards[turn], write=False)
 
 
+def _own(self: Any, numel: int, dtype: Any, offset: int) -> Place:
+    place: Place = self._handle.get_buffer(self.rank, (numel, 1), dtype, offset)
+    return place
+
+
 @pytest.fixture(autouse=True)
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "why_not", lambda device: None)
     monkeypatch.setattr(memory, "unreachable", lambda group: None)
     monkeypatch.setattr(pushed_sums, "sum_terms", note_sum)
+    monkeypatch.setattr(memory.PeerMemory, "own", _own)
 
 
 def test_messages_are_ordered() -> None:
     assert play(2, messages) == []
 
 
-@pytest.mark.parametrize("calls", [gathers, sums])
+@pytest.mark.parametrize("calls", [gathers, whole, sums])
 @pytest.mark.parametrize("size", [2, 3])
 def test_units_are_ordered(size: int, calls: Any) -> None:
     assert play(size, calls) == []
 
 
-@pytest.mark.parametrize("calls", [messages, gathers, sums])
+@pytest.mark.parametrize("calls", [messages, gathers, whole, sums])
 @pytest.mark.parametrize("kind", [Flag.FREE, Flag.READY])
 def test_every_flag_is_needed(calls: Any, kind: Flag) -> None:
     assert play(2, calls, (1, kind))
 
 
-@pytest.mark.parametrize("calls", [messages, gathers, sums])
+@pytest.mark.parametrize("calls", [messages, gathers, whole, sums])
 def test_every_wait_for_a_stream_is_seen(calls: Any) -> None:
     with patch.object(Stream, "wait_stream", lambda self, other: None):
         assert play(2, calls)

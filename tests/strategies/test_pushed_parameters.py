@@ -1,0 +1,93 @@
+"""Whole parameters that copy engines gather train the same model as one device."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel import DataParallel, gather
+from tests.parallel.peers.shared_files import symmetric_on_cpu
+from tests.strategies.test_full_sharding import _beside
+from tests.strategies.test_full_sharding_matrix import LAYOUTS, MOE, _expected, _trained
+from tests.strategies.test_pushed_gathers import _counted
+from tests.strategies.training import assert_same_gradients, assert_same_run
+from tests.workers import run
+
+COVER = {
+    ("dp2", "optim", 0.0),
+    ("dp4", "optim", 0.0),
+    ("dp2", "optim", 0.5),
+    ("tp dp", "optim", 0.0),
+    ("hsdp over both", "optim", 0.0),
+    ("ep edp", "optim", 0.0),
+    ("dp2", "optim_grads", 0.0),
+}
+ROWS = [
+    pytest.param(layout, level, share, marks=() if (layout, level, share) in COVER else pytest.mark.full)
+    for layout, (world, _, _) in LAYOUTS.items()
+    for level in ("optim", "optim_grads")
+    for share in (0.0, 0.5)
+    if world < 8 and layout not in ("ep", "tp", "replicas alone", "tp ep")  # a single rank has whole shards there
+]
+
+
+def _pushed(layout: str, level: str, share: float) -> dict[str, Any]:
+    collective = gather.all_gather
+    with (
+        symmetric_on_cpu(),
+        _counted() as done,
+        patch.object(gather, "all_gather", wraps=collective) as collectives,
+    ):
+        found = _trained(layout, level, share, gathers="symmetric")
+    assert done
+    assert all(done), "parameters were gathered by a collective"
+    if not LAYOUTS[layout][2].get("replicate_optimizer", True):
+        assert collectives.call_count, "replicas join their parts of a shard"
+    else:
+        assert not collectives.call_count
+    return found
+
+
+@pytest.mark.parametrize(("layout", "level", "share"), ROWS)
+def test_equals_one_device(layout: str, level: str, share: float) -> None:
+    world, config, _ = LAYOUTS[layout]
+    expected = _expected(config, 1 if config is MOE else None)
+    for found in run(_pushed, world, layout, level, share):
+        assert_same_run(found, expected)
+        assert_same_gradients(found["gradients"], expected["gradients"])
+
+
+def _both_ways(what: str) -> list[dict[str, Any]]:
+    with symmetric_on_cpu(), _counted() as done:
+        pushed = _beside(what, "optim", gathers="symmetric")
+    assert any(done)
+    return [_beside(what, "optim"), pushed]
+
+
+@pytest.mark.parametrize("what", ["average", "adapters", "eight bits tensorwise", "eight bits delayed"])
+def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
+    """Averaged weights in validation, frozen weights, and codes, whose weights have their own dtype in the end."""
+    for plain, pushed in run(_both_ways, 2, what):
+        np.testing.assert_array_equal(pushed["losses"], plain["losses"])
+        assert pushed["metrics"].items() >= {k: v for k, v in plain["metrics"].items() if k.endswith("loss")}.items()
+        for name, value in plain["final"].items():
+            np.testing.assert_array_equal(pushed["final"][name], value, err_msg=name)
+
+
+def _automatic() -> int:
+    with symmetric_on_cpu(), _counted() as done:
+        _trained("dp2", "optim", 0.0, gathers="auto")
+    return len(done)
+
+
+def test_auto_leaves_whole_parameters_to_collectives() -> None:
+    assert run(_automatic, 2) == [0, 0]
+
+
+def test_a_level_that_gathers_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"gathers='symmetric' with level 'no_shard'.* use level 'optim'"):
+        DataParallel(gathers="symmetric", level="no_shard")
