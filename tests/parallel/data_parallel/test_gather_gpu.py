@@ -1,4 +1,4 @@
-"""Parameters on their way, by NCCL or by copy engines: sums of counts overtake them, and replays wait for each bucket."""
+"""Parameters on their way, by NCCL or copy engines: sums of counts overtake them, and replays wait for each bucket."""
 
 from __future__ import annotations
 
