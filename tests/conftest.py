@@ -37,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # one answer in fifty is lost, every tenth job of ranks waits for five seconds.
     os.environ["RES_OPTIONS"] = "attempts:0"
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns that there was no answer
+    if not torch.cuda.is_available():
+        importlib.import_module("tests.seeds")
     # Of each tensor that is read alone, torch's checkpoints write debug records, which pytest would keep.
     logging.disable(logging.DEBUG)
     # Collecting tests makes a million objects and no garbage. Looking for some takes a quarter of the time.
@@ -78,6 +80,8 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
     if "tests.workers" in sys.modules and not session.config.option.collectonly and not torch.cuda.device_count():
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # ranks print to where tests do
+        for name in importlib.import_module("tests.workers").PRELOAD:  # once for both; many tests need them here too
+            importlib.import_module(name)
         importlib.import_module("tests.forks").start()
         capture.suspend_global_capture(in_=True)
     return (yield)
@@ -90,8 +94,7 @@ def _seeds() -> None:
         os.environ.pop(name, None)
     random.seed(0)
     np.random.seed(0)
-    # `torch.manual_seed` also notes for each kind of GPU what to do if it is ever used, and from where: milliseconds.
-    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -103,9 +103,12 @@ def _serve(listener: socket.socket) -> None:
     os.setpgid(0, 0)  # with its interpreters, so that none outlives the tests
     import torch
     import torch.distributed.run
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     import megalight.cli.lightning  # noqa: F401
 
+    # For a word in its records, torchrun reads the source of all its callers, among thousands of modules: seconds.
+    dynamic_rendezvous.get_method_name = lambda depth=2: "no_method_name"
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that attend to commands
     tests = mp.parent_process()

@@ -27,20 +27,20 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 GRACE = 5.0
 """Seconds for other ranks to end after one has failed. They may hang in a collective that it never joins."""
 POLL = 0.2
+PRELOAD = [
+    *("torch", "lightning.pytorch", "megalight.models.gpt", "megalight.strategies", "tests.installed"),
+    # What a command imports besides.
+    *("megalight.cli.lightning", "megalight.callbacks", "omegaconf", "torch.utils.tensorboard"),
+    # Lightning's ModelCheckpoint imports it to ask whether a folder is in a store: half a second.
+    "s3fs",
+    # Four seconds in each rank that quantizes, and so many objects that each full collection of garbage takes long.
+    "tests.quantizing",
+    "tests.frozen",
+]
+"""What almost all ranks and commands need, which takes seconds to import."""
 SERVER = mp.get_context("forkserver")
-"""Processes are forked from one that has imported what almost all of them need, which takes seconds."""
-SERVER.set_forkserver_preload(
-    [
-        *("torch", "lightning.pytorch", "megalight.models.gpt", "megalight.strategies", "tests.installed"),
-        # What a command imports besides.
-        *("megalight.cli.lightning", "megalight.callbacks", "omegaconf", "torch.utils.tensorboard"),
-        # Lightning's ModelCheckpoint imports it to ask whether a folder is in a store: half a second.
-        "s3fs",
-        # Four seconds in each rank that quantizes, and so many objects that each full collection of garbage takes long.
-        "tests.quantizing",
-        "tests.frozen",
-    ]
-)
+"""Processes are forked from one that has imported all this."""
+SERVER.set_forkserver_preload(PRELOAD)
 
 
 class Forked(SERVER.Process):  # type: ignore[name-defined, misc]
