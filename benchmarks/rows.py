@@ -278,13 +278,16 @@ ROWS: dict[str, Row] = {
             ("tp2dp2", "Llama-3-8B, TP=2 with SP, DP=2", "tp=2 mbs=1", 530),
         )
     },
-    "llama3-8b-pp4": _row("Llama-3-8B, PP=4, 1F1B", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B}", gpus=4, aim=490),
+    "llama3-8b-pp4": _row(
+        "Llama-3-8B, PP=4, 1F1B", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B}", gpus=4, aim=490, peers=("mcore-te",)
+    ),
     "llama3-8b-pp4-zb": _row("the same, zero bubble", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B} schedule=zero_bubble", gpus=4),
     "llama3-8b-pp4-vpp4": _row(
         "Llama-3-8B, PP=4, VPP=4, interleaved",
         f"{LLAMA3_8B} {FEW} {INTERLEAVED}",
         gpus=4,
         aim=520,
+        peers=("mcore-te",),
     ),
     "llama3-8b-pp4-vpp4-zb": _row(
         "the same, zero bubble",
@@ -310,6 +313,7 @@ ROWS: dict[str, Row] = {
             f"Llama-3-8B, CP=4, 32,768 tokens, {kind.replace('_', ' ')}",
             f"{LLAMA3_8B} {FEW} {LONG} seq=32768 kind={kind}",
             gpus=4,
+            peers=("mcore-te",),
         )
         for kind in ("ring", "all_gather", "all_to_all")
     },
@@ -319,6 +323,7 @@ ROWS: dict[str, Row] = {
             f"{LLAMA3_8B} {FEW} {LONGEST} kind={kind}",
             gpus=4,
             aim=490,
+            peers=("mcore-te",),
             environment=NO_GAPS,
         )
         for kind in ("ring", "all_gather", "all_to_all")

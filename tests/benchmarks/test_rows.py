@@ -3,8 +3,9 @@
 import argparse
 
 import pytest
+import torch
 
-from benchmarks.peers import PEERS, load
+from benchmarks.peers import PEERS, load, megatron_core
 from benchmarks.rows import ROWS
 from benchmarks.step import Step, only_of
 
@@ -51,6 +52,33 @@ def test_changes_as_text():
 )
 def test_peers_say_why_they_cannot(peer, change, reason):
     assert reason in load(peer).why_not(Step().but(change))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("pp=4 schedule=zero_bubble", "no schedule 'zero_bubble'"),
+        ("cp=4 kind=all_to_all_ring", "one of the kinds auto, ring, all_gather, all_to_all"),
+        ("pp=4 vpp=2", "need a layout"),
+        ("graph=1", "no graph"),
+        ("cp=4 kind=ring recompute=mlp", None),
+        ("pp=4 layout=Et*8|t*9|t*9|t*6L", None),
+    ],
+)
+def test_layouts_of_megatron_core(change, reason, monkeypatch):
+    monkeypatch.setattr(megatron_core, "has", lambda package: True)
+    found = megatron_core.Runner(te=True).why_not(Step().but(change))
+    assert found is None if reason is None else reason in found
+
+
+def test_chunks_of_megatron_core():
+    """A rank of the interleaved pipeline has four, and one without chunks has one."""
+    assert [megatron_core.chunks_of(ROWS[f"llama3-8b-pp4{more}"].step) for more in ("", "-vpp4")] == [1, 4]
+
+
+def test_tokens_of_megatron_core_are_shared_as_its_attention_expects():
+    shares = [megatron_core.share(torch.arange(16)[None], 4, rank).flatten().tolist() for rank in range(4)]
+    assert shares == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
 
 
 def test_what_a_runner_can_do_is_not_held_against_it():
