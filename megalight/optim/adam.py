@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from megalight.errors import ConfigurationError
 from megalight.ops.adam import adam_step, narrow
 from megalight.ops.adam.chunked import piece
+from megalight.ops.adam.coded import Coded
 from megalight.ops.common import wide
 
 MomentDtype: TypeAlias = Literal["float32", "bfloat16", "float8"]
@@ -61,6 +62,8 @@ class Adam(Optimizer):
         grad_scale: 0-dim device tensor that multiplies the gradients of the next step. None: no scaling.
         host_scale: the same number in host memory, for parameters there; ``before`` waits for it, too.
         copies: tensor -> flat low-precision tensor that receives its new values in the same kernel.
+        coded: tensor -> function to call just before it is updated. It returns ``(start, stop, codes)`` of all parts
+            whose codes the same kernel then writes; None: somebody else casts them.
         before: tensor -> function to call just before it is updated, which waits for its gradient.
         after: tensor -> function to call when it is updated.
         turns: tensor -> number; lower ones are updated first. Those without a number have 0.
@@ -104,6 +107,7 @@ class Adam(Optimizer):
         self.grad_scale: Tensor | None = None
         self.host_scale: Tensor | None = None
         self.copies: dict[Tensor, Tensor] = {}
+        self.coded: dict[Tensor, Callable[[], Sequence[tuple[int, int, Coded]] | None]] = {}
         self.before: dict[Tensor, Callable[[], None]] = {}
         self.after: dict[Tensor, Callable[[], None]] = {}
         self.turns: dict[Tensor, int] = {}
@@ -151,25 +155,30 @@ class Adam(Optimizer):
             # Not `scale.to("cpu")`: the host would wait for all updates that the device has queued before these.
             scale = scale if self.host_scale is None else self.host_scale
             lr = lr.to(parameter.device) if isinstance(lr, Tensor) else lr
-        adam_step(
-            parameter,
-            gradient,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+        options: dict[str, Any] = {
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
             # `.item()` of a host tensor does not wait for the device.
-            step=state["step"] if group["capturable"] else state["step"].item(),
-            decoupled=group["decoupled_weight_decay"],
-            grad_scale=scale,
+            "step": state["step"] if group["capturable"] else state["step"].item(),
+            "decoupled": group["decoupled_weight_decay"],
+            "grad_scale": scale,
+            "backend": self.backend,
+        }
+        tensors = (parameter, gradient, *(state[name] for name in MOMENTS))
+        exponents = [state.get(name + EXPONENTS) for name in MOMENTS]
+        parts = self.coded[parameter]() if parameter in self.coded else None
+        if parts is None:
             # Written while the new values are in registers, instead of by a second pass over the masters.
-            out=self.copies.get(parameter),
-            exponents=(state.get(MOMENTS[0] + EXPONENTS), state.get(MOMENTS[1] + EXPONENTS)),
-            backend=self.backend,
-        )
+            adam_step(*tensors, out=self.copies.get(parameter), exponents=(exponents[0], exponents[1]), **options)
+            return
+        # So are codes. Each weight has a scale of its own; what lies between weights is zero, and stays so.
+        for start, stop, coded in parts:
+            blocks = slice(start // narrow.BLOCK, -(-stop // narrow.BLOCK))
+            first, second = (None if each is None else each[blocks] for each in exponents)
+            adam_step(*(each[start:stop] for each in tensors), exponents=(first, second), coded=coded, **options)
 
     def readable_state(self, parameter: Tensor) -> dict[str, Any]:
         """Return a parameter's state as others read it: moments in 8 bits become bfloat16 ones in host memory.

@@ -149,6 +149,7 @@ class Sharding:
         if isinstance(self.optimizer, Adam):
             # These are buffers of the engine, which may be freed after this.
             self.optimizer.copies, self.optimizer.before, self.optimizer.after = {}, {}, {}
+            self.optimizer.coded = {}
             self.optimizer.turns = {}
             # Parts of several ranks are joined, and blocks of codes with them.
             self.optimizer.widen_moments()
@@ -214,7 +215,7 @@ def _cut(value: object, slot: Slot, parameter: Tensor, bucket: Bucket) -> object
 
 
 def _fuse(optimizer: Adam, engine: DataParallelEngine) -> RemovableHandle:
-    """Let Adam's kernel also scale gradients for clipping, and write the low-precision copies of the masters."""
+    """Let Adam's kernel also scale gradients for clipping, and write the low-precision copies or codes of masters."""
 
     def scale(factor: Tensor | None) -> None:
         optimizer.grad_scale = factor
@@ -223,6 +224,7 @@ def _fuse(optimizer: Adam, engine: DataParallelEngine) -> RemovableHandle:
     host, away = engine.host, engine.host.buckets
     optimizer.copies = {b.shard.master: b.updated for b in engine.buckets if b.rounds_masters and not b.on_host}
     optimizer.copies.update({b.shard.master: flat for b in away if (flat := host.rounded(b)) is not None})
+    optimizer.coded = {b.shard.master: partial(engine.coded, b) for b in engine.buckets if b.holds_codes}
     optimizer.before = {bucket.shard.master: partial(host.arrive, bucket) for bucket in away}
     optimizer.after = {bucket.shard.master: partial(host.send, bucket) for bucket in away}
     early = [b for b in engine.sendable if b.shard.master in optimizer.copies or not b.rounds_masters]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from megalight.ops.activation import reference as activation_reference
 from megalight.ops.adam import narrow
 from megalight.ops.adam import reference as adam_reference
+from megalight.ops.adam.coded import Coded
 from megalight.ops.attention import reference as attention_reference
 from megalight.ops.causal_conv import reference as conv_reference
 from megalight.ops.common import wide
@@ -555,6 +557,39 @@ def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = 
     assert torch.equal(grad, before), "the gradient is not ours to write"
     if out is not None:
         assert torch.equal(out, param.to(out.dtype))
+
+
+def check_coded_adam(fn: Callable[..., None], device: str, n: int, interpreted: bool = False) -> None:
+    """A step also writes codes: bit by bit those of a cast of its new values; all else is as without.
+
+    Triton's interpreter rounds to narrow formats in ways of its own, so there codes come in float32, not yet rounded.
+    """
+    settings: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+    amax = torch.tensor(3.0, device=device)  # some values are larger
+    wider = (torch.float32,) if interpreted else (torch.float32, torch.bfloat16)
+    for form, rounded, scale in itertools.product(("e4m3", "e5m2"), wider, ("fp32", "power")):
+        state = [torch.randn(n, device=device) for _ in range(3)] + [torch.rand(n, device=device)]
+        alone = [each.clone() for each in state]
+        fn(*alone, **settings)
+        scheme = Scheme(form, scale=scale)
+        exact, _ = cast(alone[0].to(rounded)[None], scheme, None, amax=amax, backend="reference")
+        assert exact is not None
+        memory = torch.zeros(n + 2, device=device)
+        if not interpreted:
+            memory = memory.to(exact.data.dtype)
+        place = memory[1:-1]
+        largest = [torch.full((), least, device=device) for least in (0.0, 2e3)]
+        for told in (None, *largest):
+            coded: Any = Coded(place, scheme, amax, rounded, told)
+            if interpreted:
+                coded = SimpleNamespace(codes=place, scheme=scheme, amax=amax, rounded=rounded, largest=told)
+            again = [each.clone() for each in state]
+            fn(*again, **settings, coded=coded)
+            assert all(map(torch.equal, again, alone))
+        assert [float(value) for value in largest] == [float(alone[0].to(rounded).abs().max()), 2e3]
+        codes = to_fp8(memory, scheme.format) if interpreted else memory
+        assert torch.equal(codes.float()[1:-1], exact.data[0].float())
+        assert codes.float()[0] == codes.float()[-1] == 0
 
 
 def check_narrow_adam(

@@ -81,6 +81,7 @@ def main() -> None:
     from megalight.ops.activation import KINDS
     from megalight.ops.activation import triton as activations
     from megalight.ops.adam import triton as adam
+    from megalight.ops.adam.coded import Coded
     from megalight.ops.attention import triton as attention
     from megalight.ops.attention_merge import triton as blocks
     from megalight.ops.cast_flat import triton as flat_casts
@@ -148,6 +149,12 @@ def main() -> None:
         adam.adam_step(
             *state, lr=lr, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, step=2, grad_scale=scale, out=out
         )
+    codes_of = torch.zeros(4096).to(torch.float8_e4m3fn)
+    for told in (None, torch.tensor(1.0)):
+        adam.adam_step(
+            *torch.rand(4, 4096).unbind(), lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, step=2,
+            coded=Coded(codes_of, Scheme("e4m3"), torch.tensor(1.0), HALF, told),
+        )  # fmt: skip
     narrow = torch.rand(2, 4096).unbind(), torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
     for lr, first in ((0.1, narrow[1]), (torch.tensor(0.1), torch.zeros(4096, dtype=HALF))):
         blocks_of = torch.zeros(64, dtype=torch.uint8) if first is narrow[1] else None, torch.zeros(64).byte()

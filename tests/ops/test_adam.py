@@ -5,7 +5,7 @@ import torch
 
 from megalight.errors import BackendError
 from megalight.ops.adam import adam_step, native, reference
-from tests.ops.checks import check_adam, error
+from tests.ops.checks import check_adam, check_coded_adam, error
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -48,6 +48,10 @@ def test_reference_equals_torch_optim(decoupled: bool) -> None:
             decoupled=decoupled,
         )
     assert error(ours, theirs) < 1e-12
+
+
+def test_codes_are_those_of_a_cast() -> None:
+    check_coded_adam(adam_step, "cpu", 1003)
 
 
 def test_low_precision_gradient_goes_to_the_reference() -> None:

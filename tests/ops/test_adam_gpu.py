@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.checks import check_adam, check_narrow_adam
+from tests.ops.checks import check_adam, check_coded_adam, check_narrow_adam
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +26,14 @@ def test_triton_takes_half_gradients() -> None:
     from megalight.ops.adam import triton
 
     check_adam(triton.adam_step, "cuda", 1003, grad_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("n", [1, 1000, 1_000_003])
+def test_codes_are_those_of_a_cast(n: int) -> None:
+    from megalight.ops.adam import adam_step, triton
+
+    check_coded_adam(triton.adam_step, "cuda", n)
+    check_coded_adam(adam_step, "cuda", n)
 
 
 @pytest.mark.parametrize("tensors", [False, True])

@@ -353,6 +353,10 @@ def test_adam(decoupled: bool, tensors: bool) -> None:
     checks.check_adam(step, "cpu", 1500, decoupled=decoupled, tensors=tensors, out_dtype=torch.float16)
 
 
+def test_adam_with_codes() -> None:
+    checks.check_coded_adam(kernels("adam").adam_step, "cpu", 2050, interpreted=True)
+
+
 @pytest.mark.parametrize("tensors", [False, True])
 @pytest.mark.parametrize(("first", "second"), [("bfloat16", "bfloat16"), ("float8", "float8"), ("bfloat16", "float8")])
 def test_adam_with_narrow_moments(first: str, second: str, tensors: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.adam import chunked, native, reference
+from megalight.ops.adam.coded import Coded
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -71,6 +72,12 @@ def _choose(spec: Spec, backend: str) -> Callable[..., None]:
     return ADAM.select(spec, backend).fn
 
 
+@remembered
+def _codes_too(spec: Spec, backend: str) -> bool:
+    """Whether the chosen kernel also writes codes."""
+    return spec.dtype == torch.float32 and ADAM.select(spec, backend).name == "triton"
+
+
 @torch.no_grad()
 def adam_step(
     param: Tensor,
@@ -88,6 +95,7 @@ def adam_step(
     grad_scale: Tensor | None = None,
     out: Tensor | None = None,
     exponents: tuple[Tensor | None, Tensor | None] = (None, None),
+    coded: Coded | None = None,
     backend: str = "auto",
 ) -> None:
     """Update ``param`` and both moments in place.
@@ -113,6 +121,8 @@ def adam_step(
         grad_scale: 0-dim device tensor that multiplies the gradient.
         out: ``[n]``: receives a copy of the new parameters in its own dtype.
         exponents: ``[ceil(n / 64)]``, uint8: those of the codes of each moment; None: it is no code.
+        coded: receives codes of the new parameters, instead of ``out``. Triton's kernel writes them itself. Beside
+            others, and for float64, they are cast afterwards.
         backend: name of a backend.
     """
     tensors = (param, grad, exp_avg, exp_avg_sq) if out is None else (param, grad, exp_avg, exp_avg_sq, out)
@@ -125,7 +135,10 @@ def adam_step(
         all(t.is_contiguous() for t in tensors),
     )
     # Only where there are codes: backends that serve none need not know of exponents.
-    codes = {} if exponents == (None, None) else {"exponents": exponents}
+    codes: dict[str, Any] = {} if exponents == (None, None) else {"exponents": exponents}
+    written = coded is not None and _codes_too(spec, backend)
+    if written:
+        codes["coded"] = coded
     _choose(spec, backend)(
         param,
         grad,
@@ -142,3 +155,5 @@ def adam_step(
         out=out,
         **codes,
     )
+    if coded is not None and not written:
+        coded.cast(param)

@@ -1,4 +1,4 @@
-"""One Adam step in a single pass over memory: moments, parameters and the low-precision copy."""
+"""One Adam step in a single pass over memory: moments, parameters, and the low-precision copy or the codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from megalight.ops.adam import narrow
+from megalight.ops.adam.coded import Coded
+from megalight.ops.cast_flat.triton import TYPES
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
+from megalight.ops.quantize.formats import LARGEST
+from megalight.ops.quantize.reference import TINY
 
 # Eight elements per thread with four warps. The step is bound by memory, so wide loads matter.
 BLOCK = 1024
@@ -86,6 +90,8 @@ def _step(
     exponents: Value,
     exponents_sq: Value,
     out: Value,
+    amax: Value,
+    largest: Value,
     grad_scale: Value,
     scalars: Value,
     n: Value,
@@ -104,6 +110,12 @@ def _step(
     DECOUPLED: constexpr,
     SCALED: constexpr,
     COPY: constexpr,
+    CODED: constexpr,
+    TELL: constexpr,
+    BEFORE: constexpr,
+    TOP: constexpr,
+    SMALLEST: constexpr,
+    POWER: constexpr,
     ON_DEVICE: constexpr,
     BLOCK: constexpr,
 ) -> None:
@@ -137,6 +149,22 @@ def _step(
     if COPY:
         # From the float32 `p`, not from what was stored: a low-precision copy is rounded once.
         tl.store(out + index, p.to(out.dtype.element_ty), mask=inside)
+    if CODED:
+        # As :mod:`megalight.ops.cast_flat.triton` casts what was stored, bit by bit.
+        value = tl.where(inside, p, 0.0).to(BEFORE).to(tl.float32)
+        if TELL:
+            # As integers, floats that are not negative have the same order. Most programs find nothing larger, so few
+            # of them meet at this one number.
+            most = tl.max(tl.abs(value), 0).to(tl.int32, bitcast=True)
+            if most > tl.load(largest):
+                tl.atomic_max(largest, most, sem="relaxed")
+        factor = tl.div_rn(TOP, tl.maximum(tl.load(amax), SMALLEST))
+        if POWER:
+            factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        value = value * factor
+        value = tl.where(value > TOP, TOP, value)  # unlike minimum and maximum, comparisons keep NaN
+        value = tl.where(value < -TOP, -TOP, value)
+        tl.store(out + index, value.to(out.dtype.element_ty), mask=inside)
 
 
 def adam_step(
@@ -155,6 +183,7 @@ def adam_step(
     grad_scale: Tensor | None = None,
     out: Tensor | None = None,
     exponents: tuple[Tensor | None, Tensor | None] = (None, None),
+    coded: Coded | None = None,
 ) -> None:
     """Run the whole step in one kernel, without making the host wait for the device."""
     on_device = isinstance(lr, Tensor) or isinstance(step, Tensor)
@@ -177,7 +206,9 @@ def adam_step(
         exp_avg,
         exp_avg_sq,
         *exponents,
-        out,
+        out if coded is None else coded.codes,
+        None if coded is None else coded.amax,
+        None if coded is None or coded.largest is None else coded.largest.view(torch.int32),
         None if grad_scale is None else grad_scale.float(),
         scalars,
         param.numel(),
@@ -197,6 +228,12 @@ def adam_step(
         DECOUPLED=decoupled,
         SCALED=grad_scale is not None,
         COPY=out is not None,
+        CODED=coded is not None,
+        TELL=coded is not None and coded.largest is not None,
+        BEFORE=TYPES[torch.float32 if coded is None else coded.rounded],
+        TOP=1.0 if coded is None else LARGEST[coded.scheme.format],
+        SMALLEST=TINY,
+        POWER=coded is not None and coded.scheme.scale == "power",
         ON_DEVICE=on_device,
         BLOCK=BLOCK,
         num_warps=4,

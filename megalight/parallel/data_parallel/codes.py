@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.ops.cast_flat import cast_flat
+from megalight.ops.adam.coded import Coded
 from megalight.ops.linear.low_precision import LowPrecision
 from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import scales_of
@@ -115,13 +115,27 @@ class Codes:
     @torch.no_grad()
     def cast_early(self, bucket: Bucket) -> bool:
         """Cast the codes of one bucket, whose masters have their new values; False: scales are not known yet."""
+        if id(bucket) not in self._early and (parts := self.early(bucket)) is not None:
+            for start, stop, coded in parts:
+                coded.cast(bucket.shard.master.detach()[start:stop])
+        return id(bucket) in self._early
+
+    @torch.no_grad()
+    def early(self, bucket: Bucket) -> list[tuple[int, int, Coded]] | None:
+        """Return how to cast a bucket's masters, ``(start, stop, codes)`` for each weight: its caller does so.
+
+        Returns:
+            None if scales are not known before the values.
+        """
         if self._amax is None:
             if any(precision.covers is None for precision in self.weights):
-                return False
+                return None
             self._amax = self._begin()
-        self._write(self._amax, self._of[id(bucket)])
         self._early.add(id(bucket))
-        return True
+        amax, first, parts = self._amax, bucket.shard.start, self.parts[self._of[id(bucket)]]
+        return [
+            (low - first, high - first, self._coded(amax, number, bucket, low, high)) for number, _, low, high in parts
+        ]
 
     def expire(self) -> None:
         """Forget what was cast early, for example because masters may have changed since."""
@@ -164,10 +178,13 @@ class Codes:
     def _write(self, amax: Tensor, parts: slice) -> None:
         """Write the codes of some parts; ``amax``: what the scale of each weight covers."""
         for number, bucket, low, high in self.parts[parts]:
-            precision, master = self.weights[number], bucket.shard.part(low, high)
-            # The scale comes from the amax of the whole weight. The part's own one
-            # would give each rank another scale.
-            own = bucket.own_params[low - bucket.kept[0] : high - bucket.kept[0]]
-            told = None if precision.history is None else precision.largest
-            rounded = self._rounded.get(number, master.dtype)
-            cast_flat(own, master, precision.recipe.weight, amax[number], rounded, largest=told)
+            self._coded(amax, number, bucket, low, high).cast(bucket.shard.part(low, high))
+
+    def _coded(self, amax: Tensor, number: int, bucket: Bucket, low: int, high: int) -> Coded:
+        precision = self.weights[number]
+        # The scale comes from the amax of the whole weight. The part's own one
+        # would give each rank another scale.
+        own = bucket.own_params[low - bucket.kept[0] : high - bucket.kept[0]]
+        told = None if precision.history is None else precision.largest
+        rounded = self._rounded.get(number, bucket.shard.master.dtype)
+        return Coded(own, precision.recipe.weight, amax[number], rounded, told)

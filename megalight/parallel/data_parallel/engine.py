@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.ops.adam.coded import Coded
 from megalight.ops.stored import stored_of
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, ParamInfo, distinct
 from megalight.parallel.data_parallel.codes import codes_of
@@ -391,6 +392,14 @@ class DataParallelEngine:
         Messages then run under the update of other buckets, and the first layers of the next step wait less.
         """
         self._parameters.send(bucket)
+
+    def coded(self, bucket: Bucket) -> list[tuple[int, int, Coded]] | None:
+        """Return ``(start, stop, codes)`` for each weight of a bucket of codes, which an optimizer then writes itself.
+
+        Returns:
+            None if scales follow from the new values; :meth:`publish` then casts the codes.
+        """
+        return self._parameters.coded(bucket)
 
     def publish(self) -> None:
         """Copy the updated masters into the parameters of every data-parallel rank, or start to."""

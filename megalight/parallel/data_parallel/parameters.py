@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from megalight.ops.adam.coded import Coded
+from megalight.parallel.capturing import capturing
 from megalight.parallel.data_parallel.aside import SetAside
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.codes import Codes
@@ -102,6 +104,11 @@ class ShardedParameters:
         if self._gatherer.recorded or (bucket.holds_codes and not self._codes.cast_early(bucket)):
             return
         self._gatherer.send(bucket)
+
+    def coded(self, bucket: Bucket) -> list[tuple[int, int, Coded]] | None:
+        """Return how an optimizer writes the codes of a bucket in its own step; None: :meth:`publish` casts them."""
+        # A graph would hold the step without what follows from it here.
+        return None if capturing() else self._codes.early(bucket)
 
     def sync(self, homes: Sequence[int] | None = None) -> None:
         """Wait until parameters are up to date: all of them, or those of some buckets."""

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megalight.ops.adam import coded
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import precision_of, state_of
 from megalight.ops.quantize import Quantized, quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, codes
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
@@ -137,14 +138,14 @@ def _casts() -> tuple[list[int], list[list[str]]]:
     """Elements that casts of each publication write, and what came before it, of three steps on two ranks."""
     order: list[list[str]] = []
     sizes: list[int] = []
-    write = codes.cast_flat
+    write = coded.cast_flat
 
     def cast(out: Tensor, *args: Any, **more: Any) -> None:
         order[-1].append("cast")
         sizes[-1] += out.numel()
         write(out, *args, **more)
 
-    codes.cast_flat = cast  # type: ignore[assignment]
+    coded.cast_flat = cast  # type: ignore[assignment]
     try:
         order.append([])
         sizes.append(0)
@@ -162,7 +163,7 @@ def _casts() -> tuple[list[int], list[list[str]]]:
             engine.publish()
         engine.sync_parameters()
     finally:
-        codes.cast_flat = write
+        coded.cast_flat = write
     return sizes, order
 
 
