@@ -176,6 +176,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if a.graph and a.small:
         parser.error(f"--graph {' '.join(a.graph)}: there are no CUDA graphs on the CPU; leave out --small")
     chosen = rows_of(a)
+    if whole := [row.name for row in chosen if row.graph == "iteration" and row.gpus > 1 and row.level != "optim"]:
+        parser.error(f"row '{whole[0]}': whole steps are recorded at level 'optim' only; choose that, or --graph layer")
     try:
         for row in chosen:
             data_parallel_of(row)

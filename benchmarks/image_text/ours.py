@@ -13,7 +13,6 @@ from benchmarks.peers import world_size
 from benchmarks.peers.megalight import Steps
 from megalight.callbacks import CUDAGraph
 from megalight.data.multimodal.batch import ImageTextBatch
-from megalight.models.vlm import VLMConfig
 from megalight.models.vlm.module import VLMModule
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.plugins.precision import MegatronLowPrecision
@@ -46,13 +45,11 @@ class OneBatch(VLMModule):
         return DataLoader(Same(own, self.steps), batch_size=None, pin_memory=pinned)
 
 
-def options_of(config: VLMConfig, precision: str, recipe: str, device: str) -> dict[str, Any]:
+def options_of(precision: str, recipe: str, device: str) -> dict[str, Any]:
     """Return the Trainer's arguments for a precision, and a recipe of FP8. On CPU, products in FP8 are emulated."""
     if precision != "fp8":
         return {"precision": "bf16-mixed" if precision == "bf16" else "32-true"}
-    modules = ["attention.*", "mlp.*", "tower.attention.*"]
-    if config.vision.ffn_hidden_size % 16 == 0:  # 3420, of Qwen2.5-VL, is no multiple, as FP8 needs it
-        modules.append("tower.mlp.*")
+    modules = ["attention.*", "mlp.*", "tower.attention.*", "tower.mlp.*"]
     low = LowPrecisionOptions(recipe, towers=("language", "vision"), modules=modules, emulate=device == "cpu")
     return {"plugins": [MegatronLowPrecision(low)]}
 
@@ -88,7 +85,7 @@ def train(
         accelerator=device,
         devices=world_size(),
         strategy=strategy,
-        **options_of(shape.config, precision, recipe, device),
+        **options_of(precision, recipe, device),
         max_steps=steps,
         gradient_clip_val=1.0,
         logger=False,

@@ -52,7 +52,9 @@ def _casting(layer: nn.Module) -> Linear | None:
     if type(layer) is not Linear or layer.adapter is not None:
         return None
     precision = precision_of(layer.weight)
-    return layer if precision is not None and precision.reads_unwritten else None
+    # What writes codes alone adds no zeros to them.
+    reads = precision is not None and precision.reads_unwritten and not precision.fills(layer.weight)
+    return layer if reads else None
 
 
 def _is_watched(module: nn.Module) -> bool:

@@ -191,6 +191,14 @@ def test_what_does_not_act_is_refused(words: list[str], message: str, capsys: py
     assert message in capsys.readouterr().err
 
 
+def test_graphs_that_cannot_be_are_refused_before_a_row_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["result.json", "--gpus", "2", "--level", "optim_grads", "--graph", "iteration", "--rows"]
+    with pytest.raises(SystemExit):
+        vlm.main([*words, "graph"])
+    message = "bf16, optim_grads, graph=iteration': whole steps are recorded at level 'optim' only"
+    assert message in capsys.readouterr().err
+
+
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object, **options: object) -> None:
         arguments[3](mock.Mock(report=mock.Mock(loss=1.0)))  # type: ignore[operator]

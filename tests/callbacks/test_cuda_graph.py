@@ -75,7 +75,7 @@ def train(config: Any, warmup: int, options: dict[str, Any]) -> Any:
 
 def accumulate(self: LowPrecision, main_grad: Tensor, grad_y: Tensor, x: Any, write: bool) -> None:
     """As a GPU's product does it: the first gradient of a step is written."""
-    gradient = self.weight_gradient(grad_y, x, main_grad.dtype)
+    gradient = self.weight_gradient(grad_y, x, main_grad)
     main_grad.copy_(gradient if write else main_grad + gradient)
 
 

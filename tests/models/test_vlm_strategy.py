@@ -81,6 +81,11 @@ CONFIGS = {
         language=replace(QWEN.language, hidden_size=64, ffn_hidden_size=64),
         vision=replace(QWEN.vision, hidden_size=32, ffn_hidden_size=32),
     ),
+    "odd": replace(
+        QWEN,
+        language=replace(QWEN.language, hidden_size=64, ffn_hidden_size=64),
+        vision=replace(QWEN.vision, hidden_size=32, ffn_hidden_size=26),
+    ),
     "qwen3": QWEN3,
     "deep_qwen3": replace(QWEN3, language=replace(QWEN3.language, num_layers=4)),
     "gemma": GEMMA,

@@ -6,14 +6,17 @@ import functools
 import re
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from megalight.data.multimodal.patches import Images
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.model import GPT
-from megalight.models.vlm import VLM
+from megalight.models.vision.model import Pictures
+from megalight.models.vlm import VLM, VLMConfig, task
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.init import initialise
 from megalight.ops.parameter import precision_of
@@ -26,6 +29,7 @@ from megalight.parallel.precision import (
 )
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
 from megalight.parallel.recompute.override import Override
+from megalight.plugins.transformer_engine.low_precision import TransformerEngineProducts
 from megalight.strategies import DataParallel, MegatronTowersBesideStrategy, Side
 from tests.models.test_vlm_strategy import CONFIGS, SP, fit
 from tests.models.vlm_samples import LANGUAGE, QWEN, batch
@@ -34,6 +38,8 @@ from tests.workers import run
 
 WIDE = CONFIGS["wide"]
 """Its matrices divide by 16, as products in 8 bits need it, also over two ranks."""
+ODD = CONFIGS["odd"]
+"""The MLP of its tower has 26 features, as that of Qwen2.5-VL has 3,420."""
 FULL, ACT = Recompute(granularity="full"), {"granularity": "selective", "modules": ("mlp.act",)}
 
 
@@ -130,17 +136,23 @@ def test_precision_that_does_not_fit_is_refused(options: dict[str, Any], message
 def test_a_text_model_has_no_vision_tower_in_8_bits() -> None:
     with torch.device("meta"), pytest.raises(ConfigurationError, match=r"\['vision'\], and GPT has no vision tower"):
         check_low_precision(GPT(LANGUAGE), LowPrecisionOptions("rowwise", towers=("vision",), emulate=True))
-    odd = replace(WIDE, vision=replace(WIDE.vision, ffn_hidden_size=24))
-    with torch.device("meta"), pytest.raises(ConfigurationError, match=r"embed.tower.layers.0.mlp.down"):
-        check_low_precision(VLM(odd), LowPrecisionOptions("rowwise", towers=("vision",), emulate=True))
+
+
+def test_a_tower_of_odd_sizes_in_8_bits_needs_our_own_products() -> None:
+    options = LowPrecisionOptions("tensorwise", towers=("vision",))
+    with torch.device("meta"):
+        model = VLM(ODD)
+    check_low_precision(model, options)
+    with pytest.raises(ConfigurationError, match=r"embed.tower.layers.0.mlp.gate_up has a weight of .52, 32.*'own'"):
+        check_low_precision(model, options, TransformerEngineProducts)
 
 
 BESIDE = {"kind": MegatronTowersBesideStrategy}
 
 
 @functools.cache
-def of_one_device(low: LowPrecisionOptions | None) -> dict[str, Any]:
-    return run(fit, 1, "wide", "mixed", {"micro_batch_size": 2, "low": low})[0]
+def of_one_device(low: LowPrecisionOptions | None, name: str = "wide") -> dict[str, Any]:
+    return run(fit, 1, name, "mixed", {"micro_batch_size": 2, "low": low})[0]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", pytest.param("delayed", marks=pytest.mark.full)])
@@ -170,6 +182,67 @@ def test_8_bits_in_both_towers_are_those_of_one_device(recipe: str, ranks: int, 
     for rank in found:
         # Later, a value between two codes may be rounded to the other one.
         assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "layout"),
+    [
+        ("tensorwise", 2, {"tensor_parallel": 2}),
+        pytest.param("delayed", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
+        pytest.param("rowwise", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
+        pytest.param("delayed", 2, {"tower": Side()}, marks=pytest.mark.full),
+        pytest.param("blockwise", 2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
+        pytest.param("mxfp8", 2, {"tower": Side()}, marks=pytest.mark.full),
+        pytest.param("delayed", 2, {"data_parallel": DataParallel(level="optim_grads_params")}, marks=pytest.mark.full),
+        pytest.param("delayed", 2, SP, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_tower_of_odd_sizes_in_8_bits_is_that_of_one_device(recipe: str, ranks: int, layout: dict[str, Any]) -> None:
+    """Also where tensor parallelism makes parts of 13 features, whose zeros go to other places."""
+    agrees = {"reduce_amax": True} if recipe in ("tensorwise", "rowwise") else {}
+    low = LowPrecisionOptions(recipe, towers=("language", "vision"), emulate=True, **agrees)
+    expected, exact = of_one_device(low, "odd"), of_one_device(None, "odd")
+    assert expected["losses"] != exact["losses"]
+    assert expected["losses"] == pytest.approx(exact["losses"], rel=2e-2)
+    found = run(fit, ranks, "odd", "mixed", {"micro_batch_size": 2, "low": low, **layout})
+    for rank in found:
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    gradients = {name: value for rank in found for name, value in rank["gradients"].items()}
+    assert_same_gradients(gradients, expected["gradients"])
+
+
+def fit_padded(counts: str, options: dict[str, Any], multiple: int) -> dict[str, Any]:
+    """Train as ``fit``, with rows of images filled up to another multiple than the layout's."""
+    plain = task.pictures_of
+
+    def padded(config: VLMConfig, images: Images, source: torch.Tensor, _: int) -> Pictures:
+        return plain(config, images, source, multiple)
+
+    with mock.patch.object(task, "pictures_of", padded):
+        return fit("wide", counts, options)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["delayed", *(pytest.param(r, marks=pytest.mark.full) for r in ("tensorwise", "rowwise"))]
+)
+def test_rows_of_padding_count_for_scales(recipe: str) -> None:
+    """Sequence parallelism fills rows of images up, and their values are cast with the others.
+
+    So scales differ from those of one device, which has no such rows, and after some steps losses. With these rows on
+    one device, nothing differs.
+    """
+    agrees = {} if recipe == "delayed" else {"reduce_amax": True}
+    options = {
+        "micro_batch_size": 2,
+        "low": LowPrecisionOptions(recipe, towers=("language", "vision"), emulate=True, **agrees),
+    }
+    found = run(fit, 2, "wide", "six", {**options, **SP})[0]
+    padded, plain = (run(fit_padded, 1, "six", options, multiple)[0] for multiple in (2, 1))
+    assert found["losses"] == pytest.approx(padded["losses"], rel=1e-12)
+    assert found["losses"][:2] == pytest.approx(plain["losses"][:2], rel=1e-12)
+    assert found["losses"] != pytest.approx(plain["losses"], rel=1e-6)
+    assert found["losses"] == pytest.approx(plain["losses"], rel=5e-3)
 
 
 CP = Side(context_parallel=2)

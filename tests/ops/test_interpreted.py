@@ -390,7 +390,7 @@ def test_attention_merge(
 
 @pytest.mark.parametrize("tile", [(0, 0), (1, 0), (1, 128), (128, 128)])
 @pytest.mark.parametrize("scale", ["fp32", "power"])
-@pytest.mark.parametrize("shape", [(150, 144), (31, 16), (128, 256)])
+@pytest.mark.parametrize("shape", [(150, 144), (31, 16), (128, 256), (37, 122), (33, 257)])
 def test_casts(tile: tuple[int, int], scale: Any, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels("quantize")
     # the interpreter rounds to 8 bits wrongly; what comes before that is looked at

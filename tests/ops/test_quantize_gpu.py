@@ -24,7 +24,7 @@ TILES = [(0, 0), (1, 0), (1, 128), (128, 128)]
 @pytest.mark.parametrize("scale", ["fp32", "power"])
 @pytest.mark.parametrize("form", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(150, 144), (4096, 1024), (8192, 14336)])
+@pytest.mark.parametrize("shape", [(150, 144), (4096, 1024), (8192, 14336), (37, 122), (4097, 3420)])
 def test_kernels_cast_as_the_reference(
     tile: tuple[int, int], scale: Any, form: Any, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:

@@ -126,7 +126,7 @@ def test_recomputed_inputs_are_cast_in_the_backward(packages: Fakes) -> None:
     for each in (weight, other):
         precision_of(each).accumulate(each.main_grad, grad_y, x, False)
     assert error(weight.main_grad, other.main_grad) < 1e-6
-    again = precision_of(weight).weight_gradient(grad_y, x, torch.float32)
+    again = precision_of(weight).weight_gradient(grad_y, x, weight.main_grad)
     assert error(again, weight.main_grad) < 1e-6
 
 

@@ -276,7 +276,6 @@ def model(**changes: Any) -> GPT:
             ConfigurationError,
             "matches no linear.*attention.qkv",
         ),
-        ({}, {"ffn_hidden_size": 40}, ConfigurationError, "multiples of 16"),
         ({"emulate": False}, {}, BackendError, "emulate=True"),
         ({"emulate": False, "recipe": "mxfp8"}, {}, BackendError, "fp32 scales"),
     ],

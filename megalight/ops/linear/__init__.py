@@ -118,7 +118,7 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
             wgrad.add(weight, grad_y, x)
         return None
     if (precision := precision_of(weight)) is not None:
-        return precision.weight_gradient(grad_y, x, weight.dtype)
+        return precision.weight_gradient(grad_y, x, weight)
     assert isinstance(x, Tensor)
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     # Under autocast, the saved input may still have its original dtype.

@@ -58,13 +58,13 @@ def add_weight_gradient(accumulate: Accumulate, main_grad: Tensor, grad_y: Tenso
     put(main_grad, whole[:rows, :columns], write)
 
 
-def filled(x: Tensor, rows: bool = False) -> Tensor:
+def filled(x: Tensor, rows: bool = False, multiple: int = MULTIPLE) -> Tensor:
     """``[..., n]`` with zeros up to a multiple of columns and, on demand, of rows; the same tensor if there are none.
 
     Where a gradient will be needed, autograd sees it.
     """
     count, columns = x.shape[-2] if rows else 0, x.shape[-1]
-    below, beside = -count % MULTIPLE, -columns % MULTIPLE
+    below, beside = -count % multiple, -columns % multiple
     if not below and not beside:
         return x
     if x.requires_grad and torch.is_grad_enabled():

@@ -3,6 +3,10 @@
 A weight uses it if its state (:mod:`megalight.ops.parameter`) has a :class:`LowPrecision`. The forward product, input
 gradient and weight gradient then use its methods; everything else about the layer stays the same. Tensors between
 layers and main gradients keep their dtypes. If an input has no recipe, its cast is saved for the backward.
+
+Products in 8 bits take multiples of 16 (microscaling: 32). Where a side of a weight is none, as the 3,420 features in
+the tower of Qwen2.5-VL, the codes of weight, inputs and gradients get zeros up to the next multiple. Zeros add nothing
+to a sum, and what is computed of them is cut off.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError
+from megalight.ops.linear.aligned import cut, filled
 from megalight.ops.linear.inputs import Saveable
 from megalight.ops.note import Casts, annotate
+from megalight.ops.parameter import put
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
@@ -147,6 +153,8 @@ class LowPrecision:
         met: whether a step has multiplied with such a weight since the last update.
         wants_magnitudes: whether casts by current values use magnitudes that the maker of a tensor has recorded.
         reads_codes: whether products can read weights that are stored as codes.
+        takes_any_size: whether weights may have sides that are no multiples of what products take.
+        multiple: what products take.
 
     Raises:
         ConfigurationError: the recipe needs different codes for a weight and for its transpose.
@@ -154,6 +162,7 @@ class LowPrecision:
 
     wants_magnitudes = True
     reads_codes = True
+    takes_any_size = True
 
     def __init__(
         self,
@@ -169,6 +178,7 @@ class LowPrecision:
     ) -> None:
         self.recipe = recipe
         self.one_scale = recipe.one_scale
+        self.multiple = recipe.multiple
         self.session = session
         self.backend = "reference" if emulate else "auto"
         self.margin = margin
@@ -198,6 +208,10 @@ class LowPrecision:
     def reads_unwritten(self) -> bool:
         """Whether it casts tensors that are :mod:`~megalight.ops.unwritten`, as their scales are known beforehand."""
         return self.history is not None and self.history.suffices
+
+    def fills(self, weight: Tensor) -> bool:
+        """Return whether a side of the weight is no multiple of what products take, so that casts add zeros to it."""
+        return bool((weight.shape[0] | weight.shape[1]) % self.multiple)
 
     @property
     def covers(self) -> Tensor | None:
@@ -250,7 +264,10 @@ class LowPrecision:
         codes = self._held(weight) or self._cast_weight(weight)[0]
         # Sums with fewer bits do a forward pass no harm. Gradients get sums in full float32.
         y = scaled_mm(rows, codes, dtype, fast=True, backend=self.backend)
-        return y if bias is None else y + bias.to(dtype)
+        if bias is not None:
+            return y[:, : bias.shape[0]] + bias.to(dtype)  # the sum has no gaps
+        # Here and below in place: every layer comes here several times.
+        return y if y.shape[1] == weight.shape[0] else cut(y, weight.shape[0])
 
     @property
     def casts_shares(self) -> bool:
@@ -268,7 +285,7 @@ class LowPrecision:
         if (found := self._cast_by_history(flat, role, scheme, None)) is not None:
             rows, _ = found
         else:
-            rows, _ = cast(flat, scheme, None, amax=self._amax(flat, scheme, role, reduce))
+            rows, _ = cast(flat, scheme, None, amax=self._amax(flat, scheme, role, reduce), fill=self.multiple)
         assert rows is not None
         return rows
 
@@ -297,16 +314,28 @@ class LowPrecision:
         """``grad_y [..., out] -> grad_y W [..., in]``, in the dtype of ``grad_y``."""
         rows, _ = self._cast_gradient(grad_y)
         grad_x = scaled_mm(rows, self._cast_weight(weight)[1], grad_y.dtype, backend=self.backend)
+        grad_x = grad_x if grad_x.shape[1] == weight.shape[1] else cut(grad_x, weight.shape[1])
         return _shaped(grad_x, grad_y)
 
-    def weight_gradient(self, grad_y: Tensor, x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
-        """``grad_y [..., out], x [..., in] -> grad_y^T x [out, in]``; ``x`` may be cast already, transposed."""
-        gradient_t, x_t = self._factors(grad_y, x)
-        return scaled_mm(gradient_t, x_t, dtype, backend=self.backend)
+    def weight_gradient(self, grad_y: Tensor, x: Tensor | Quantized, like: Tensor) -> Tensor:
+        """``grad_y [..., out], x [..., in] -> grad_y^T x [out, in]``; ``x`` may be cast already, transposed.
+
+        The result has the shape and dtype of ``like``.
+        """
+        gradient = scaled_mm(*self._factors(grad_y, x), like.dtype, backend=self.backend)
+        rows, columns = like.shape
+        return gradient if gradient.shape == like.shape else gradient[:rows, :columns].contiguous()
 
     def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Tensor | Quantized, write: bool) -> None:
         """Add :meth:`weight_gradient` to ``main_grad [out, in]``; ``write``: overwrite it instead."""
-        scaled_accumulate(main_grad, *self._factors(grad_y, x), write=write, backend=self.backend)
+        gradient_t, x_t = self._factors(grad_y, x)
+        rows, columns = gradient_t.data.shape[0], x_t.data.shape[0]
+        if (rows, columns) == main_grad.shape:
+            scaled_accumulate(main_grad, gradient_t, x_t, write=write, backend=self.backend)
+            return
+        whole = main_grad.new_empty(rows, columns)
+        scaled_accumulate(whole, gradient_t, x_t, write=True, backend=self.backend)
+        put(main_grad, whole[: main_grad.shape[0], : main_grad.shape[1]], write)
 
     def _factors(self, grad_y: Tensor, x: Tensor | Quantized) -> tuple[Quantized, Quantized]:
         x_t = x if isinstance(x, Quantized) else self._cast_input(x, self.recipe.x_t, rows=False)[1]
@@ -333,7 +362,8 @@ class LowPrecision:
         if (found := self._cast_by_history(flat, INPUT, scheme if rows else None, columns)) is not None:
             return found
         amax = self._amax(flat, scheme, INPUT, self.reduce_in) if rows or self.one_scale else None
-        return cast(flat, scheme if rows else None, columns, amax=amax, amax_t=amax if self.one_scale else None)
+        amax_t = amax if self.one_scale else None
+        return cast(flat, scheme if rows else None, columns, amax=amax, amax_t=amax_t, fill=self.multiple)
 
     def _held(self, weight: Tensor) -> Quantized | None:
         """Return the weight if it is stored as codes, else None."""
@@ -341,7 +371,10 @@ class LowPrecision:
             return None
         assert self.scale is not None, "code that stores a weight as codes must set their scale"
         self.met |= self.session.inside
-        return Quantized(weight.detach(), self.scale, self.recipe.weight)
+        codes = weight.detach()
+        if (weight.shape[0] | weight.shape[1]) % self.multiple:
+            codes = filled(codes.view(torch.uint8), rows=True, multiple=self.multiple).view(codes.dtype)
+        return Quantized(codes, self.scale, self.recipe.weight)
 
     def _cast_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         if self._weight is not None:
@@ -360,6 +393,8 @@ class LowPrecision:
 
     def _cast_both(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         recipe = self.recipe
+        if (weight.shape[0] | weight.shape[1]) % self.multiple:
+            weight = filled(weight, rows=True, multiple=self.multiple)
         if (found := self._cast_by_history(weight, WEIGHT, recipe.weight, recipe.weight_t)) is not None:
             rows, columns = found
             assert rows is not None and columns is not None
@@ -391,6 +426,7 @@ class LowPrecision:
                     amax=amax,
                     amax_t=amax if self.one_scale else None,
                     generator=self.session.generator(flat.device) if scheme.stochastic else None,
+                    fill=self.multiple,
                 )
             # The note makes both products use the same codes, and rounds stochastically only once.
             note.casts = Casts(self, rows, columns)
@@ -409,7 +445,7 @@ class LowPrecision:
             if inside:
                 history.record(role, told)
             return found
-        found = cast(x, rows, columns, amax=amax, amax_t=amax, tell=inside)
+        found = cast(x, rows, columns, amax=amax, amax_t=amax, tell=inside, fill=self.multiple)
         if inside:
             # After the cast, which notes magnitudes in its own pass: another pass over x would cost what delayed
             # scaling saves.

@@ -31,7 +31,7 @@ class Spec(NamedTuple):
 
 
 CastFn: TypeAlias = Callable[
-    [Tensor, Scheme | None, Scheme | None, Tensor | None, Tensor | None, torch.Generator | None, bool],
+    [Tensor, Scheme | None, Scheme | None, Tensor | None, Tensor | None, torch.Generator | None, bool, int | None],
     Cast,
 ]
 QUANTIZE: BackendRegistry[Spec, CastFn] = BackendRegistry("quantize")
@@ -49,6 +49,7 @@ def cast(
     amax_t: Tensor | None = None,
     generator: torch.Generator | None = None,
     tell: bool = False,
+    fill: int = 1,
     backend: str = "auto",
 ) -> Cast:
     """Quantize ``x [T, f]`` for a product that contracts features, and its transpose for one that contracts tokens.
@@ -64,13 +65,16 @@ def cast(
         generator: random generator for stochastic rounding.
         tell: whether the largest magnitude of ``x`` will be needed later (:mod:`megalight.ops.quantize.known`). A
             backend that gets ``amax`` then finds it in the same pass.
+        fill: pad features with zeros, too, to a multiple of this, in both results. Scales are those of the values.
         backend: name of a backend.
 
     Returns:
         the quantized matrix and the quantized transpose; None for what is not needed.
     """
     spec = Spec(x.device.type, x.dtype, rows, columns)
-    return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator, tell)
+    short = -x.shape[1] % fill
+    width = x.shape[1] + short if short else None
+    return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator, tell, width)
 
 
 def transpose(codes: Quantized, backend: str = "auto") -> Quantized:
@@ -97,7 +101,10 @@ def _reference(
     amax_t: Tensor | None,
     generator: torch.Generator | None,
     tell: bool,
+    width: int | None,
 ) -> Cast:
+    if width is not None:
+        x = F.pad(x, (0, width - x.shape[1]))
     whole = None if rows is None else quantize(x, rows, amax, generator)
     if columns is None:
         return whole, None

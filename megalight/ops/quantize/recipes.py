@@ -45,6 +45,11 @@ class Recipe(NamedTuple):
     delayed: bool = False
 
     @property
+    def multiple(self) -> int:
+        """What all sides of the three products must be multiples of."""
+        return max(self.weight.multiple, self.weight_t.multiple, self.x_t.multiple)
+
+    @property
     def alignment(self) -> int:
         """Number of tokens of which products of experts get multiples, if they are padded: 16, 32 or 128."""
         # 128 for 4 bits: whole blocks of scales and of rotated tokens (Megatron-core takes 128 for NVFP4, too).

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
@@ -178,6 +179,7 @@ def _cast(
     tokens: Value,
     padded: Value,
     features: Value,
+    width: Value,
     x_stride: Value,
     ROWS: constexpr,
     COLUMNS: constexpr,
@@ -199,24 +201,25 @@ def _cast(
         tl.store(parts + down * tl.num_programs(1) + across, tl.max(tl.max(tl.abs(tile), 1), 0))
     if ROWS != "none":
         codes = _codes(
-            tile, row_amax, row_scale, t, tokens, across, down, tl.cdiv(features, BLOCK),
+            tile, row_amax, row_scale, t, tokens, across, down, tl.cdiv(width, BLOCK),
             1, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER,
         )  # fmt: skip
-        where = row_codes + t.to(tl.int64)[:, None] * features + f[None, :]
-        tl.store(where, codes.to(row_codes.dtype.element_ty), mask=inside)
+        where = row_codes + t.to(tl.int64)[:, None] * width + f[None, :]
+        # Features from `features` to `width` get codes of 0.
+        tl.store(where, codes.to(row_codes.dtype.element_ty), mask=(t < tokens)[:, None] & (f < width)[None, :])
     if COLUMNS != "none":
         if ROWS == COLUMNS and COLUMNS == "square" and x.dtype.element_ty == tl.float32:
             # Triton 3.6 for sm_90 garbles bytes of codes that are stored both ways; read again, they are computed twice
             tile = tl.load(source, mask=inside, other=0.0)
         codes = _codes(
-            tile, column_amax, column_scale, f, features, down, across, tl.cdiv(padded, BLOCK),
+            tile, column_amax, column_scale, f, width, down, across, tl.cdiv(padded, BLOCK),
             0, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER,
         )  # fmt: skip
         small = codes.to(column_codes.dtype.element_ty)
         # Written transposed: 8-bit products need the contracted dim contiguous, and for weight gradients that is the
         # tokens. Columns from `tokens` to `padded` get codes of 0.
         where = column_codes + f.to(tl.int64)[:, None] * padded + t[None, :]
-        tl.store(where, tl.trans(small), mask=(f < features)[:, None] & (t < padded)[None, :])
+        tl.store(where, tl.trans(small), mask=(f < width)[:, None] & (t < padded)[None, :])
 
 
 @jit
@@ -232,6 +235,7 @@ def _cast_whole(
     tokens: Value,
     padded: Value,
     features: Value,
+    width: Value,
     x_stride: Value,
     ROWS: constexpr,
     COLUMNS: constexpr,
@@ -262,7 +266,7 @@ def _cast_whole(
     row_factor = whole_factor(row_amax, row_scale, first, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER)
     column_factor = whole_factor(column_amax, column_scale, first, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER)
     write_codes(
-        tile, row_codes, row_factor, column_codes, column_factor, token, feature, tokens, padded, features, features,
+        tile, row_codes, row_factor, column_codes, column_factor, token, feature, tokens, padded, width, width,
         ROWS, COLUMNS, FULL, TOKENS, FEATURES,
     )  # fmt: skip
 
@@ -275,14 +279,16 @@ def cast(
     amax_t: Tensor | None = None,
     generator: torch.Generator | None = None,
     tell: bool = False,
+    width: int | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Implement :func:`megalight.ops.quantize.cast`."""
+    """Implement :func:`megalight.ops.quantize.cast`; ``width``: number of features of the codes, if there are more."""
     source = x
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, features = x.shape
+    width = features if width is None else width
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
-    whole = None if rows is None else empty_codes(x, rows, tokens, features)
-    transposed = None if columns is None else empty_codes(x, columns, features, padded)
+    whole = None if rows is None else empty_codes(x, rows, tokens, width)
+    transposed = None if columns is None else empty_codes(x, columns, width, padded)
     # Both orientations of one matrix share a magnitude: find it once.
     same = rows == columns and rows is not None and rows.tile == (0, 0) and amax_t is amax
     if rows is not None and amax is None:
@@ -291,10 +297,12 @@ def cast(
         amax_t = amax
     elif columns is not None and amax_t is None:
         amax_t = _amax(x, columns, 0)
+        if amax_t is not None and amax_t.dim() and width > features:
+            amax_t = F.pad(amax_t, (0, width - features))
     one_scale = _one_scale(rows, columns)
     tile = WHOLE if one_scale else SQUARES
     # Rounded up.
-    down, across = -(-padded // tile["TOKENS"]), -(-features // tile["FEATURES"])
+    down, across = -(-padded // tile["TOKENS"]), -(-width // tile["FEATURES"])
     parts = torch.empty(down * across, device=x.device) if tell else x
     if tokens and features:
         arguments = (
@@ -305,6 +313,7 @@ def cast(
             tokens,
             padded,
             features,
+            width,
             x.stride(0),
         )
         constants = codes_constants(rows, columns)

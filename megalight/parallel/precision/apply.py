@@ -80,7 +80,7 @@ def apply_low_precision(
     casts = {tower: _Casts(options, kind, own, session) for tower, own in ((False, mesh), (True, tower_mesh or mesh))}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for path, layer in chosen.items():
-        for each in weights_to_cast(path, layer, options):
+        for each in weights_to_cast(path, layer, options, kind):
             spec = (specs or {}).get(names[id(each.weight)], DENSE)
             casts[path.startswith(TOWER)].give(each, spec.holders)
         for experts in layer.modules():

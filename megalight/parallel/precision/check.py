@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from megalight.errors import ConfigurationError
+from megalight.ops.linear.low_precision import LowPrecision
 from megalight.parallel.layers import tower_layers_of
 from megalight.parallel.precision.attention import check_fp8_attention
 from megalight.parallel.precision.options import LowPrecisionOptions
@@ -20,11 +21,15 @@ from megalight.parallel.precision.weights import (
 )
 
 
-def check_low_precision(model: nn.Module, options: LowPrecisionOptions) -> None:
+def check_low_precision(
+    model: nn.Module, options: LowPrecisionOptions, kind: type[LowPrecision] = LowPrecision
+) -> None:
     """Check that a model fits, before there are processes.
 
     Args:
         model: the whole model, split as one rank would; without values.
+        options: what a user chose.
+        kind: the class that casts and multiplies.
 
     Raises:
         ConfigurationError: as for :func:`~.apply.apply_low_precision`.
@@ -39,7 +44,7 @@ def check_low_precision(model: nn.Module, options: LowPrecisionOptions) -> None:
     if options.fp8_attention:
         check_fp8_attention(chosen)
     for path, layer in chosen.items():
-        list(weights_to_cast(path, layer, options))  # it raises what is wrong with a weight
+        list(weights_to_cast(path, layer, options, kind))  # it raises what is wrong with a weight
 
 
 def options_of_part(model: nn.Module, options: LowPrecisionOptions, part: str) -> LowPrecisionOptions | None:

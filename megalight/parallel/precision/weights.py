@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, nearest_pattern
 from megalight.nn import Linear
 from megalight.nn.moe import Experts, MoE
+from megalight.ops.linear.low_precision import LowPrecision
 from megalight.ops.quantize.recipes import Recipe
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.mesh import ParallelMesh
@@ -85,16 +86,21 @@ def weights_of(path: str, layer: nn.Module) -> Iterator[Weight]:
         yield each._replace(name=f"tower.{each.name}") if path.startswith(TOWER) else each
 
 
-def weights_to_cast(path: str, layer: nn.Module, options: LowPrecisionOptions) -> Iterator[Weight]:
-    """Yield the weights of a layer that patterns of the options name.
+def weights_to_cast(
+    path: str, layer: nn.Module, options: LowPrecisionOptions, kind: type[LowPrecision]
+) -> Iterator[Weight]:
+    """Yield the weights of a layer that patterns of the options name; ``kind`` will cast them.
 
     Raises:
-        ConfigurationError: the recipe cannot cast one of this size.
+        ConfigurationError: it cannot cast one of this size.
     """
     schemes = options.schemes()
     for each in weights_of(path, layer):
         if any(fnmatch.fnmatchcase(each.name, pattern) for pattern in options.modules):
-            _check_sizes(_place(path, each.name), each.weight, schemes)
+            if each.weight.dim() == 3:
+                _check_sizes(_place(path, each.name), each.weight, schemes, "etp")
+            elif not kind.takes_any_size:
+                _check_sizes(_place(path, each.name), each.weight, schemes, "tp, take implementation='own'")
             yield each
 
 
@@ -149,10 +155,10 @@ def check_names(names: Mapping[str, bool], options: LowPrecisionOptions) -> None
             )
 
 
-def _check_sizes(name: str, weight: Tensor, schemes: Recipe) -> None:
-    multiple = max(schemes.weight.multiple, schemes.weight_t.multiple)
+def _check_sizes(name: str, weight: Tensor, schemes: Recipe, change: str) -> None:
+    multiple = schemes.multiple
     if any(size % multiple for size in weight.shape[-2:]):
         raise ConfigurationError(
             f"{name} has a weight of {tuple(weight.shape[-2:])} on this rank, and recipe {schemes.name!r} needs "
-            f"multiples of {multiple}. Change the sizes or tp (experts: etp), or leave the layer out with modules=..."
+            f"multiples of {multiple} there. Change the sizes or {change}, or leave the layer out with modules=..."
         )

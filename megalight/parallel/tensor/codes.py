@@ -60,10 +60,11 @@ class SharedCodes:
         """Start the gather; the returned function waits, and returns the codes ``[T, f]`` of the whole matrix."""
         data = self.rows.data
         # As bytes: NCCL and gloo do not know all 8-bit float types, and a gather need not.
-        gathering = start_all_gather(data.view(torch.uint8).view(self.shape), self.group, self.dim)
+        shares = data.view(torch.uint8).view(*self.shape[:-1], -1)
+        gathering = start_all_gather(shares, self.group, self.dim)
 
         def finish() -> Quantized:
-            whole = gathering.wait().reshape(-1, self.shape[-1])
+            whole = gathering.wait().reshape(-1, data.shape[1])
             return replace(self.rows, data=whole.view(data.dtype))
 
         return finish

@@ -64,7 +64,7 @@ class MegatronLowPrecision(MegatronPrecision):
             ConfigurationError: they do not.
         """
         if self.here is not None:
-            check_low_precision(root, self.here)
+            check_low_precision(root, self.here, self.kind)
 
     def take(self, whole: nn.Module, part: str | None) -> None:
         """Keep only what the options say about a part of the model.

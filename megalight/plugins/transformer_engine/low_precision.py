@@ -92,6 +92,7 @@ class TransformerEngineProducts(LowPrecision):
     wants_magnitudes = False  # its quantizers find magnitudes themselves
     reads_unwritten = False  # they cast values
     reads_codes = False
+    takes_any_size = False
 
     def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
         # Named one by one, so that an option without effect is never taken.
@@ -143,9 +144,9 @@ class TransformerEngineProducts(LowPrecision):
         # The tokens were padded to a multiple: the rows of padding are cut off.
         return out[: grad_y.numel() // grad_y.shape[-1]].view(*grad_y.shape[:-1], -1)
 
-    def weight_gradient(self, grad_y: Tensor, x: Any, dtype: torch.dtype) -> Tensor:
+    def weight_gradient(self, grad_y: Tensor, x: Any, like: Tensor) -> Tensor:
         """Return ``grad_y^T x``. ``x`` is a tensor, or the result of :meth:`product_and_cast` after restoring."""
-        return self._gemm(self._input(x), self._gradient(grad_y), "NT", dtype, grad=True)
+        return self._gemm(self._input(x), self._gradient(grad_y), "NT", like.dtype, grad=True)
 
     def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Any, write: bool) -> None:
         """Add ``grad_y^T x`` to ``main_grad``, or with ``write`` overwrite it, inside the product."""
