@@ -227,6 +227,25 @@ ROWS: dict[str, Row] = {
         )
         for name, about, precision, aim in (("", "bf16", "bf16", 580), ("-fp8", "in FP8", "fp8", 840))
     },
+    **{
+        f"llama3-8b-{name}-graph-copies": _row(
+            f"{about}, steps as CUDA graphs, parameters gathered by copy engines",
+            f"{LLAMA3_8B} mbs=1 graph=1 sharding=gathers:auto {layout}",
+            gpus=4,
+            aim=aim,
+            peers=("mcore-te",),
+        )
+        for name, about, layout, aim in (
+            ("dp4", "Llama-3-8B, DP=4", "", 580),
+            (
+                "dp4-fp8-delayed",
+                "Llama-3-8B, DP=4, in FP8 with scales of past steps",
+                "precision=fp8 recipe=delayed",
+                840,
+            ),
+            ("tp2dp2", "Llama-3-8B, TP=2 with SP, DP=2", "tp=2", 530),
+        )
+    },
     "llama3-8b-tp4": _row(
         "Llama-3-8B, TP=4 with SP", f"{LLAMA3_8B} tp=4", gpus=4, aim=510, peers=("mcore-te",), figures={"mcore-te": 428}
     ),

@@ -192,7 +192,7 @@ def _value(old: Any, word: str) -> Any:
         return word.lower() in ("1", "true", "yes")
     if isinstance(old, int):
         return int(word)
-    return tuple(word.split(",")) if isinstance(old, tuple) else word
+    return tuple(filter(None, word.split(","))) if isinstance(old, tuple) else word
 
 
 SPLITS = ("tp", "pp", "vpp", "cp", "layout", "schedule", "messages", "kind", "ep")

@@ -34,6 +34,7 @@ def test_no_two_rows_are_the_same():
 def test_changes_as_text():
     step = Step().but("pp=4 layout=Et|t*3|tL recompute=mlp.act,mlp_norm graph=1")
     assert (step.pp, step.layout, step.recompute, step.graph) == (4, "Et|t*3|tL", ("mlp.act", "mlp_norm"), True)
+    assert step.but("recompute=").recompute == ()
     with pytest.raises(SystemExit, match="pq"):
         Step().but("pq=4")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -78,14 +79,20 @@ def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
             np.testing.assert_array_equal(pushed["final"][name], value, err_msg=name)
 
 
-def _automatic() -> int:
-    with symmetric_on_cpu(), _counted() as done:
-        _trained("dp2", "optim", 0.0, gathers="auto")
-    return len(done)
+def _automatic() -> tuple[int, int]:
+    """Return how many gathers copy engines make where they are, and where they are not."""
+    counts = []
+    for there in (True, False):
+        with symmetric_on_cpu() if there else nullcontext(), _counted() as done:
+            _trained("dp2", "optim", 0.0, gathers="auto")
+        counts.append(sum(done))
+    return counts[0], counts[1]
 
 
-def test_auto_leaves_whole_parameters_to_collectives() -> None:
-    assert run(_automatic, 2) == [0, 0]
+def test_auto_takes_copy_engines_where_they_are() -> None:
+    for there, not_there in run(_automatic, 2):
+        assert there
+        assert not not_there
 
 
 def test_a_level_that_gathers_nothing_is_refused() -> None:

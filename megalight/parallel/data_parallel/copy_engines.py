@@ -23,8 +23,8 @@ class CopyEngines:
     Args:
         device: of the buffers.
         level: what is sharded. If it shards parameters, those outside of units are left to collectives.
-        gathers: the way of parameters. ``auto`` leaves those that no unit holds to collectives.
-        reductions: the way of gradients, likewise.
+        gathers: the way of parameters.
+        reductions: the way of gradients. ``auto`` leaves those that no unit holds to collectives.
 
     Attributes:
         pushes: gathers parameters; None: collectives do.
@@ -37,12 +37,11 @@ class CopyEngines:
     def __init__(self, device: torch.device, level: Level, gathers: Choice, reductions: Choice) -> None:
         self._gathers, self._reductions = gathers, reductions
         self._level = level
-        gathering = level.parameters or (level.state and gathers.way != "auto")
         summing = level.gradients or (level.state and reductions.way != "auto")
         self._no_sums = reductions.why_not(device) if summing else None
-        self._no_pushes = gathers.why_not(device) if gathering else None
+        self._no_pushes = gathers.why_not(device) if level.state else None
         self.sums = PushedSums(device) if summing and self._no_sums is None else None
-        self.pushes = Pushes(device, gathers) if gathering and self._no_pushes is None else None
+        self.pushes = Pushes(device, gathers) if level.state and self._no_pushes is None else None
 
     def room(self, groups: Mapping[Any, Groups]) -> Room | None:
         """Return what makes buffers of units that peers fill, over the groups of each kind."""

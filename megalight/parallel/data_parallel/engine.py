@@ -87,8 +87,8 @@ class DataParallelEngine:
             optimizer state comes to be there, too.
         check_for_nan: whether :meth:`finish_grad_sync` raises on all ranks if a gradient is NaN or infinite.
         gathers: how parameters are gathered: ``plain`` (collectives), ``symmetric`` (copy engines) or ``auto`` (copy
-            engines for units, where GPUs reach each other's memory). Where parameters of units are sharded, collectives
-            gather all others.
+            engines where GPUs reach each other's memory). Where parameters of units are sharded, collectives gather all
+            others.
         reductions: how gradients are summed over the ranks that divide them: likewise.
         nccl_ub: how NCCL knows the flat buffers: ``off``, ``local`` or ``symmetric``. See
             :class:`~megalight.parallel.data_parallel.user_buffers.UserBuffers`.

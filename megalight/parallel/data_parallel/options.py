@@ -70,8 +70,7 @@ class DataParallel:
         gathers: how parameters are gathered: ``plain``, by collectives, or ``symmetric``: the GPUs of one host write
             into each other's memory with their copy engines, which use no multiprocessor. With level ``no_shard``
             nothing is gathered. With ``optim_grads_params``, collectives gather what lies outside of units. ``auto``:
-            ``symmetric`` for parameters of units where the GPUs reach each other's memory, else ``plain``; the log says
-            why.
+            ``symmetric`` where the GPUs reach each other's memory, else ``plain``; the log says why.
         reductions: how gradients are summed over ranks: ``plain``, by collectives, or ``symmetric``: copy engines carry
             the terms between the GPUs of one host, and the owner of a shard sums them in float32, in the order of
             ranks. They travel in the dtype of ``reduce_dtype``. With level ``no_shard`` nobody owns a shard. ``auto``:
