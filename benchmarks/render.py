@@ -36,7 +36,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 OURS = "megalight"
 
 HEADLINES = (
-    "8b-16l-bf16", "8b-16l-fp8", "8b-16l-fp8-delayed-flash", "2b-24l", "mixtral-4l-mbs2", "qwen3-moe-8l", "125m-graph",
+    "8b-16l-bf16", "8b-16l-fp8", "8b-16l-fp8-delayed", "2b-24l", "mixtral-4l-mbs2", "qwen3-moe-8l", "125m-graph",
     "8b-16l-dp2", "8b-16l-tp2-symmetric", "llama3-16l-dp2-full", "llama3-16l-dp2-full-copies", "llama3-8b-dp4",
     "llama3-8b-dp4-fp8", "llama3-8b-dp4-graph-flash", "llama3-8b-dp4-fp8-delayed-graph-flash",
     "llama3-8b-tp4-graph-flash", "llama3-8b-tp2dp2-graph", "llama3-8b-pp4-vpp4", "llama3-8b-pp4-vpp4-zb-flash",
@@ -55,7 +55,7 @@ LABELS = ("products", "attention", "optimizer", "other kernels", "exposed messag
 
 ABOUT = {
     "8b-16l-fp8": "the same in FP8",
-    "8b-16l-fp8-delayed-flash": "the same in FP8 with scales of past steps and flash-attn 4",
+    "8b-16l-fp8-delayed": "the same in FP8 with scales of past steps",
     "mixtral-4l-mbs2": "Mixtral 8x7B cut to 4 layers, micro-batches of two sequences",
     "125m-graph": "125M, micro-batches of 1024 tokens, as a CUDA graph",
     "8b-16l-dp2": "the first row on two GPUs, DP=2",
