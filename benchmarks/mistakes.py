@@ -143,6 +143,18 @@ MISTAKES = {
     ),
     "level that does not exist": f"{RUN} --trainer.callbacks+=Timers --trainer.callbacks.level=5",
     "preemption before the start": f"{RUN} --trainer.callbacks+=Preemption --trainer.callbacks.after_minutes=-1",
+    "misspelt accelerator": f"{RUN} --trainer.accelerator=gpuu",
+    "misspelt strategy": f"{RUN} --trainer.strategy=megatro",
+    "misspelt callback": f"{RUN} --trainer.callbacks+=EarlyStoping",
+    "callback without its metric": f"{RUN} --trainer.callbacks+=EarlyStopping",
+    "word for the best": (
+        f"{RUN} --trainer.callbacks+=ModelCheckpoint --trainer.callbacks.monitor=loss --trainer.callbacks.mode=maxx"
+    ),
+    "word for a time": f"{RUN} --trainer.max_time=noon",
+    "predictions that are not there": (
+        f"{RUN} --trainer.callbacks+=Distillation --trainer.callbacks.teacher_logits=absent"
+    ),
+    "unknown preset": f"{RUN} --trainer.callbacks+=ModelOptQuantization --trainer.callbacks.preset=nvfp3",
     "option of another verb": "quantize out -c r.yaml",
     "nothing to learn from": "teach absent --top-k 4 -o out -- -c r.yaml",
     "nothing behind the dashes": "teach absent --top-k 4 -o out",

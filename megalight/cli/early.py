@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalight.cli import explain, guards, rules, signatures, sizes
+from megalight.cli import explain, guards, lightning_rules, rules, signatures, sizes
 from megalight.cli.signatures import UNKNOWN, Annotation, Source
 from megalight.errors import ConfigurationError, nearest
 
@@ -57,6 +57,9 @@ ROOT = {
 LISTS = ("trainer.callbacks", "trainer.logger", "trainer.plugins")
 """Keys of several classes. A class that is named there later is another one, and takes nothing from those before it."""
 
+TEXTS = ("trainer.max_time",)
+"""Keys whose words the parser takes as texts, also where YAML reads a number: 1:00:00:00."""
+
 Classes = dict[str, Source | None]
 
 
@@ -86,8 +89,9 @@ def check(verb: str, words: Sequence[str]) -> None:
         values = {key: value for key, value in values.items() if key not in replaced} | part
     # Nothing is run then, so the values need not fit together.
     if not any(key.partition("=")[0] == "print_config" for key in values):
-        read = {key: signatures.read_word(value) for key, value in values.items()}
+        read = {key: value if key in TEXTS else signatures.read_word(value) for key, value in values.items()}
         # Each class by itself, then what belongs to several, then what needs torch.
+        lightning_rules.check(read, classes, MODULES)
         guards.check(read, classes)
         rules.check(verb, read, classes)
         sizes.check(read, classes, rules.is_megatron(classes))

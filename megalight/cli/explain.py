@@ -103,8 +103,13 @@ def explain(message: str, given: Given, options: Iterable[str]) -> str:
         return _bad_value(match["key"], match["rule"], given, known)
     if match := _MISSING.search(message):
         keys = [_missing_key(key.strip(), given) for key in match["keys"].split(",")]
-        return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in a file after -c."
+        return missing(keys)
     return _plain(message)
+
+
+def missing(keys: Iterable[str]) -> str:
+    """Say that values are missing."""
+    return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in a file after -c."
 
 
 def rules(message: str) -> list[str]:

@@ -107,7 +107,7 @@ def _check_class(key: str, source: Source, values: Mapping[str, Any], defaults: 
         below = [each for each in values if each.startswith(f"{inner}.")]
         if below and inner not in values and accepted.source is not None and accepted.source.is_dataclass:
             # A default that is no plain call says something about the fields that are not given.
-            _check_class(inner, accepted.source, values, defaults=_is_plain(_written(source, name)))
+            _check_class(inner, accepted.source, values, defaults=_is_plain(default_of(source, name)))
         value = _value(inner, values, accepted)
         if value is not UNKNOWN or below:
             given[name] = value
@@ -136,14 +136,14 @@ def _value(key: str, values: Mapping[str, Any], accepted: Annotation) -> Any:
     return value if type(value) in accepted.scalars else UNKNOWN
 
 
-def _written(source: Source, name: str) -> ast.expr | None:
+def default_of(source: Source, name: str) -> ast.expr | None:
     """Return the default of an argument; None if there is none."""
     for node in source.node.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             return dict(_arguments(node.args)).get(name)
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
             return node.value
-    return next((found for base in source.bases() if base and (found := _written(base, name)) is not None), None)
+    return next((found for base in source.bases() if base and (found := default_of(base, name)) is not None), None)
 
 
 def _is_plain(default: ast.expr | None) -> bool:
@@ -193,17 +193,17 @@ class Walk:
         """
         if self.depth == 0:
             return
-        found = _method(source, "__init__")
+        found = method_of(source, "__init__")
         if found is not None:
             owner, init = found
             inner = Walk(owner.module, {}, owner, source, self.depth - 1)
             inner.names = {name: inner._default(node, given.get(name, node)) for name, node in _arguments(init.args)}
             inner.follow(init.body)
-        elif source.is_dataclass and (found := _method(source, "__post_init__")) is not None:
+        elif source.is_dataclass and (found := method_of(source, "__post_init__")) is not None:
             owner, init = found
             inner = Walk(owner.module, {}, owner, source, self.depth - 1)
             for name in members(source) or ():
-                default = _written(source, name)
+                default = default_of(source, name)
                 inner.names[f"self.{name}"] = inner._default(default, given.get(name, default))
             inner.follow(init.body)
 
@@ -470,7 +470,7 @@ class Walk:
 
     def _method(self, node: ast.Call, name: str) -> Any:
         """Follow a method of this object. What it does to the object's attributes is kept."""
-        found = None if self.kind is None else _method(self.kind, name)
+        found = None if self.kind is None else method_of(self.kind, name)
         if found is None:
             raise Unknown
         inner = Walk(found[0].module, self._fields(), found[0], self.kind, self.depth - 1)
@@ -509,7 +509,7 @@ class Walk:
             return
         if name == "__init__":
             self.construct(bases[0], self._bound(_positional(bases[0]), node))
-        elif (found := _method(bases[0], name)) is not None:
+        elif (found := method_of(bases[0], name)) is not None:
             owner, method = found
             # Its fields are those of this object.
             inner = Walk(owner.module, self._fields(), owner, self.kind, self.depth - 1)
@@ -545,7 +545,7 @@ class Walk:
 
 def _positional(source: Source) -> list[str]:
     """Return the arguments of a class in their order, as far as the source tells it."""
-    found = _method(source, "__init__")
+    found = method_of(source, "__init__")
     if found is not None:
         arguments = found[1].args
         return [each.arg for each in (*arguments.posonlyargs, *arguments.args)][1:]
@@ -562,10 +562,10 @@ def _leaves(node: ast.For) -> bool:
     return any(isinstance(each, ast.Break | ast.Continue) for each in ast.walk(node))
 
 
-def _method(source: Source, name: str, depth: int = DEPTH) -> tuple[Source, ast.FunctionDef] | None:
+def method_of(source: Source, name: str, depth: int = DEPTH) -> tuple[Source, ast.FunctionDef] | None:
     """Return a method of a class, and the class that defines it."""
     for node in source.node.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return (source, node) if not node.decorator_list else None
     above = [base for base in source.bases() if base is not None] if depth else []
-    return next((found for base in above if (found := _method(base, name, depth - 1)) is not None), None)
+    return next((found for base in above if (found := method_of(base, name, depth - 1)) is not None), None)

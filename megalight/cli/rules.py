@@ -51,6 +51,7 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
         _check_shares(values, classes)
         _check_vocabulary(values)
     _check_weights(values, classes)
+    _check_taught(values, classes)
     _check_root(values)
     _check_seed(values.get("seed_everything"))
     if verb == "fit" and _is_one_of(("GPTDataModule",), data):
@@ -120,6 +121,16 @@ def _check_weights(values: Values, classes: Mapping[str, Source | None]) -> None
                     f"{key}.{name}={wanted}: nothing is there. Give a checkpoint, a run's folder, or a folder of "
                     "transformers."
                 )
+
+
+def _check_taught(values: Values, classes: Mapping[str, Source | None]) -> None:
+    """Check that a folder with a teacher's predictions is there."""
+    for key, source in classes.items():
+        folder = values.get(f"{key}.teacher_logits")
+        if _is_one_of(("Distillation",), source) and isinstance(folder, str):
+            from megalight.data.records import check_complete
+
+            check_complete(Path(folder), "megalight teach")
 
 
 def _is_path(source: Source | None, name: str) -> bool:

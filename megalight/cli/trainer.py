@@ -17,9 +17,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from megalight.callbacks import AutomaticCUDAGraph
 from megalight.callbacks.run_record import log_folder
 from megalight.cli.explain import subclasses
+from megalight.cli.lightning_rules import check_strategy
 from megalight.cli.run_folder import claim
 from megalight.cli.trainer_rules import check_loggers, check_trainer, half_on_cpu
-from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
 from megalight.loggers import JSONLogger
 from megalight.strategies.mesh_strategy import MeshStrategy
@@ -146,14 +146,7 @@ def check_strategy_name(name: str) -> None:
         ConfigurationError: it is not; the message has the nearest name.
     """
     registered = StrategyRegistry.available_strategies()
-    if name.lower() in ("auto", *registered):
-        return
-    classes = {cls.__name__ for cls in subclasses(Strategy)}
-    raise ConfigurationError(
-        f"trainer.strategy = {name!r} is not a known strategy.{nearest(name, [*classes, *registered])} "
-        "Give a strategy class (such as MegatronStrategy, with its arguments under trainer.strategy), or a registered "
-        "name such as auto, ddp, megatron."
-    )
+    check_strategy(name, ("auto", *registered), (cls.__name__ for cls in subclasses(Strategy)))
 
 
 def with_slurm(plugins: Any) -> list[Any]:

@@ -64,6 +64,7 @@ def check_trainer(arguments: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"trainer.devices is {devices}; give a number of at least 1, ids with commas (0,1), or auto for all."
         )
+    _check_time(arguments.get("max_time"))
     logger = arguments.get("logger")
     # Others are names of classes, which the parser knows.
     if isinstance(logger, str) and re.fullmatch(r"[a-z, ]+", logger):
@@ -95,6 +96,17 @@ def half_on_cpu(precision: Any) -> ConfigurationError:
         f"trainer.precision is {precision}, and this run is on the CPU, where 16-bit floats with loss scaling do not "
         "work. Use bf16-mixed, or 32-true."
     )
+
+
+def _check_time(value: Any) -> None:
+    # YAML reads 1:00:00:00 without quotes as a number of seconds, of which Lightning makes nothing.
+    if value is None or (isinstance(value, str) and re.fullmatch(r"\d+(:\d\d){3}", value.strip())):
+        return
+    if isinstance(value, str | int | float):
+        raise ConfigurationError(
+            f"trainer.max_time is {value!r}; give days, hours, minutes and seconds as DD:HH:MM:SS, for example "
+            "'00:12:00:00' for twelve hours (in a file, with quotes)."
+        )
 
 
 def _check_share(name: str, value: Any, meaning: str) -> None:

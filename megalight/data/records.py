@@ -20,14 +20,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.blend import Samples
-from megalight.data.gpt.dataset import Sample
 from megalight.errors import DataError
+
+if TYPE_CHECKING:  # commands check folders without torch
+    from megalight.data.blend import Samples
+    from megalight.data.gpt.dataset import Sample
 
 MANIFEST, BEGUN, VERSION = "manifest.json", "begun.json", 1
 FILES = {"train": "samples.bin", "validation": "validation.bin"}
@@ -238,14 +240,8 @@ class Records(Generic[MetaT]):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         command = self.meta_type.command
-        try:
-            self.meta = self.meta_type.read(self.folder / MANIFEST)  # type: ignore[assignment]
-        except FileNotFoundError as error:
-            begun = f" It was begun: the same {command} goes on." if (self.folder / BEGUN).is_file() else ""
-            raise DataError(
-                f"{self.folder} has no {MANIFEST}, so it is no complete folder of {command}; write one, and run it to "
-                f"its end.{begun}"
-            ) from error
+        check_complete(self.folder, command)
+        self.meta = self.meta_type.read(self.folder / MANIFEST)  # type: ignore[assignment]
         self._maps: dict[str, NDArray[Any]] = {}
         for split in self.meta.splits:
             path, wanted = self.folder / FILES[split], self.meta.count(split) * self.meta.record.itemsize
@@ -309,6 +305,24 @@ class Records(Generic[MetaT]):
             )
         for index in (0, count - 1):
             self.record(split, index, samples[index])
+
+
+def check_complete(folder: Path, command: str) -> None:
+    """Check that a folder was written to its end.
+
+    Args:
+        folder: the folder.
+        command: the command that writes it.
+
+    Raises:
+        DataError: it is not there, or not complete.
+    """
+    if not (folder / MANIFEST).is_file():
+        begun = f" It was begun: the same {command} goes on." if (folder / BEGUN).is_file() else ""
+        raise DataError(
+            f"{folder} has no {MANIFEST}, so it is no complete folder of {command}; write one, and run it to its "
+            f"end.{begun}"
+        )
 
 
 def hash_of(sample: Sample) -> int:

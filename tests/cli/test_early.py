@@ -8,8 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import callbacks
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 
-from megalight.cli import early
+from megalight.cli import early, lightning_rules
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
@@ -32,6 +36,7 @@ data:
   class_path: megalight.data.gpt.module.GPTDataModule
   init_args: {data: absent/text, global_batch_size: 4, sequence_length: 8}
 """
+SHORT = ["--data.data=short", "--data.sequence_length=4"]
 MISTAKES = [
     (["--trainer.max_step=3"], ["unknown key 'trainer.max_step' (value '3')", "'trainer' has no", "'max_steps'"]),
     (["--max_steps=3"], ["unknown key 'max_steps'", "Did you mean 'trainer.max_steps'?"]),
@@ -78,13 +83,27 @@ MISTAKES = [
         ["--data.data=null", "--data.train_data=short", "--data.sequence_length=4", "--trainer.devices=3"],
         ["global_batch_size is 4 and there are 3 data-parallel ranks"],
     ),
-    (["--data.data=null", "--data.tokenizer=absent.json"], ["tokenizer 'absent.json' does not exist"]),
-    (["--data.data=null", "--data.vocab_size=9"], ["tokenizer has 9 tokens", "vocab_size is 8"]),
+    ([*SHORT, "--data.tokenizer=absent.json"], ["tokenizer 'absent.json' does not exist"]),
+    ([*SHORT, "--data.vocab_size=9"], ["tokenizer has 9 tokens", "vocab_size is 8"]),
     (["--data.data=facts", "--data.sequence_length=4"], ["tokenizer has 300 tokens", "vocab_size is 8"]),
-    (["--data.data=null", "--model.weights=absent"], ["model.weights=absent: nothing is there"]),
-    (["--data.data=null", "--trainer.default_root_dir=r.yaml/x"], ["r.yaml is a file; name a folder"]),
-    (["--ckpt_path=absent.ckpt", "--data.data=null"], ["absent.ckpt", "nothing is there"]),
-    (["--ckpt_path=last", "--data.data=null"], ["--ckpt_path=last", "no finished checkpoint"]),
+    ([*SHORT, "--model.weights=absent"], ["model.weights=absent: nothing is there"]),
+    ([*SHORT, "--trainer.default_root_dir=r.yaml/x"], ["r.yaml is a file; name a folder"]),
+    (["--ckpt_path=absent.ckpt", *SHORT], ["absent.ckpt", "nothing is there"]),
+    (["--ckpt_path=last", *SHORT], ["--ckpt_path=last", "no finished checkpoint"]),
+    (["--trainer.accelerator=gpuu"], ["trainer.accelerator = 'gpuu'", "Did you mean 'gpu'?"]),
+    (["--trainer.strategy=megatro"], ["'megatro' is not a known strategy. Did you mean 'megatron'?"]),
+    (["--trainer.strategy=DPStrategy"], ["'DPStrategy' is not a known strategy. Did you mean 'DDPStrategy'?"]),
+    (["--trainer.callbacks+=EarlyStoping"], ["'EarlyStoping' names no known class. Did you mean 'EarlyStopping'?"]),
+    (["--trainer.callbacks+=EarlyStopping"], ["missing: trainer.callbacks.monitor."]),
+    (
+        ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=a", "--trainer.callbacks.mode=maxx"],
+        ["trainer.callbacks.mode = 'maxx'", "one of min, max. Did you mean 'max'?"],
+    ),
+    (["--trainer.max_time=noon"], ["trainer.max_time is 'noon'", "DD:HH:MM:SS"]),
+    (
+        [*SHORT, "--trainer.callbacks+=Distillation", "--trainer.callbacks.teacher_logits=absent"],
+        ["absent has no manifest.json", "megalight teach"],
+    ),
 ]
 PROBE = """
 import contextlib, io, json, sys
@@ -180,6 +199,57 @@ def test_a_class_of_a_later_file_takes_its_own_arguments(tmp_path):
         early.check(
             "fit", ["-c", str(tmp_path / "b.yaml"), "--trainer.strategy=megatron", "--trainer.strategy.static_graph=1"]
         )
+
+
+def test_tables_are_those_of_lightning():
+    registered = {*StrategyRegistry.available_strategies(), "auto"}
+    assert {name for name in registered if "fork" not in name} <= {*lightning_rules.STRATEGIES}
+    # Without ``os.fork``, Lightning has no strategies that fork.
+    assert {*lightning_rules.STRATEGIES} <= registered | {n for n in lightning_rules.STRATEGIES if "fork" in n}
+    assert {*AcceleratorRegistry.available_accelerators(), "auto", "gpu"} == {*lightning_rules.ACCELERATORS}
+    for name, words in lightning_rules.CHOICES.items():
+        needed = {"EarlyStopping": {"monitor": "a"}}.get(name, {})
+        for argument, choices in words.items():
+            for choice in choices:
+                getattr(callbacks, name)(**needed, **{argument: choice})
+            with pytest.raises(MisconfigurationException):
+                getattr(callbacks, name)(**needed, **{argument: f"{choices[0]}x"})
+
+
+@pytest.mark.parametrize("words", [["--trainer.accelerator=own"], ["--trainer.strategy=own"]])
+def test_a_module_of_the_user_may_register_names(words, tmp_path, monkeypatch):
+    """Only the import of the module tells."""
+    (tmp_path / "own_names.py").write_text("class Model: pass")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "lightning.pytorch")
+    with pytest.raises(MegalightError, match="'own' is not a known"):
+        early.check("fit", ["--model=GPTModule", *words])
+    early.check("fit", ["--model=own_names.Model", *words])
+
+
+def test_a_preset_of_modelopt(tmp_path, monkeypatch):
+    (tmp_path / "modelopt" / "torch" / "quantization").mkdir(parents=True)
+    for folder in ("modelopt", "modelopt/torch", "modelopt/torch/quantization"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "modelopt/torch/quantization/config.py").write_text('choices: set[str] = {"A_CFG", "FP8_CFG"}')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "modelopt", raising=False)
+    words = ["--model=GPTModule", "--trainer.callbacks+=ModelOptQuantization", "--trainer.callbacks.preset"]
+    early.check("fit", [*words, "A_CFG"])
+    early.check("fit", [*words, "general/ptq/some"])
+    with pytest.raises(MegalightError, match=r"no preset 'FP4_CFG'. Did you mean 'FP8_CFG'\? It has A_CFG, FP8_CFG"):
+        early.check("fit", [*words, "FP4_CFG"])
+
+
+@pytest.mark.parametrize("time", ["1:00:00:00", "00:12:00:00"])
+def test_a_time_of_the_command_line_is_a_text(time, tmp_path):
+    early.check("fit", ["--model=GPTModule", f"--trainer.max_time={time}"])
+    path = tmp_path / "time.yaml"
+    path.write_text(f"trainer: {{max_time: '{time}'}}")
+    early.check("fit", ["-c", str(path)])
+    path.write_text("trainer: {max_time: 1:00:00:00}")
+    with pytest.raises(MegalightError, match="with quotes"):
+        early.check("fit", ["-c", str(path)])
 
 
 def test_the_parser_says_the_same(capsys, tmp_path):

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import fnmatch
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,17 +131,29 @@ class Preset:
         return enabled
 
 
+def check_known(name: str, known: Collection[str]) -> None:
+    """Refuse a name that no preset has.
+
+    Args:
+        name: the name.
+        known: the names of all presets.
+
+    Raises:
+        ConfigurationError: no preset has it.
+    """
+    if name not in known:
+        raise ConfigurationError(
+            f"ModelOpt has no preset {name!r}.{nearest(name, known)} It has {', '.join(sorted(known))}."
+        )
+
+
 def _rules(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return copies of the rules of a preset, or of a recipe for quantization, and of its algorithm."""
     if "/" in name:
         config = _recipe(name)
     else:
         package = modelopt()
-        known = package.config.choices
-        if name not in known:
-            raise ConfigurationError(
-                f"ModelOpt has no preset {name!r}.{nearest(name, known)} It has {', '.join(sorted(known))}."
-            )
+        check_known(name, package.config.choices)
         config = getattr(package, name)
     algorithm = config.get("algorithm")
     algorithm = dict(algorithm) if isinstance(algorithm, Mapping) else {"method": algorithm}
