@@ -23,10 +23,8 @@ WARPS_PER_SM = 16
 
 
 @jit
-def _values(pointer: Value, stride: Value, row: Value, column: Value, inside: Value) -> Value:
-    return tl.load(pointer + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(
-        tl.float32
-    )
+def _rows(pointer: Value, stride: Value, row: Value, column: Value, inside: Value) -> Value:
+    return tl.load(pointer + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
 
 
 @jit
@@ -50,9 +48,9 @@ def _forward(
     feature = tl.arange(0, BLOCK)
     column = tl.program_id(1) * group + feature
     inside = (row < rows)[:, None] & (feature < group)[None, :]
-    gate = _values(z, z_stride, row, column, inside)
+    gate = _rows(z, z_stride, row, column, inside).to(tl.float32)
     opened = gate * tl.sigmoid(gate)
-    value = _values(y, y_stride, row, column, inside)
+    value = _rows(y, y_stride, row, column, inside).to(tl.float32)
     if not LAST:
         value *= opened
     scale = tl.rsqrt(tl.sum(value * value, 1) / group + eps)
@@ -91,12 +89,22 @@ def _backward(
     place = feature if SHARED else column
     factor = tl.load(weight + place, mask=feature < group, other=0.0).to(tl.float32)[None, :]
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+    stride = tl.num_programs(0) * ROWS
+    row = program * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & (feature < group)[None, :]
+    next_gate = _rows(z, z_stride, row, column, inside)
+    next_value = _rows(y, y_stride, row, column, inside)
+    next_grad = _rows(grad_out, size, row, column, inside)
+    for start in tl.range(program * ROWS, rows, stride):
+        gate, value, grad = next_gate.to(tl.float32), next_value.to(tl.float32), next_grad.to(tl.float32)
+        # The next rows are on their way while these are computed.
+        row = start + stride + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (feature < group)[None, :]
+        next_gate = _rows(z, z_stride, row, column, inside)
+        next_value = _rows(y, y_stride, row, column, inside)
+        next_grad = _rows(grad_out, size, row, column, inside)
         row = start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (feature < group)[None, :]
-        gate = _values(z, z_stride, row, column, inside)
-        value = _values(y, y_stride, row, column, inside)
-        grad = _values(grad_out, size, row, column, inside)
         share = tl.sigmoid(gate)
         opened = gate * share
         slope = share * (1 + gate * (1 - share))

@@ -58,8 +58,8 @@ def _pass(
         key = load_block(source, keys_token, left, width - column, CHUNK, PART)
         target = out + (tl.cast(chunk, tl.int64) * heads + head) * size * width + column
         store_block(target, width, size, width - column, state, SIZE, PART)
-        weighted = (value.to(tl.float32) * weight[:, None]).to(value.dtype)
-        state = tl.dot(tl.trans(weighted), key, state * factor, input_precision="ieee")
+        weighted = (tl.trans(value).to(tl.float32) * weight[None, :]).to(value.dtype)
+        state = tl.dot(weighted, key, state * factor, input_precision="ieee")
 
 
 @jit

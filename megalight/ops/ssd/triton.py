@@ -36,10 +36,12 @@ TALL = 64
 HEADS = 16
 """Heads whose decays a program computes."""
 STATES = {"num_warps": 4, "num_stages": 4}
+SMALL_STATES = {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
 OUTPUTS = {"num_warps": 4, "num_stages": 3}
 GRAD_KEYS = {"num_warps": 8, "num_stages": 3}
 GRAD_QUERIES = {"num_warps": 4, "num_stages": 2}
-"""How the kernels of these names are launched."""
+"""How the kernels of these names are launched. Small states have at most ``TALL`` rows: in 128 registers, four programs
+share a multiprocessor, and all of a large model's run at once. Larger ones do not fit into so few."""
 WAVES = 4
 """Programs per multiprocessor at least, where there are heads enough."""
 
@@ -101,16 +103,16 @@ class Chunks:
         shape = (self.count, self.heads, self.size, self.width)
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
         grad = None if grad_y is None else torch.empty_like(out)
-        part = min(PART, self.blocks["WIDTH"])
+        part, size = min(PART, self.blocks["WIDTH"]), max(TALL, self.blocks["SIZE"])
         pass_states[(cdiv(self.width, part), self.heads, 1 if grad is None else 2)](
             *(x, keys, grad_y, queries, self.to_end, self.reach, self.steps, self.kept, out, grad),
             *(self.tokens, self.rows, self.count, *self.sizes),
             *(*x.stride()[:2], *keys.stride()[:2], *queries.stride()[:2]),
             BOTH=grad is not None,
             CHUNK=CHUNK,
-            SIZE=max(TALL, self.blocks["SIZE"]),
+            SIZE=size,
             PART=part,
-            **STATES,
+            **(SMALL_STATES if size == TALL else STATES),
         )
         return out, grad
 
