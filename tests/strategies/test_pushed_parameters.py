@@ -11,8 +11,11 @@ import pytest
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallel, gather
+from megalight.strategies import Pipeline
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.test_full_sharding import _beside
+from tests.strategies.test_full_sharding import _expected as _one_device
+from tests.strategies.test_full_sharding import _trained as _whole
 from tests.strategies.test_full_sharding_matrix import LAYOUTS, MOE, _expected, _trained
 from tests.strategies.test_pushed_gathers import _counted
 from tests.strategies.training import assert_same_gradients, assert_same_run
@@ -60,6 +63,23 @@ def test_equals_one_device(layout: str, level: str, share: float) -> None:
     for found in run(_pushed, world, layout, level, share):
         assert_same_run(found, expected)
         assert_same_gradients(found["gradients"], expected["gradients"])
+
+
+def _in_a_pipeline(schedule: str) -> dict[str, Any]:
+    """Stages have parameters of other sizes, and ranks of other groups make their memory at other times."""
+    options = {"pipeline_parallel": 2, "pipeline": Pipeline(schedule=schedule)}
+    with symmetric_on_cpu(), _counted() as done:
+        found = _whole("tied", 4, "optim", {**options, "data_parallel": {"gathers": "symmetric", "bucket_size": 2000}})
+    assert done
+    assert all(done)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.full)])
+def test_pipelines_equal_one_device(schedule: str) -> None:
+    expected = _one_device("tied", 4)
+    for found in run(_in_a_pipeline, 4, schedule):
+        assert_same_run(found, expected)
 
 
 def _both_ways(what: str) -> list[dict[str, Any]]:
