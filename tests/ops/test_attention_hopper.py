@@ -45,10 +45,16 @@ def test_long_sequences_have_one_kernel_for_all_gradients(monkeypatch: pytest.Mo
     assert serves(8192, window=1023)
     assert serves(8192, window=511)
     assert serves(2048, dtype=torch.float16)
+    assert serves(8192, window=383)
     assert not serves(512)
     assert not serves(8192, window=255)
     q: Any = SimpleNamespace(device=torch.device("cuda"), shape=(512, 8, 128), dtype=torch.bfloat16)
     assert not hopper.serves(q, q, PackedSequences.of_lengths([512], "cpu"), True, None)
+    # Beside cuDNN, whose launches cost the host less.
+    for length, longer in ((1024, True), (768, False)):
+        packed = PackedSequences.of_lengths([length], "cpu")
+        assert hopper.serves(q, q, packed, True, None)
+        assert hopper.serves(q, q, packed, True, None, hopper.LONGER) == longer
     assert not serves(2048, dtype=torch.float32)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not serves(2048)
