@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.summary import Summary
 
+HERE = Path(__file__).parent
 # No test depends on speed: on a busy machine an example may take any time. `pytest-timeout` ends tests that hang.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -53,6 +55,23 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     module = item.getparent(pytest.Module)
     if module is not None and hasattr(module.obj, "runs_of"):
         item.add_marker(pytest.mark.xdist_group(module.name))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the files of a whole run from another place on in each of several processes.
+
+    In a fresh clone each file must be compiled, with assertions that tell values: twelve seconds. From different
+    places, each process compiles its part, and finds what the others have compiled after that.
+    """
+    config = session.config
+    if config.args_source == pytest.Config.ArgsSource.TESTPATHS and hasattr(config, "workerinput"):
+        files = sorted(HERE.rglob("test_*.py"))
+        number, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
+        start = len(files) * number // count
+        for file in [*files[start:], *files[:start]]:
+            with suppress(Exception, pytest.skip.Exception):  # collecting the file will tell
+                importlib.import_module(".".join(file.relative_to(HERE.parent).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

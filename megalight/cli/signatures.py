@@ -24,6 +24,9 @@ KEEP_ARGUMENTS = ("dataclass", "final", "override", "ABCMeta", "register", "_def
 DEPTH = 12
 """Imports that are followed from one name. Longer chains, and circles, are unknown."""
 
+UNCHANGED = ("megalight.", "lightning.", "torch.")
+"""Begins names of modules that nobody edits between two commands of one process."""
+
 
 @dataclass(frozen=True)
 class Module:
@@ -233,11 +236,15 @@ def lookup(module: Module, name: str, depth: int = DEPTH) -> tuple[Module, ast.s
     return None if target is None else lookup(target, last, depth - 1)
 
 
-def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
+def members(source: Source) -> dict[str, Annotation] | None:
     """Return the arguments of a class's constructor, or None if the source does not tell them all.
 
     ``**kwargs`` adds the arguments of the base classes.
     """
+    return (_read_once if source.module.name.startswith(UNCHANGED) else _members)(source, DEPTH)
+
+
+def _members(source: Source, depth: int) -> dict[str, Annotation] | None:
     if depth == 0:
         # A circle of base classes, or too deep to follow.
         return None
@@ -269,7 +276,7 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
         }
     inherited: dict[str, Annotation] = {}
     for base in source.bases():
-        above = None if base is None else members(base, depth - 1)
+        above = None if base is None else _members(base, depth - 1)
         if above is None:
             # One base that cannot be read may take anything.
             return None
@@ -278,6 +285,9 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
     if init is not None and not inherited:  # nobody above takes any of ``**kwargs``
         return None
     return {**inherited, **found}
+
+
+_read_once = functools.cache(_members)
 
 
 def written(source: Source) -> dict[str, Written]:

@@ -38,7 +38,8 @@ from tests.strategies.toy import ToyModule
 from tests.strategies.training import ADAM, BASE, SEED, WithData, assert_same_run, fit, gathered
 from tests.workers import run
 
-STEPS = 5
+STEPS = 4
+"""Two of them warm up; the third is recorded and replayed, and the fourth replays what that replay has left."""
 NEVER = 1000
 """Warm-up steps of a run that stays eager."""
 EVALUATING = {"limit_val_batches": 1, "val_check_interval": 1}
