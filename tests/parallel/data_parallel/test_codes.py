@@ -15,6 +15,7 @@ from megalight.ops.parameter import precision_of, state_of
 from megalight.ops.quantize import Quantized, quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer
+from megalight.optim.adam import MomentDtype
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -111,12 +112,15 @@ def test_a_step_keeps_two_bytes_of_each_weight(name: str, primary: bool | None, 
     assert sum(held.values()) == each * (up.numel() + down.numel())
 
 
-def test_scales_of_past_steps_are_those_of_weights_that_are_cast() -> None:
+@pytest.mark.parametrize("bucket_size", [1, 1 << 20])
+@pytest.mark.parametrize("moments", ["float32", "float8"])
+def test_scales_of_past_steps_are_those_of_weights_that_are_cast(moments: MomentDtype, bucket_size: int) -> None:
     """They are known before the update: codes are cast as soon as their masters have changed, and only once."""
     kept: dict[bool | None, list[tuple[Tensor, Tensor]]] = {None: [], False: []}
     for primary, found in kept.items():
-        parameters, engine, session = build(bucket_size=1, primary=primary, name="delayed")
-        optimizer = shard_optimizer(Adam(parameters.values(), lr=0.1), engine)
+        parameters, engine, session = build(bucket_size, primary=primary, name="delayed")
+        adam = Adam(parameters.values(), lr=0.1, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
+        optimizer = shard_optimizer(adam, engine)
         for number in range(4):
             engine.zero_grad()
             with session.step(number), engine.micro_batches(1):
