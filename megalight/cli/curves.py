@@ -28,6 +28,11 @@ class Run:
     name: str
     curves: Mapping[str, Curve]
 
+    @property
+    def trained(self) -> bool:
+        """Whether it is a run of ``fit``: those of ``validate`` and ``test`` log results alone, and all at step 0."""
+        return any(not name.startswith(("val_", "test_")) for name in self.curves)
+
 
 def find_logs(path: Path) -> list[Path]:
     """Find the log file of a run, or those of all runs in a folder, oldest first.

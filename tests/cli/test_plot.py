@@ -1,11 +1,12 @@
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from megalight.cli.curves import find_logs, joined, read_runs
 from megalight.cli.main import main
-from megalight.cli.verbs.plot import _lines, comparison, panels
+from megalight.cli.verbs.plot import _lines, comparison, curves, panels
 from megalight.errors import DataError
 
 FIRST = "epoch,step,train_loss,val_loss,lr\n0,0,4.0,,0.1\n0,1,3.0,3.5,0.1\n0,2,9,,\n"
@@ -32,7 +33,7 @@ def test_each_run_is_a_curve_with_its_name(logs, tmp_path):
     assert [run.name for run in runs] == ["version_0", "version_1"]
     assert runs[0].curves["train_loss"] == ([0, 1, 2], [4.0, 3.0, 9.0])
     assert runs[1].curves["train_loss"] == ([2, 3], [2.0, 1.0])
-    lines = [(label, style["color"]) for label, style, _ in _lines(runs, ("train_loss", "val_loss"))]
+    lines = [(label, style["color"]) for label, style, *_ in _lines(runs, ("train_loss", "val_loss"))]
     assert lines == [("version_0 train_loss", "C0"), ("version_0 val_loss", "C0"), ("version_1 train_loss", "C1")]
 
 
@@ -40,7 +41,7 @@ def test_a_resumed_run_is_joined_on_request(logs):
     run = joined(logs)
     assert run.curves["train_loss"] == ([0, 1, 2, 3], [4.0, 3.0, 2.0, 1.0])
     assert run.curves["val_loss"] == ([1], [3.5])
-    assert [style["color"] for _, style, _ in _lines([run], ("train_loss", "val_loss"))] == ["C0", "C1"]
+    assert [style["color"] for _, style, *_ in _lines([run], ("train_loss", "val_loss"))] == ["C0", "C1"]
 
 
 def test_names_tell_runs_apart(tmp_path):
@@ -112,6 +113,26 @@ def test_runs_without_a_common_step_show_their_last_losses(tmp_path):
     title, *rows = (line.split() for line in comparison(read_runs(logs)))
     assert title[2:4] == ["last", "train_loss"]
     assert [row[2] for row in rows] == ["9.0000", "0.5000", "-"]
+
+
+def test_results_without_training_have_no_steps(logs, tmp_path):
+    runs = read_runs([*logs, write(tmp_path / "checked", "step,val_loss\n0,2.5\n")])
+    assert [run.trained for run in runs] == [True, True, False]
+    assert [(label, trained) for label, _, trained, _ in _lines(runs, ("val_loss",))] == [
+        ("version_0", True),
+        ("checked", False),
+    ]
+    # The losses of the others are compared at the step that they share.
+    title, *rows = comparison(runs)
+    assert "train_loss at 2" in title
+    assert rows[2].split() == ["checked", "-", "-", "2.5000", "-", "-"]
+    assert comparison(runs[2:])[1].split()[1] == "-"
+    drawn = []
+    axes = SimpleNamespace(
+        axhline=lambda value, **_: drawn.append(value), plot=lambda steps, *_, **__: drawn.append(steps)
+    )
+    curves(axes, runs, ("val_loss",))
+    assert drawn == [[1], 2.5]
 
 
 def test_the_command_draws_and_compares(logs, tmp_path, capsys):

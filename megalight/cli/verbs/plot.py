@@ -138,20 +138,28 @@ def draw(runs: Sequence[Run], chosen: dict[str, tuple[str, ...]], output: Path) 
         if len(names) > 1 and all("/load_" in name for name in names):
             figure.colorbar(_map(axes, runs[0], names), ax=axes)
             continue
-        lines = list(_lines(runs, names))
-        for label, style, (steps, values) in lines:
-            # Few points are seen better with marks, and many without.
-            marker = "o" if len(steps) < 30 else None
-            axes.plot(steps, values, label=label, marker=marker, markersize=3, linewidth=1.3, **style)
-        axes.grid(alpha=0.3)
-        if len(lines) <= MOST_LABELS:
+        if curves(axes, runs, names) <= MOST_LABELS:
             axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
     # The last place of an odd number of panels.
     for axes in grid.flat[len(chosen) :]:
         axes.set_visible(False)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)
     pyplot.close(figure)
+
+
+def curves(axes: Any, runs: Sequence[Run], names: Sequence[str]) -> int:
+    """Draw metrics of runs; return the number of lines."""
+    lines = list(_lines(runs, names))
+    for label, style, trained, (steps, values) in lines:
+        if trained:
+            # Few points are seen better with marks, and many without.
+            marker = "o" if len(steps) < 30 else None
+            axes.plot(steps, values, label=label, marker=marker, markersize=3, linewidth=1.3, **style)
+        else:  # a result, without a place among the steps
+            axes.axhline(values[-1], label=label, linewidth=1, alpha=0.6, **style)
+    return len(lines)
 
 
 def _map(axes: Any, run: Run, names: Sequence[str]) -> Any:
@@ -162,8 +170,11 @@ def _map(axes: Any, run: Run, names: Sequence[str]) -> Any:
     return axes.pcolormesh(steps, range(len(names)), values, shading="nearest", cmap="viridis", vmin=0, vmax=2)
 
 
-def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], Curve]]:
-    """Yield label, style and points of the lines of a panel: a colour for each run, a kind of line for each metric."""
+def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], bool, Curve]]:
+    """Yield label, style, whether the run trained, and points of the lines of a panel.
+
+    Each run has a colour, and each metric a kind of line.
+    """
     for place, run in enumerate(runs):
         for kind, name in enumerate(names):
             if name in run.curves:
@@ -171,16 +182,18 @@ def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dic
                 label = " ".join([*parts, *([name] if len(names) > 1 else [])])
                 # With one run, colours tell its metrics apart; with several, the runs.
                 colour = f"C{place if len(runs) > 1 else kind}"
-                yield label, {"color": colour, "linestyle": LINES[kind % len(LINES)]}, run.curves[name]
+                style = {"color": colour, "linestyle": LINES[kind % len(LINES)]}
+                yield label, style, run.trained, run.curves[name]
 
 
 def comparison(runs: Sequence[Run]) -> list[str]:
     """Return a table of the runs: their losses, lowest validation loss, mean speed.
 
     Losses are those of the last step that all runs have, as a longer run would win otherwise. Without such a step, each
-    run has its own last loss.
+    run has its own last loss. Runs of ``validate`` and ``test`` have results, and no steps.
     """
-    shared = set.intersection(*(set(run.curves.get("train_loss", ([], []))[0]) for run in runs))
+    steps = [set(run.curves.get("train_loss", ([], []))[0]) for run in runs if run.trained]
+    shared = set.intersection(*steps) if steps else set()
     step = max(shared, default=0)
     titles = ["run", "steps", f"train_loss at {step}" if shared else "last train_loss", "lowest val_loss"]
     table = [[*titles, "tokens/s", "GiB"]]
@@ -192,7 +205,7 @@ def comparison(runs: Sequence[Run]) -> list[str]:
         table.append(
             [
                 run.name,
-                str(last + 1),
+                str(last + 1) if run.trained else "-",
                 _number(losses.get(step if shared else max(losses, default=0)), ".4f"),
                 _number(min(curves.get("val_loss", {}).values(), default=None), ".4f"),
                 _number(sum(speeds) / len(speeds) if speeds else None, ",.0f"),
