@@ -6,17 +6,22 @@ import csv
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from megalight.checkpoint import save
+from megalight.checkpoint import Box, View, save
 from megalight.checkpoint.disk.newest import newest_in
 from megalight.cli import newest
 from megalight.cli.lightning import parsed
 from megalight.cli.main import main
 from megalight.cli.newest import resolve
 from megalight.errors import CheckpointError
+from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt.module import GPTModule
+from megalight.nn.canonical import canonical_tensors
 
 WORDS = [
     "fit",
@@ -88,6 +93,32 @@ def test_the_weights_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path)
     for folder, found in (("run", "run/a.ckpt"), ("elsewhere", "elsewhere")):
         cli = parsed([*words, f"--model.weights={tmp_path / folder}"])
         assert cli.model.weights == str(tmp_path / found)
+
+
+def test_a_module_takes_the_weights_of_a_run(tmp_path: Path) -> None:
+    """Without the command, too: the configuration and the weights are those of the newest checkpoint."""
+    config = GPTConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=8, max_sequence_length=8)
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        whole = config if name == "b" else replace(config, vocab_size=9)
+        model = GPT(whole)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        views = {
+            f"model.{n}": View(f"model.{n}", t.shape, [Box((0,) * t.ndim, t)])
+            for n, t in canonical_tensors(model).items()
+        }
+        save(
+            tmp_path / "runs" / name / "step=1.ckpt",
+            views,
+            common={"model": {"family": "gpt", "config": whole.to_dict()}},
+        )
+    module = GPTModule(weights=tmp_path / "runs")
+    assert module.weights == str(tmp_path / "runs" / "b" / "step=1.ckpt")
+    assert module.config == config
+    module.configure_model()
+    assert all(bool((parameter == 2).all()) for parameter in module.model.parameters())
+    assert GPTModule(weights=module.weights).weights == module.weights
 
 
 def test_a_folder_that_nobody_may_read_hides_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

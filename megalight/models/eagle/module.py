@@ -45,7 +45,7 @@ class EagleModule(FamilyModule[EagleConfig]):
             :func:`~megalight.models.eagle.read_vocabulary`.
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
-        weights: a checkpoint of a draft to start from. None: random initial weights.
+        weights: a checkpoint of a draft to start from, or a run's folder. None: random initial weights.
         weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
             :class:`~megalight.models.family.module.FamilyModule`.
         steps: how many tokens ahead the draft is trained.

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.newest import newest_in
 from megalight.data.sizes import check_fits, check_vocabulary
 from megalight.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from megalight.data.tokenizer import FILE as TOKENIZER
@@ -63,8 +65,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             ``weights``.
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
-        weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights. A run that
-            resumes reads its own checkpoint instead.
+        weights: a checkpoint, a run's folder (its newest checkpoint), or a ``transformers`` folder to start from. None:
+            random initial weights. A run that resumes reads its own checkpoint instead.
         weights_keys: what happens if the names in ``weights`` are not those of the model. ``strict``: an error.
             ``log``: tensors that the folder lacks keep their initial values, those that the model lacks are skipped,
             and the log names each of them. ``ignore``: the same without the log. Shapes that differ are always an
@@ -98,7 +100,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
                 f"weights_keys={weights_keys!r} says how names in the folder weights are compared, and there is no "
                 "such folder. Give weights, or leave weights_keys out."
             )
-        self.weights = weights
+        self.weights = None if weights is None else _newest(weights)
         self.weights_keys = weights_keys
         self.adapter_weights: str | os.PathLike[str] | None = None
         # After `weights`, which it may read.
@@ -266,6 +268,15 @@ def _way_on(ours: Sequence[ModelTransform], theirs: Sequence[ModelTransform]) ->
     # A run begins without adapters from weights that have them inside.
     merge = "merge its adapters (megalight merge) and " if any(isinstance(each, LoRA) for each in theirs) else ""
     return f"{resume}, or {merge}begin a new run from its weights (the module's weights, in place of ckpt_path)."
+
+
+def _newest(weights: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return the newest checkpoint in a run's folder, and say so; or the path itself."""
+    found = newest_in(weights)
+    if found == publish.place(weights):
+        return weights
+    rank_zero_info(f"weights={os.fspath(weights)}: the newest checkpoint in it is {found}")
+    return str(found)
 
 
 def _with_template(files: Mapping[str, bytes], data: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -34,7 +34,7 @@ class GPTModule(FamilyModule[GPTConfig]):
             None: the configuration in ``weights``.
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
-        weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights.
+        weights: a checkpoint, a run's folder, or a ``transformers`` folder to start from. None: random initial weights.
         weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
             :class:`~megalight.models.family.module.FamilyModule`.
 
