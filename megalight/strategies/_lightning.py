@@ -202,13 +202,17 @@ def entries_at(step: int) -> dict[str, Any]:
     return {"pytorch-lightning_version": pl.__version__, "loops": {"fit_loop": loops}, "lr_schedulers": []}
 
 
+FIRST_STEPS = 10
+"""At so many steps of a run, ranks ask each other at each: runs as short as these end at SIGTERM, too."""
+
+
 class SigtermAgreement:
     """Handles SIGTERM and SLURM's requeueing without a device sync per step and without work in the signal handler.
 
     The handlers only set flags. Every ``every_n_steps`` steps, all ranks combine their flags. If SIGTERM has reached
-    any rank, all ranks stop at the same step boundary with Lightning's own ``SIGTERMException``. If SLURM has announced
-    the end of the job to any rank, all ranks save there, and Lightning requeues the job. Training goes on until it
-    ends.
+    any rank, all ranks stop at the same step boundary with Lightning's own ``SIGTERMException``; for this, they also
+    ask at each of the first steps. If SLURM has announced the end of the job to any rank, all ranks save there, and
+    Lightning requeues the job. Training goes on until it ends.
 
     Args:
         agree: combines a flag over all ranks on the host: True if any is True.
@@ -271,6 +275,7 @@ class SigtermAgreement:
 
     def _check(self) -> None:
         self._calls += 1
-        if self._calls % self.every_n_steps == 0 and self.agree(self.told):
+        due = self._calls <= FIRST_STEPS or self._calls % self.every_n_steps == 0
+        if due and self.agree(self.told):
             self.trainer._signal_connector.received_sigterm = True
             raise SIGTERMException

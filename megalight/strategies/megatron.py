@@ -75,8 +75,8 @@ class MegatronStrategy(FolderCheckpoints):
         data_parallel: how the replicas of the model share gradients and optimizer state.
         checkpoints: how checkpoints are written.
         plan: how the model is split. None: the module's own ``plan()``, or the plan registered for the model's class.
-        sigterm_every_n_steps: number of steps between checks whether any rank received SIGTERM, or SLURM's signal that
-            the job will be requeued.
+        sigterm_every_n_steps: number of steps between checks whether any rank received SIGTERM (also at each of the
+            first ten), or SLURM's signal that the job will be requeued.
         process_group_backend: ``gloo`` or ``nccl``. None: decide by the device.
         timeout_seconds: timeout of collectives in seconds.
         start_method: how ``devices=N`` starts processes without torchrun or SLURM: ``popen`` re-runs the script,

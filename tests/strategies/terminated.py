@@ -39,7 +39,7 @@ class Signalled(pl.LightningModule):
 
 def fit(steps: int, interrupt: bool) -> None:
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    strategy = MegatronStrategy(start_method="fork", sigterm_every_n_steps=1)
+    strategy = MegatronStrategy(start_method="fork")
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, enable_model_summary=False, **quiet
     )
@@ -52,7 +52,7 @@ def fit(steps: int, interrupt: bool) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     if "interrupt" not in sys.argv:
-        fit(2000, interrupt=False)
+        fit(6, interrupt=False)
     with suppress(SystemExit):
         fit(200_000, interrupt=True)
     # As a cell after it: a notebook goes on.

@@ -294,23 +294,24 @@ def test_skip_backward_leaves_training_step_alone() -> None:
 
 
 class Told(pl.Callback):
-    """One rank gets SIGTERM in its third batch."""
+    """One rank gets SIGTERM in one of its batches."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, step: int = 3) -> None:
         self.rank = rank
+        self.step = step
         self.steps = 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         self.steps += 1
-        if self.steps == 3 and trainer.global_rank == self.rank:
+        if self.steps == self.step and trainer.global_rank == self.rank:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _stopped(rank: int) -> tuple[str, int]:
+def _stopped(rank: int, step: int = 3, every: int = 2) -> tuple[str, int]:
     before = signal.getsignal(signal.SIGTERM)
-    told = Told(rank)
+    told = Told(rank, step)
     module = Plain("SGD")
-    runner = trainer(strategy(sigterm_every_n_steps=2), callbacks=[told], max_steps=20, limit_val_batches=0)
+    runner = trainer(strategy(sigterm_every_n_steps=every), callbacks=[told], max_steps=20, limit_val_batches=0)
     runner.strategy.launcher.kill = lambda number: None  # type: ignore[method-assign,union-attr]
     try:
         runner.fit(module, batches(80, 2))
@@ -325,6 +326,9 @@ def _stopped(rank: int) -> tuple[str, int]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_stop_at_the_same_step(rank: int) -> None:
     assert run(_stopped, 2, rank) == [("stopped", 3)] * 2
+    # At each of the first ten batches the ranks ask each other, and later at every eighth.
+    assert run(_stopped, 2, rank, 9, 8) == [("stopped", 9)] * 2
+    assert run(_stopped, 2, rank, 11, 8) == [("stopped", 15)] * 2
 
 
 def test_one_rank_stops_at_once() -> None:
