@@ -121,12 +121,12 @@ def memory(monkeypatch):
     return fake
 
 
-def run(how: Any, ckpt_path: str | None = None, **options: Any) -> tuple[pl.Trainer, Plain]:
+def run(how: Any, ckpt_path: str | None = None, rows: int = 8, **options: Any) -> tuple[pl.Trainer, Plain]:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
     common = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_checkpointing": False, **quiet}
     trainer = pl.Trainer(strategy=how, **{**common, **options})
     module = Plain().double()
-    trainer.fit(module, batches(48, 8), batches(8, 8), ckpt_path=ckpt_path)
+    trainer.fit(module, batches(6 * rows, rows), batches(8, 8), ckpt_path=ckpt_path)
     return trainer, module
 
 
@@ -147,6 +147,32 @@ def test_a_run_trains_as_with_whole_batches_and_keeps_the_number(memory, tmp_pat
     assert memory.sizes == [1, 1, 2, 4], "a resumed run does not search"
     assert how.micro_batches is not None
     assert how.micro_batches.size == 4
+
+
+def test_a_run_that_is_cut_off_while_it_searches_searches_again(memory, tmp_path):
+    """The checkpoint has no number then. Four samples of eight fit; the run ends as one that was never cut off."""
+    saved = tmp_path / "early.ckpt"
+    first, _ = run(strategy(micro_batch_size=AUTO), max_steps=2)
+    first.save_checkpoint(saved)
+    assert "micro_batch_size" not in checkpoint.open(saved).common["megalight"]
+    memory.sizes.clear()
+    resumed, module = run(strategy(micro_batch_size=AUTO), str(saved), max_epochs=2)
+    assert resumed.global_step > first.global_step
+    assert memory.sizes == [1, 1, 2, 4]
+    _, whole = run(strategy(), str(saved), max_epochs=2)
+    for mine, theirs in zip(weights(module), weights(whole), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9)
+
+
+def test_a_number_above_a_smaller_batch_takes_it_whole(memory, tmp_path):
+    trainer, _ = run(strategy(micro_batch_size=AUTO))
+    saved = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(saved)
+    how = strategy(micro_batch_size=AUTO)
+    resumed, _ = run(how, str(saved), rows=3, max_epochs=2)
+    assert how.micro_batches is not None
+    assert how.micro_batches.size == 4
+    assert resumed.global_step > trainer.global_step
 
 
 def test_graphs_are_refused_while_the_number_changes(memory):
