@@ -54,6 +54,8 @@ def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
     def launch(*args: Any, **options: Any) -> None:
         compiled = kernel.warmup(*args, grid=grid, **options)
         used = resources(compiled.asm["cubin"])
+        if options.get("UNIT", 1) > 1:
+            assert "ld.global.b16" not in compiled.asm["ptx"], f"{kernel.fn.__name__} {options} loads single elements"
         shared = compiled.metadata.shared
         assert shared <= SHARED_MEMORY, f"{kernel.fn.__name__} {options} needs {shared} bytes of shared memory"
         print(f"{kernel.fn.__module__}.{kernel.fn.__name__} {options}: {used}, {shared} bytes shared", flush=True)
@@ -126,6 +128,9 @@ def main() -> None:
         through(activations.gated(leaf(8, 2 * 14336), kind))
         through(activations.activation(leaf(8, 63), kind))
         through(activations.gated(leaf(8, 2 * 14336), kind, measure=True))
+    # Sizes that 16 does not divide, with loads of several elements all the same.
+    through(activations.gated(leaf(8, 2 * 3420), "silu"))
+    through(activations.activation(leaf(8, 3420), "gelu"))
     packed_rows = PackedSequences.of_lengths([300, 400])
     for dim, window, cap in ((128, None, None), (128, 100, None), (64, None, 30.0), (256, None, 30.0)):
         heads_of = (leaf(700, heads, dim) for heads in (8, 2, 2))
@@ -175,6 +180,8 @@ def main() -> None:
     for told in (None, one):
         flat = torch.zeros(4096).to(torch.float8_e4m3fn)
         flat_casts.cast_flat(flat, torch.randn(4096), Scheme("e4m3"), one, HALF, told)
+    for tile in casts.MODES:
+        casts.cast(leaf(64, 3420).detach(), Scheme("e4m3", tile), Scheme("e5m2", tile), width=3424)
     casts.transpose(torch.randn(512, 256).to(torch.float8_e4m3fn))
     for form, zero in (("e4m3", True), ("e5m2", False)):
         a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))
@@ -190,6 +197,7 @@ def main() -> None:
         through(gated_norms.gated_norm(*gated, leaf(size, dtype=dtype), size, 1e-5, True))
     for summed, add in ((torch.zeros(64, 1000), False), (torch.zeros(4616, 4096, dtype=HALF), True)):
         row_sums.sum_rows(torch.zeros(summed.shape[1]), summed, add)
+    row_sums.sum_rows(torch.zeros(6840), torch.randn(400, 6840).to(HALF), True)
     for ranks in (2, 8):
         for add in (False, True):
             own_term, *other_terms = torch.zeros(ranks, 4096, dtype=HALF)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
+from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.quantize.known import tell_amax
 
 BLOCK = 2048
@@ -72,8 +73,10 @@ def _forward(
     KIND: constexpr,
     GATED: constexpr,
     MEASURE: constexpr,
+    UNIT: constexpr,
     BLOCK: constexpr,
 ) -> None:
+    size = size * UNIT
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -101,8 +104,10 @@ def _backward(
     KIND: constexpr,
     GATED: constexpr,
     MEASURE: constexpr,
+    UNIT: constexpr,
     BLOCK: constexpr,
 ) -> None:
+    size = size * UNIT
     # x is read again, and the activation computed again: this costs less than to store its result in the forward.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -128,12 +133,16 @@ def _backward(
         tl.store(parts + row * tl.num_programs(1) + tl.program_id(1), largest)
 
 
-def _grid(y: Tensor) -> tuple[tuple[int, int], int, int]:
-    """Return the grid (rows, blocks of a row), the row size and the block size for an output ``[..., size]``."""
+def _grid(y: Tensor) -> tuple[tuple[int, int], int, int, int]:
+    """Return the grid (rows, blocks of a row), the row size in units, the unit and the block size.
+
+    They are for an output ``[..., size]``.
+    """
     size = y.shape[-1]
+    unit = math.gcd(size, UNIT)
     # One program per block of a row: a row's gate and up are `size` apart, so blocks must not cross rows.
     block = min(BLOCK, next_power(size))
-    return (y.numel() // max(1, size), cdiv(size, block)), size, block
+    return (y.numel() // max(1, size), cdiv(size, block)), size // unit, unit, block
 
 
 def _parts(y: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -146,10 +155,12 @@ class _Activation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
-        ctx.grid = grid, size, block = _grid(y)
+        ctx.grid = grid, size, unit, block = _grid(y)
         parts = _parts(y, grid) if measure else y  # a kernel that does not measure writes no parts
         if grid[0]:
-            _forward[grid](x, y, parts, size, KIND=kind, GATED=gated, MEASURE=measure, BLOCK=block, num_warps=4)
+            _forward[grid](
+                x, y, parts, size, KIND=kind, GATED=gated, MEASURE=measure, UNIT=unit, BLOCK=block, num_warps=4
+            )
         ctx.save_for_backward(x)
         ctx.kind, ctx.gated, ctx.measure = kind, gated, measure
         return tell_amax(y, parts) if measure else y
@@ -159,7 +170,7 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        grid, size, block = ctx.grid  # the gradient has the shape of the output
+        grid, size, unit, block = ctx.grid  # the gradient has the shape of the output
         parts = _parts(grad_y, grid) if ctx.measure else grad_y
         if grid[0]:
             _backward[grid](
@@ -171,6 +182,7 @@ class _Activation(torch.autograd.Function):
                 KIND=ctx.kind,
                 GATED=ctx.gated,
                 MEASURE=ctx.measure,
+                UNIT=unit,
                 BLOCK=block,
                 num_warps=4,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
+from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.known import tell_amax
 from megalight.ops.quantize.reference import TINY
@@ -189,8 +190,10 @@ def _cast(
     ROW_POWER: constexpr,
     COLUMN_POWER: constexpr,
     TELL: constexpr,
+    UNIT: constexpr,
     BLOCK: constexpr,
 ) -> None:
+    features, x_stride = features * UNIT, x_stride * UNIT
     down, across = tl.program_id(0), tl.program_id(1)
     t = down * BLOCK + tl.arange(0, BLOCK)
     f = across * BLOCK + tl.arange(0, BLOCK)
@@ -245,11 +248,13 @@ def _cast_whole(
     ROW_POWER: constexpr,
     COLUMN_POWER: constexpr,
     TELL: constexpr,
+    UNIT: constexpr,
     FULL: constexpr,
     TOKENS: constexpr,
     FEATURES: constexpr,
 ) -> None:
     """Cast with one scale per matrix. Programs that run at the same time read whole rows: faster than columns."""
+    features, x_stride = features * UNIT, x_stride * UNIT
     across, down = tl.program_id(0), tl.program_id(1)
     token, feature = down * TOKENS, across * FEATURES
     t = tl.arange(0, TOKENS)[:, None]
@@ -299,6 +304,9 @@ def cast(
         amax_t = _amax(x, columns, 0)
         if amax_t is not None and amax_t.dim() and width > features:
             amax_t = F.pad(amax_t, (0, width - features))
+    stride = x.stride(0)
+    # Most sizes are multiples: every layer comes here several times, and a call costs the host more than this.
+    unit = UNIT if not (features | stride) % UNIT else math.gcd(features, stride, UNIT)
     one_scale = _one_scale(rows, columns)
     tile = WHOLE if one_scale else SQUARES
     # Rounded up.
@@ -312,16 +320,16 @@ def cast(
             parts,
             tokens,
             padded,
-            features,
+            features // unit,
             width,
-            x.stride(0),
+            stride // unit,
         )
-        constants = codes_constants(rows, columns)
+        constants = codes_constants(rows, columns) | {"TELL": tell, "UNIT": unit}
         if one_scale:
             full = not (padded - tokens or tokens % tile["TOKENS"] or features % tile["FEATURES"])
-            _cast_whole[across, down](*arguments, **constants, TELL=tell, FULL=full, **tile)
+            _cast_whole[across, down](*arguments, **constants, FULL=full, **tile)
         else:
-            _cast[down, across](*arguments, **constants, TELL=tell, BLOCK=BLOCK, num_warps=8)
+            _cast[down, across](*arguments, **constants, BLOCK=BLOCK, num_warps=8)
         if tell:
             tell_amax(source, parts)
     return whole, transposed

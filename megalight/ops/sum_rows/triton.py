@@ -5,10 +5,12 @@ torch's own sum of a few thousand rows has too few programs to reach the speed o
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import Value, cdiv, constexpr, jit, num_multiprocessors, tl
+from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, num_multiprocessors, tl
 from megalight.ops.norm.triton import sum_programs
 
 ROWS, BLOCK = 32, 64
@@ -25,7 +27,9 @@ def _sum_some(
     stride: Value,
     ROWS: constexpr,
     BLOCK: constexpr,
+    UNIT: constexpr,
 ) -> None:
+    size, stride = size * UNIT, stride * UNIT
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     # Programs stride over the rows, so that what all of them load is close together in memory at any time.
@@ -47,5 +51,9 @@ def sum_rows(out: Tensor, rows: Tensor, add: bool) -> None:
     blocks = cdiv(size, BLOCK)
     programs = max(1, min(cdiv(count, ROWS), cdiv(PROGRAMS_PER_SM * num_multiprocessors(rows.device), blocks)))
     sums = torch.empty(programs, size, dtype=torch.float32, device=rows.device)
-    _sum_some[(blocks, programs)](rows, sums, count, size, rows.stride(0), ROWS=ROWS, BLOCK=BLOCK, num_warps=4)
+    stride = rows.stride(0)
+    unit = math.gcd(size, stride, UNIT)
+    _sum_some[(blocks, programs)](
+        rows, sums, count, size // unit, stride // unit, ROWS=ROWS, BLOCK=BLOCK, UNIT=unit, num_warps=4
+    )
     sum_programs(out, sums, add)
