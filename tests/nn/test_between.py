@@ -98,6 +98,7 @@ ALL = 2 * LAYERS * (STEPS - 1) * 3
         pytest.param({"activation": "squared_relu"}, None, ALL, id="plain"),
         pytest.param({}, recomputed, ALL * 4 // 3, id="recomputed"),
         pytest.param({"mlp_bias": True}, None, ALL // 3, id="biases of the MLP"),
+        pytest.param({"ffn_hidden_size": 76}, None, ALL // 3, id="features that casts fill up"),
         pytest.param({"attention": AttentionConfig(qkv_bias=True)}, None, ALL * 2 // 3, id="bias of the projection"),
         pytest.param({"attention": AttentionConfig(qk_norm=True)}, None, ALL * 2 // 3, id="norms of heads"),
     ],
