@@ -229,7 +229,7 @@ def check_prompts(
     if longest + max_new_tokens > config.max_sequence_length:
         raise DataError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed max_sequence_length = "
-            f"{config.max_sequence_length}; shorten the prompt or lower max_new_tokens."
+            f"{config.max_sequence_length}; shorten the prompt or lower max_new_tokens (--max-new-tokens)."
         )
     strange = [token for prompt in prompts for token in prompt if not 0 <= token < config.vocab_size]
     if strange:

@@ -33,6 +33,9 @@ from megalight.parallel.model import ParallelModel
 TOKENIZER = "tokenizer.json"
 """Name of the tokenizer's file in a checkpoint."""
 
+NEW_TOKENS = 128
+"""Length of a completion for which nobody gave a limit, in tokens."""
+
 
 def load_model(
     path: str | os.PathLike[str],
@@ -219,7 +222,7 @@ class TextGenerator:
         self,
         prompts: Sequence[str],
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -234,7 +237,8 @@ class TextGenerator:
 
         Args:
             prompts: the texts to continue.
-            max_new_tokens: maximum length of a completion, in tokens.
+            max_new_tokens: maximum length of a completion, in tokens. None: 128, or fewer where the model's longest
+                sequence ends.
             temperature: see :class:`~megalight.inference.sampling.Sampling`.
             top_k: see :class:`~megalight.inference.sampling.Sampling`.
             top_p: see :class:`~megalight.inference.sampling.Sampling`.
@@ -262,6 +266,9 @@ class TextGenerator:
         if seed is not None:
             # On the model's device, where samples are drawn.
             generator = torch.Generator(device).manual_seed(seed)
+        if max_new_tokens is None:
+            room = self.model.config.max_sequence_length - max(map(len, ids), default=0)
+            max_new_tokens = max(1, min(NEW_TOKENS, room))
         completions = generate(
             self.model,
             ids,

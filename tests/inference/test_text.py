@@ -71,6 +71,23 @@ def test_prompts_are_completed(tmp_path, tokenizer_files):
     assert writer.complete(prompts, max_new_tokens=9, seed=1) != writer.complete(prompts, max_new_tokens=9, seed=2)
 
 
+def test_without_a_limit_a_completion_ends_with_the_models_longest_sequence(tmp_path, tokenizer_files):
+    model = build()
+    save(tmp_path / "c", model, files=tokenizer_files)
+    writer = TextGenerator.from_checkpoint(tmp_path / "c")
+    longest = model.config.max_sequence_length
+    assert longest < 128
+    prompt = "o" * (longest - 3)
+    room = longest - len(writer.tokenizer.encode(prompt))
+    assert 0 < room < longest
+    found = writer.complete([prompt], temperature=0)
+    assert found == writer.complete([prompt], temperature=0, max_new_tokens=room)
+    with pytest.raises(DataError, match="exceed max_sequence_length"):
+        writer.complete([prompt], max_new_tokens=room + 1)
+    with pytest.raises(DataError, match=f"prompt of {4 * longest} tokens and 1 new ones exceed"):
+        writer.complete(["\x01\x02" * 2 * longest])
+
+
 def test_further_tokens_end_a_completion(tmp_path, tokenizer_files):
     save(tmp_path / "c", build(), files=tokenizer_files)
     writer = TextGenerator.from_checkpoint(tmp_path / "c", dtype=torch.float64)

@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="each prompt is a user's message; print the assistant's answer"
     )
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's template)")
-    parser.add_argument("-n", "--max-new-tokens", type=int, default=128, help="limit of new tokens (default: 128)")
+    parser.add_argument(
+        "-n", "--max-new-tokens", type=int, help="limit of new tokens (default: 128, or what the model has room for)"
+    )
     parser.add_argument("-t", "--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens")
     parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
