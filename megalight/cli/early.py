@@ -108,7 +108,7 @@ def named_classes(part: Mapping[str, Any], before: Mapping[str, Source | None]) 
         if (
             source is not None
             or key in before
-            or key in ("model", "data")
+            or key in ("model", "data", *LISTS)
             or any(k.startswith(f"{key}.") for k in part)
         ):
             found[key] = source

@@ -40,7 +40,9 @@ CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Class of Lightning -> argument -> the words that it takes, where the signature says no more than ``str``."""
 
-CALLBACKS = "trainer.callbacks"
+CLASSES = {"trainer.callbacks": ".callbacks", "trainer.logger": ".loggers", "model": ".models.", "data": ".data."}
+"""Key that classes fill -> a part of the paths of modules that have some of its."""
+
 PRESETS = "megalight.plugins.modelopt.presets"
 
 
@@ -59,7 +61,7 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], modul
         _check_accelerator(values.get("trainer.accelerator"))
         if classes.get("trainer.strategy") is None:
             check_strategy(values.get("trainer.strategy"), STRATEGIES, _classes(modules, ".strategies"))
-        _check_callbacks(values, modules)
+        _check_classes(values, modules)
     for key, source in classes.items():
         if source is not None and source.module.name.startswith(KNOWN):
             _check_words(key, source, values)
@@ -104,18 +106,22 @@ def _check_accelerator(name: Any) -> None:
         )
 
 
-def _check_callbacks(values: Mapping[str, Any], modules: tuple[str, ...]) -> None:
-    """Check that classes of callbacks with bare names are there."""
+def _check_classes(values: Mapping[str, Any], modules: tuple[str, ...]) -> None:
+    """Check that classes with bare names are there."""
     for key, name in values.items():
-        entry = re.fullmatch(rf"{CALLBACKS}(\.\d+)?", key)
-        if entry and isinstance(name, str) and name.isidentifier() and signatures.find(name, modules) is None:
-            hint = nearest(name, _classes(modules, ".callbacks"))
-            raise ConfigurationError(explain.no_class(key, name, "", hint))
+        part = next((part for section, part in CLASSES.items() if re.fullmatch(rf"{section}(\.\d+)?", key)), None)
+        # Words in small letters are loggers, and files of a section; the class of a path is checked elsewhere.
+        if part is None or not isinstance(name, str) or not name.isidentifier() or not name[0].isupper():
+            continue
+        if signatures.find(name, modules) is None:
+            raise ConfigurationError(explain.no_class(key, name, "", nearest(name, _classes(modules, part))))
 
 
-def _classes(modules: tuple[str, ...], ending: str) -> list[str]:
-    """Return the names of the classes in modules whose paths end so."""
-    found = [signatures.find_module(path) for path in modules if path.endswith(ending)]
+def _classes(modules: tuple[str, ...], part: str) -> list[str]:
+    """Return the names of the classes in modules whose paths have a part."""
+    # Packages of models import their ``module`` only when somebody asks for the class.
+    paths = [each for path in modules if part in path for each in (path, f"{path}.module")]
+    found = map(signatures.find_module, paths)
     return [name for module in found if module is not None for name in module.names if name[0].isupper()]
 
 

@@ -94,6 +94,11 @@ MISTAKES = [
     (["--trainer.strategy=megatro"], ["'megatro' is not a known strategy. Did you mean 'megatron'?"]),
     (["--trainer.strategy=DPStrategy"], ["'DPStrategy' is not a known strategy. Did you mean 'DDPStrategy'?"]),
     (["--trainer.callbacks+=EarlyStoping"], ["'EarlyStoping' names no known class. Did you mean 'EarlyStopping'?"]),
+    (["--trainer.callbacks+=megalight.callbacks.EMAA"], ["has no attribute 'EMAA'", "'megalight.callbacks.EMA'?"]),
+    (["--trainer.logger=CSVLoger"], ["'CSVLoger' names no known class. Did you mean 'CSVLogger'?"]),
+    (["--model=GPTModul"], ["model = 'GPTModul' names no known class. Did you mean 'GPTModule'?"]),
+    (["--data=BertDatModule"], ["'BertDatModule' names no known class. Did you mean 'BertDataModule'?"]),
+    (["--trainer.min_steps=-3"], ["trainer.min_steps is -3; it must be at least 0"]),
     (["--trainer.callbacks+=EarlyStopping"], ["missing: trainer.callbacks.monitor."]),
     (
         ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=a", "--trainer.callbacks.mode=maxx"],
