@@ -70,10 +70,48 @@ def test_blocks_of_sums() -> None:
 
     cpu = torch.device("cpu")
     assert sums.query_blocks((130, 0, 64, 1), cpu).tolist() == [[0, 64], [64, 64], [128, 2], [130, 64], [194, 1]]
-    table, large = sums.key_blocks((130, 0, 64, 1), (130, 0, 64, 1), 128, True, None, cpu)
-    assert [(row[0], row[4], row[5]) for row in table.tolist()] == [(0, 0, 0), (130, 0, 3), (0, 128, 0), (194, 0, 4)]
-    # 130, 64, 2 and 1 queries see them.
-    assert large == 2
+
+
+@needs_triton
+def test_programs_of_large_blocks_take_turns_and_small_ones_come_last() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from megalight.ops.attention.hopper.programs import programs
+
+    lengths = (130, 0, 64, 1)
+    found = programs(lengths, lengths, True, None, 8, 4, torch.device("cpu"))
+    # 130, 64, 2 and 1 queries see the blocks, and the first two have 0.8 of all. Numbers of blocks are those of above.
+    blocks = [(0, 0, 0), (130, 0, 3), (0, 128, 0), (194, 0, 4)]
+    heads = [[(block, head) for block in blocks[:2] for head in range(turn, turn + 4)] for turn in (0, 4)]
+    late = [(block, head) for block in blocks[2:] for head in range(8)]
+    assert [((row[0], row[4], row[5]), row[6]) for row in found.table.tolist()] == [*heads[0], *heads[1], *late]
+    assert {tuple(row[7:9]) for row in found.table.tolist()} == {(0, 1)}
+    assert found[1:] == (0, 1)
+
+
+@needs_triton
+def test_small_blocks_of_a_window_are_divided_where_that_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from megalight.ops.attention.hopper import programs
+
+    monkeypatch.setattr(programs, "multiprocessors", lambda device: 132)
+    cpu = torch.device("cpu")
+    found = programs.programs((8192,), (8192,), True, 2047, 8, 4, cpu)
+    rows = [tuple(row) for row in found.table.tolist()]
+    assert found.parts == 2
+    assert len(set(rows)) == len(rows) == (64 * 8 - found.split) + 2 * found.split
+    divided = [row for row in rows if row[8] > 1]
+    assert sorted((row[9], row[7]) for row in divided) == [
+        (slot, part) for slot in range(found.split) for part in range(2)
+    ]
+    assert len({(row[4], row[6], row[9]) for row in divided}) == found.split
+    assert programs.programs((8192,), (8192,), True, None, 8, 4, cpu).parts == 1
+    assert programs.programs((8192,), (8192,), True, 2047, 8, 1, cpu).parts == 1
+    # More turns of all multiprocessors even themselves out.
+    assert programs.programs((65536,), (65536,), True, 2047, 8, 4, cpu).parts == 1
+    # Four programs of two steps each on two multiprocessors, then one of one.
+    assert programs.fullest([(128, 1)] * 4 + [(64, 2)], 2, 2) == pytest.approx(
+        2 * (4 + programs.BEGIN) + 1 + programs.MEET
+    )
 
 
 @needs_triton
@@ -87,24 +125,23 @@ def test_sums_are_rounded_to_rows_of_tokens() -> None:
     # A product leaves four rows of warps, and in each two of rows of eight, with two features a thread.
     parts = exact.view(3, len(table), 4, 2, 8, 2, 8, 4, 2).permute(0, 1, 5, 6, 2, 4, 7, 3, 8)
     out = torch.full((73, 3, 128), torch.nan)
-    sums.round_sums(parts.reshape(-1, sums.WIDTH).contiguous(), out, table, 0.5, 3, 1)
+    sums.round_sums(parts.reshape(-1, sums.WIDTH).contiguous(), out, table, 0.5, 3)
     wanted = torch.cat([exact[:, 0], exact[:, 1, :6], exact[:, 2, :3]], 1).transpose(0, 1) * 0.5
     assert torch.equal(out, wanted)
 
 
 @needs_triton
-@pytest.mark.parametrize(("heads", "group", "some"), [(12, 3, 2), (9, 1, 3)])
-def test_outputs_times_gradients_and_sums_of_zero(
-    heads: int, group: int, some: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("heads", "group"), [(12, 3), (9, 1), (14, 2)])
+def test_outputs_times_gradients_and_sums_of_zero(heads: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     from megalight.ops.attention.hopper import sums
 
     torch.manual_seed(0)
     out, grad = torch.randn(2, 70, heads, 128)
     # Memory that nobody wrote is not 0.
-    monkeypatch.setattr(sums.torch, "empty", lambda *sizes, **options: torch.full(sizes, torch.nan, **options))
-    delta, zeros = sums.prepare(out, grad, 3, group, some)
+    monkeypatch.setattr(sums.torch, "empty", lambda *sizes, **options: torch.full(sizes, 7, **options))
+    delta, zeros, tickets = sums.prepare(out, grad, 3, group, 100)
     torch.testing.assert_close(delta, (out * grad).sum(-1).T)
     assert zeros.shape == (heads * 3 * 64, 128)
     assert not zeros.any()
+    assert tickets.tolist() == [0] * 100

@@ -1,11 +1,11 @@
 """The backward pass of attention on Hopper, for heads of 128 features: five products, in one kernel.
 
-A program has 128 keys, and goes over the blocks of 64 queries that see them, head by head of the group. One warp loads
-queries, gradients of outputs and their numbers. Two groups of four warps have 64 keys each and keep their gradients in
-registers. Scores lie as keys times queries: weights are a left factor in registers as they are. For the gradients of
-queries, whose sums go over all keys, both groups write their slopes to shared memory, each multiplies all of them with
-half of the keys' features, and one more warp has the copy engine add the result to float32 in memory. These
-sums come in any order: deterministic runs have the other kernels.
+A program has 128 keys, and goes over the blocks of 64 queries that see them, head by head of the group, or of a part of
+it. One warp loads queries, gradients of outputs and their numbers. Two groups of four warps have 64 keys each and keep
+their gradients in registers. Scores lie as keys times queries: weights are a left factor in registers as they are. For
+the gradients of queries, whose sums go over all keys, both groups write their slopes to shared memory, each multiplies
+all of them with half of the keys' features, and one more warp has the copy engine add the result to float32 in memory.
+These sums come in any order: deterministic runs have the other kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megalight.ops.attention.blocks import factors, flags, queries_of, tanh, visible
 from megalight.ops.attention.hopper.blocks import described
-from megalight.ops.attention.hopper.sums import LINES, ROWS, WIDTH, key_blocks, prepare, query_blocks, round_sums
+from megalight.ops.attention.hopper.programs import KEYS, ROWS, programs
+from megalight.ops.attention.hopper.sums import LINES, WIDTH, prepare, query_blocks, round_sums
 from megalight.ops.gluon import (
     Descriptor,
     add_to_memory,
@@ -34,12 +35,8 @@ from megalight.ops.gluon import (
 from megalight.ops.jit import Value
 from megalight.types import PackedSequences
 
-KEYS = 128
 BLOCKS: dict[str, Any] = {"REGISTERS": 240, "num_warps": 4}
 """Registers of a thread that multiplies."""
-
-HEADS = 4
-"""Key heads whose large blocks have their turn together."""
 
 FLAT = gl.NVMMASharedLayout(0, 32, 2)
 """How sums lie in shared memory: as in memory."""
@@ -56,47 +53,45 @@ def _load(
     q: Value, grad: Value, lse: Value, delta: Value, k: Value, v: Value, q_blocks: Value, grad_blocks: Value,
     lse_rows: Value, delta_rows: Value, k_block: Value, v_block: Value, ready: Value, q_full: Value, grad_full: Value,
     sum_full: Value, query_row: Value, query_stop: Value, key_row: Value, count: Value,
-    tokens: Value, key_head: Value, head_step: Value, key_step: Value, value_step: Value,
-    GROUP: constexpr,
+    tokens: Value, key_head: Value, head: Value, members: Value, head_step: Value, key_step: Value, value_step: Value,
 ) -> None:  # fmt: skip
     """Load the keys and values, and the queries of all steps."""
     mbarrier.expect(ready, 2 * 128 * 128 * 2)
     tma.async_copy_global_to_shared(k, [key_row, key_head * key_step], ready, k_block.index(0))
     tma.async_copy_global_to_shared(v, [key_row, key_head * value_step], ready, v_block.index(0))
     inside = gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
-    for step in range(GROUP * count):
+    for step in range(members * count):
         block, member = _turn(step, count)
         row = query_row + block * 64
-        head = key_head * GROUP + member
         # Rows of the next sequence get weights of 0.
         within = row + inside < query_stop
-        row_lse = gl.load(lse + head * tokens + row + inside, mask=within, other=float("inf"))
-        row_delta = gl.load(delta + head * tokens + row + inside, mask=within, other=0.0)
+        row_lse = gl.load(lse + (head + member) * tokens + row + inside, mask=within, other=float("inf"))
+        row_delta = gl.load(delta + (head + member) * tokens + row + inside, mask=within, other=0.0)
         stage = step % 2
         # Groups that have stored sums are done with a block.
         mbarrier.wait(sum_full.index(0), step & 1, pred=step >= 2)
         mbarrier.wait(sum_full.index(1), step & 1, pred=step >= 2)
         bar = q_full.index(stage)
         mbarrier.expect(bar, 64 * 128 * 2)
-        tma.async_copy_global_to_shared(q, [row, head * head_step], bar, q_blocks.index(stage))
+        tma.async_copy_global_to_shared(q, [row, (head + member) * head_step], bar, q_blocks.index(stage))
         lse_rows.index(stage).store(row_lse)
         delta_rows.index(stage).store(row_delta)
         gl.thread_barrier()
         mbarrier.arrive(bar, count=1)
         bar = grad_full.index(stage)
         mbarrier.expect(bar, 64 * 128 * 2)
-        tma.async_copy_global_to_shared(grad, [row, head * 128], bar, grad_blocks.index(stage))
+        tma.async_copy_global_to_shared(grad, [row, (head + member) * 128], bar, grad_blocks.index(stage))
 
 
 @jit
 def _add(
-    sums: Value, sum_blocks: Value, sum_full: Value, sum_empty: Value, count: Value, key_head: Value, base: Value,
-    blocks: Value, GROUP: constexpr,
+    sums: Value, sum_blocks: Value, sum_full: Value, sum_empty: Value, count: Value, head: Value, members: Value,
+    base: Value, blocks: Value,
 ) -> None:  # fmt: skip
     """Add what all steps give to the gradients of queries to memory."""
-    for step in range(GROUP * count):
+    for step in range(members * count):
         block, member = _turn(step, count)
-        line = ((key_head * GROUP + member) * blocks + base + block) * 64
+        line = ((head + member) * blocks + base + block) * 64
         phase = step & 1
         mbarrier.wait(sum_full.index(0), phase)
         add_to_memory(sums, [line, 0], sum_blocks.index(0))
@@ -115,8 +110,8 @@ def _multiply(
     grad_full: Value, sum_full: Value, sum_empty: Value, met: Value,
     key_out: Value, value_out: Value, length: Value, key_start: Value, num_keys: Value, first: Value, begin: Value,
     edge: Value, whole: Value, count: Value, scale: Value, cap: Value, slope: Value, window: Value, key_head: Value,
-    key_heads: Value,
-    GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr,
+    key_heads: Value, members: Value, slot: Value, part: Value, parts: Value, partial: Value, tickets: Value,
+    CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr,
 ) -> None:  # fmt: skip
     """Compute the gradients of half of the keys, and what all keys give to half of the features of queries."""
     scores_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -127,7 +122,7 @@ def _multiply(
     key_total = gl.zeros([64, 128], gl.float32, layout)
     value_total = gl.zeros([64, 128], gl.float32, layout)
     zero = gl.zeros([64, 64], gl.float32, scores_layout)
-    steps = GROUP * count
+    steps = members * count
     mbarrier.wait(ready, 0)
     if steps > 0:
         mbarrier.wait(q_full.index(0), 0)
@@ -172,15 +167,15 @@ def _multiply(
                 slopes = weights * (slopes - row_delta[None, :])
             narrow = slopes.to(pulled.dtype)
             # Two blocks of slopes: a group that writes the next has met the other, which has read the one before.
-            slot = step % 2
-            slope_blocks.index(slot).slice(PART * 64, 64, 0).store(narrow)
+            turn = step % 2
+            slope_blocks.index(turn).slice(PART * 64, 64, 0).store(narrow)
             left = gl.convert_layout(narrow, left_layout)
             key_total = warpgroup_mma(left, q_blocks.index(stage), key_total, is_async=True)
             fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(met.index(slot), count=1)
-            mbarrier.wait(met.index(slot), (step // 2) & 1)
-            sum_ = warpgroup_mma(slope_blocks.index(slot).permute((1, 0)), features, zero, use_acc=False, is_async=True)
+            mbarrier.arrive(met.index(turn), count=1)
+            mbarrier.wait(met.index(turn), (step // 2) & 1)
+            sum_ = warpgroup_mma(slope_blocks.index(turn).permute((1, 0)), features, zero, use_acc=False, is_async=True)
             value_total, key_total = warpgroup_mma_wait(1, (value_total, key_total))
             # The scores of the next step run while sums are stored; after the last step, its own, which nothing reads.
             after = gl.minimum(step + 1, steps - 1)
@@ -195,42 +190,51 @@ def _multiply(
             gl.thread_barrier()
             mbarrier.arrive(sum_full.index(PART), count=1)
             scores = warpgroup_mma_wait(0, (scores,))
-    keys = first + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    place = ((key_start + keys).to(gl.int64) * key_heads + key_head)[:, None] * 128
-    place = place + gl.arange(0, 128, gl.SliceLayout(0, layout))[None, :]
-    within = (keys < num_keys)[:, None]
-    gl.store(key_out + place, (key_total * slope).to(k_block.dtype), mask=within)
-    gl.store(value_out + place, value_total.to(v_block.dtype), mask=within)
+    final = True
+    if parts > 1:
+        # Each part leaves its sums in memory; the last one to come adds those of the others to its own.
+        inside = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] * 128
+        inside += gl.arange(0, 128, gl.SliceLayout(0, layout))[None, :]
+        piece = partial + (slot * 2 + PART).to(gl.int64) * parts * 16384
+        gl.store(piece + part * 16384 + inside, key_total)
+        gl.store(piece + part * 16384 + 8192 + inside, value_total)
+        gl.thread_barrier()
+        ticket = gl.atomic_add(tickets + slot * 2 + PART, 1, sem="acq_rel", scope="gpu")
+        final = ticket == parts - 1
+        if final:
+            for other in range(1, parts):
+                more = piece + (part + other) % parts * 16384 + inside
+                key_total += gl.load(more, cache_modifier=".cg")
+                value_total += gl.load(more + 8192, cache_modifier=".cg")
+    if final:
+        own = first + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        place = ((key_start + own).to(gl.int64) * key_heads + key_head)[:, None] * 128
+        place = place + gl.arange(0, 128, gl.SliceLayout(0, layout))[None, :]
+        within = (own < num_keys)[:, None]
+        gl.store(key_out + place, (key_total * slope).to(k_block.dtype), mask=within)
+        gl.store(value_out + place, value_total.to(v_block.dtype), mask=within)
 
 
-@jit
-def _place(program: Value, large: Value, some: Value, key_heads: Value) -> Any:
-    """Return the block and the key head of a program: large blocks of ``some`` heads at a time, then all others.
-
-    Fewer heads at a time have their queries and sums in the cache; the others, in the end, fill gaps.
-    """
-    rest = program - large * key_heads
-    inner = program % (large * some)
-    late = rest >= 0
-    block = gl.where(late, large + rest // key_heads, inner // some)
-    return block, gl.where(late, rest % key_heads, program // (large * some) * some + inner % some)
-
-
-@jit_for_all("window", "tokens", "blocks", "large", "some")
+@jit_for_all("window", "tokens", "blocks")
 def _attention_backward(
     q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, sums: Value, key_out: Value, value_out: Value,
     table: Value, scale: Value, cap: Value, slope: Value, window: Value, tokens: Value, blocks: Value, key_heads: Value,
-    head_step: Value, key_step: Value, value_step: Value, large: Value, some: Value,
+    head_step: Value, key_step: Value, value_step: Value, partial: Value, tickets: Value,
     GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr, REGISTERS: constexpr,
 ) -> None:  # fmt: skip
-    place, key_head = _place(gl.program_id(0), large, some, key_heads)
-    entry = table + 6 * place
+    entry = table + 10 * gl.program_id(0)
     start = gl.load(entry)
     length = gl.load(entry + 1)
     key_start = gl.load(entry + 2)
     num_keys = gl.load(entry + 3)
     first = gl.load(entry + 4)
     base = gl.load(entry + 5)
+    key_head = gl.load(entry + 6)
+    part = gl.load(entry + 7)
+    parts = gl.load(entry + 8)
+    slot = gl.load(entry + 9)
+    members = GROUP // parts
+    head = key_head * GROUP + part * members
     begin, edge, whole, stop = queries_of(first, length, num_keys - length, window, CAUSAL, WINDOW, 64, 128)
     # A block that reaches into the next sequence is masked as a whole.
     edge = gl.where(first + 128 > num_keys, stop, edge)
@@ -265,21 +269,21 @@ def _attention_backward(
                 0, q_blocks, grad_blocks, lse_rows, delta_rows, k_block, v_block, slope_blocks, sum_blocks, ready,
                 q_full, grad_full, sum_full, sum_empty, met, key_out, value_out, length,
                 key_start, num_keys, first, begin, edge, whole, count, scale, cap, slope, window, key_head, key_heads,
-                GROUP, CAUSAL, WINDOW, CAPPED, FAST,
+                members, slot, part, parts, partial, tickets, CAUSAL, WINDOW, CAPPED, FAST,
             )),
             (_multiply, (
                 1, q_blocks, grad_blocks, lse_rows, delta_rows, k_block, v_block, slope_blocks, sum_blocks, ready,
                 q_full, grad_full, sum_full, sum_empty, met, key_out, value_out, length,
                 key_start, num_keys, first, begin, edge, whole, count, scale, cap, slope, window, key_head, key_heads,
-                GROUP, CAUSAL, WINDOW, CAPPED, FAST,
+                members, slot, part, parts, partial, tickets, CAUSAL, WINDOW, CAPPED, FAST,
             )),
             (_load, (
                 q, grad, lse, delta, k, v, q_blocks, grad_blocks, lse_rows, delta_rows, k_block, v_block, ready,
                 q_full, grad_full, sum_full, start + begin, start + length, key_start + first, count,
-                tokens, key_head, head_step, key_step, value_step, GROUP,
+                tokens, key_head, head, members, head_step, key_step, value_step,
             )),
             (_add, (
-                sums, sum_blocks, sum_full, sum_empty, count, key_head, base + begin // 64, blocks, GROUP,
+                sums, sum_blocks, sum_full, sum_empty, count, head, members, base + begin // 64, blocks,
             )),
         ],
         [4, 1, 1],
@@ -305,18 +309,19 @@ def run(
     Arguments are as in :func:`megalight.ops.attention.keys.run`, with the output instead of these sums.
     """
     (tokens, heads, _), key_heads, keys = q.shape, k.shape[1], sequences.keys or sequences
-    group, some = heads // key_heads, max(some for some in range(1, HEADS + 1) if key_heads % some == 0)
+    group = heads // key_heads
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    table, large = key_blocks(sequences.lengths, keys.lengths, KEYS, causal, window, q.device)
+    table, split, parts = programs(sequences.lengths, keys.lengths, causal, window, key_heads, group, q.device)
     rows = query_blocks(sequences.lengths, q.device)
-    delta, sums = prepare(out, grad, len(rows), group, some)
-    _attention_backward[(len(table) * key_heads,)](
+    delta, sums, tickets = prepare(out, grad, len(rows), group, 2 * split)
+    partial = torch.empty(max(1, split) * 2 * parts, 2, 64, 128, dtype=torch.float32, device=q.device)
+    _attention_backward[(len(table),)](
         *(described(q, ROWS), described(k, KEYS), described(v, KEYS), described(grad, ROWS), lse, delta),
         *(Descriptor.from_tensor(sums, [LINES, WIDTH], FLAT), grad_k, grad_v, table, *factors(scale, softcap)),
         *(scale, window or 0, tokens, len(rows), key_heads, q.stride(1), k.stride(1), v.stride(1)),
-        *(large, some),
+        *(partial, tickets),
         **flags(q, k, causal, window, softcap),
         **BLOCKS,
     )
-    round_sums(sums, grad_q, rows, scale, group, some)
+    round_sums(sums, grad_q, rows, scale, group)
     return grad_q, grad_k, grad_v, delta

@@ -7,46 +7,20 @@ bytes each to shared memory, side by side. In rows of tokens both took longer (d
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalight.ops.attention.blocks import listed_keys, table_of
+from megalight.ops.attention.blocks import table_of
+from megalight.ops.attention.hopper.programs import ROWS, together
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-
-ROWS = 64
-"""Queries of a block, and features of one of its two parts."""
 
 WIDTH = 128
 """Numbers in a line of the matrix of sums."""
 
 LINES = ROWS * ROWS // WIDTH
-"""Lines of a part."""
-
-
-LARGE = 0.8
-"""Share of all work that is in blocks of keys whose heads take turns."""
-
-
-@lru_cache(maxsize=64)
-def key_blocks(
-    lengths: tuple[int, ...], keys: tuple[int, ...], size: int, causal: bool, window: int | None, device: torch.device
-) -> tuple[Tensor, int]:
-    """Return the blocks of keys ``[n, 6]`` int32, and how many of them are large.
-
-    Rows are as in :mod:`megalight.ops.attention.blocks`, and have the number of the first block of queries of the
-    sequence besides.
-    """
-    numbers, start, number = {}, 0, 0
-    for length in lengths:
-        numbers[start] = number
-        start, number = start + length, number + cdiv(length, ROWS)
-    blocks = listed_keys(lengths, keys, size, causal, window)
-    seen = list(accumulate(max(0, count) for count, _ in blocks))
-    large = sum(before < LARGE * seen[-1] for before in [0, *seen[:-1]])
-    return table_of([(*row, numbers[row[0]]) for _, row in blocks], device), large
+"""Lines of a part, which has as many features as queries."""
 
 
 @lru_cache(maxsize=64)
@@ -70,11 +44,14 @@ def _late_first(turn: Value, key_heads: Value, some: Value, GROUP: constexpr) ->
 
 @jit
 def _attention_prepare(
-    out: Value, grad: Value, delta: Value, sums: Value, tokens: Value, heads: Value, blocks: Value, some: Value,
+    out: Value, grad: Value, delta: Value, sums: Value, tickets: Value, tokens: Value, heads: Value, blocks: Value,
+    some: Value, count: Value,
     GROUP: constexpr,
 ) -> None:  # fmt: skip
-    """Set one block's sums to 0, and multiply 8 tokens' outputs of 8 heads with their gradients."""
+    """Set one block's sums and 64 tickets to 0, and multiply 8 tokens' outputs of 8 heads with their gradients."""
     program = tl.program_id(0)
+    places = program * 64 + tl.arange(0, 64)
+    tl.store(tickets + places, tl.zeros((64,), tl.int32), mask=places < count)
     if program < heads * blocks:
         # The sums that are needed first are set last.
         head = _late_first(program // blocks, heads // GROUP, some, GROUP)
@@ -90,22 +67,26 @@ def _attention_prepare(
     tl.store(delta + head * tokens + row, tl.sum(x * y, 2), mask=within)
 
 
-def prepare(out: Tensor, grad: Tensor, blocks: int, group: int, some: int) -> tuple[Tensor, Tensor]:
-    """Return the sums over features of outputs times their gradients ``[H, T]``, and sums of 0.
+def prepare(out: Tensor, grad: Tensor, blocks: int, group: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums over features of outputs times their gradients ``[H, T]``, sums of 0, and tickets of 0.
 
     Args:
         out: ``[T, H, 128]``.
         grad: ``[T, H, 128]``, contiguous.
         blocks: number of blocks of queries.
         group: heads of queries of a head of keys.
-        some: heads of keys that have their turn together.
+        count: number of tickets.
     """
     tokens, heads, _ = out.shape
     delta = torch.empty(heads, tokens, dtype=torch.float32, device=out.device)
     sums = torch.empty(heads * blocks * 2 * LINES, WIDTH, dtype=torch.float32, device=out.device)
-    grid = (max(heads * blocks, cdiv(tokens, 8) * cdiv(heads, 8)),)
-    _attention_prepare[grid](out, grad, delta, sums, tokens, heads, blocks, some, GROUP=group, num_warps=4)
-    return delta, sums
+    tickets = torch.empty(max(1, count), dtype=torch.int32, device=out.device)
+    grid = (max(heads * blocks, cdiv(tokens, 8) * cdiv(heads, 8), cdiv(count, 64)),)
+    some = together(heads // group)
+    _attention_prepare[grid](
+        out, grad, delta, sums, tickets, tokens, heads, blocks, some, count, GROUP=group, num_warps=4
+    )
+    return delta, sums, tickets
 
 
 @jit
@@ -126,7 +107,8 @@ def _attention_round(
         tl.store(out + place, x, mask=(inside < rows)[:, None])
 
 
-def round_sums(sums: Tensor, out: Tensor, table: Tensor, slope: float, group: int, some: int) -> None:
-    """Multiply sums by ``slope`` and round them to ``out`` ``[T, H, 128]``; numbers are as in :func:`prepare`."""
+def round_sums(sums: Tensor, out: Tensor, table: Tensor, slope: float, group: int) -> None:
+    """Multiply sums by ``slope`` and round them to ``out`` ``[T, H, 128]``; ``group`` is as in :func:`prepare`."""
     heads: Any = out.shape[1]
+    some = together(heads // group)
     _attention_round[(len(table), heads)](sums, out, table, slope, len(table), heads, some, GROUP=group, num_warps=4)
