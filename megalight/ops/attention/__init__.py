@@ -36,8 +36,8 @@ class Spec(NamedTuple):
         sink: whether the softmax has sinks.
         few: whether there are fewer queries than keys, and only a few of each sequence, as in decoding.
         near: whether a query sees fewer than ``NEAR`` keys, because of its window.
-        swift: whether the kernels for Hopper serve both passes, and are faster than cuDNN's for these lengths
-            (:data:`megalight.ops.attention.hopper.LONGER`).
+        swift: whether the kernels for Hopper serve both passes, and are faster than cuDNN's for these lengths and heads
+            (:data:`megalight.ops.attention.hopper.LONGER`, :data:`megalight.ops.attention.hopper.UNEVEN`).
     """
 
     device: str
@@ -257,7 +257,8 @@ def attention(
         # torch's compiler knows cuDNN's operator, and not these kernels.
         q.device.type in hopper.DEVICES
         and not (dropout or torch.compiler.is_dynamo_compiling())
-        and hopper.serves_backward(q, v, sequences, causal, window, hopper.LONGER),
+        and hopper.serves_backward(q, v, sequences, causal, window, hopper.LONGER)
+        and hopper.fills(sequences.lengths, causal, kv_heads, hopper.processors(q.device)),
     )
     # backends that have no sinks do not take one
     more = () if sink is None else (sink,)
