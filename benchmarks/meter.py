@@ -69,11 +69,14 @@ def _tensors(step: Step) -> list[Tensor]:
     return [tensor for tensor in found if tensor.device.type == step.device and tensor.layout == torch.strided]
 
 
-def peak_gib(step: Step) -> float:
-    """Return the peak of memory since :func:`forget`. On CPU, the peak of the process since its start."""
+def peak_gib(step: Step, symmetric: int = 0) -> float:
+    """Return the peak of memory since :func:`forget`. On CPU, the peak of the process since its start.
+
+    Args:
+        symmetric: the most bytes of symmetric memory at a time, which torch's allocator does not count.
+    """
     if step.device == "cuda":
-        # Symmetric memory is not torch's allocator's. It stays as long as what uses it, so it is there at the peak.
-        return (torch.cuda.max_memory_allocated() + held()) / 2**30
+        return (torch.cuda.max_memory_allocated() + max(symmetric, held())) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -131,6 +134,7 @@ class Meter:
         self.table = table
         self.ranks: list[tuple[float, dict[str, Any]]] = []
         self._ticks = 0
+        self._held = 0
         self._marks: list[Any] = []
         self._readings: list[float] = []
         self._profiler: Any = None
@@ -152,6 +156,7 @@ class Meter:
 
     def tick(self) -> None:
         self._ticks += 1
+        self._held = max(self._held, held())  # that of codes is freed when training ends
         self._say()
         if self.step.warmup <= self._ticks <= self.together:
             self._marks.append(mark(self.step))
@@ -193,7 +198,7 @@ class Meter:
         """Gather the results of all ranks. A second call does nothing."""
         if self.ranks:
             return
-        own = peak_gib(self.step), self._breakdown()
+        own = peak_gib(self.step, self._held), self._breakdown()
         if torch.distributed.is_initialized():
             everyone: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(everyone, own)

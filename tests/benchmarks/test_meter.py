@@ -36,3 +36,15 @@ def test_the_profiled_step_is_one_in_a_row() -> None:
     assert len(run.alone()) == meter.ALONE
     assert [kernel["calls"] for kernel in found["kernels"] if kernel["name"] == "aten::mm"] == [5], "the last step's"
     assert 0 < found["step"] <= found["seconds"]
+
+
+def test_symmetric_memory_counts_that_is_freed_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter((100, 300, 0))
+    monkeypatch.setattr(meter, "held", lambda: next(found, 0))
+    monkeypatch.setattr(meter, "peak_gib", lambda step, symmetric=0: symmetric)
+    run = Meter(Step(device="cpu", steps=1, warmup=1))
+    run.start()
+    for _ in range(2):
+        run.tick()
+    run.close()
+    assert run.ranks[0][0] == 300
