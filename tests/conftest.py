@@ -101,6 +101,8 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
         capture.resume_global_capture()  # ranks print to where tests do
         for name in importlib.import_module("tests.workers").PRELOAD:  # once for both; many tests need them here too
             importlib.import_module(name)
+        if "tests.programs" in sys.modules:
+            importlib.import_module("tests.read_once")
         importlib.import_module("tests.forks").start()
         capture.suspend_global_capture(in_=True)
     return (yield)
