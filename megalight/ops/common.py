@@ -96,6 +96,12 @@ def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
     return cuda_why_not(device)
 
 
+@lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a device; 4 on the CPU, where Triton interprets kernels."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
+
+
 def lazy(module: str, name: str, *, measures: bool = False) -> Callable[..., Any]:
     """Return the function ``name`` of ``module``, which is imported at the first call, as Triton may be absent.
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import torch
 
 from megalight.imports import require
 
@@ -29,12 +26,6 @@ Triton sees by itself which arguments 16 divides, and nothing of other ones, suc
 Qwen2.5-VL: loads of them take one element at a time. So kernels get sizes and strides in units of
 ``math.gcd(size, stride, UNIT)``, and the unit as a constant: loads then take as many elements.
 """
-
-
-@lru_cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device; 4 on the CPU, where Triton interprets kernels."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 def cdiv(n: int, size: int) -> int:

@@ -217,7 +217,6 @@ def test_backends_are_told_of_fast_kernels(
     monkeypatch.setattr(ops, "_choose", lambda spec, backend: found.append(spec) or ops.reference.attention)
     monkeypatch.setattr(ops.hopper, "serves_backward", lambda *_: fast)
     monkeypatch.setattr(ops.hopper, "fills", lambda *_: full)
-    monkeypatch.setattr(ops.hopper, "processors", lambda device: 132)
     assert "cpu" not in ops.hopper.DEVICES
     monkeypatch.setattr(ops.hopper, "DEVICES", ("cpu",))
     attention(*inputs(UNIFORM, 2, 2), UNIFORM, dropout=dropout)

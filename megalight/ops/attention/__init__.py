@@ -13,7 +13,7 @@ from megalight.errors import LayoutError
 from megalight.ops.attention import bounded, cudnn, flex, hopper, reference, sdpa, sink, varlen
 from megalight.ops.attention.chunks import chunked
 from megalight.ops.attention.mutual import mutual_attention as mutual_attention
-from megalight.ops.common import HALF, cuda_why_not, heads_why_not, lazy, serve_all, triton_why_not
+from megalight.ops.common import HALF, cuda_why_not, heads_why_not, lazy, num_multiprocessors, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
@@ -258,7 +258,7 @@ def attention(
         q.device.type in hopper.DEVICES
         and not (dropout or torch.compiler.is_dynamo_compiling())
         and hopper.serves_backward(q, v, sequences, causal, window, hopper.LONGER)
-        and hopper.fills(sequences.lengths, causal, kv_heads, hopper.processors(q.device)),
+        and hopper.fills(sequences.lengths, causal, kv_heads, num_multiprocessors(q.device)),
     )
     # backends that have no sinks do not take one
     more = () if sink is None else (sink,)

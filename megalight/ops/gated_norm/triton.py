@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable
-from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
+from megalight.ops.common import apply, num_multiprocessors, once_differentiable
+from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.parts import empty_gradient, place_of
 
 TILE = 2048

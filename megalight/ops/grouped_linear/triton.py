@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megalight.imports import require
-from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
+from megalight.ops.common import num_multiprocessors
+from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 
 Descriptor: Any = require("triton.tools.tensor_descriptor", "a Triton kernel").TensorDescriptor
 

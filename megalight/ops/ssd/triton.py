@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable
-from megalight.ops.jit import cdiv, next_power, num_multiprocessors
+from megalight.ops.common import apply, num_multiprocessors, once_differentiable
+from megalight.ops.jit import cdiv, next_power
 from megalight.ops.parts import empty_gradient, place_of
 from megalight.ops.ssd.grad_keys import grad_keys
 from megalight.ops.ssd.grad_queries import grad_queries

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, num_multiprocessors, tl
+from megalight.ops.common import num_multiprocessors
+from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, tl
 from megalight.ops.norm.triton import sum_programs
 
 ROWS, BLOCK = 32, 64

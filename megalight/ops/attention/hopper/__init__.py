@@ -34,7 +34,8 @@ UNEVEN = 1.5
 """How many times longer than the mean of all multiprocessors the longest program of the backward pass may take, beside
 cuDNN. On H200s, one sequence of 4096 tokens: forward and backward in 0.86 of cuDNN's time with 8 key heads (1.03 times
 the mean), in 1.16 with 4 (2.06 times)."""
-BLOCK = 128
+
+KEYS = 128
 """Keys of a program of the backward pass."""
 
 run_forward = lazy("megalight.ops.attention.hopper.forward", "run")
@@ -72,13 +73,7 @@ def fills(lengths: tuple[int, ...], causal: bool, key_heads: int, processors: in
     With a causal mask, the first keys of a sequence are seen by all of its queries, and the last by few.
     """
     pairs = sum(length * length for length in lengths) * key_heads / (2 if causal else 1)
-    return BLOCK * max(lengths, default=0) * processors <= UNEVEN * pairs
-
-
-@lru_cache
-def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return KEYS * max(lengths, default=0) * processors <= UNEVEN * pairs
 
 
 def serves(

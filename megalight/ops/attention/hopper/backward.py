@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention.blocks import factors, flags, queries_of, tanh, visible
+from megalight.ops.attention.hopper import KEYS
 from megalight.ops.attention.hopper.blocks import described
-from megalight.ops.attention.hopper.programs import KEYS, ROWS, programs
+from megalight.ops.attention.hopper.programs import ROWS, programs
 from megalight.ops.attention.hopper.sums import LINES, WIDTH, prepare, query_blocks, round_sums
 from megalight.ops.gluon import (
     Descriptor,

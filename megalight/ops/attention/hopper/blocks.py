@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalight.ops.gluon import Descriptor, gl
@@ -19,10 +17,3 @@ def described(x: Tensor, rows: int) -> Any:
     width = (x.shape[1] - 1) * x.stride(1) + x.shape[2]
     flat = x.as_strided((x.shape[0], width), (x.stride(0), 1))
     return Descriptor.from_tensor(flat, [rows, x.shape[2]], LAYOUT)
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the GPU has: each runs one program of these kernels at a time."""
-    found: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return found

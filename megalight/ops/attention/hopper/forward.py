@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention.blocks import factors, flags, keys_of, query_blocks, sequence, tanh, visible
-from megalight.ops.attention.hopper.blocks import described, multiprocessors
+from megalight.ops.attention.hopper.blocks import described
+from megalight.ops.common import num_multiprocessors
 from megalight.ops.gluon import constexpr, gl, jit, jit_for_all, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from megalight.ops.jit import Value
 from megalight.types import PackedSequences
@@ -285,7 +286,7 @@ def run(
     size = BLOCKS["KEYS"]
     table = query_blocks(sequences.lengths, keys.lengths, ROWS, causal, window, q.device)
     tiles = heads * len(table)
-    _attention_forward[(min(tiles, multiprocessors(q.device)),)](
+    _attention_forward[(min(tiles, num_multiprocessors(q.device)),)](
         *(described(q, ROWS), described(k, size), described(v, size), out, lse, table, sink),
         *(*factors(scale, softcap), window or 0, tokens, tiles, heads, q.stride(1), k.stride(1), v.stride(1)),
         SUNK=sink is not None,

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention.blocks import listed_keys, table_of
-from megalight.ops.attention.hopper.blocks import multiprocessors
+from megalight.ops.attention.hopper import KEYS
+from megalight.ops.common import num_multiprocessors
 from megalight.ops.jit import cdiv
-
-KEYS = 128
-"""Keys of a program."""
 
 ROWS = 64
 """Queries of a step."""
@@ -85,7 +83,7 @@ def programs(
         start, number = start + length, number + cdiv(length, ROWS)
     blocks = [(max(0, seen), (*row, numbers[row[0]])) for seen, row in listed_keys(lengths, keys, KEYS, causal, window)]
     best = _listed(blocks, key_heads, *WAYS[0])
-    if window is not None and len(blocks) * key_heads <= TURNS * (slots := multiprocessors(device)):
+    if window is not None and len(blocks) * key_heads <= TURNS * (slots := num_multiprocessors(device)):
         others = [_listed(blocks, key_heads, *way) for way in WAYS[1:] if group % way[0] == 0]
         best = min([best, *others], key=lambda rows: fullest([(seen, row[-2]) for seen, row in rows], group, slots))
     parts = max((row[-2] for _, row in best), default=1)
