@@ -57,6 +57,7 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], modul
     Raises:
         ConfigurationError: a value is none of those that Lightning knows, or is missing.
     """
+    _check_named(values, classes, modules)
     if only_known(values, classes):
         _check_accelerator(values.get("trainer.accelerator"))
         if classes.get("trainer.strategy") is None:
@@ -104,6 +105,21 @@ def _check_accelerator(name: Any) -> None:
             f"trainer.accelerator = {name!r} is not a known accelerator.{nearest(name, ACCELERATORS)} Choose from "
             f"{', '.join(ACCELERATORS)}."
         )
+
+
+def _check_named(values: Mapping[str, Any], classes: Mapping[str, Source | None], modules: tuple[str, ...]) -> None:
+    """Check that the sections of the model and of the data name their classes."""
+    for section in ("model", "data"):
+        inner = next((key for key in values if key.startswith(f"{section}.") and key != f"{section}.help"), None)
+        if inner is not None and section not in classes:
+            sources = (signatures.find(name, modules) for name in _classes(modules, CLASSES[section]))
+            # Not those that they derive from, nor other things that their files import.
+            known = {each.name for each in sources if each is not None and each.module.name.startswith(modules)}
+            names = ", ".join(sorted(name for name in known if name.endswith("Module")))
+            raise ConfigurationError(
+                f"{inner} is given, but {section} names no class. Give --{section}=CLASS as well: your own, or one of "
+                f"{names}."
+            )
 
 
 def _check_classes(values: Mapping[str, Any], modules: tuple[str, ...]) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from megalight.cli import explain
+from megalight.cli.lightning_rules import only_known
+from megalight.cli.recipe_names import PRESETS, preset_names
 from megalight.cli.signatures import Source, Written, written
 from megalight.cli.trainer_rules import check_trainer
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.parallel.degrees import check_measured
+from megalight.registry import PLUGIN_GROUP
 
 Values = Mapping[str, Any]
 STRATEGIES = ("MegatronStrategy", "MegatronFSDPStrategy", "MegatronTowersStrategy", "MegatronTowersBesideStrategy")
@@ -50,6 +55,7 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
         _check_data(_under("data", values))
         _check_shares(values, classes)
         _check_vocabulary(values)
+    _check_preset(values, classes)
     _check_weights(values, classes)
     _check_taught(values, classes)
     _check_root(values)
@@ -108,6 +114,19 @@ def _check_vocabulary(values: Values) -> None:
         tokens = None if meta is None else meta.vocab_size
     if type(size) is int and type(tokens) is int:
         check_vocabulary(tokens, size)
+
+
+def _check_preset(values: Values, classes: Mapping[str, Source | None]) -> None:
+    """Check that the name of a model's configuration is one of Megalight's, where nothing else can register more."""
+    source, name = classes.get("model"), values.get("model.config")
+    module = "" if source is None else f"{source.module.name.rpartition('.')[0]}.presets"
+    if not isinstance(name, str) or not name.isidentifier() or module not in PRESETS or Path(name).exists():
+        return
+    known = [*preset_names(module)]
+    others = (entry for entry in entry_points(group=PLUGIN_GROUP) if not entry.value.startswith("megalight."))
+    if name not in known and only_known(values, classes) and not any(others):
+        expected = "the name of a preset (megalight recipes lists them), or sizes of a model"
+        raise ConfigurationError(explain.not_valid("model.config", name, expected, known))
 
 
 def _check_weights(values: Values, classes: Mapping[str, Source | None]) -> None:

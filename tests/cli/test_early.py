@@ -1,8 +1,10 @@
 """Mistakes in a command are found before torch is imported, with the parser's own words."""
 
 import json
+import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +15,14 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from megalight.cli import early, lightning_rules
+from megalight.cli import early, lightning_rules, rules
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
 from megalight.data.indexed import IndexedWriter
 from megalight.data.meta import CorpusMeta
-from megalight.errors import MegalightError
+from megalight.errors import ConfigurationError, MegalightError
+from megalight.registry import PLUGIN_GROUP
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
@@ -98,6 +101,11 @@ MISTAKES = [
     (["--trainer.logger=CSVLoger"], ["'CSVLoger' names no known class. Did you mean 'CSVLogger'?"]),
     (["--model=GPTModul"], ["model = 'GPTModul' names no known class. Did you mean 'GPTModule'?"]),
     (["--data=BertDatModule"], ["'BertDatModule' names no known class. Did you mean 'BertDataModule'?"]),
+    (
+        [*SHORT, "--model=GPTModule", "--model.config=llama3_8"],
+        ["config = 'llama3_8'", "Did you mean 'llama3_8b'?"],
+    ),
+    ([*SHORT, "--model=BertModule", "--model.config=bert"], ["model.config = 'bert' is not valid", "'bert_"]),
     (["--trainer.min_steps=-3"], ["trainer.min_steps is -3; it must be at least 0"]),
     (["--trainer.callbacks+=EarlyStopping"], ["missing: trainer.callbacks.monitor."]),
     (
@@ -174,6 +182,28 @@ def test_named_recipes_have_no_mistake(tmp_path):
     for recipe in list(recipes().values())[::5]:
         path.write_text(yaml.safe_dump(recipe.configuration))
         early.check("fit", ["-c", str(path), "--print_config"])
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--model=GPTModule", "--data.data=x"], "data.data is given, but data names no class. Give --data=CLASS"),
+        (["--model.config=llama3_8b", "--data=GPTDataModule"], "one of BertModule, EagleModule, GPTModule, VLMModule."),
+    ],
+)
+def test_a_section_without_a_class(words, answer):
+    with pytest.raises(ConfigurationError, match=re.escape(answer)):
+        early.check("fit", words)
+
+
+def test_presets_of_plugins_are_left_to_the_parser(monkeypatch):
+    monkeypatch.setattr(rules, "only_known", lambda values, classes: True)
+    words = ["--model=GPTModule", "--model.config=theirs", "--trainer.default_root_dir=."]
+    with pytest.raises(ConfigurationError, match="theirs"):
+        early.check("fit", words)
+    theirs = EntryPoint("theirs", "users.presets", PLUGIN_GROUP)
+    monkeypatch.setattr(rules, "entry_points", lambda group: [theirs])
+    early.check("fit", words)
 
 
 @pytest.mark.parametrize(
