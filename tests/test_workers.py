@@ -81,7 +81,9 @@ def test_ranks_have_the_imports_of_the_tests() -> None:
 
 
 def test_processes_are_kept() -> None:
-    assert run(os.getpid, 2) == run(os.getpid, 2)
+    first, second, third = (run(os.getpid, 2) for _ in range(3))
+    # On a busy machine gloo may fail to connect ranks; they are started again then.
+    assert second in (first, third)
 
 
 def test_tensors_travel() -> None:
