@@ -74,8 +74,11 @@ def check(verb: str, words: Sequence[str]) -> None:
     signatures.find_module.cache_clear()  # files may have changed since an earlier command of this process
     classes: Classes = {key: signatures.find(path) for key, path in START.items()}
     values: dict[str, Any] = {}
+    strategy = None
     # In order: a later class or value replaces an earlier one, as it does for the parser.
     for part in explain.parts(words):
+        strategy = part.get(STRATEGY, strategy)
+        lightning_rules.check_bare(strategy, part)
         found = named_classes(part, classes)
         # With a class go those of its arguments: the next one may take others by the same names.
         classes = {key: source for key, source in classes.items() if not any(key.startswith(f"{k}.") for k in found)}

@@ -14,6 +14,7 @@ from typing import Any
 from megalight.cli import explain, signatures
 from megalight.cli.guards import KNOWN, Walk, default_of, method_of
 from megalight.cli.signatures import Source
+from megalight.cli.trainer_rules import check_time
 from megalight.errors import ConfigurationError, nearest
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
@@ -40,7 +41,13 @@ CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Class of Lightning -> argument -> the words that it takes, where the signature says no more than ``str``."""
 
-CLASSES = {"trainer.callbacks": ".callbacks", "trainer.logger": ".loggers", "model": ".models.", "data": ".data."}
+CLASSES = {
+    "trainer.callbacks": ".callbacks",
+    "trainer.logger": ".loggers",
+    "model": ".models.",
+    "model.optimizer.schedule": ".optim",
+    "data": ".data.",
+}
 """Key that classes fill -> a part of the paths of modules that have some of its."""
 
 PRESETS = "megalight.plugins.modelopt.presets"
@@ -68,6 +75,8 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], modul
             _check_words(key, source, values)
             _check_missing(key, source, values)
             _check_preset(key, source, values)
+            if source.name == "Timer" and isinstance(length := values.get(f"{key}.duration"), str):
+                check_time(f"{key}.duration", length)
 
 
 def only_known(values: Mapping[str, Any], classes: Mapping[str, Source | None]) -> bool:
@@ -96,6 +105,25 @@ def check_strategy(name: Any, registered: Iterable[str], classes: Iterable[str])
         f"trainer.strategy = {name!r} is not a known strategy.{nearest(name, [*classes, *registered])} "
         "Give a strategy class (such as MegatronStrategy, with its arguments under trainer.strategy), or a registered "
         "name such as auto, ddp, megatron."
+    )
+
+
+def check_bare(strategy: Any, values: Mapping[str, Any]) -> None:
+    """Check that a registered name of Lightning's gets no arguments: it stands for a class with some.
+
+    Args:
+        strategy: the strategy, which was named with these values or before.
+        values: dotted key -> value.
+
+    Raises:
+        ConfigurationError: it gets one.
+    """
+    inner = next((key for key in values if key.startswith("trainer.strategy.") and not key.endswith(".help")), None)
+    if inner is None or not isinstance(strategy, str) or strategy.startswith("megatron") or strategy not in STRATEGIES:
+        return
+    raise ConfigurationError(
+        f"{inner} = {values[inner]!r}: the strategy {strategy!r} is a name that takes no arguments. Give a class, such "
+        "as DDPStrategy, FSDPStrategy or MegatronStrategy, which takes its own."
     )
 
 

@@ -67,7 +67,7 @@ def check_trainer(arguments: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"trainer.devices is {devices}; give a number of at least 1, ids with commas (0,1), or auto for all."
         )
-    _check_time(arguments.get("max_time"))
+    check_time("trainer.max_time", arguments.get("max_time"))
     logger = arguments.get("logger")
     # Others are names of classes, which the parser knows.
     if isinstance(logger, str) and re.fullmatch(r"[a-z, ]+", logger):
@@ -101,13 +101,18 @@ def half_on_cpu(precision: Any) -> ConfigurationError:
     )
 
 
-def _check_time(value: Any) -> None:
+def check_time(key: str, value: Any) -> None:
+    """Check a time as Lightning reads it from a text.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
     # YAML reads 1:00:00:00 without quotes as a number of seconds, of which Lightning makes nothing.
     if value is None or (isinstance(value, str) and re.fullmatch(r"\d+(:\d\d){3}", value.strip())):
         return
     if isinstance(value, str | int | float):
         raise ConfigurationError(
-            f"trainer.max_time is {value!r}; give days, hours, minutes and seconds as DD:HH:MM:SS, for example "
+            f"{key} is {value!r}; give days, hours, minutes and seconds as DD:HH:MM:SS, for example "
             "'00:12:00:00' for twelve hours (in a file, with quotes)."
         )
 

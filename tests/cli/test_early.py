@@ -106,6 +106,12 @@ MISTAKES = [
         ["config = 'llama3_8'", "Did you mean 'llama3_8b'?"],
     ),
     ([*SHORT, "--model=BertModule", "--model.config=bert"], ["model.config = 'bert' is not valid", "'bert_"]),
+    (
+        ["--trainer.strategy=ddp", "--trainer.strategy.tensor_parallel=2"],
+        ["trainer.strategy.tensor_parallel = '2': the strategy 'ddp' is a name that takes no arguments"],
+    ),
+    (["--model.optimizer.schedule=Cosin"], ["schedule = 'Cosin' names no known class. Did you mean 'Cosine'?"]),
+    ([*SHORT, "--trainer.callbacks+=Timer", "--trainer.callbacks.duration=noon"], ["duration is 'noon'", "DD:HH:MM"]),
     (["--trainer.min_steps=-3"], ["trainer.min_steps is -3; it must be at least 0"]),
     (["--trainer.callbacks+=EarlyStopping"], ["missing: trainer.callbacks.monitor."]),
     (
@@ -209,7 +215,6 @@ def test_presets_of_plugins_are_left_to_the_parser(monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--trainer.strategy=ddp", "--trainer.strategy.find_unused_parameters=true"],
         ["--trainer.strategy=SomeOther", "--trainer.strategy.own=1"],
         ["--trainer.logger=TensorBoardLogger", "--trainer.logger.purge_step=1"],
         ["--model=users.module.Model", "--model.anything=1"],
