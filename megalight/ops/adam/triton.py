@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalight.ops.adam import narrow
 from megalight.ops.adam.coded import Coded
-from megalight.ops.cast_flat.triton import TYPES
+from megalight.ops.cast_flat.triton import TYPES, scaled
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize.formats import LARGEST
 from megalight.ops.quantize.reference import TINY
@@ -158,12 +158,7 @@ def _step(
             most = tl.max(tl.abs(value), 0).to(tl.int32, bitcast=True)
             if most > tl.load(largest):
                 tl.atomic_max(largest, most, sem="relaxed")
-        factor = tl.div_rn(TOP, tl.maximum(tl.load(amax), SMALLEST))
-        if POWER:
-            factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        value = value * factor
-        value = tl.where(value > TOP, TOP, value)  # unlike minimum and maximum, comparisons keep NaN
-        value = tl.where(value < -TOP, -TOP, value)
+        value = scaled(value, amax, TOP, SMALLEST, POWER)
         tl.store(out + index, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -16,6 +16,17 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 @jit
+def scaled(value: Value, amax: Value, LARGEST: constexpr, SMALLEST: constexpr, POWER: constexpr) -> Value:
+    """Scale and clamp float32 values as the cast of matrices does, so that codes are equal bit by bit."""
+    factor = tl.div_rn(LARGEST, tl.maximum(tl.load(amax), SMALLEST))
+    if POWER:
+        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    value = value * factor
+    value = tl.where(value > LARGEST, LARGEST, value)  # unlike minimum and maximum, comparisons keep NaN
+    return tl.where(value < -LARGEST, -LARGEST, value)
+
+
+@jit
 def _cast_flat(
     x: Value,
     out: Value,
@@ -35,13 +46,7 @@ def _cast_flat(
     if TELL:
         # As integers, non-negative floats have the same order, and a maximum of integers needs no case for signs.
         tl.atomic_max(largest, tl.max(tl.abs(value), 0).to(tl.int32, bitcast=True), sem="relaxed")
-    # As in the cast of matrices, so that codes are equal bit by bit.
-    factor = tl.div_rn(LARGEST, tl.maximum(tl.load(amax), SMALLEST))
-    if POWER:
-        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    value = value * factor
-    value = tl.where(value > LARGEST, LARGEST, value)  # unlike minimum and maximum, comparisons keep NaN
-    value = tl.where(value < -LARGEST, -LARGEST, value)
+    value = scaled(value, amax, LARGEST, SMALLEST, POWER)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
