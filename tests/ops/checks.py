@@ -121,8 +121,11 @@ def check_ssd(
     positions = PackedSequences.of_lengths(list(lengths), device).positions
     x = torch.randn(tokens, heads, size, device=device).to(dtype)
     b, c = (torch.randn(tokens, groups, width, device=device).to(dtype) for _ in range(2))
-    # No rates near 0: so many tokens count in the gradient of `a` then that its terms may cancel to some hundredths.
-    dt, a = torch.rand(tokens, heads, device=device) * 0.2, -0.5 - torch.rand(heads, device=device) * 7.5
+    dt, a = torch.rand(tokens, heads, device=device) * 0.2, -torch.rand(heads, device=device) * 8
+    if wide(dtype) != dtype:
+        # Models begin with rates from 1 on. Slower ones sum so many tokens in the gradient of `a` that its terms may
+        # cancel to some hundredths, and the rounding of states to this dtype shows.
+        a = a.clamp(max=-1.0)
     inputs = (x, dt, a, b, c, torch.randn(heads, device=device))
 
     def strided(
@@ -134,11 +137,11 @@ def check_ssd(
         out: Tensor = module.ssd(x, dt, a, b, c, d, positions, bias)
         return out
 
-    check(strided, lambda *tensors: ssd_reference.ssd(*tensors, positions), inputs, sums=[2])
+    check(strided, lambda *tensors: ssd_reference.ssd(*tensors, positions), inputs)
     # Step sizes from below 1e-3 on, where `1 + exp` loses them.
     before = (torch.randn(tokens, heads, device=device) * 3 - 4).to(dtype)
     inputs = (x, before, *inputs[2:], torch.randn(heads, device=device))
-    check(strided, lambda *tensors: ssd_reference.ssd(*tensors[:6], positions, tensors[6]), inputs, sums=[2])
+    check(strided, lambda *tensors: ssd_reference.ssd(*tensors[:6], positions, tensors[6]), inputs)
 
 
 def rule_inputs(
