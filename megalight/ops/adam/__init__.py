@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalight.errors import ConfigurationError
 from megalight.ops.adam import chunked, native, reference
 from megalight.ops.adam.coded import Coded
 from megalight.ops.common import lazy, serve_all, triton_why_not
@@ -124,7 +125,12 @@ def adam_step(
         coded: receives codes of the new parameters, instead of ``out``. Triton's kernel writes them itself. Beside
             others, and for float64, they are cast afterwards.
         backend: name of a backend.
+
+    Raises:
+        ConfigurationError: both ``out`` and ``coded`` are given.
     """
+    if coded is not None and out is not None:
+        raise ConfigurationError("adam_step writes out or coded: a copy of the new parameters, or codes. Give one.")
     tensors = (param, grad, exp_avg, exp_avg_sq) if out is None else (param, grad, exp_avg, exp_avg_sq, out)
     spec = Spec(
         param.device.type,
