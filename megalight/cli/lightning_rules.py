@@ -50,7 +50,8 @@ CLASSES = {
 }
 """Key that classes fill -> a part of the paths of modules that have some of its."""
 
-PRESETS = "megalight.plugins.modelopt.presets"
+QUANTIZATION = "megalight.plugins.modelopt.presets"
+"""Module that knows the presets of ModelOpt."""
 
 
 def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], modules: tuple[str, ...]) -> None:
@@ -74,9 +75,8 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], modul
         if source is not None and source.module.name.startswith(KNOWN):
             _check_words(key, source, values)
             _check_missing(key, source, values)
-            _check_preset(key, source, values)
-            if source.name == "Timer" and isinstance(length := values.get(f"{key}.duration"), str):
-                check_time(f"{key}.duration", length)
+            _check_duration(key, source, values)
+            _check_quantization(key, source, values)
 
 
 def only_known(values: Mapping[str, Any], classes: Mapping[str, Source | None]) -> bool:
@@ -194,9 +194,16 @@ def _check_missing(key: str, source: Source, values: Mapping[str, Any]) -> None:
         raise ConfigurationError(explain.missing(missing))
 
 
-def _check_preset(key: str, source: Source, values: Mapping[str, Any]) -> None:
+def _check_duration(key: str, source: Source, values: Mapping[str, Any]) -> None:
+    """Check the time of a Timer, if it is a text."""
+    duration = values.get(f"{key}.duration")
+    if source.name == "Timer" and isinstance(duration, str):
+        check_time(f"{key}.duration", duration)
+
+
+def _check_quantization(key: str, source: Source, values: Mapping[str, Any]) -> None:
     """Check that ModelOpt has a preset, without importing it."""
-    name, own = values.get(f"{key}.preset"), signatures.find_module(PRESETS)
+    name, own = values.get(f"{key}.preset"), signatures.find_module(QUANTIZATION)
     if source.name != "ModelOptQuantization" or not isinstance(name, str) or "/" in name or own is None:
         return
     config = signatures.find_module("modelopt.torch.quantization.config")
