@@ -393,8 +393,7 @@ class LowPrecision:
 
     def _cast_both(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         recipe = self.recipe
-        if (weight.shape[0] | weight.shape[1]) % self.multiple:
-            weight = filled(weight, rows=True, multiple=self.multiple)
+        weight = filled(weight, rows=True, multiple=self.multiple)
         if (found := self._cast_by_history(weight, WEIGHT, recipe.weight, recipe.weight_t)) is not None:
             rows, columns = found
             assert rows is not None and columns is not None
