@@ -62,21 +62,26 @@ def test_equals_one_device(case: str) -> None:
         assert_same_gradients(found["gradients"], expected["gradients"])
 
 
-def _both_ways(what: str) -> list[dict[str, Any]]:
+def _both_ways(what: str, level: str) -> list[dict[str, Any]]:
     with symmetric_on_cpu(), _counted() as done:
-        pushed = _beside(what, FULL, gathers="symmetric")
+        pushed = _beside(what, level, gathers="symmetric")
     assert any(done)
-    return [_beside(what, FULL), pushed]
+    return [_beside(what, level), pushed]
+
+
+def check_beside(what: str, level: str) -> None:
+    """Check that a run with something beside it is the same by copy engines and by collectives."""
+    for plain, pushed in run(_both_ways, 2, what, level):
+        np.testing.assert_array_equal(pushed["losses"], plain["losses"])
+        assert pushed["metrics"].items() >= {k: v for k, v in plain["metrics"].items() if k.endswith("loss")}.items()
+        for name, value in plain["final"].items():
+            np.testing.assert_array_equal(pushed["final"][name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("what", ["average", "adapters", "eight bits tensorwise"])
 def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
     """Averaged weights in validation, frozen weights, and 8-bit products."""
-    for plain, pushed in run(_both_ways, 2, what):
-        np.testing.assert_array_equal(pushed["losses"], plain["losses"])
-        assert pushed["metrics"].items() >= {k: v for k, v in plain["metrics"].items() if k.endswith("loss")}.items()
-        for name, value in plain["final"].items():
-            np.testing.assert_array_equal(pushed["final"][name], value, err_msg=name)
+    check_beside(what, FULL)
 
 
 @pytest.mark.parametrize(

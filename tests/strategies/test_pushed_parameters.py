@@ -6,18 +6,16 @@ from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallel, gather
 from megalight.strategies import Pipeline
 from tests.parallel.peers.shared_files import symmetric_on_cpu
-from tests.strategies.test_full_sharding import _beside
 from tests.strategies.test_full_sharding import _expected as _one_device
 from tests.strategies.test_full_sharding import _trained as _whole
 from tests.strategies.test_full_sharding_matrix import LAYOUTS, MOE, _expected, _trained
-from tests.strategies.test_pushed_gathers import _counted
+from tests.strategies.test_pushed_gathers import _counted, check_beside
 from tests.strategies.training import assert_same_gradients, assert_same_run
 from tests.workers import run
 
@@ -82,21 +80,10 @@ def test_pipelines_equal_one_device(schedule: str) -> None:
         assert_same_run(found, expected)
 
 
-def _both_ways(what: str) -> list[dict[str, Any]]:
-    with symmetric_on_cpu(), _counted() as done:
-        pushed = _beside(what, "optim", gathers="symmetric")
-    assert any(done)
-    return [_beside(what, "optim"), pushed]
-
-
 @pytest.mark.parametrize("what", ["average", "adapters", "eight bits tensorwise", "eight bits delayed"])
 def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
     """Averaged weights in validation, frozen weights, and codes, whose weights have their own dtype in the end."""
-    for plain, pushed in run(_both_ways, 2, what):
-        np.testing.assert_array_equal(pushed["losses"], plain["losses"])
-        assert pushed["metrics"].items() >= {k: v for k, v in plain["metrics"].items() if k.endswith("loss")}.items()
-        for name, value in plain["final"].items():
-            np.testing.assert_array_equal(pushed["final"][name], value, err_msg=name)
+    check_beside(what, "optim")
 
 
 def _automatic() -> tuple[int, int]:
