@@ -145,6 +145,9 @@ MISTAKES = {
     "preemption before the start": f"{RUN} --trainer.callbacks+=Preemption --trainer.callbacks.after_minutes=-1",
     "misspelt accelerator": f"{RUN} --trainer.accelerator=gpuu",
     "misspelt strategy": f"{RUN} --trainer.strategy=megatro",
+    "misspelt plugin": f"{RUN} --trainer.plugins=SLURMEnvironmen",
+    "misspelt backend": f"{RUN} --trainer.strategy.process_group_backend=ncl",
+    "folder that cannot be made": f"{RUN} --trainer.default_root_dir=/proc/1/runs",
     "misspelt callback": f"{RUN} --trainer.callbacks+=EarlyStoping",
     "callback without its metric": f"{RUN} --trainer.callbacks+=EarlyStopping",
     "word for the best": (

@@ -29,8 +29,11 @@ MODULES = (
     "megalight.optim",
     "megalight.callbacks",
     "megalight.loggers",
+    "megalight.plugins.precision",
     "lightning.pytorch.callbacks",
     "lightning.pytorch.loggers",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.plugins.environments",
     "lightning.pytorch.strategies",
 )
 """Where classes are found by their bare names. The parser knows more; it decides about those."""

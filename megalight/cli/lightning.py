@@ -18,6 +18,7 @@ from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_info
 
 from megalight.callbacks import OptimizerMonitor, Preemption, RunRecord, StepProgress, Throughput, WholeModelSummary
 from megalight.cli import newest, strategies
@@ -30,6 +31,7 @@ from megalight.data.gpt.module import GPTDataModule
 from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.family import families
+from megalight.models.family.module import FamilyModule
 from megalight.registry import load_plugins
 from megalight.strategies import (
     MegatronFSDPStrategy,
@@ -208,17 +210,18 @@ class MegalightCLI(LightningCLI):
             found = yaml.safe_load(dumped)
             self.config_dump = found if self.subcommand is None else found[self.subcommand]
 
+    def before_fit(self) -> None:
+        """Say what the trainer changed for a run that is this short."""
+        for line in getattr(self.trainer, "shortened", ()):  # another Trainer has none
+            rank_zero_info(line)
+
     def before_instantiate_classes(self) -> None:
-        """Find the checkpoints that ``--ckpt_path=last``, ``auto`` and folders of runs mean."""
+        """Find the checkpoint that ``--ckpt_path=last``, ``auto`` and a folder of runs mean."""
         if self.subcommand is not None:
             config = self.config[self.subcommand]
             # All ranks look in the same folders. What they find there must be one checkpoint.
             folders = newest.folders_of(config.trainer)
             config.ckpt_path = newest.resolve(config.get("ckpt_path"), self.subcommand, folders)
-            model = config.get("model")
-            given = model.get("init_args") if isinstance(model, Namespace) else None
-            if given is not None and isinstance(given.get("weights"), str):
-                given.weights = str(newest.told(given.weights, f"--model.weights={given.weights}"))
 
     def instantiate_classes(self) -> None:
         """Create the trainer, the model and the data module.
@@ -237,6 +240,7 @@ class MegalightCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Create the trainer with our default callbacks, each unless the user gives their own."""
+        self._record_weights()  # the model is there already; the trainer gets the configuration that it will write
         given = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
         own = [*given] if isinstance(given, list) else [given]  # Lightning appends to the list itself
         trainer = super().instantiate_trainer(**kwargs)  # adds Lightning's own bar and summary
@@ -250,6 +254,13 @@ class MegalightCLI(LightningCLI):
                 added.append(ours())
         callbacks[:0] = added  # in front: ModelCheckpoint must stay last
         return trainer
+
+    def _record_weights(self) -> None:
+        """Put the checkpoint that the model took from a folder of runs into the configuration."""
+        taken = self.model.weights if isinstance(self.model, FamilyModule) else None
+        given = self._get(self.config, "model")
+        if taken is not None and isinstance(given, Namespace):
+            given.init_args.weights = str(taken)
 
 
 class _Parsed(MegalightCLI):

@@ -44,6 +44,7 @@ CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 CLASSES = {
     "trainer.callbacks": ".callbacks",
     "trainer.logger": ".loggers",
+    "trainer.plugins": ".plugins",
     "model": ".models.",
     "model.optimizer.schedule": ".optim",
     "data": ".data.",

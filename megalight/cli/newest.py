@@ -36,7 +36,10 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     if wanted in (None, *LIGHTNINGS):
         return wanted
     if wanted != "last" and (wanted != "auto" or verb != "fit"):
-        return str(told(wanted, f"--ckpt_path={wanted}"))
+        held = newest_in(wanted)
+        if held != publish.place(wanted):
+            _log(f"--ckpt_path={wanted}: the newest checkpoint in it is {held}")
+        return str(held)
     places = _places(folders)
     found = _newest_undamaged(places)
     if found is not None:
@@ -47,19 +50,6 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     where = ", ".join(map(str, places))
     _log(f"--ckpt_path=auto: there is no finished checkpoint under {where}; the run starts anew")
     return None
-
-
-def told(path: str | os.PathLike[str], said: str) -> Place:
-    """Do what :func:`~megalight.checkpoint.disk.newest.newest_in` does, and say in the log what was found.
-
-    Args:
-        path: a checkpoint, or a folder that holds some at any depth.
-        said: what the user wrote.
-    """
-    found = newest_in(path)
-    if found != publish.place(path):
-        _log(f"{said}: the newest checkpoint in it is {found}")
-    return found
 
 
 def check_there_is_one(folders: Iterable[str | os.PathLike[str]]) -> None:

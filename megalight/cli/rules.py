@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from math import prod
@@ -13,10 +15,11 @@ from typing import Any
 from megalight.cli import explain
 from megalight.cli.lightning_rules import only_known
 from megalight.cli.recipe_names import PRESETS, preset_names
+from megalight.cli.report import launched
 from megalight.cli.signatures import Source, Written, written
 from megalight.cli.trainer_rules import check_trainer
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.parallel.degrees import check_measured
+from megalight.parallel.degrees import check_backend, check_measured
 from megalight.registry import PLUGIN_GROUP
 
 Values = Mapping[str, Any]
@@ -45,6 +48,7 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
         MegalightError: a value breaks a rule.
     """
     check_trainer(_under("trainer", values))
+    _check_backend(values, classes)
     if is_megatron(classes):
         given = _under("trainer.strategy", values)
         # Without an accelerator by name, only Lightning knows whether this is a CPU.
@@ -58,7 +62,7 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
     _check_preset(values, classes)
     _check_weights(values, classes)
     _check_taught(values, classes)
-    _check_root(values)
+    _check_folders(values)
     _check_seed(values.get("seed_everything"))
     if verb == "fit" and _is_one_of(("GPTDataModule",), data):
         _check_length(_under("data", values))
@@ -157,20 +161,39 @@ def _is_path(source: Source | None, name: str) -> bool:
     return source is not None and "PathLike" in written(source).get(name, Written()).annotation
 
 
-def _check_root(values: Values) -> None:
-    """Check that the folder of the logs can be made."""
-    root = values.get("trainer.default_root_dir") or "."
-    if not isinstance(root, str) or "://" in root or values.get("trainer.logger") is False:
+def _check_folders(values: Values) -> None:
+    """Check that the folders of logs and checkpoints can be made."""
+    if values.get("trainer.logger") is not False:
+        _check_folder("trainer.default_root_dir", values.get("trainer.default_root_dir") or ".")
+    for key, folder in values.items():
+        if re.fullmatch(r"trainer\.callbacks(\.\d+)?\.dirpath", key):
+            _check_folder(key, folder)
+
+
+def _check_folder(key: str, folder: Any) -> None:
+    if not isinstance(folder, str) or "://" in folder:
         return
     # The nearest folder that is there: those below it are made.
-    path = Path(os.path.abspath(root))
+    path = Path(os.path.abspath(folder))
     above = next(each for each in (path, *path.parents) if each.exists())
     if not above.is_dir():
-        raise ConfigurationError(f"trainer.default_root_dir={root}: {above} is a file; name a folder for logs.")
-    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{key}={folder}: {above} is a file; name a folder for logs and checkpoints.")
+    try:
+        # Only an attempt tells it, also of full and read-only disks, for root too. A rank need not try again.
+        if not launched():
+            tempfile.TemporaryDirectory(prefix=".megalight-", dir=above).cleanup()
+    except OSError as error:
         raise ConfigurationError(
-            f"trainer.default_root_dir={root}: {above} cannot be written; name another folder for logs and checkpoints."
-        )
+            f"{key}={folder}: {above} cannot be written ({error.strerror}); name another folder for logs and "
+            "checkpoints."
+        ) from error
+
+
+def _check_backend(values: Values, classes: Mapping[str, Source | None]) -> None:
+    """Check the backend of collectives, where nothing else can register more."""
+    name = values.get("trainer.strategy.process_group_backend")
+    if isinstance(name, str) and only_known(values, classes):
+        check_backend(name)
 
 
 def _check_seed(seed: Any) -> None:

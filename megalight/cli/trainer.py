@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -12,7 +12,6 @@ from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
 
 from megalight.callbacks import AutomaticCUDAGraph
 from megalight.callbacks.run_record import log_folder
@@ -42,6 +41,9 @@ class MegalightTrainer(pl.Trainer):
         limit_predict_batches: the same for ``predict``.
         cuda_graphs: ``auto``: replay steps from CUDA graphs if the first steps show that this is faster
             (:class:`~megalight.callbacks.AutomaticCUDAGraph`); the log tells. ``off``: do not try.
+
+    Attributes:
+        shortened: lines for the log of ``fit``: intervals that were longer than the run, and what became of them.
 
     Raises:
         ConfigurationError: no strategy or logger has this name, or an argument has a value that Lightning would accept
@@ -73,7 +75,8 @@ class MegalightTrainer(pl.Trainer):
         # Before Lightning sees the values, because it accepts some of them silently.
         check_values(kwargs)
         # After the checks: what is changed here is no mistake.
-        kwargs |= dict(within_run(kwargs))
+        within, self.shortened = within_run(kwargs)
+        kwargs |= within
         if logger is None or logger is True:
             logger = "csv,tensorboard" if has("tensorboard") else "csv"
         self._named: str | None = None
@@ -173,26 +176,32 @@ def check_values(arguments: Mapping[str, Any]) -> None:
         raise half_on_cpu(arguments["precision"])
 
 
-def within_run(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield intervals that are longer than a run of ``max_steps``, shortened to it; the log says so.
+def within_run(arguments: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
+    """Shorten intervals that are longer than a run of ``max_steps`` to it.
 
     A recipe that is tried for a few steps then validates and logs at its end.
+
+    Returns:
+        the intervals, and a line for the log about each.
     """
     steps = arguments.get("max_steps") or -1
+    within: dict[str, int] = {}
+    lines: list[str] = []
     if steps < 1:
-        return
+        return within, lines
     run = f"the run (max_steps={steps})"
     batches = steps * (arguments.get("accumulate_grad_batches") or 1)
     every = arguments.get("val_check_interval")
     # `True` is an int in Python, and a fraction is a part of an epoch.
     if isinstance(every, int) and not isinstance(every, bool) and every > batches:
-        rank_zero_info(f"val_check_interval={every} is longer than {run}, which is validated at its end")
-        yield "val_check_interval", batches
+        lines.append(f"val_check_interval={every} is longer than {run}, which is validated at its end")
+        within["val_check_interval"] = batches
     logged = arguments.get("log_every_n_steps")
     logged = DEFAULT_LOG_INTERVAL if logged is None else logged
     if logged > steps:
-        rank_zero_info(f"log_every_n_steps={logged} is longer than {run}, whose last step is logged")
-        yield "log_every_n_steps", steps
+        lines.append(f"log_every_n_steps={logged} is longer than {run}, whose last step is logged")
+        within["log_every_n_steps"] = steps
+    return within, lines
 
 
 def _without_gpu(accelerator: Any) -> bool:

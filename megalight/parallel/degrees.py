@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from megalight.errors import ConfigurationError, LayoutError
+from collections.abc import Iterable
+
+from megalight.errors import ConfigurationError, LayoutError, nearest
+
+BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi", "fake")
+"""Backends of collectives that torch knows by itself."""
 
 
 def check_degrees(
@@ -52,6 +57,26 @@ def check_timeout(seconds: float) -> None:
     """Refuse timeouts that no collective can meet."""
     if not seconds > 0:
         raise ConfigurationError(f"timeout_seconds={seconds:g}; it must be above 0. The default is 1800.")
+
+
+def check_backend(name: str, others: Iterable[str] = ()) -> None:
+    """Refuse backends of collectives that torch does not have.
+
+    Args:
+        name: the backend, or one for each type of device: ``cpu:gloo,cuda:nccl``.
+        others: backends beside :data:`BACKENDS`, as somebody registered them.
+
+    Raises:
+        ConfigurationError: it is unknown.
+    """
+    known = [*dict.fromkeys((*BACKENDS, *others))]
+    for part in name.lower().split(","):
+        backend = part.rpartition(":")[2].strip()
+        if backend not in known:
+            raise ConfigurationError(
+                f"process_group_backend={name!r}: there is no backend {backend!r}.{nearest(backend, known)} Choose "
+                f"from {', '.join(known)}, or leave it out: nccl is taken on GPUs, gloo on CPUs."
+            )
 
 
 def check_measured(device: str) -> None:

@@ -139,6 +139,9 @@ class MegatronStrategy(FolderCheckpoints):
         )
         degrees.check_at_least_one("sigterm_every_n_steps", sigterm_every_n_steps)
         degrees.check_timeout(timeout_seconds)
+        if process_group_backend is not None:
+            known = torch.distributed.Backend.backend_list
+            degrees.check_backend(process_group_backend, [each for each in known if each != "undefined"])
         if isinstance(micro_batch_size, int):
             degrees.check_at_least_one("micro_batch_size", micro_batch_size)
         refusals.check_checkpoint_io(checkpoint_io)

@@ -1,6 +1,8 @@
 """Mistakes in a command are found before torch is imported, with the parser's own words."""
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,20 +11,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from megalight.cli import early, lightning_rules, rules
+from megalight.cli import early, lightning_rules, rules, signatures
+from megalight.cli.explain import subclasses
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
 from megalight.data.indexed import IndexedWriter
 from megalight.data.meta import CorpusMeta
 from megalight.errors import ConfigurationError, MegalightError
+from megalight.parallel import degrees
 from megalight.registry import PLUGIN_GROUP
+from megalight.strategies import MegatronStrategy
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
@@ -98,6 +105,14 @@ MISTAKES = [
     (["--trainer.strategy=DPStrategy"], ["'DPStrategy' is not a known strategy. Did you mean 'DDPStrategy'?"]),
     (["--trainer.callbacks+=EarlyStoping"], ["'EarlyStoping' names no known class. Did you mean 'EarlyStopping'?"]),
     (["--trainer.callbacks+=megalight.callbacks.EMAA"], ["has no attribute 'EMAA'", "'megalight.callbacks.EMA'?"]),
+    (["--trainer.plugins=SLURMEnvironmen"], ["'SLURMEnvironmen' names no known class", "'SLURMEnvironment'?"]),
+    (["--trainer.plugins+=MegatronPrecison"], ["no known class. Did you mean 'MegatronPrecision'?"]),
+    (["--trainer.strategy.process_group_backend=glo"], ["process_group_backend='glo'", "Did you mean 'gloo'?"]),
+    (
+        ["--trainer.strategy=DDPStrategy", "--trainer.strategy.process_group_backend=nccll"],
+        ["process_group_backend='nccll': there is no backend", "Did you mean 'nccl'?"],
+    ),
+    ([*SHORT, "--trainer.default_root_dir=/proc/1/runs"], ["/proc/1 cannot be written", "another folder"]),
     (["--trainer.logger=CSVLoger"], ["'CSVLoger' names no known class. Did you mean 'CSVLogger'?"]),
     (["--model=GPTModul"], ["model = 'GPTModul' names no known class. Did you mean 'GPTModule'?"]),
     (["--data=BertDatModule"], ["'BertDatModule' names no known class. Did you mean 'BertDataModule'?"]),
@@ -172,10 +187,42 @@ def test_recipes_have_no_mistake(path):
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     words = ["--model=GPTModule", f"--trainer.default_root_dir={tmp_path}/a/b"]
     early.check("fit", words)
-    monkeypatch.setattr("megalight.cli.rules.os.access", lambda *arguments: False)
+    assert list(tmp_path.iterdir()) == []
+    elsewhere = ["--trainer.callbacks+=ModelCheckpoint", f"--trainer.callbacks.dirpath={tmp_path}/c"]
+    early.check("fit", [*words, *elsewhere])
+
+    def refuses(path, mode=0o777):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", refuses)
     early.check("fit", [*words, "--trainer.logger=false"])
-    with pytest.raises(MegalightError, match=f"{tmp_path} cannot be written"):
+    with pytest.raises(MegalightError, match=f"default_root_dir=.*: {tmp_path} cannot be written .Read-only"):
         early.check("fit", words)
+    with pytest.raises(MegalightError, match=f"callbacks.dirpath={tmp_path}/c: {tmp_path} cannot be written"):
+        early.check("fit", [*words, *elsewhere, "--trainer.logger=false"])
+
+
+@pytest.mark.parametrize("name", ["gloo", "NCCL", "cpu:gloo,cuda:nccl", "mine"])
+def test_backends_that_torch_has(name, monkeypatch):
+    """Others may be registered by a module of the user's, which is imported later."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    model = "samples.SampleModule" if name == "mine" else "GPTModule"
+    early.check("fit", [f"--model={model}", f"--trainer.strategy.process_group_backend={name}"])
+    if name != "mine":
+        MegatronStrategy(process_group_backend=name)
+
+
+def test_the_backends_are_those_of_torch():
+    assert {*torch.distributed.Backend.backend_list} - {"undefined"} <= {*degrees.BACKENDS}
+    with pytest.raises(ConfigurationError, match=r"no backend 'glo'\. Did you mean 'gloo'"):
+        MegatronStrategy(process_group_backend="cpu:glo,cuda:nccl")
+
+
+def test_all_plugins_are_known_by_name():
+    kinds = subclasses(Precision), subclasses(ClusterEnvironment), subclasses(CheckpointIO)
+    found = [each for kind in kinds for each in kind if each.__module__.startswith(("megalight.", "lightning."))]
+    names = {each.__name__ for each in found if "_graveyard" not in each.__module__ and each.__name__[0] != "_"}
+    assert {name for name in names if signatures.find(name, early.MODULES) is None} == set()
 
 
 @pytest.mark.parametrize("devices", ["2", "auto", "-1", "0,", "0,1", "[0, 1]", "null"])

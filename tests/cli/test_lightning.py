@@ -134,6 +134,15 @@ def test_a_run_shorter_than_its_intervals_is_validated_and_logged_at_its_end(tmp
     assert len(found["val_loss"][0]) == 1
 
 
+def test_only_fit_tells_of_intervals_that_are_longer_than_the_run(caplog):
+    words = [*MODEL, *QUIET, "--trainer.max_steps=2"]
+    for verb, told in (("fit", True), ("validate", False)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert main([verb, *words]) == 0
+        assert ("log_every_n_steps=50 is longer than the run" in caplog.text) == told
+
+
 @pytest.mark.parametrize("name", ["train", "val", "test", "predict"])
 def test_one_batch_is_not_all_batches(name):
     parser = ArgumentParser()

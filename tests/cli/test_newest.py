@@ -93,6 +93,8 @@ def test_the_weights_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path)
     for folder, found in (("run", "run/a.ckpt"), ("elsewhere", "elsewhere")):
         cli = parsed([*words, f"--model.weights={tmp_path / folder}"])
         assert cli.model.weights == str(tmp_path / found)
+        # What run.yaml will say: by then the folder may hold another one.
+        assert cli.config.fit.model.init_args.weights == str(tmp_path / found)
 
 
 def test_a_module_takes_the_weights_of_a_run(tmp_path: Path) -> None:
