@@ -82,7 +82,7 @@ def engine_over(
         # Only now: values are written into the engine's storage.
         _fill(engine, model, known.prefix(model))
     for choice, reason in engine.unit_memory.reasons.items():
-        log.info("%s of units: %s", choice, reason)
+        log.info("%s: %s", choice, reason)
     for kind, size in engine.memory().items():
         log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
     return engine

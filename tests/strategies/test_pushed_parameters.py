@@ -91,12 +91,12 @@ def _automatic() -> tuple[int, int]:
     counts = []
     for there in (True, False):
         with symmetric_on_cpu() if there else nullcontext(), _counted() as done:
-            _trained("dp2", "optim", 0.0, gathers="auto")
+            _trained("dp2", "optim", 0.0)
         counts.append(sum(done))
     return counts[0], counts[1]
 
 
-def test_auto_takes_copy_engines_where_they_are() -> None:
+def test_the_default_takes_copy_engines_where_they_are() -> None:
     for there, not_there in run(_automatic, 2):
         assert there
         assert not not_there

@@ -155,6 +155,8 @@ class DataParallelEngine:
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
         self._route, self._units = route or Route(), units
         against = None if nccl_ub == "off" else f"nccl_ub={nccl_ub!r}: NCCL has the buffers"
+        # One rank gathers nothing, and needs no stream of copies.
+        gathers = "plain" if gathers == "auto" and mesh.everyone is None else gathers
         gathering, reducing = Choice("gathers", gathers, against), Choice("reductions", reductions, against)
         self._copy_engines = CopyEngines(device, self.level, gathering, reducing)
         self._reducer = Reducer(self.level.state, reduce_dtype, reduction, self._copy_engines.sums)
@@ -176,7 +178,8 @@ class DataParallelEngine:
         self.units: Units | None = None
         frozen = [info for info in every if not info.parameter.requires_grad]
         self.frozen_shards = self._shard_frozen(frozen, max_ctas)
-        self.unit_memory.reasons.update(self._copy_engines.reasons)
+        if any(bucket.shard_group is not None for bucket in self.buckets):
+            self.unit_memory.reasons.update(self._copy_engines.reasons)
         sharded = [bucket for bucket in self.buckets if bucket.shards_params]
         self._addresses = {key: place for bucket in sharded for key, place in bucket.addresses().items()}
         # Once all buffers are there: what comes later would be registered by ranks at different times.

@@ -70,7 +70,8 @@ class DataParallel:
         gathers: how parameters are gathered: ``plain``, by collectives, or ``symmetric``: the GPUs of one host write
             into each other's memory with their copy engines, which use no multiprocessor. With level ``no_shard``
             nothing is gathered. With ``optim_grads_params``, collectives gather what lies outside of units. ``auto``:
-            ``symmetric`` where the GPUs reach each other's memory, else ``plain``; the log says why.
+            ``symmetric`` where the GPUs reach each other's memory and ``nccl_ub`` is off, else ``plain``; the log says
+            why. Products beside copies keep all multiprocessors (docs/performance/log.md, "Data parallelism").
         reductions: how gradients are summed over ranks: ``plain``, by collectives, or ``symmetric``: copy engines carry
             the terms between the GPUs of one host, and the owner of a shard sums them in float32, in the order of
             ranks. They travel in the dtype of ``reduce_dtype``. With level ``no_shard`` nobody owns a shard. ``auto``:
@@ -95,7 +96,7 @@ class DataParallel:
     optimizer_offload_fraction: float = 0.0
     check_for_nan: bool = False
     nccl_ub: Registration = "off"
-    gathers: Way = "plain"
+    gathers: Way = "auto"
     reductions: Way = "plain"
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True

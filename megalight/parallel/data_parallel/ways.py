@@ -57,7 +57,7 @@ class Choice:
         """
         if reasons:
             return f"by collectives, for some ranks at least: {reasons[0]}"
-        return f"by copy engines: {self.way!r} was asked for, and the GPUs reach each other's memory"
+        return "by copy engines, which leave all multiprocessors to products: the GPUs reach each other's memory"
 
     def _judge(self, reason: str | None) -> str | None:
         if reason is not None and self.way == "symmetric":
