@@ -131,6 +131,7 @@ def main() -> None:
     # Sizes that 16 does not divide, with loads of several elements all the same.
     through(activations.gated(leaf(8, 2 * 3420), "silu"))
     through(activations.activation(leaf(8, 3420), "gelu"))
+    through(activations.gated(leaf(8, 2 * 3424)[:, : 2 * 3420], "silu"))
     packed_rows = PackedSequences.of_lengths([300, 400])
     for dim, window, cap in ((128, None, None), (128, 100, None), (64, None, 30.0), (256, None, 30.0)):
         heads_of = (leaf(700, heads, dim) for heads in (8, 2, 2))
@@ -175,6 +176,7 @@ def main() -> None:
     for tile in casts.MODES:
         for columns in (None, Scheme("e5m2", tile, "power")):
             casts.cast(leaf(64, 4096).detach(), Scheme("e4m3", tile), columns)
+        casts.cast(leaf(64, 4096).detach(), Scheme("e4m3", tile), Scheme("e5m2", tile), sums=True)
     one = torch.tensor(1.0)
     casts.cast(leaf(64, 4096).detach(), Scheme("e4m3"), Scheme("e5m2"), one, one, None, True)
     for told in (None, one):

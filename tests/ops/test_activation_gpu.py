@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.ops.activation import KINDS
-from tests.ops.checks import check_activations, check_cast_activation, check_gated_pair, check_measured
+from tests.ops.checks import check_activations, check_cast_activation, check_gaps, check_gated_pair, check_measured
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +32,13 @@ def test_amax_on_the_way(kind: str, gates: bool) -> None:
     from megalight.ops.activation import triton
 
     check_measured(triton, "cuda", torch.bfloat16, kind, gates)
+
+
+@pytest.mark.parametrize("gates", [True, False])
+def test_rows_with_gaps(gates: bool) -> None:
+    from megalight.ops.activation import triton
+
+    check_gaps(triton, "cuda", "silu", gates)
 
 
 @pytest.mark.parametrize("gates", [True, False])

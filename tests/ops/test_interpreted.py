@@ -306,6 +306,11 @@ def test_layers_look_for_no_magnitude_that_is_known(monkeypatch: pytest.MonkeyPa
         assert torch.equal(measured, plain)
 
 
+@pytest.mark.parametrize("gates", [True, False])
+def test_activations_of_rows_with_gaps(gates: bool) -> None:
+    checks.check_gaps(kernels("activation"), "cpu", "silu", gates)
+
+
 def test_activation_wider_than_a_block() -> None:
     checks.check_activations(kernels("activation"), "cpu", torch.float32, (2, 2500), "silu")
 
@@ -405,6 +410,14 @@ def test_transposed_codes(shape: tuple[int, int]) -> None:
     found = kernels("quantize").transpose(codes)
     assert found.dtype == codes.dtype
     assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("tile", [(0, 0), (1, 0), (1, 128), (128, 128)])
+@pytest.mark.parametrize("shape", [(150, 144), (256, 128), (37, 122), (300, 340)])
+def test_casts_sum_tokens(tile: tuple[int, int], shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("quantize")
+    monkeypatch.setattr(module, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
+    checks.check_sums(module, "cpu", *shape, Scheme("e5m2", tile))
 
 
 def test_casts_tell_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:

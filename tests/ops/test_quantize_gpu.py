@@ -12,7 +12,7 @@ from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.quantize.record import record_largest
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
-from tests.ops.checks import check_cast, check_cast_flat, check_told, error
+from tests.ops.checks import check_cast, check_cast_flat, check_sums, check_told, error
 from tests.ops.test_linear import with_main_grad
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +78,29 @@ def test_products_equal_the_reference(backend: str, gradient: Any, shape: tuple[
     assert right is not None
     expected = scaled_mm(left, right, torch.float64, backend="reference")
     assert error(scaled_mm(left, right, torch.bfloat16, backend=backend), expected) < 4e-3
+    # Half as large as the product, so that it cannot be missed.
+    bias = (torch.randn(n, device="cuda") * expected.std() / 2).bfloat16()
+    found = scaled_mm(left, right, torch.bfloat16, bias=bias, backend=backend)
+    assert error(found, expected + bias.double()) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise"])
+def test_biases_are_served_wherever_products_are(name: str, dtype: torch.dtype) -> None:
+    schemes = recipe(name)
+    served = [
+        SCALED_MM.select(Spec("cuda", schemes.x, schemes.weight, dtype, bias)).name != "reference"
+        for bias in (False, True)
+    ]
+    assert served[0] == served[1]
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("shape", [(150, 144), (24176, 6840), (8192, 1280)])
+def test_casts_sum_tokens(tile: tuple[int, int], shape: tuple[int, int]) -> None:
+    from megalight.ops.quantize import triton as kernels
+
+    check_sums(kernels, "cuda", *shape, Scheme("e5m2", tile))
 
 
 def test_an_h200_has_tensorwise_and_rowwise_products() -> None:
@@ -94,15 +117,17 @@ def test_linear_equals_its_emulation(name: str) -> None:
         pytest.skip("no such products here")
     data = torch.randn(256, 384, device="cuda").bfloat16()
     x, grad_y = (torch.randn(200, size, device="cuda").bfloat16() for size in (384, 256))
+    offset = torch.randn(256, device="cuda").bfloat16()
     found = []
     for emulate in (False, True):
         weight, session = with_main_grad(data.clone(), torch.float32), Session()
+        bias = with_main_grad(offset.clone(), torch.float32)
         state_of(weight).precision = LowPrecision(schemes, session, emulate=emulate)
         leaf = x.clone().requires_grad_()
         with session.step(0):
-            out = linear(leaf, weight)
+            out = linear(leaf, weight, bias)
             out.backward(grad_y)
-        found.append((out, leaf.grad, weight.main_grad))
+        found.append((out, leaf.grad, weight.main_grad, bias.main_grad))
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) < 4e-3
 

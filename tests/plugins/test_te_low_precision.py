@@ -76,9 +76,11 @@ def test_layers_equal_our_own(packages: Fakes, name: str, wait: bool) -> None:
             results.append(linear(data[0][0].bfloat16(), weight))
         found.append([*results, weight.main_grad])
         assert weight.ready == 3
-    for ours, theirs in zip(*found, strict=True):
+    for number, (ours, theirs) in enumerate(zip(*found, strict=True)):
         assert ours.shape == theirs.shape
-        assert error(ours, theirs) < 1e-6
+        with_bias = number in (0, 2, 4)
+        # With TransformerEngine, the product is rounded to bfloat16 before the bias is added; with ours, the sum is.
+        assert error(ours, theirs) < (4e-3 if with_bias else 1e-6)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed"])

@@ -70,23 +70,24 @@ def _forward(
     y: Value,
     parts: Value,
     size: Value,
+    stride: Value,
     KIND: constexpr,
     GATED: constexpr,
     MEASURE: constexpr,
     UNIT: constexpr,
     BLOCK: constexpr,
 ) -> None:
-    size = size * UNIT
+    size, stride = size * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     if GATED:
         # `x [rows, 2 size]`: gate is the first half of a row, up the second.
-        gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
         out = _value(gate, KIND) * up
     else:
-        out = _value(tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32), KIND)
+        out = _value(tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32), KIND)
     out = out.to(y.dtype.element_ty)  # round first: the largest magnitude is that of the stored values
     tl.store(y + row * size + column, out, mask=inside)
     if MEASURE:
@@ -101,13 +102,14 @@ def _backward(
     grad_x: Value,
     parts: Value,
     size: Value,
+    stride: Value,
     KIND: constexpr,
     GATED: constexpr,
     MEASURE: constexpr,
     UNIT: constexpr,
     BLOCK: constexpr,
 ) -> None:
-    size = size * UNIT
+    size, stride = size * UNIT, stride * UNIT
     # x is read again, and the activation computed again: this costs less than to store its result in the forward.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -116,15 +118,15 @@ def _backward(
     out_type = grad_x.dtype.element_ty
     if GATED:
         first = row * 2 * size + column
-        gate = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + first + size, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
         out = (grad * up * _slope(gate, KIND)).to(out_type)
         tl.store(grad_x + first, out, mask=inside)
         other = (grad * _value(gate, KIND)).to(out_type)
         tl.store(grad_x + first + size, other, mask=inside)
         magnitude = tl.maximum(tl.abs(out.to(tl.float32)), tl.abs(other.to(tl.float32)))
     else:
-        value = tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
         out = (grad * _slope(value, KIND)).to(out_type)
         tl.store(grad_x + row * size + column, out, mask=inside)
         magnitude = tl.abs(out.to(tl.float32))
@@ -133,16 +135,21 @@ def _backward(
         tl.store(parts + row * tl.num_programs(1) + tl.program_id(1), largest)
 
 
-def _grid(y: Tensor) -> tuple[tuple[int, int], int, int, int]:
-    """Return the grid (rows, blocks of a row), the row size in units, the unit and the block size.
+def _grid(x: Tensor, y: Tensor) -> tuple[tuple[int, int], int, int, int, int]:
+    """Return the grid (rows, blocks of a row), the row size and the distance of rows in units, the unit and the block.
 
-    They are for an output ``[..., size]``.
+    They are for an input whose rows may have gaps between them, and an output ``[..., size]``.
     """
-    size = y.shape[-1]
-    unit = math.gcd(size, UNIT)
+    size, stride = y.shape[-1], x.stride(0) if x.dim() == 2 else x.shape[-1]
+    unit = math.gcd(size, stride, UNIT)
     # One program per block of a row: a row's gate and up are `size` apart, so blocks must not cross rows.
     block = min(BLOCK, next_power(size))
-    return (y.numel() // max(1, size), cdiv(size, block)), size // unit, unit, block
+    return (y.numel() // max(1, size), cdiv(size, block)), size // unit, stride // unit, unit, block
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Return whether ``x`` is a matrix with gaps between its rows at most."""
+    return x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
 def _parts(y: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -153,13 +160,13 @@ def _parts(y: Tensor, grid: tuple[int, int]) -> Tensor:
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
-        x = x.contiguous()
+        x = x if _has_rows(x) else x.contiguous()
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
-        ctx.grid = grid, size, unit, block = _grid(y)
+        ctx.grid = grid, size, stride, unit, block = _grid(x, y)
         parts = _parts(y, grid) if measure else y  # a kernel that does not measure writes no parts
         if grid[0]:
             _forward[grid](
-                x, y, parts, size, KIND=kind, GATED=gated, MEASURE=measure, UNIT=unit, BLOCK=block, num_warps=4
+                x, y, parts, size, stride, KIND=kind, GATED=gated, MEASURE=measure, UNIT=unit, BLOCK=block, num_warps=4
             )
         ctx.save_for_backward(x)
         ctx.kind, ctx.gated, ctx.measure = kind, gated, measure
@@ -169,8 +176,8 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        grad_x = torch.empty_like(x)
-        grid, size, unit, block = ctx.grid  # the gradient has the shape of the output
+        grad_x = x.new_empty(x.shape)
+        grid, size, stride, unit, block = ctx.grid  # the gradient has the shape of the output
         parts = _parts(grad_y, grid) if ctx.measure else grad_y
         if grid[0]:
             _backward[grid](
@@ -179,6 +186,7 @@ class _Activation(torch.autograd.Function):
                 grad_x,
                 parts,
                 size,
+                stride,
                 KIND=ctx.kind,
                 GATED=ctx.gated,
                 MEASURE=ctx.measure,

@@ -27,7 +27,7 @@ from megalight.ops.parameter import put
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
-from megalight.ops.quantize.known import known_amax, magnitudes_of, rows_of
+from megalight.ops.quantize.known import known_amax, magnitudes_of, rows_of, tell_sums, told_sums
 from megalight.ops.quantize.recipes import Recipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
@@ -151,6 +151,7 @@ class LowPrecision:
         scale: scale ``[1, 1]`` of a weight that is stored as codes.
         largest: its largest magnitude, 0-dim, or that of the part that this rank casts.
         met: whether a step has multiplied with such a weight since the last update.
+        sums: whether a trained bias follows the product, so that casts of output gradients also sum their tokens.
         wants_magnitudes: whether casts by current values use magnitudes that the maker of a tensor has recorded.
         reads_codes: whether products can read weights that are stored as codes.
         takes_any_size: whether weights may have sides that are no multiples of what products take.
@@ -200,6 +201,7 @@ class LowPrecision:
         self.scale: Tensor | None = None
         self.largest: Tensor | None = None
         self.met = False
+        self.sums = False
         self._weight: tuple[Quantized, Quantized] | None = None
         self._kept: tuple[Quantized, Quantized] | None = None
         session.layers.append(self)
@@ -260,14 +262,24 @@ class LowPrecision:
         return _shaped(self.multiply(rows, weight, bias, x.dtype), x), x_t
 
     def multiply(self, rows: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """``x W^T + b [T, out]`` for an input that is already cast."""
+        """``x W^T + b [T, out]`` for an input that is already cast.
+
+        With a bias, rows of the result may have gaps between them: a copy without them would take half as long as the
+        product, and what follows reads rows.
+        """
         codes = self._held(weight) or self._cast_weight(weight)[0]
         # Sums with fewer bits do a forward pass no harm. Gradients get sums in full float32.
-        y = scaled_mm(rows, codes, dtype, fast=True, backend=self.backend)
-        if bias is not None:
-            return y[:, : bias.shape[0]] + bias.to(dtype)  # the sum has no gaps
-        # Here and below in place: every layer comes here several times.
-        return y if y.shape[1] == weight.shape[0] else cut(y, weight.shape[0])
+        features, more = weight.shape[0], codes.data.shape[0] - weight.shape[0]
+        if bias is None:
+            y = scaled_mm(rows, codes, dtype, fast=True, backend=self.backend)
+            # Here and below in place: every layer comes here several times.
+            return cut(y, features) if more else y
+        self.sums = bias.requires_grad
+        added = bias.detach().to(dtype)
+        if more:
+            added = F.pad(added, (0, more))
+        y = scaled_mm(rows, codes, dtype, bias=added, fast=True, backend=self.backend)
+        return y[:, :features] if more else y
 
     @property
     def casts_shares(self) -> bool:
@@ -426,7 +438,10 @@ class LowPrecision:
                     amax_t=amax if self.one_scale else None,
                     generator=self.session.generator(flat.device) if scheme.stochastic else None,
                     fill=self.multiple,
+                    sums=self.sums,
                 )
+            if flat is not grad_y and (sums := told_sums(flat)) is not None:
+                tell_sums(grad_y, sums)
             # The note makes both products use the same codes, and rounds stochastically only once.
             note.casts = Casts(self, rows, columns)
             # What an unwritten gradient would be made of may be freed.
@@ -444,7 +459,8 @@ class LowPrecision:
             if inside:
                 history.record(role, told)
             return found
-        found = cast(x, rows, columns, amax=amax, amax_t=amax, tell=inside, fill=self.multiple)
+        sums = self.sums and role == GRADIENT
+        found = cast(x, rows, columns, amax=amax, amax_t=amax, tell=inside, fill=self.multiple, sums=sums)
         if inside:
             # After the cast, which notes magnitudes in its own pass: another pass over x would cost what delayed
             # scaling saves.

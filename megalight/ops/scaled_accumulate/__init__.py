@@ -47,14 +47,18 @@ def choose(spec: Spec, backend: str) -> Accumulate:
 def _reference(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     # The product is rounded to the dtype of `out` once, and added once: one rounding more than the fused kernels.
     product = choose_product(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")
-    put(out, product(a, b, out.dtype, False), write)
+    put(out, product(a, b, out.dtype, False, None), write)
 
 
 def _product_add(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     """Multiply, then add: needs a temporary matrix of the size of ``out``."""
     # A write needs no temporary where the library can put the product straight into `out`.
     if not (write and multiply_into(out, a, b)):
-        put(out, choose_product(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))(a, b, out.dtype, False), write)
+        put(
+            out,
+            choose_product(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))(a, b, out.dtype, False, None),
+            write,
+        )
 
 
 def _product_add_why_not(spec: Spec) -> str | None:

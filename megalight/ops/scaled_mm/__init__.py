@@ -27,34 +27,46 @@ class Spec(NamedTuple):
         device: device type.
         a, b: schemes of the factors.
         dtype: dtype of the result.
+        bias: whether a bias is added.
     """
 
     device: str
     a: Scheme
     b: Scheme
     dtype: torch.dtype
+    bias: bool = False
 
 
-ScaledMM: TypeAlias = Callable[[Quantized, Quantized, torch.dtype, bool], Tensor]
+ScaledMM: TypeAlias = Callable[[Quantized, Quantized, torch.dtype, bool, Tensor | None], Tensor]
 SCALED_MM: BackendRegistry[Spec, ScaledMM] = BackendRegistry("scaled_mm")
 REGISTRIES = (SCALED_MM,)
 EXAMPLE = Spec("cpu", Scheme("e4m3"), Scheme("e4m3"), torch.bfloat16)
 
 
-def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False, backend: str = "auto") -> Tensor:
-    """``a [M, K] x b [N, K] -> [M, N]``.
+def scaled_mm(
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """``a [M, K] x b [N, K] -> [M, N]``, and a bias on demand.
 
     Args:
         a: the left factor.
         b: the right factor, transposed.
         dtype: dtype of the result.
+        bias: ``[N]`` of the same dtype. Where the product adds it, the sum is rounded once.
         fast: whether sums may have fewer bits than float32, which is good enough for forward passes.
         backend: name of a backend.
 
     Raises:
         BackendError: the named backend cannot serve these schemes on this device.
     """
-    return choose(Spec(a.data.device.type, a.scheme, b.scheme, dtype), backend)(a, b, dtype, fast)
+    spec = Spec(a.data.device.type, a.scheme, b.scheme, dtype, bias is not None)
+    return choose(spec, backend)(a, b, dtype, fast, bias)
 
 
 def multiply_into(out: Tensor, a: Quantized, b: Quantized, *, fast: bool = False, backend: str = "auto") -> bool:
@@ -88,14 +100,29 @@ def choose(spec: Spec, backend: str = "auto") -> ScaledMM:
     return SCALED_MM.select(spec, backend).fn
 
 
-def _reference(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
-    return (a.dequantize() @ b.dequantize().T).to(dtype)
+def _reference(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
+    product = a.dequantize() @ b.dequantize().T
+    return (product if bias is None else product + bias).to(dtype)
 
 
-def _tensorwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
+def _then_bias(
+    product: Callable[[Quantized, Quantized, torch.dtype, bool], Tensor],
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    fast: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Add the bias to what a product gives, in a kernel of its own."""
+    y = product(a, b, dtype, fast)
+    return y if bias is None else y + bias
+
+
+def _tensorwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
     return torch._scaled_mm(
         a.data,
         b.data.t(),
+        bias=bias,
         scale_a=a.scale,
         scale_b=b.scale,
         out_dtype=dtype,
@@ -103,10 +130,11 @@ def _tensorwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> T
     )
 
 
-def _rowwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
+def _rowwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
     y = torch._scaled_mm(
         a.data,
         b.data.t(),
+        bias=bias,
         scale_a=a.scale.contiguous(),
         scale_b=b.scale.reshape(1, -1).contiguous(),
         out_dtype=torch.bfloat16,  # row-wise scales serve no other dtype
@@ -154,11 +182,11 @@ def _native_why_not(
     major, minor = torch.cuda.get_device_capability()
     if major + minor / 10 < capability:
         return f"needs a GPU of compute capability {capability}, and this one has {major}.{minor}"
-    return _probe(product, spec.a, spec.b, spec.dtype)
+    return _probe(product, spec)
 
 
 @lru_cache(maxsize=64)
-def _probe(product: ScaledMM, a: Scheme, b: Scheme, dtype: torch.dtype) -> str | None:
+def _probe(product: ScaledMM, spec: Spec) -> str | None:
     """Try the product on this GPU; return why it fails, or None. Some torch releases refuse it or compute it wrong."""
     # A seed of its own: a probe must not move the random stream of the run.
     generator = torch.Generator().manual_seed(0)
@@ -166,11 +194,13 @@ def _probe(product: ScaledMM, a: Scheme, b: Scheme, dtype: torch.dtype) -> str |
         # Rows of very different magnitude: a library that mixes up the scales cannot pass. Sizes are no multiples of
         # 128, so padding of scales is tested too.
         quantize((torch.randn(size, 384, generator=generator) * torch.logspace(-2, 2, size)[:, None]).cuda(), scheme)
-        for size, scheme in ((272, a), (144, b))
+        for size, scheme in ((272, spec.a), (144, spec.b))
     )
-    expected = _reference(left, right, torch.float64, False)
+    # A seventh of the product's size: a library that forgets it cannot pass either.
+    bias = (torch.randn(144, generator=generator) * 3e3).to("cuda", spec.dtype) if spec.bias else None
+    expected = _reference(left, right, torch.float64, False, bias)
     try:
-        found = product(left, right, dtype, False).double()
+        found = product(left, right, spec.dtype, False, bias).double()
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         return f"this torch refuses it here: {str(error).splitlines()[0]}"
     wrong = float((found - expected).norm() / expected.norm())
@@ -190,10 +220,15 @@ def _register(
     SCALED_MM.register(Backend(name, product, priority, why_not))
 
 
+BLOCKS, MICROSCALED = ((1, 128), (128, 128)), partial(_then_bias, microscaled.product)
 _register("torch_tensorwise", _tensorwise, 30, ((0, 0),), 8.9)
 _register("torch_rowwise", _rowwise, 20, ((1, 0),), 9.0)
-_register("torch_blockwise", partial(_blockwise, multiple=4), 10, ((1, 128), (128, 128)), 9.0)
-_register("torch_blockwise_unpadded", partial(_blockwise, multiple=1), 9, ((1, 128), (128, 128)), 9.0)  # older torch
-_register("torch_mxfp8", microscaled.product, 10, ((1, 32),), 10.0, ("e8m0",))
-_register("torch_nvfp4", microscaled.product, 10, ((1, 16), (16, 16)), 10.0, ("e4m3",))
+# Where the library does not add a bias: to results in float32, for example.
+_register("torch_tensorwise_then_bias", partial(_then_bias, _tensorwise), 29, ((0, 0),), 8.9)
+_register("torch_rowwise_then_bias", partial(_then_bias, _rowwise), 19, ((1, 0),), 9.0)
+_register("torch_blockwise", partial(_then_bias, partial(_blockwise, multiple=4)), 10, BLOCKS, 9.0)
+# For older torch.
+_register("torch_blockwise_unpadded", partial(_then_bias, partial(_blockwise, multiple=1)), 9, BLOCKS, 9.0)
+_register("torch_mxfp8", MICROSCALED, 10, ((1, 32),), 10.0, ("e8m0",))
+_register("torch_nvfp4", MICROSCALED, 10, ((1, 16), (16, 16)), 10.0, ("e4m3",))
 SCALED_MM.register(Backend("reference", _reference, 0, serve_all))

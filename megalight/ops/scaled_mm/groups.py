@@ -92,7 +92,7 @@ def multiply_groups(
                 Quantized(codes, scale.view(-1, 1), rows.scheme),
                 Quantized(factor, own.view(-1, 1), factors.scheme),
             )
-            target.copy_(product(left, right, out.dtype, fast))
+            target.copy_(product(left, right, out.dtype, fast, None))
 
 
 def _split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
