@@ -7,6 +7,7 @@
     python benchmarks/vlm.py RESULT.json --gpus 4 --level optim --graph iteration --rows llava-1.5
     python benchmarks/vlm.py RESULT.json --recipe delayed --rows fp8
     python benchmarks/vlm.py RESULT.json --gpus 4 --micro 2 1 --level optim optim_grads --rows llava-1.5
+    python benchmarks/vlm.py RESULT.json --gpus 4 --micro 2 1 --level optim --graph iteration --recompute mlp.act
     python benchmarks/vlm.py RESULT.json --small [--gpus 2]        # tiny models on the CPU
 
 Two shapes. ``llava-1.5``: CLIP-L/336 and 7B, rows of one image (576 tokens) and text. ``qwen2.5-vl``: the tower of
@@ -83,12 +84,14 @@ def rows_of(a: argparse.Namespace) -> list[Row]:
             a.breakdown and way == "megalight",
             graph,
             recipe,
+            recompute,
         )
         for level in (a.level or [LEVELS[-1] if several else LEVELS[0]])
         for shape in SHAPES
         for way, precision in WAYS
         for recipe in ("tensorwise", *(a.recipe if precision == "fp8" else ()))
         for graph in ("", *(a.graph if way == "megalight" else ()))
+        for recompute in ((), *([tuple(a.recompute)] if a.recompute and way == "megalight" else []))
         for micro, mbs in batches_of(shape, a)
     ]
     asked = [
@@ -154,6 +157,9 @@ def arguments() -> argparse.ArgumentParser:
         nargs="+",
         default=[2],
         help="micro-batches of a step; further numbers make further rows, with as many rows of data in a step",
+    )
+    parser.add_argument(
+        "--recompute", nargs="+", default=[], metavar="MODULE", help="further rows of ours, with these computed again"
     )
     parser.add_argument("--recipe", nargs="+", default=[], choices=RECIPES, help="further rows in FP8, by this recipe")
     parser.add_argument("--small", action="store_true", help="tiny models on the CPU")

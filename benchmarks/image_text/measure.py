@@ -22,6 +22,7 @@ from benchmarks.roofline import RATES
 from benchmarks.step import Step
 from megalight.imports import has
 from megalight.optim import AdamConfig
+from megalight.parallel.recompute import Recompute
 from megalight.strategies import DataParallel, MegatronStrategy
 
 CHECKED_STEPS = 4
@@ -43,7 +44,8 @@ def train_ours(
     **options: Any,
 ) -> None:
     """Train Megalight's model in the layout of a row."""
-    strategy = MegatronStrategy(micro_batch_size=shape.mbs, data_parallel=data_parallel_of(row))
+    again = Recompute(granularity="selective", modules=row.recompute) if row.recompute else None
+    strategy = MegatronStrategy(micro_batch_size=shape.mbs, data_parallel=data_parallel_of(row), recompute=again)
     arguments = shape.rows * row.gpus, strategy, row.arithmetic, row.device, steps, tick, begin
     ours.train(shape, *arguments, row.freeze, row.graph, row.recipe, **options)
 

@@ -35,6 +35,7 @@ class Row:
         breakdown: whether a step is profiled.
         graph: what is recorded as CUDA graphs, as in ``CUDAGraph``; "": nothing.
         recipe: of FP8, as in ``LowPrecisionOptions``.
+        recompute: modules of the language model whose outputs the backward pass computes again.
     """
 
     shape: str
@@ -52,6 +53,7 @@ class Row:
     breakdown: bool = False
     graph: str = ""
     recipe: str = "tensorwise"
+    recompute: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -60,7 +62,8 @@ class Row:
         recipe = f" {self.recipe}" if self.recipe != "tensorwise" else ""
         graph = f", graph={self.graph}" if self.graph else ""
         micro = f", micro={self.micro}" if self.micro != USUAL else ""
-        return f"{self.shape}, {self.way} {self.precision}{recipe}{level}{graph}{micro}"
+        recompute = f", recompute={'+'.join(self.recompute)}" if self.recompute else ""
+        return f"{self.shape}, {self.way} {self.precision}{recipe}{level}{graph}{micro}{recompute}"
 
     @property
     def device(self) -> str:
@@ -98,4 +101,4 @@ class Row:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Row:
-        return cls(**record | {"sharding": tuple(record["sharding"])})
+        return cls(**record | {name: tuple(record[name]) for name in ("sharding", "recompute")})

@@ -65,6 +65,13 @@ def test_a_row_with_past_scales_and_one_micro_batch() -> None:
     assert 0 < found["checks"]["twin_difference"] < measure.TOLERANCE["fp8"]
 
 
+@pytest.mark.full
+def test_a_row_that_computes_activations_again() -> None:
+    row = Row("llava-1.5", "megalight", "bf16", small=True, micro=1, recompute=("*_norm", "mlp.act"))
+    assert row.name == "llava-1.5, megalight bf16, micro=1, recompute=*_norm+mlp.act"
+    _right(measure.measure(row))
+
+
 def _right(found: dict[str, Any]) -> None:
     assert found["checks"]["twin_difference"] < measure.TOLERANCE["fp32"]
     losses = found["checks"]["twin_losses"]
@@ -155,6 +162,8 @@ def test_rows_are_asked_for_by_name_or_word_and_in_order() -> None:
     words = ["result.json", "--recipe", "delayed", "--micro", "1", "--rows", "llava-1.5, megalight fp8"]
     rows = vlm.rows_of(vlm.arguments().parse_args(words))
     assert [row.name for row in rows] == [f"llava-1.5, megalight fp8{recipe}, micro=1" for recipe in ("", " delayed")]
+    again = vlm.arguments().parse_args(["result.json", "--recompute", "mlp.act", "--rows", "llava-1.5, megalight b"])
+    assert [row.recompute for row in vlm.rows_of(again)] == [(), ("mlp.act",)]
     words[-1] = "fp8 delayed"
     rows = vlm.rows_of(vlm.arguments().parse_args(words))
     assert [row.name for row in rows] == [f"{shape}, megalight fp8 delayed, micro=1" for shape in vlm.SHAPES]
