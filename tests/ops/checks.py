@@ -857,15 +857,16 @@ def check_sums(module: Any, device: str, tokens: int, features: int, scheme: Sch
 
 
 def check_gaps(module: Any, device: str, kind: str, gates: bool) -> None:
-    """Activations of rows with gaps between them are those of rows without, gradients included."""
-    fn = module.gated if gates else module.activation
-    wide = torch.randn(7, 2 * 348 + 8, device=device).bfloat16()
+    """Activations of rows with gaps between them, and of gradients with others, are those of rows without."""
+    fn, size = module.gated if gates else module.activation, 348
+    x = torch.randn(7, 2 * size + 8, device=device).bfloat16()[:, : 2 * size if gates else size]
+    grad_y = torch.randn(7, size + 4, device=device).bfloat16()[:, :size]
     results = []
-    for x in (wide[:, : 2 * 348], wide[:, : 2 * 348].contiguous()):
-        x = x.detach().requires_grad_()
-        y = fn(x, kind)
-        y.backward(torch.ones_like(y))
-        results.append((y.detach(), x.grad))
+    for gaps in (True, False):
+        leaf = (x if gaps else x.contiguous()).detach().requires_grad_()
+        y = fn(leaf, kind)
+        y.backward(grad_y if gaps else grad_y.contiguous())
+        results.append((y.detach(), leaf.grad))
     for ours, theirs in zip(*results, strict=True):
         assert ours is not None
         assert theirs is not None

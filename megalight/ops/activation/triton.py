@@ -103,18 +103,19 @@ def _backward(
     parts: Value,
     size: Value,
     stride: Value,
+    grad_stride: Value,
     KIND: constexpr,
     GATED: constexpr,
     MEASURE: constexpr,
     UNIT: constexpr,
     BLOCK: constexpr,
 ) -> None:
-    size, stride = size * UNIT, stride * UNIT
+    size, stride, grad_stride = size * UNIT, stride * UNIT, grad_stride * UNIT
     # x is read again, and the activation computed again: this costs less than to store its result in the forward.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    grad = tl.load(grad_y + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_y + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
     out_type = grad_x.dtype.element_ty
     if GATED:
         first = row * 2 * size + column
@@ -135,21 +136,22 @@ def _backward(
         tl.store(parts + row * tl.num_programs(1) + tl.program_id(1), largest)
 
 
-def _grid(x: Tensor, y: Tensor) -> tuple[tuple[int, int], int, int, int, int]:
-    """Return the grid (rows, blocks of a row), the row size and the distance of rows in units, the unit and the block.
-
-    They are for an input whose rows may have gaps between them, and an output ``[..., size]``.
-    """
-    size, stride = y.shape[-1], x.stride(0) if x.dim() == 2 else x.shape[-1]
-    unit = math.gcd(size, stride, UNIT)
+def _grid(y: Tensor) -> tuple[tuple[int, int], int]:
+    """Return the grid (rows, blocks of a row) and the block size, for an output ``[..., size]``."""
+    size = y.shape[-1]
     # One program per block of a row: a row's gate and up are `size` apart, so blocks must not cross rows.
     block = min(BLOCK, next_power(size))
-    return (y.numel() // max(1, size), cdiv(size, block)), size // unit, stride // unit, unit, block
+    return (y.numel() // max(1, size), cdiv(size, block)), block
 
 
-def _has_rows(x: Tensor) -> bool:
-    """Return whether ``x`` is a matrix with gaps between its rows at most."""
-    return x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+def _spaced(x: Tensor) -> Tensor:
+    """Return a matrix that has gaps between its rows at most as it is, and everything else without gaps."""
+    return x if x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def _stride(x: Tensor) -> int:
+    """Return the elements from one row to the next."""
+    return x.stride(0) if x.dim() == 2 else x.shape[-1]
 
 
 def _parts(y: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -160,13 +162,24 @@ def _parts(y: Tensor, grid: tuple[int, int]) -> Tensor:
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
-        x = x if _has_rows(x) else x.contiguous()
+        x = _spaced(x)
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
-        ctx.grid = grid, size, stride, unit, block = _grid(x, y)
+        size, stride, (grid, block) = y.shape[-1], _stride(x), _grid(y)
+        unit = math.gcd(size, stride, UNIT)
         parts = _parts(y, grid) if measure else y  # a kernel that does not measure writes no parts
         if grid[0]:
             _forward[grid](
-                x, y, parts, size, stride, KIND=kind, GATED=gated, MEASURE=measure, UNIT=unit, BLOCK=block, num_warps=4
+                x,
+                y,
+                parts,
+                size // unit,
+                stride // unit,
+                KIND=kind,
+                GATED=gated,
+                MEASURE=measure,
+                UNIT=unit,
+                BLOCK=block,
+                num_warps=4,
             )
         ctx.save_for_backward(x)
         ctx.kind, ctx.gated, ctx.measure = kind, gated, measure
@@ -175,18 +188,21 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        # Hooks on saved tensors may have closed the gaps.
+        x, grad_y = _spaced(ctx.saved_tensors[0]), _spaced(grad_y)
         grad_x = x.new_empty(x.shape)
-        grid, size, stride, unit, block = ctx.grid  # the gradient has the shape of the output
+        size, stride, grad_stride, (grid, block) = grad_y.shape[-1], _stride(x), _stride(grad_y), _grid(grad_y)
+        unit = math.gcd(size, stride, grad_stride, UNIT)
         parts = _parts(grad_y, grid) if ctx.measure else grad_y
         if grid[0]:
             _backward[grid](
                 x,
-                grad_y.contiguous(),
+                grad_y,
                 grad_x,
                 parts,
-                size,
-                stride,
+                size // unit,
+                stride // unit,
+                grad_stride // unit,
                 KIND=ctx.kind,
                 GATED=ctx.gated,
                 MEASURE=ctx.measure,

@@ -264,8 +264,8 @@ class LowPrecision:
     def multiply(self, rows: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """``x W^T + b [T, out]`` for an input that is already cast.
 
-        With a bias, rows of the result may have gaps between them: a copy without them would take half as long as the
-        product, and what follows reads rows.
+        With a bias, rows of the result may have gaps between them where features are filled up: a copy without them
+        would take half as long as the product, and what follows reads rows.
         """
         codes = self._held(weight) or self._cast_weight(weight)[0]
         # Sums with fewer bits do a forward pass no harm. Gradients get sums in full float32.
@@ -323,11 +323,10 @@ class LowPrecision:
         return grad_y
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        """``grad_y [..., out] -> grad_y W [..., in]``, in the dtype of ``grad_y``."""
+        """``grad_y [..., out] -> grad_y W [..., in]``, in the dtype of ``grad_y``; with gaps as :meth:`multiply`."""
         rows, _ = self._cast_gradient(grad_y)
         grad_x = scaled_mm(rows, self._cast_weight(weight)[1], grad_y.dtype, backend=self.backend)
-        grad_x = grad_x if grad_x.shape[1] == weight.shape[1] else cut(grad_x, weight.shape[1])
-        return _shaped(grad_x, grad_y)
+        return _shaped(grad_x if grad_x.shape[1] == weight.shape[1] else grad_x[:, : weight.shape[1]], grad_y)
 
     def weight_gradient(self, grad_y: Tensor, x: Tensor | Quantized, like: Tensor) -> Tensor:
         """``grad_y [..., out], x [..., in] -> grad_y^T x [out, in]``; ``x`` may be cast already, transposed.

@@ -64,7 +64,9 @@ class Product:
     @classmethod
     def of_input(cls, weight: Tensor) -> Product:
         """The input gradient ``grad_y -> grad_y W``."""
-        return cls(lambda grad_y, out: input_gradient(grad_y, weight, out), weight.shape[0], weight.shape[1])
+        # Messages have no gaps between rows, as products in 8 bits of odd sizes may have.
+        rows, columns = weight.shape
+        return cls(lambda grad_y, out: input_gradient(grad_y, weight, out).contiguous(), rows, columns)
 
 
 class Overlap(Protocol):
