@@ -34,7 +34,11 @@ ROWS = [
     Row("mha", 4, pp=2, cp=2, kind="ring", level="optim_grads_params", recompute=WHOLE),
     Row("mha", 2, cp=4, kind="all_to_all_ring", inner=2),
     Row("gqa", 2, cp=4, kind="all_gather"),
+    Row("gqa", 3, dp=2),
+    Row("gqa", 4, pp=2, dp=2, pipeline=ZERO_BUBBLE),
+    Row("mha", 3, tp=2, sp=True, dp=2),
 ]
+"""Parameters are gathered as by default: by copy engines where the GPUs have links."""
 STRICT = [
     Row("gqa", 4, pp=2, vpp=2),
     Row("gqa", 2, cp=2, kind="ring"),
@@ -51,6 +55,8 @@ PUSHED = [
     Row("tied", 4, dp=4, packed=True),
 ]
 """Rows whose units, or whole parameters, copy engines gather and reduce as well."""
+PLAIN = [Row("gqa", 5, dp=2, level="optim_grads_params"), Row("tied", 4, dp=4, packed=True)]
+"""Rows whose parameters collectives gather as well."""
 
 STEPS = 3
 
@@ -65,14 +71,15 @@ class Strict(pl.Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _train(row: Row, strict: bool, way: str = "plain") -> dict[str, Any]:
+def _train(row: Row, strict: bool, way: str | None = None) -> dict[str, Any]:
+    ways = {} if way is None else {"gathers": way, "reductions": way}
     options: dict[str, Any] = {"accelerator": "cuda"}
     if strict:
         options |= {"precision": "bf16-mixed", "log_every_n_steps": 1000}
     return fit(
         replace(MODELS[row.config], num_layers=row.layers),
         9 if strict else STEPS,
-        options={"level": row.level, "gathers": way, "reductions": way},
+        options={"level": row.level, **ways},
         trainer_options=options,
         extra_callbacks=[Strict()] if strict else [],
         packed=row.packed,
@@ -81,8 +88,11 @@ def _train(row: Row, strict: bool, way: str = "plain") -> dict[str, Any]:
 
 
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
-    plain, strict, pushed = ([row for row in rows if row.world == world] for rows in (ROWS, STRICT, PUSHED))
-    ordinary = [(_train, (row, False)) for row in plain] + [(_train, (row, True)) for row in strict]
+    rows, strict, pushed, plain = (
+        [row for row in rows if row.world == world] for rows in (ROWS, STRICT, PUSHED, PLAIN)
+    )
+    ordinary = [(_train, (row, False)) for row in rows] + [(_train, (row, True)) for row in strict]
+    ordinary += [(_train, (row, False, "plain")) for row in plain]
     return ordinary + [(_train, (row, strict, "symmetric")) for row in pushed for strict in (False, True)]
 
 
@@ -99,6 +109,13 @@ def test_copy_engines_move_the_same_parameters_and_gradients(row: Row) -> None:
     model = replace(MODELS[row.config], num_layers=row.layers)
     assert_same_run(found, by_hand(model, STEPS, device="cuda", packed=row.packed))
     assert len(runs_of(jobs, row.world).outcome((row, True, "symmetric"))["losses"]) == 9
+
+
+@pytest.mark.parametrize("row", PLAIN, ids=str)
+def test_collectives_gather_the_same_parameters(row: Row) -> None:
+    found = runs_of(jobs, row.world).outcome((row, False, "plain"))
+    model = replace(MODELS[row.config], num_layers=row.layers)
+    assert_same_run(found, by_hand(model, STEPS, device="cuda", packed=row.packed))
 
 
 @pytest.mark.parametrize("row", STRICT, ids=str)
