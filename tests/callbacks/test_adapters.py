@@ -235,7 +235,11 @@ def test_adapters_alone_beside_their_base(base: str, tmp_path: Path, capsys: pyt
     assert main(["merge", path, "-o", str(tmp_path / "m")]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "holds only adapters; name the weights that training began with by --base" in said
-    assert main(["merge", path, "-o", str(tmp_path / "m"), "--base", base]) == 0
+    # A folder of runs stands for its newest checkpoint, as for the first argument.
+    assert main(["merge", path, "-o", str(tmp_path / "m"), "--base", str(Path(base).parent)]) == 0
+    assert main(["merge", path, "-o", str(tmp_path / "n"), "--base", str(tmp_path / "absent")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "absent is not a finished Megalight checkpoint: nothing is there" in said
     tokens, sequences = torch.arange(9), PackedSequences.of_lengths([4, 5])
     logits = load_model(path, base=base)(tokens, sequences).logits
     torch.testing.assert_close(load_model(tmp_path / "m")(tokens, sequences).logits, logits, rtol=1e-11, atol=1e-11)

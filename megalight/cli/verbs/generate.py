@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
     parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the one in the checkpoint")
-    parser.add_argument("--base", help="the weights that training began with, for a checkpoint of adapters")
+    parser.add_argument(
+        "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
+    )
     weights_keys.add_argument(parser)
     parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
     parser.add_argument("--draft", help="a draft model's checkpoint, which guesses tokens: faster, and the same text")
@@ -80,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print each prompt with its completion, or each answer."""
     from megalight.checkpoint.disk.newest import newest_in
-    from megalight.cli.newest import check_is_one
+    from megalight.cli.newest import check_is_one, existing
 
     path = newest_in(arguments.checkpoint)
     if str(path) != arguments.checkpoint.rstrip("/"):
@@ -88,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"reading {path}", file=sys.stderr)
     if not path.is_file() and not (path / "config.json").is_file():  # neither a single file nor one of transformers
         check_is_one(path)
+    base = None if arguments.base is None else existing(arguments.base)
     tokenizer = arguments.tokenizer
     if tokenizer is None and isinstance(path, Path) and path.is_file():
         from megalight.cli.run_tokenizer import of_run
@@ -119,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
             path,
             tokenizer=tokenizer,
             device=device,
-            base=arguments.base,
+            base=base,
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
             mesh=mesh,
             keys=arguments.weights_keys,

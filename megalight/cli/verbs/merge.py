@@ -12,9 +12,11 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", help="the checkpoint's folder; also s3://...")
+    parser.add_argument("checkpoint", help="the checkpoint's folder, or a run's (its newest one); also s3://...")
     parser.add_argument("-o", "--output", required=True, help="the folder to write; also s3://...")
-    parser.add_argument("--base", help="the weights that training began with, for a checkpoint of adapters")
+    parser.add_argument(
+        "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
+    )
     parser.add_argument("--adapter", help="which adapter, for a checkpoint of several")
 
 
@@ -25,9 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_new(absolute(arguments.output))
     source = existing(arguments.checkpoint)
+    base = None if arguments.base is None else existing(arguments.base)
 
     from megalight.models.transforms.merge import merge_checkpoint  # after the checks: it imports torch
 
-    count = merge_checkpoint(source, arguments.output, arguments.base, arguments.adapter)
+    count = merge_checkpoint(source, arguments.output, base, arguments.adapter)
     print(f"{arguments.output}: merged the adapters of {count} linear layers")
     return 0
