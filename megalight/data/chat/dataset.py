@@ -108,7 +108,7 @@ class PackedDataset:
         arrays = build_once(
             cache_dir or os.path.join(os.path.dirname(corpus.data.prefix), "cache"),
             f"{type(self).__name__}-{label}",
-            description,
+            description | self.measured(),
             lambda: self._build(documents),
         )
         self.items, self.bounds = arrays["items"], arrays["bounds"]
@@ -166,6 +166,10 @@ class PackedDataset:
             lengths.append(s - at)  # padding is a sequence of its own, so no conversation attends to it
         # Ids below 0 mark tokens without a loss in data of others; embeddings have no such rows.
         return Sample(np.maximum(tokens, 0), np.maximum(labels, 0), mask, tuple(lengths))
+
+    def measured(self) -> dict[str, Any]:
+        """Return how conversations are measured: cached rows of another way are not used."""
+        return {}
 
     def pieces(self, documents: range) -> NDArray[np.int64]:
         """Return sequence, first token and number of positions of all pieces to train on, ``[n, 3]``."""

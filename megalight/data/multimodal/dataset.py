@@ -85,6 +85,11 @@ class ImageDataset(PackedDataset):
     def __reduce__(self) -> tuple[Callable[..., ImageDataset], tuple[Any, ...]]:
         return _rebuild, self._arguments
 
+    def measured(self) -> dict[str, Any]:
+        """See :class:`~megalight.data.chat.dataset.PackedDataset`: earlier rows knew no images that lie on a side."""
+        by_size = self.corpus.images is not None and self.options.form.fixed_tokens is None
+        return {"upright": True} if by_size else {}
+
     def pieces(self, documents: range) -> NDArray[np.int64]:
         """Return sequence, first token and number of positions of each conversation, with the tokens of images."""
         corpus, options = self.corpus, self.options

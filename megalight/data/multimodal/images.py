@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
@@ -218,7 +219,7 @@ def rgb(image: Any, channels: int) -> Any:
 
 
 def decode(data: bytes, place: str) -> Any:
-    """Return the Pillow image in the bytes of a file, decoded as a whole.
+    """Return the Pillow image in the bytes of a file, decoded as a whole, and upright as its EXIF data say.
 
     Args:
         data: the file.
@@ -233,14 +234,46 @@ def decode(data: bytes, place: str) -> Any:
         with warnings.catch_warnings():
             # Pillow warns of a bomb up to twice the limit, and only then raises.
             warnings.simplefilter("error", pillow.DecompressionBombWarning)
+            warnings.filterwarnings("ignore", DAMAGED_EXIF)
             image = pillow.open(io.BytesIO(data))
+            turn = _turn(image)
             image.load()
     except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
         raise DataError(f"{place} is refused: {error} Raise PIL.Image.MAX_IMAGE_PIXELS if it is no attack.") from error
     # Decoders raise many types for damaged files.
     except (OSError, ValueError, SyntaxError, IndexError, EOFError, MemoryError) as error:
         raise DataError(_unreadable(data, place, error)) from error
-    return image
+    return image if turn is None else image.transpose(pillow.Transpose[turn])
+
+
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""EXIF's orientation of an image -> what makes it upright. Telephones store photos as the sensor lies."""
+
+ORIENTATION = 0x0112
+"""EXIF's number of it."""
+
+DAMAGED_EXIF = "Corrupt EXIF data"
+"""Begins a warning of Pillow. It tells no file, and the picture may be whole."""
+
+
+def _turn(image: Any) -> str | None:
+    """Return how an image that is open, and not decoded yet, becomes upright; None if it is."""
+    # Pillow turns TIFF itself. It would decode a whole PNG to look for EXIF data at its end.
+    if image.format == "TIFF" or (image.format == "PNG" and not any("exif" in str(key) for key in image.info)):
+        return None
+    try:
+        return TURNS.get(image.getexif().get(ORIENTATION, 1))
+    # Damaged EXIF data say nothing; the image itself may be whole.
+    except (OSError, ValueError, SyntaxError, LookupError, TypeError, struct.error):
+        return None
 
 
 SIGNATURES = ((b"\x89PNG", "PNG"), (b"\xff\xd8\xff", "JPEG"), (b"GIF8", "GIF"))
@@ -261,7 +294,7 @@ def _unreadable(data: bytes, place: str, error: Exception) -> str:
 
 
 def measure(data: bytes, place: str) -> tuple[int, int]:
-    """Return width and height of the image in the bytes of a file, which is not decoded.
+    """Return width and height of the image that :func:`decode` gives. It is not decoded.
 
     Raises:
         DataError: it is no image that Pillow reads.
@@ -270,10 +303,13 @@ def measure(data: bytes, place: str) -> tuple[int, int]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pillow.DecompressionBombWarning)  # `decode` refuses it
-            size: tuple[int, int] = pillow.open(io.BytesIO(data)).size
+            warnings.filterwarnings("ignore", DAMAGED_EXIF)
+            image = pillow.open(io.BytesIO(data))
+            turn, (width, height) = _turn(image), image.size
     except (OSError, ValueError, SyntaxError, IndexError, EOFError, pillow.DecompressionBombError) as error:
         raise DataError(_unreadable(data, place, error)) from error
-    return size
+    lies = turn in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+    return (height, width) if lies else (width, height)
 
 
 def _pillow() -> ModuleType:
