@@ -63,6 +63,8 @@ def _dispatch(name: str, rest: list[str]) -> int:
         passed_on=getattr(verb, "PASSED_ON", None),
     )
     verb.add_arguments(parser)
+    if parser.passed_on is not None:
+        parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} -- -c RECIPE ..."
     # Cut off first: argparse would take options that come after an argument for some of these.
     cut = rest.index("--") if "--" in rest and hasattr(verb, "PASSED_ON") else len(rest)
     arguments = parser.parse_args(rest[:cut])

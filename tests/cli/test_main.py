@@ -105,6 +105,7 @@ def test_a_reader_that_ends_early_is_no_error(words):
         (["quantize", "o", "--", "-c", "absent.yaml"], ["absent.yaml"]),
         (["bench", "tiny-cpu", "--timeout=-1"], ["--timeout is -1 seconds; it must be above 0"]),
         (["launch", "--slurm", "--", "fit", "--nodes", "2"], ["'--nodes' comes after --", "Put it before"]),
+        (["launch", "--slurm", "--", "fit", "-c", "a", "--", "fit", "-c", "b"], ["several commands", "for each"]),
         (["launch", "--slurm", "--time=noon", "--", "fit"], ["--time is 'noon'", "24:00:00"]),
     ],
 )
@@ -115,6 +116,12 @@ def test_errors_are_short_and_helpful(words, parts, capsys):
     assert len(text.splitlines()) <= 6
     for part in parts:
         assert part in text, text
+
+
+@pytest.mark.parametrize(("verb", "end"), [("teach", "teacher -- -c RECIPE ..."), ("launch", " -- fit ...")])
+def test_usage_shows_what_follows_the_dashes(verb, end, capsys):
+    assert main([verb, "--help"]) == 0
+    assert capsys.readouterr().out.partition("\n\n")[0].endswith(end)
 
 
 def test_doctor_shows_where_ranks_stand(capsys):

@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--partition", help="partition of the cluster")
     parser.add_argument("--name", default="megalight", help="name of the job (default: megalight)")
     parser.add_argument("command", nargs="+", metavar="-- fit ...", help="the command, after --")
+    # argparse names what comes several times twice.
+    parser.usage = parser.format_usage().removeprefix("usage: ").replace(" [-- fit ... ...]", "")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.errors import ConfigurationError, nearest
 
     verb = arguments.command[0]
+    if "--" in arguments.command:
+        raise ConfigurationError("there are several commands after --, and a script runs one; make a script for each.")
     if verb not in TRAINER_VERBS:
         raise ConfigurationError(
             f"{verb!r} is not run on several machines.{nearest(verb, TRAINER_VERBS)} After --, give "
