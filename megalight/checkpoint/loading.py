@@ -23,12 +23,13 @@ from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import Place, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
+from megalight.checkpoint.disk.newest import another
 from megalight.checkpoint.disk.pinned import Pinned
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.reader import Reader
 from megalight.checkpoint.scheme import SCHEMES
 from megalight.checkpoint.view import views_to_fill
-from megalight.errors import CheckpointError, MissingCheckpointError, StorageError, nearest
+from megalight.errors import CheckpointError, MissingCheckpointError, nearest
 from megalight.parallel.source import Filled, Source, Target
 
 ATTEMPTS = 3
@@ -227,12 +228,4 @@ def _naming_another(path: Place) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise type(error)(f"{error}{_alternative(path)}") from error
-
-
-def _alternative(path: Place) -> str:
-    # Storage that fails now must not hide the error that this is added to.
-    with suppress(StorageError, OSError):
-        others = [other for other in publish.finished(path.parent) if other != path]
-        return f" The newest finished checkpoint beside it is {others[-1]}." if others else ""
-    return ""
+        raise type(error)(f"{error}{another(path)}") from error

@@ -9,7 +9,7 @@ from typing import Any
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import Place
-from megalight.checkpoint.disk.newest import newest_first, newest_in
+from megalight.checkpoint.disk.newest import another, newest_first, newest_in
 from megalight.checkpoint.inspection.verify import verify
 from megalight.cli.report import launched
 from megalight.errors import CheckpointError
@@ -64,9 +64,7 @@ def check_is_one(path: Place) -> None:
     try:
         manifests.read(publish.resolve(path))
     except CheckpointError as error:
-        other = publish.latest(path.parent)
-        hint = "" if other is None else f" The newest finished checkpoint beside it is {other}."
-        raise type(error)(f"{error}{hint}") from error
+        raise type(error)(f"{error}{another(path)}") from error
 
 
 def existing(path: str | os.PathLike[str]) -> Place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from megalight import checkpoint
+from megalight.checkpoint.disk.newest import newest_in
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
@@ -20,7 +21,7 @@ def load_draft(path: str | os.PathLike[str], base: GPT | ParallelGPT, tokenizer:
     """Load a draft for a model in memory, on its device and in its dtype. Each rank of a divided base loads it whole.
 
     Args:
-        path: a checkpoint of a draft.
+        path: a checkpoint of a draft, or a run's folder (its newest checkpoint).
         base: the model that it serves.
         tokenizer: that of the base.
 
@@ -33,6 +34,7 @@ def load_draft(path: str | os.PathLike[str], base: GPT | ParallelGPT, tokenizer:
         raise ConfigurationError(
             f"{path} is a draft for serving engines; make a checkpoint of it first: megalight convert {path} OUTPUT"
         )
+    path = newest_in(path)
     opened = checkpoint.open(path)
     if description(opened)["family"] != "eagle":
         raise ConfigurationError(

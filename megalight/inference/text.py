@@ -11,8 +11,8 @@ from typing import cast
 import torch
 
 from megalight import checkpoint
-from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.newest import newest_in
 from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
 from megalight.data.multimodal.images import Resize
 from megalight.data.tokenizer import Tokenizer
@@ -48,7 +48,8 @@ def load_model(
     """Load the whole model of a checkpoint, saved in any layout, in evaluation mode.
 
     Args:
-        path: the checkpoint, a single file that one of Lightning's own strategies wrote, or a ``transformers`` folder.
+        path: the checkpoint, a run's folder (its newest checkpoint), a single file that one of Lightning's own
+            strategies wrote, or a ``transformers`` folder.
         device: device of the weights.
         dtype: dtype of the weights. None keeps the saved dtype.
         base: the initial weights of the training, for a checkpoint that holds only adapters.
@@ -61,7 +62,8 @@ def load_model(
         CheckpointError: the checkpoint is missing or incomplete, or does not describe its model.
         ConfigurationError: the ``transformers`` model is not supported here, or the model has no such adapter.
     """
-    if publish.place(path).is_file():
+    path = newest_in(path)
+    if path.is_file():
         refuse_keys(keys, path)
         known, model = single_file_model(path, device, dtype)
         _check_generates(known, path)
@@ -83,7 +85,7 @@ def load_divided(
     """Load the model of a checkpoint, divided over ranks, in evaluation mode. All of them call this together.
 
     Args:
-        path: the checkpoint, or a ``transformers`` folder.
+        path: the checkpoint, a run's folder (its newest checkpoint), or a ``transformers`` folder.
         mesh: the ranks.
         device, dtype, base, keys, adapter: see :func:`load_model`.
 
@@ -91,7 +93,8 @@ def load_divided(
         LayoutError: the model cannot be divided so, or is in a single file.
         CheckpointError, ConfigurationError: see :func:`load_model`.
     """
-    if publish.place(path).is_file():
+    path = newest_in(path)
+    if path.is_file():
         raise LayoutError(f"{path} is a single file, which one process reads; leave out the layout.")
     return ParallelGPT(_found(path, device, dtype, base, mesh, keys, adapter).eval())
 
@@ -110,7 +113,7 @@ def _found(
     _check_generates(known, path)
     if opened is not None:
         refuse_keys(keys, path)
-        return saved_model(opened, device, dtype, base, mesh, adapter)
+        return saved_model(opened, device, dtype, None if base is None else newest_in(base), mesh, adapter)
     if adapter is not None:
         raise ConfigurationError(f"{path} is a folder of transformers, which has no adapter {adapter!r}; leave it out.")
     return transformers_model(path, device, dtype, mesh, keys)
@@ -149,7 +152,7 @@ class TextGenerator:
         """Load model and tokenizer from one folder.
 
         Args:
-            path: the checkpoint, or a ``transformers`` folder.
+            path: the checkpoint, a run's folder (its newest checkpoint), or a ``transformers`` folder.
             tokenizer: a ``tokenizer.json`` or its folder, to use instead of the one in ``path``.
             device: device of the weights.
             dtype: dtype of the weights. None keeps the saved dtype.
@@ -163,7 +166,8 @@ class TextGenerator:
             DataError: the tokenizer has more tokens than the model.
         """
         # Before the weights: a missing tokenizer is then found at once.
-        found = Tokenizer.load(tokenizer) if tokenizer else _tokenizer(publish.place(path))
+        path = newest_in(path)
+        found = Tokenizer.load(tokenizer) if tokenizer else _tokenizer(path)
         options = device, dtype, base, keys, adapter
         model = load_model(path, *options) if mesh is None else load_divided(path, mesh, *options)
         if found.vocab_size > model.config.vocab_size:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalight import checkpoint
 from megalight.checkpoint import Box, View, save
 from megalight.checkpoint.disk.newest import newest_in
 from megalight.cli import newest
@@ -19,6 +20,7 @@ from megalight.cli.lightning import parsed
 from megalight.cli.main import main
 from megalight.cli.newest import resolve
 from megalight.errors import CheckpointError
+from megalight.inference import load_model
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.canonical import canonical_tensors
@@ -121,6 +123,10 @@ def test_a_module_takes_the_weights_of_a_run(tmp_path: Path) -> None:
     module.configure_model()
     assert all(bool((parameter == 2).all()) for parameter in module.model.parameters())
     assert GPTModule(weights=module.weights).weights == module.weights
+    with torch.no_grad():
+        assert all(bool((parameter == 2).all()) for parameter in load_model(tmp_path / "runs").parameters())
+    with pytest.raises(CheckpointError, match=r"no manifest.*newest finished checkpoint in it is .*runs/b/step=1"):
+        checkpoint.open(tmp_path / "runs")
 
 
 def test_a_folder_that_nobody_may_read_hides_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

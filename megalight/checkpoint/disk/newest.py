@@ -9,6 +9,7 @@ from contextlib import suppress
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import Place
+from megalight.errors import MegalightError
 
 DEPTH = 6
 """Levels of folders that are searched: a run may be started in a folder that holds much else."""
@@ -25,6 +26,22 @@ def newest_in(path: str | os.PathLike[str]) -> Place:
     if not folder.is_dir() or not _may_hold(folder):
         return folder
     return next(iter(newest_first([folder])), folder)
+
+
+def another(path: Place) -> str:
+    """Return a sentence that names another checkpoint, in a folder of runs or beside it, for an error; or nothing.
+
+    Args:
+        path: what is no finished checkpoint, or a damaged one.
+    """
+    # Storage that fails now, and other damage, must not hide the error that this is added to.
+    with suppress(MegalightError, OSError):
+        held = newest_in(path)
+        if held != path:
+            return f" The newest finished checkpoint in it is {held}."
+        others = [other for other in publish.finished(path.parent) if other != path]
+        return f" The newest finished checkpoint beside it is {others[-1]}." if others else ""
+    return ""
 
 
 def newest_first(places: Iterable[Place]) -> list[Place]:

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
     )
     template = None if arguments.plain else ChatTemplate.of(writer.tokenizer, source)
-    draft = load_draft(newest_in(arguments.draft), writer.whole, writer.tokenizer)
+    draft = load_draft(arguments.draft, writer.whole, writer.tokenizer)
     interview = Interview(writer.whole, draft, writer.tokenizer, template, arguments.max_new_tokens, arguments.guesses)
     counts: dict[str, Acceptance] = defaultdict(Acceptance)
     for question in questions:

@@ -173,10 +173,9 @@ def _complete(
     """Return the completion of each prompt, or the answer. ``source``: a chat template; None: the tokenizer's."""
     draft, guessing = None, dict[str, int]()
     if arguments.draft is not None:
-        from megalight.checkpoint.disk.newest import newest_in
         from megalight.inference.drafts import load_draft
 
-        draft = load_draft(newest_in(arguments.draft), writer.model, writer.tokenizer)
+        draft = load_draft(arguments.draft, writer.model, writer.tokenizer)
         if arguments.guesses is not None:
             guessing["guesses"] = arguments.guesses
     texts, images = (prompts, None) if not files else _with_images(prompts, files, writer.image_marker)
