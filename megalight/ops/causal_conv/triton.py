@@ -14,6 +14,7 @@ from torch import Tensor
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.parts import empty_gradient, place_of
+from megalight.ops.sigmoid import sigmoid
 
 ROW = 128
 """Channels of a program, one warp."""
@@ -26,18 +27,109 @@ AHEAD = 4
 
 
 @jit
-def _row(
-    pointer: Value, stride: Value, token: Value, begin: Value, stop: Value, channel: Value, within: Value
-) -> Value:
-    """Load a token's channels in float32; 0 for tokens outside of ``begin`` and ``stop``."""
-    inside = within & (token >= begin) & (token < stop)
-    return tl.load(pointer + tl.cast(token, tl.int64) * stride + channel, mask=inside, other=0.0).to(tl.float32)
-
-
-@jit
 def _none() -> Any:
     """Return a tuple to add to. (Its type is not known to type checkers.)"""
     return ()
+
+
+@jit
+def _row(pointer: Value, stride: Value, token: Value, channel: Value, inside: Value, MASKED: constexpr) -> Value:
+    """Load a token's channels in float32; 0 outside of ``inside``."""
+    place = pointer + tl.cast(token, tl.int64) * stride + channel
+    if MASKED:
+        return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(place).to(tl.float32)
+
+
+@jit
+def _rows(
+    pointer: Value,
+    stride: Value,
+    first: Value,
+    tokens: Value,
+    channel: Value,
+    within: Value,
+    AHEAD: constexpr,
+    MASKED: constexpr,
+) -> Any:
+    """Load the channels of ``AHEAD`` tokens; 0 after the last token."""
+    rows = _none()
+    for step in tl.static_range(AHEAD):
+        inside = within & (first + step < tokens)
+        rows += (_row(pointer, stride, first + step, channel, inside, MASKED),)
+    return rows
+
+
+@jit
+def _read(own: Value, past: Value, place: Value, TAPS: constexpr, MASKED: constexpr) -> Any:
+    """Return the rows that a token reads, its own first.
+
+    The packed tokens are one row: a sequence reads nothing of the one before.
+    """
+    read = _none()
+    read += (own,)
+    for tap in tl.static_range(1, TAPS):
+        read += (tl.where(place >= tap, past[tap - 1], 0.0) if MASKED else past[tap - 1],)
+    return read
+
+
+@jit
+def _constants(
+    weight: Value, bias: Value, channel: Value, within: Value, TAPS: constexpr, BIAS: constexpr, ROW: constexpr
+) -> Any:
+    """Return the factors of a token and of those before it, the nearest first, and the bias."""
+    factors = _none()
+    for tap in tl.static_range(TAPS):
+        factors += (tl.load(weight + channel * TAPS + (TAPS - 1 - tap), mask=within, other=0.0).to(tl.float32),)
+    offset = tl.zeros((ROW,), tl.float32)
+    if BIAS:
+        offset += tl.load(bias + channel, mask=within, other=0.0).to(tl.float32)
+    return factors, offset
+
+
+@jit
+def _place(positions: Value, token: Value, tokens: Value) -> Value:
+    """Load a token's place in its sequence; -1 after the last token."""
+    return tl.load(positions + token, mask=token < tokens, other=-1)
+
+
+@jit
+def _forward_group(
+    x: Value,
+    positions: Value,
+    y: Value,
+    first: Value,
+    past: Value,
+    factors: Value,
+    offset: Value,
+    tokens: Value,
+    channels: Value,
+    stride: Value,
+    channel: Value,
+    within: Value,
+    TAPS: constexpr,
+    SILU: constexpr,
+    AHEAD: constexpr,
+    MASKED: constexpr,
+) -> Any:
+    """Write ``AHEAD`` rows; return the last rows, the nearest first."""
+    own = _rows(x, stride, first, tokens, channel, within, AHEAD, MASKED)
+    for step in tl.static_range(AHEAD):
+        token = first + step
+        place = _place(positions, token, tokens) if MASKED else 0
+        read = _read(own[step], past, place, TAPS, MASKED)
+        out = offset + factors[0] * read[0]
+        for tap in tl.static_range(1, TAPS):
+            out += factors[tap] * read[tap]
+        if SILU:
+            out = out * sigmoid(out)
+        target = y + tl.cast(token, tl.int64) * channels + channel
+        if MASKED:
+            tl.store(target, out.to(y.dtype.element_ty), mask=within & (token < tokens))
+        else:
+            tl.store(target, out.to(y.dtype.element_ty))
+        past = read[: TAPS - 1]
+    return past
 
 
 @jit
@@ -60,37 +152,92 @@ def _forward(
     """Write a strip of rows. Tokens come one after another; the rows before a token stay in registers."""
     channel = tl.program_id(1) * ROW + tl.arange(0, ROW)
     within = channel < channels
+    full = (tl.program_id(1) + 1) * ROW <= channels
     begin = tl.program_id(0) * STRIP
-    offset = 0.0
-    if BIAS:
-        offset = tl.load(bias + channel, mask=within, other=0.0).to(tl.float32)
-    none = tl.zeros((ROW,), tl.float32)
-    factors = _none()
+    factors, offset = _constants(weight, bias, channel, within, TAPS, BIAS, ROW)
     past = _none()
-    for tap in tl.static_range(TAPS):
-        factors += (tl.load(weight + channel * TAPS + (TAPS - 1 - tap), mask=within, other=0.0).to(tl.float32),)
-        if tap > 0:
-            # the tokens before, the nearest first
-            past += (_row(x, stride, begin - tap, 0, tokens, channel, within),)
+    for tap in tl.static_range(1, TAPS):
+        past += (_row(x, stride, begin - tap, channel, within & (begin >= tap), True),)
+    following = _place(positions, begin + AHEAD - 1, tokens)
     for first in range(begin, begin + STRIP, AHEAD):
-        own = _none()
-        for step in tl.static_range(AHEAD):
-            own += (_row(x, stride, first + step, begin, tokens, channel, within),)
-        for step in tl.static_range(AHEAD):
-            token = first + step
-            place = tl.load(positions + token, mask=token < tokens, other=0)
-            read = _none()
-            read += (own[step],)
-            out = none + offset + factors[0] * own[step]
+        place = following
+        following = _place(positions, first + 2 * AHEAD - 1, tokens)
+        if full & (place >= AHEAD + TAPS - 2):
+            # All tokens of the group, and those that they read, are of one sequence.
+            past = _forward_group(
+                *(x, positions, y, first, past, factors, offset, tokens, channels, stride, channel, within),
+                *(TAPS, SILU, AHEAD, False),
+            )
+        else:
+            past = _forward_group(
+                *(x, positions, y, first, past, factors, offset, tokens, channels, stride, channel, within),
+                *(TAPS, SILU, AHEAD, True),
+            )
+
+
+@jit
+def _backward_group(
+    grad_y: Value,
+    x: Value,
+    positions: Value,
+    grad_x: Value,
+    first: Value,
+    begin: Value,
+    stop: Value,
+    past: Value,
+    open_: Value,
+    sums: Value,
+    whole: Value,
+    factors: Value,
+    offset: Value,
+    tokens: Value,
+    channels: Value,
+    stride: Value,
+    grad_stride: Value,
+    channel: Value,
+    within: Value,
+    TAPS: constexpr,
+    SILU: constexpr,
+    AHEAD: constexpr,
+    MASKED: constexpr,
+) -> Any:
+    """Take ``AHEAD`` tokens; return ``past``, ``open_``, ``sums`` and ``whole`` after them."""
+    own = _rows(x, stride, first, tokens, channel, within, AHEAD, MASKED)
+    given = _rows(grad_y, channels, first, tokens, channel, within, AHEAD, MASKED)
+    for step in tl.static_range(AHEAD):
+        token = first + step
+        place = _place(positions, token, tokens) if MASKED else 0
+        read = _read(own[step], past, place, TAPS, MASKED)
+        grad = given[step]
+        if SILU:
+            before = offset + factors[0] * read[0]
             for tap in tl.static_range(1, TAPS):
-                # The packed tokens are one row: a sequence reads nothing of the one before.
-                read += (tl.where(place >= tap, past[tap - 1], 0.0),)
-                out += factors[tap] * read[tap]
-            if SILU:
-                out = out * tl.sigmoid(out)
-            target = y + tl.cast(token, tl.int64) * channels + channel
-            tl.store(target, out.to(y.dtype.element_ty), mask=within & (token < tokens))
-            past = read[: TAPS - 1]
+                before += factors[tap] * read[tap]
+            share = sigmoid(before)
+            grad *= share * (1 + before * (1 - share))
+        # A pair of tokens counts in the strip of the one that reads.
+        counted = grad * tl.where(token < stop, 1.0, 0.0) if MASKED else grad
+        whole += counted
+        more = _none()
+        added = _none()
+        for tap in tl.static_range(TAPS):
+            more += (sums[tap] + counted * read[tap],)
+            if tap == 0:
+                added += (factors[tap] * grad,)
+            else:
+                shared = tl.where(place >= tap, grad, 0.0) if MASKED else grad
+                added += (open_[tap - 1] + factors[tap] * shared,)
+        sums = more
+        done = token - (TAPS - 1)
+        target = grad_x + tl.cast(done, tl.int64) * grad_stride + channel
+        last = added[TAPS - 1].to(grad_x.dtype.element_ty)
+        if MASKED:
+            tl.store(target, last, mask=within & (done >= begin) & (done < stop))
+        else:
+            tl.store(target, last)
+        past = read[: TAPS - 1]
+        open_ = added[: TAPS - 1]
+    return past, open_, sums, whole
 
 
 @jit
@@ -122,64 +269,35 @@ def _backward(
     strip = tl.program_id(0)
     channel = tl.program_id(1) * ROW + tl.arange(0, ROW)
     within = channel < channels
+    full = (tl.program_id(1) + 1) * ROW <= channels
     begin = strip * STRIP
     stop = tl.minimum(begin + STRIP, tokens)
-    offset = 0.0
-    if BIAS:
-        offset = tl.load(bias + channel, mask=within, other=0.0).to(tl.float32)
-    none = tl.zeros((ROW,), tl.float32)
-    factors = _none()
+    factors, offset = _constants(weight, bias, channel, within, TAPS, BIAS, ROW)
+    whole = tl.zeros((ROW,), tl.float32)
     past = _none()
     open_ = _none()
     sums = _none()
-    for tap in tl.static_range(TAPS):
-        factors += (tl.load(weight + channel * TAPS + (TAPS - 1 - tap), mask=within, other=0.0).to(tl.float32),)
-        sums += (none,)
-        if tap > 0:
-            # the tokens before, the nearest first
-            past += (_row(x, stride, begin - tap, 0, tokens, channel, within),)
-            open_ += (none,)
-    whole = none
+    sums += (whole,)
+    for tap in tl.static_range(1, TAPS):
+        past += (_row(x, stride, begin - tap, channel, within & (begin >= tap), True),)
+        open_ += (whole,)
+        sums += (whole,)
+    following = _place(positions, begin + AHEAD - 1, tokens)
     # The tokens after the strip still read from it.
     for first in range(begin, begin + STRIP + TAPS - 1, AHEAD):
-        own = _none()
-        given = _none()
-        for step in tl.static_range(AHEAD):
-            own += (_row(x, stride, first + step, begin, tokens, channel, within),)
-            given += (_row(grad_y, channels, first + step, begin, tokens, channel, within),)
-        for step in tl.static_range(AHEAD):
-            token = first + step
-            place = tl.load(positions + token, mask=token < tokens, other=-1)
-            # The packed tokens are one row: a sequence reads nothing of the one before.
-            read = _none()
-            read += (own[step],)
-            for tap in tl.static_range(1, TAPS):
-                read += (tl.where(place >= tap, past[tap - 1], 0.0),)
-            grad = given[step]
-            if SILU:
-                before = none + offset
-                for tap in tl.static_range(TAPS):
-                    before += factors[tap] * read[tap]
-                share = tl.sigmoid(before)
-                grad *= share * (1 + before * (1 - share))
-            # A pair of tokens counts in the strip of the one that reads.
-            counted = grad * tl.where(token < stop, 1.0, 0.0)
-            whole += counted
-            more = _none()
-            added = _none()
-            for tap in tl.static_range(TAPS):
-                more += (sums[tap] + counted * read[tap],)
-                if tap == 0:
-                    added += (factors[tap] * grad,)
-                else:
-                    added += (open_[tap - 1] + factors[tap] * tl.where(place >= tap, grad, 0.0),)
-            sums = more
-            done = token - (TAPS - 1)
-            target = grad_x + tl.cast(done, tl.int64) * grad_stride + channel
-            last = added[TAPS - 1].to(grad_x.dtype.element_ty)
-            tl.store(target, last, mask=within & (done >= begin) & (done < stop))
-            past = read[: TAPS - 1]
-            open_ = added[: TAPS - 1]
+        place = following
+        following = _place(positions, first + 2 * AHEAD - 1, tokens)
+        # A group whose tokens, and those that they read, are of one sequence and of this strip.
+        if full & (place >= AHEAD + TAPS - 2) & (first >= begin + TAPS - 1) & (first + AHEAD <= stop):
+            past, open_, sums, whole = _backward_group(
+                *(grad_y, x, positions, grad_x, first, begin, stop, past, open_, sums, whole, factors, offset),
+                *(tokens, channels, stride, grad_stride, channel, within, TAPS, SILU, AHEAD, False),
+            )
+        else:
+            past, open_, sums, whole = _backward_group(
+                *(grad_y, x, positions, grad_x, first, begin, stop, past, open_, sums, whole, factors, offset),
+                *(tokens, channels, stride, grad_stride, channel, within, TAPS, SILU, AHEAD, True),
+            )
     row = tl.cast(strip, tl.int64) * channels + channel
     for tap in tl.static_range(TAPS):
         tl.store(grad_weight + row * TAPS + (TAPS - 1 - tap), sums[tap], mask=within)

@@ -15,6 +15,7 @@ from torch import Tensor
 from megalight.ops.common import apply, num_multiprocessors, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.parts import empty_gradient, place_of
+from megalight.ops.sigmoid import sigmoid
 
 TILE = 2048
 """Elements that a program handles at once, if groups are smaller than this."""
@@ -49,7 +50,7 @@ def _forward(
     column = tl.program_id(1) * group + feature
     inside = (row < rows)[:, None] & (feature < group)[None, :]
     gate = _rows(z, z_stride, row, column, inside).to(tl.float32)
-    opened = gate * tl.sigmoid(gate)
+    opened = gate * sigmoid(gate)
     value = _rows(y, y_stride, row, column, inside).to(tl.float32)
     if not LAST:
         value *= opened
@@ -105,7 +106,7 @@ def _backward(
         next_grad = _rows(grad_out, size, row, column, inside)
         row = start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (feature < group)[None, :]
-        share = tl.sigmoid(gate)
+        share = sigmoid(gate)
         opened = gate * share
         slope = share * (1 + gate * (1 - share))
         inner = value if LAST else value * opened
