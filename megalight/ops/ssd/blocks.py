@@ -33,7 +33,11 @@ def seen_pairs(positions: Value, first: Value, tokens: Value, CHUNK: constexpr) 
 
 
 @jit
-def bounded_decays(total: Value) -> Value:
-    """Return the decay from token ``j`` to token ``i``, ``[i, j]``, and at most 1 for later tokens ``j``."""
-    # The difference of later tokens is positive, and its exponential may overflow.
-    return tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+def bounded_decays(to: Value, since: Value) -> Value:
+    """Return the decays between tokens of a chunk from the binary logarithms of those since its beginning; at most 1.
+
+    ``to`` and ``since`` are ``[CHUNK]`` along one axis each: ``total[:, None]`` and ``total[None, :]`` give ``[i, j]``,
+    the decay from token ``j`` to token ``i``.
+    """
+    # The difference of later tokens is positive, and its power may overflow.
+    return tl.exp2(tl.minimum(to - since, 0.0))

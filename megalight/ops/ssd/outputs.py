@@ -52,7 +52,7 @@ def outputs(
         total, step = tl.load(totals + head * rows + place), tl.load(steps + head * rows + place)
         read, factor = tl.load(reach + head * rows + place), tl.load(d + head).to(tl.float32)
         out = tl.dot(query, tl.trans(state), input_precision="ieee") * read[:, None]
-        weight = pairs * bounded_decays(total) * step[None, :]
+        weight = pairs * bounded_decays(total[:, None], total[None, :]) * step[None, :]
         out = tl.dot(weight.to(value.dtype), value, out, input_precision="ieee")
         out += factor * value.to(tl.float32)
         store_block(y + (first * heads + head) * size, heads * size, left, size, out, CHUNK, SIZE)

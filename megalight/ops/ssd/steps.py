@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from megalight.ops.jit import Value, constexpr, jit, tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+"""Powers of 2 take fewer instructions than those of e."""
+
 
 @jit
 def softplus(x: Value) -> Value:
@@ -62,7 +65,7 @@ def decays(
     target = head.to(tl.int64)[None, :] * rows + token[:, None]
     within = (token < rows)[:, None] & (head < heads)[None, :]
     tl.store(steps + target, step, mask=within)
-    tl.store(totals + target, total, mask=within)
+    tl.store(totals + target, total * LOG2E, mask=within)
     tl.store(reach + target, tl.where(crossing, tl.exp(total), 0.0), mask=within)
     remaining = tl.minimum(whole[None, :] - total, 0.0)
     tl.store(to_end + target, tl.where(ending, tl.exp(remaining), 0.0), mask=within)
@@ -80,8 +83,10 @@ def grad_decays(
     through: Value,
     read: Value,
     passing: Value,
+    skip: Value,
     grad_dt: Value,
     grad_a: Value,
+    grad_d: Value,
     grad_bias: Value,
     tokens: Value,
     rows: Value,
@@ -94,7 +99,7 @@ def grad_decays(
     CHUNK: constexpr,
     HEADS: constexpr,
 ) -> None:
-    """Write the gradient of ``dt`` of a chunk, for some heads, and the chunk's share of those of ``a`` and ``bias``.
+    """Write the gradient of ``dt`` of a chunk, for some heads, and its share of those of ``a``, ``d`` and ``bias``.
 
     A token's decay is in every pair of an earlier token and one that is not earlier than itself.
     """
@@ -113,6 +118,8 @@ def grad_decays(
     grad += tl.load(passing + head * chunks + chunk, mask=known, other=0.0)[None, :]
     rate = tl.load(a + head, mask=known, other=0.0).to(tl.float32)
     tl.store(grad_a + chunk * heads + head, tl.sum(grad * step, 0), mask=known)
+    skipped = tl.load(skip + place, mask=within, other=0.0)
+    tl.store(grad_d + chunk * heads + head, tl.sum(skipped, 0), mask=known)
     grad_step = left + given + grad * rate[None, :]
     inside = (token < tokens)[:, None] & known[None, :]
     if BIAS:

@@ -20,10 +20,9 @@ from torch import Tensor
 from megalight.ops.common import apply, num_multiprocessors, once_differentiable
 from megalight.ops.jit import cdiv, next_power
 from megalight.ops.parts import empty_gradient, place_of
-from megalight.ops.ssd.grad_keys import grad_keys
-from megalight.ops.ssd.grad_queries import grad_queries
+from megalight.ops.ssd.grad_inputs import grad_inputs
+from megalight.ops.ssd.grad_shared import grad_shared
 from megalight.ops.ssd.outputs import outputs
-from megalight.ops.ssd.pairs import multiply_pairs
 from megalight.ops.ssd.states import pass_states
 from megalight.ops.ssd.steps import decays, grad_decays
 
@@ -35,13 +34,14 @@ TALL = 64
 """Rows of such a part at least: the tensor cores of sm_90 take no fewer."""
 HEADS = 16
 """Heads whose decays a program computes."""
-STATES = {"num_warps": 4, "num_stages": 4}
-SMALL_STATES = {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
-OUTPUTS = {"num_warps": 4, "num_stages": 3}
-GRAD_KEYS = {"num_warps": 8, "num_stages": 3}
-GRAD_QUERIES = {"num_warps": 4, "num_stages": 2}
-"""How the kernels of these names are launched. Small states have at most ``TALL`` rows: in 128 registers, four programs
-share a multiprocessor, and all of a large model's run at once. Larger ones do not fit into so few."""
+LAUNCHES = {
+    pass_states: ({"num_warps": 4, "num_stages": 3, "maxnreg": 128}, {"num_warps": 4, "num_stages": 4}),
+    outputs: ({"num_warps": 4, "num_stages": 3}, {"num_warps": 4, "num_stages": 3}),
+    grad_inputs: ({"num_warps": 4, "num_stages": 3}, {"num_warps": 8, "num_stages": 2}),
+    grad_shared: ({"num_warps": 8, "num_stages": 3}, {"num_warps": 8, "num_stages": 2}),
+}
+"""How the kernels are launched for heads of at most ``TALL`` features, and for larger ones. Small states fit into 128
+registers: four programs share a multiprocessor, and all of a large model's run at once."""
 WAVES = 4
 """Programs per multiprocessor at least, where there are heads enough."""
 
@@ -51,7 +51,7 @@ class Chunks:
 
     Attributes:
         steps: ``[H, rows]``, the step sizes in float32; 0 after the last token.
-        totals: the logarithm of the decay from a chunk's beginning to a token, the token's own included.
+        totals: the binary logarithm of the decay from a chunk's beginning to a token, the token's own included.
         reach: the factor with which a token reads the state before its chunk.
         to_end: the factor with which it adds to the state after it, but for its step size.
         kept: ``[H, chunks]``, the factor of the state before a chunk in the state after it.
@@ -87,6 +87,10 @@ class Chunks:
         """Heads, heads per group, features of a head, and width of a state."""
         return self.heads, self.per, self.size, self.width
 
+    def launch(self, kernel: Any) -> dict[str, int]:
+        """Return how a kernel of ``LAUNCHES`` is launched."""
+        return LAUNCHES[kernel][self.size > TALL]
+
     def span(self, device: torch.device) -> int:
         """Return how many heads of a group a program takes: all, or fewer where that makes too few programs."""
         wanted = WAVES * num_multiprocessors(device)
@@ -112,7 +116,7 @@ class Chunks:
             CHUNK=CHUNK,
             SIZE=size,
             PART=part,
-            **(SMALL_STATES if size == TALL else STATES),
+            **self.launch(pass_states),
         )
         return out, grad
 
@@ -139,7 +143,7 @@ class _Scan(torch.autograd.Function):
             *(x, b, c, d, positions, chunks.steps, chunks.totals, chunks.reach, chunks.states(x, b, c)[0], y),
             *(chunks.tokens, chunks.rows, *chunks.sizes, *x.stride()[:2], *b.stride()[:2], *c.stride()[:2], span),
             **chunks.blocks,
-            **OUTPUTS,
+            **chunks.launch(outputs),
         )
         # States are computed again in backward: they are as large as the inputs.
         ctx.save_for_backward(x, dt, a, b, c, d, positions, bias)
@@ -163,35 +167,32 @@ class _Scan(torch.autograd.Function):
             shares = torch.empty(2, parts, tokens, shared, dtype=torch.float32, device=x.device).unbind()
         before, grad_states = chunks.states(x, b, c, grad_y)
         grad_pairs = x.new_empty(chunks.count, heads // span, CHUNK, CHUNK)
-        arriving, leaving, through, read = torch.empty(4, *chunks.steps.shape, dtype=torch.float32, device=x.device)
+        arriving, leaving, through, read, skip = torch.empty(
+            5, *chunks.steps.shape, dtype=torch.float32, device=x.device
+        )
         passing = torch.empty_like(chunks.kept)
         # shares of chunks, of `a`, of `d` and of the bias
         of_heads = torch.empty(2 if bias is None else 3, chunks.count, heads, dtype=torch.float32, device=x.device)
         grad_dt = empty_gradient(dt, ctx.place)
         grid, strides = (chunks.count, heads // span), (*x.stride()[:2], *b.stride()[:2], *c.stride()[:2])
-        places = (shares[0].stride(-2), tokens * shared, span)
-        pairs = torch.empty(chunks.count, chunks.groups, CHUNK, CHUNK, dtype=torch.float32, device=x.device)
-        multiply_pairs[(chunks.count, chunks.groups)](
-            *(b, c, positions, pairs, tokens, chunks.width, *strides[2:]),
-            CHUNK=CHUNK,
-            WIDTH=chunks.blocks["WIDTH"],
-            num_warps=4,
-        )
-        grad_keys[grid](
-            *(x, b, c, grad_y, d, positions, chunks.steps, chunks.totals, chunks.to_end, grad_states, pairs),
-            *(grad_x, shares[0], grad_pairs, arriving, leaving, through, of_heads[1]),
-            *(tokens, chunks.rows, *chunks.sizes, *strides, joint.stride(0), *places),
+        grad_inputs[grid](
+            *(x, b, c, grad_y, d, positions, chunks.steps, chunks.totals, chunks.to_end, grad_states),
+            *(grad_x, grad_pairs, arriving, leaving, through, skip),
+            *(tokens, chunks.rows, *chunks.sizes, *strides, joint.stride(0), span),
             **chunks.blocks,
-            **GRAD_KEYS,
+            **chunks.launch(grad_inputs),
         )
-        grad_queries[grid](
-            *(b, c, grad_y, chunks.reach, chunks.kept, before, grad_states, grad_pairs, shares[1], read, passing),
-            *(tokens, chunks.rows, chunks.count, *chunks.sizes, *strides[2:], *places),
+        grad_shared[grid](
+            *(x, b, c, grad_y, chunks.steps, chunks.reach, chunks.to_end, chunks.kept, before, grad_states),
+            *(grad_pairs, *shares, read, passing),
+            *(tokens, chunks.rows, chunks.count, *chunks.sizes, *strides),
+            *(shares[0].stride(-2), tokens * shared, span),
             **chunks.blocks,
-            **GRAD_QUERIES,
+            **chunks.launch(grad_shared),
         )
         grad_decays[(chunks.count, cdiv(heads, HEADS))](
-            *(dt, bias, a, chunks.steps, arriving, leaving, through, read, passing, grad_dt, of_heads[0], of_heads[-1]),
+            *(dt, bias, a, chunks.steps, arriving, leaving, through, read, passing, skip),
+            *(grad_dt, *of_heads[:2], of_heads[-1]),
             *(tokens, chunks.rows, chunks.count, heads, *dt.stride(), grad_dt.stride(0)),
             BIAS=bias is not None,
             CHUNK=CHUNK,
