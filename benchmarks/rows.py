@@ -246,6 +246,19 @@ ROWS: dict[str, Row] = {
             ("tp2dp2", "Llama-3-8B, TP=2 with SP, DP=2", "tp=2", 530),
         )
     },
+    **{
+        f"llama3-8b-{name}-graph-copies-mbs2": _row(
+            f"{about}, the same in two micro-batches of two sequences",
+            f"{LLAMA3_8B} mbs=2 micro=2 graph=1 sharding=gathers:auto {layout}",
+            gpus=4,
+            aim=aim,
+            peers=("mcore-te",),
+        )
+        for name, about, layout, aim in (
+            ("dp4", "Llama-3-8B, DP=4", "", 580),
+            ("tp2dp2", "Llama-3-8B, TP=2 with SP, DP=2", "tp=2", 530),
+        )
+    },
     "llama3-8b-tp4": _row(
         "Llama-3-8B, TP=4 with SP", f"{LLAMA3_8B} tp=4", gpus=4, aim=510, peers=("mcore-te",), figures={"mcore-te": 428}
     ),
