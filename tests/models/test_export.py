@@ -323,6 +323,12 @@ def test_the_mean_of_checkpoints(folders: Callable[[str], Path], tmp_path: Path)
     for name, tensor in found.items():
         mean = (each[0][name].float() + each[1][name].float() + each[2][name].float()) / 3
         assert torch.equal(tensor, mean.bfloat16()), name
+    # A folder of runs stands for its newest checkpoint.
+    save_model(open_model(paths[1]), tmp_path / "runs" / "a.ckpt")
+    words[2] = str(tmp_path / "again")
+    assert main([*words, str(tmp_path / "runs"), str(paths[2])]) == 0
+    again = tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in found.items())
     with pytest.raises(ConfigurationError, match=r"cannot be averaged: attention\.qk_norm is False here and True"):
         averaged([open_model(paths[0]), open_model(folders("qwen3"))])
 

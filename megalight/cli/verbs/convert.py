@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     # The output's form follows from what the source is, so this comes first.
     arguments.source = existing(arguments.source)
     arguments.base = None if arguments.base is None else existing(arguments.base)
+    arguments.average = [existing(each) for each in arguments.average]
 
     from rich.console import Console  # after the checks: what follows imports torch, which takes seconds
     from rich.progress import Progress
