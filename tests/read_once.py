@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from megalight.cli import early
+from megalight.cli.checks import early
 from megalight.cli.lightning import MegalightCLI, _prepare
 from tests.source import ROOT
 

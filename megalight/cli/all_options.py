@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from megalight.cli import explain, signatures
-from megalight.cli.early import START, STRATEGY, Classes, named_classes
+from megalight.cli.checks.early import START, STRATEGY, Classes, named_classes
 from megalight.cli.options import options
 from megalight.cli.schema import CHOICES, ROOT, plain, proposed
 from megalight.cli.signatures import Source

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from megalight.cli.files import is_text_of_a_mapping
+from megalight.cli.checks.files import is_text_of_a_mapping
 from megalight.cli.verbs import TRAINER_VERBS as VERBS
 from megalight.errors import nearest
 

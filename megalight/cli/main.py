@@ -83,7 +83,7 @@ def _check_passed_on(parser: Parser, words: list[str]) -> None:
     Raises:
         MegalightError: there are none, or one is wrong.
     """
-    from megalight.cli.files import check_files
+    from megalight.cli.checks.files import check_files
     from megalight.errors import ConfigurationError
 
     if not words or words[0] in TRAINER_VERBS:
@@ -93,7 +93,7 @@ def _check_passed_on(parser: Parser, words: list[str]) -> None:
         )
     check_files(words)
     if not debugging():
-        from megalight.cli import early
+        from megalight.cli.checks import early
 
         early.check(parser.passed_on or "", words)
 
@@ -108,8 +108,8 @@ def _train(name: str, rest: list[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does: users' modules lie in the working directory
     with reported(f"megalight {name}"):
+        from megalight.cli.checks.files import check_files
         from megalight.cli.export_flag import written_out
-        from megalight.cli.files import check_files
 
         every = "--help-all" in rest
         rest = written_out(name, [word for word in rest if word != "--help-all"])
@@ -122,7 +122,7 @@ def _train(name: str, rest: list[str]) -> int:
                 print(text, flush=True)
                 return 0
         if not debugging():
-            from megalight.cli import early
+            from megalight.cli.checks import early
 
             early.check(name, rest)
     # Torch and Lightning come in only here, seconds later.

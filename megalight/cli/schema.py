@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.cli import signatures
-from megalight.cli.early import START, STRATEGY
+from megalight.cli.checks.early import START, STRATEGY
 from megalight.cli.signatures import Annotation, Source
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

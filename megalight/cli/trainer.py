@@ -15,10 +15,10 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from megalight.callbacks import AutomaticCUDAGraph
 from megalight.callbacks.run_record import log_folder
+from megalight.cli.checks.lightning_rules import check_strategy
+from megalight.cli.checks.trainer_rules import check_loggers, check_trainer, half_on_cpu
 from megalight.cli.explain import subclasses
-from megalight.cli.lightning_rules import check_strategy
 from megalight.cli.run_folder import claim
-from megalight.cli.trainer_rules import check_loggers, check_trainer, half_on_cpu
 from megalight.imports import has
 from megalight.loggers import JSONLogger
 from megalight.strategies.mesh_strategy import MeshStrategy

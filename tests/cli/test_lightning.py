@@ -134,8 +134,8 @@ def test_a_run_shorter_than_its_intervals_is_validated_and_logged_at_its_end(tmp
     assert len(found["val_loss"][0]) == 1
 
 
-def test_only_fit_tells_of_intervals_that_are_longer_than_the_run(caplog):
-    words = [*MODEL, *QUIET, "--trainer.max_steps=2"]
+def test_only_fit_tells_of_intervals_that_are_longer_than_the_run(caplog, tmp_path):
+    words = [*MODEL, *QUIET, "--trainer.max_steps=2", f"--trainer.default_root_dir={tmp_path}"]
     for verb, told in (("fit", True), ("validate", False)):
         caplog.clear()
         with caplog.at_level(logging.INFO):

@@ -6,7 +6,7 @@ import pytest
 
 from megalight import callbacks
 from megalight.cli import explain, signatures
-from megalight.cli.early import MODULES, START
+from megalight.cli.checks.early import MODULES, START
 from megalight.cli.lightning import NAMED
 from megalight.models.family import families
 

@@ -19,7 +19,8 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from megalight.cli import early, lightning_rules, rules, signatures
+from megalight.cli import signatures
+from megalight.cli.checks import early, lightning_rules, rules
 from megalight.cli.explain import subclasses
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
@@ -31,7 +32,7 @@ from megalight.parallel import degrees
 from megalight.registry import PLUGIN_GROUP
 from megalight.strategies import MegatronStrategy
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 RECIPE = """
 trainer:
   default_root_dir: PLACE
@@ -205,7 +206,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["gloo", "NCCL", "cpu:gloo,cuda:nccl", "mine"])
 def test_backends_that_torch_has(name, monkeypatch):
     """Others may be registered by a module of the user's, which is imported later."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
     model = "samples.SampleModule" if name == "mine" else "GPTModule"
     early.check("fit", [f"--model={model}", f"--trainer.strategy.process_group_backend={name}"])
     if name != "mine":

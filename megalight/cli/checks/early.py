@@ -2,7 +2,7 @@
 
 Keys and kinds are compared with the source of the classes (:mod:`megalight.cli.signatures`); values are checked by the
 functions that the classes themselves call. None of these needs torch. Sizes of a model and its split do, so they come
-last (:mod:`megalight.cli.sizes`). What cannot be known without other imports is left to the parser.
+last (:mod:`megalight.cli.checks.sizes`). What cannot be known without other imports is left to the parser.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalight.cli import explain, guards, lightning_rules, rules, signatures, sizes
+from megalight.cli import explain, signatures
+from megalight.cli.checks import constructors, lightning_rules, rules, sizes
 from megalight.cli.signatures import UNKNOWN, Annotation, Source
 from megalight.errors import ConfigurationError, nearest
 
@@ -98,7 +99,7 @@ def check(verb: str, words: Sequence[str]) -> None:
         read = {key: value if key in TEXTS else signatures.read_word(value) for key, value in values.items()}
         # Each class by itself, then what belongs to several, then what needs torch.
         lightning_rules.check(read, classes, MODULES)
-        guards.check(read, classes)
+        constructors.check(read, classes)
         rules.check(verb, read, classes)
         sizes.check(read, classes, rules.is_megatron(classes))
 

@@ -24,7 +24,8 @@ from megalight.callbacks import (
     Timers,
     TransformersExport,
 )
-from megalight.cli import guards, signatures
+from megalight.cli import signatures
+from megalight.cli.checks import constructors, walk
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.presets import PRESETS
@@ -77,7 +78,7 @@ def source_of(kind: type) -> signatures.Source:
 
 def name_of(value: Any) -> str:
     """The same in every process: what is not known has no name but its address."""
-    return getattr(value, "__name__", str(value).replace(str(guards.UNKNOWN), "unknown"))
+    return getattr(value, "__name__", str(value).replace(str(walk.UNKNOWN), "unknown"))
 
 
 @pytest.mark.parametrize(("kind", "given"), REFUSED, ids=name_of)
@@ -85,7 +86,7 @@ def test_the_source_says_what_the_constructor_says(kind: Any, given: dict[str, A
     with pytest.raises((MegalightError, MisconfigurationException)) as there:
         kind(**given)
     with pytest.raises(MegalightError) as here:
-        guards.Walk(source_of(kind).module).construct(source_of(kind), given)
+        walk.Walk(source_of(kind).module).construct(source_of(kind), given)
     assert str(here.value) == str(there.value)
 
 
@@ -117,7 +118,7 @@ def test_arguments_without_a_name_go_where_the_constructor_puts_them() -> None:
     holder = signatures.find(f"{__name__}.Holder")
     assert holder is not None
     # The order of fields of several classes is left to Python.
-    guards.Walk(holder.module).construct(holder, {"size": 1, "count": 5})
+    walk.Walk(holder.module).construct(holder, {"size": 1, "count": 5})
 
 
 ACCEPTED: list[tuple[Any, dict[str, Any]]] = [
@@ -126,9 +127,9 @@ ACCEPTED: list[tuple[Any, dict[str, Any]]] = [
     (CUDAGraph, {"max_graphs": 2}),
     (Timers, {"level": 2}),
     (AdamConfig, {"betas": (0.9, 0.99)}),
-    (AdamConfig, {"lr": guards.UNKNOWN}),
+    (AdamConfig, {"lr": walk.UNKNOWN}),
     (WSD, {"warmup": 3, "decay": 1.0}),
-    (DataParallel, {"bucket_size": 5, "level": guards.UNKNOWN}),
+    (DataParallel, {"bucket_size": 5, "level": walk.UNKNOWN}),
     (Recompute, {"granularity": "full"}),
     (MegatronStrategy, {"tensor_parallel": 2, "sequence_parallel": True}),
     (ModelCheckpoint, {"save_top_k": -1}),
@@ -137,7 +138,7 @@ ACCEPTED: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "given"), ACCEPTED, ids=name_of)
 def test_what_is_right_or_unknown_is_let_through(kind: Any, given: dict[str, Any]) -> None:
-    guards.Walk(source_of(kind).module).construct(source_of(kind), given)
+    walk.Walk(source_of(kind).module).construct(source_of(kind), given)
 
 
 PIECES = {
@@ -187,7 +188,7 @@ def test_nothing_is_concluded_from_what_is_not_known(
     text = HEAD + "\n".join(" " * 8 + line for line in PIECES[name].splitlines())
     (tmp_path / "odd_pieces.py").write_text(dedent(text))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(guards, "KNOWN", ("odd_pieces", "megalight."))
+    monkeypatch.setattr(walk, "KNOWN", ("odd_pieces", "megalight."))
     monkeypatch.delitem(sys.modules, "odd_pieces", raising=False)
     signatures.find_module.cache_clear()
     import odd_pieces  # type: ignore[import-not-found]
@@ -201,7 +202,7 @@ def test_nothing_is_concluded_from_what_is_not_known(
     source = signatures.find("odd_pieces.Kind")
     assert source is not None
     try:
-        guards.Walk(source.module).construct(source, given)
+        walk.Walk(source.module).construct(source, given)
     except MegalightError:
         assert refused, "the constructor takes it"
     monkeypatch.delitem(sys.modules, "odd_pieces", raising=False)
@@ -210,16 +211,16 @@ def test_nothing_is_concluded_from_what_is_not_known(
 def test_values_of_a_command_have_the_kinds_of_the_arguments() -> None:
     classes = {"model": signatures.find("megalight.models.gpt.module.GPTModule")}
     with pytest.raises(MegalightError, match=r"lr of Adam is -1\.0"):
-        guards.check({"model.optimizer.lr": -1}, classes)
+        constructors.check({"model.optimizer.lr": -1}, classes)
     with pytest.raises(MegalightError, match=r"betas of Adam is \(0.9, 2\)"):
-        guards.check({"model.optimizer.betas.0": 0.9, "model.optimizer.betas.1": 2}, classes)
-    guards.check({"model.optimizer.lr": "fast"}, classes)  # the kind is refused elsewhere
+        constructors.check({"model.optimizer.betas.0": 0.9, "model.optimizer.betas.1": 2}, classes)
+    constructors.check({"model.optimizer.lr": "fast"}, classes)  # the kind is refused elsewhere
 
 
 def test_sizes_of_a_model_are_followed_through_methods_and_bases() -> None:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 300, "max_sequence_length": 64}
     source = source_of(GPTConfig)
-    guards.Walk(source.module).construct(source, sizes)
+    walk.Walk(source.module).construct(source, sizes)
     for wrong in (
         {"num_layers": 0},
         {"num_heads": 5},
@@ -230,7 +231,7 @@ def test_sizes_of_a_model_are_followed_through_methods_and_bases() -> None:
         with pytest.raises(MegalightError) as there:
             GPTConfig(**{**sizes, **wrong})  # type: ignore[arg-type]
         with pytest.raises(MegalightError) as here:
-            guards.Walk(source.module).construct(source, {**sizes, **wrong})
+            walk.Walk(source.module).construct(source, {**sizes, **wrong})
         assert str(here.value) == str(there.value)
 
 
@@ -238,8 +239,8 @@ def test_every_preset_is_let_through() -> None:
     source = source_of(GPTConfig)
     for preset in (PRESETS[name] for name in PRESETS):
         given = {
-            each.name: value if isinstance(value, int | float | str | None) else guards.UNKNOWN
+            each.name: value if isinstance(value, int | float | str | None) else walk.UNKNOWN
             for each in fields(preset)
             for value in [getattr(preset, each.name)]
         }
-        guards.Walk(source.module).construct(source, given)
+        walk.Walk(source.module).construct(source, given)

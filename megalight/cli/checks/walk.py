@@ -1,9 +1,7 @@
-"""What constructors refuse, read from their source: nothing is imported, so it takes milliseconds.
+"""Follow the statements of a function by its source, with values for its arguments. Nothing is imported.
 
-A constructor that begins with ``if size < 1: raise ConfigurationError(...)`` says in its source which values it
-refuses. This file follows such statements with the values of a command. It knows constants, arguments, comparisons,
-arithmetic and a few functions; whatever else a constructor computes is unknown, and nothing is concluded from it. So
-each refusal here is one that the constructor itself makes later, in the same words.
+It knows constants, arguments, comparisons, arithmetic and a few functions. Whatever else a function computes is
+unknown, and nothing is concluded from it. So each error that is raised here is one that the function itself raises.
 """
 
 from __future__ import annotations
@@ -11,13 +9,13 @@ from __future__ import annotations
 import ast
 import math
 import operator
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megalight import errors
-from megalight.cli.signatures import DEPTH, Annotation, Module, Source, class_of, lookup, members
+from megalight.cli.checks.declarations import arguments_of, default_of, method_of, positional
+from megalight.cli.signatures import DEPTH, Module, Source, class_of, lookup, members
 from megalight.errors import MegalightError
 
 KNOWN = ("megalight.", "lightning.")
@@ -80,87 +78,6 @@ class _Ends(Exception):
         self.value = value
 
 
-def check(values: Mapping[str, Any], classes: Mapping[str, Source | None]) -> None:
-    """Refuse values that the constructor of a class of ours refuses.
-
-    Args:
-        values: dotted key -> value, as YAML reads it.
-        classes: the classes that fill keys.
-
-    Raises:
-        MegalightError: what the constructor raises.
-    """
-    for key, source in classes.items():
-        # A rank that somebody started: the command was checked before, or all ranks would say the same.
-        if source is not None and "LOCAL_RANK" not in os.environ:
-            _check_class(key, source, values, defaults=True)
-
-
-def _check_class(key: str, source: Source, values: Mapping[str, Any], defaults: bool) -> None:
-    """Check a class and the configurations in its arguments, those first, as the parser makes them."""
-    arguments = members(source) if source.module.name.startswith(KNOWN) else None
-    if arguments is None:
-        return
-    given: dict[str, Any] = {}
-    for name, accepted in arguments.items():
-        inner = f"{key}.{name}"
-        below = [each for each in values if each.startswith(f"{inner}.")]
-        if below and inner not in values and accepted.source is not None and accepted.source.is_dataclass:
-            # A default that is no plain call says something about the fields that are not given.
-            _check_class(inner, accepted.source, values, defaults=_is_plain(default_of(source, name)))
-        value = _value(inner, values, accepted)
-        if value is not UNKNOWN or below:
-            given[name] = value
-        elif not defaults:
-            given[name] = UNKNOWN
-    Walk(source.module).construct(source, given)
-
-
-def _value(key: str, values: Mapping[str, Any], accepted: Annotation) -> Any:
-    """Return the value of an argument as the constructor gets it."""
-    below = {each[len(key) + 1 :]: value for each, value in values.items() if each.startswith(f"{key}.")}
-    if key not in values:
-        # A list of plain values is flat here: ``betas.0``, ``betas.1``.
-        plain = below and [*below] == [str(n) for n in range(len(below))] and accepted.source is None
-        return tuple(below.values()) if plain else UNKNOWN
-    value = values[key]
-    if below or accepted.source is not None:
-        return UNKNOWN
-    if value is None or value in accepted.choices:
-        return value
-    number = type(value) in (int, float)
-    if number and int in accepted.scalars and value == value // 1:
-        return int(value)
-    if number and float in accepted.scalars:
-        return float(value)
-    return value if type(value) in accepted.scalars else UNKNOWN
-
-
-def default_of(source: Source, name: str) -> ast.expr | None:
-    """Return the default of an argument; None if there is none."""
-    for node in source.node.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            return dict(_arguments(node.args)).get(name)
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
-            return node.value
-    return next((found for base in source.bases() if base and (found := default_of(base, name)) is not None), None)
-
-
-def _is_plain(default: ast.expr | None) -> bool:
-    """Whether fields that are not given have the defaults of their class."""
-    none = default is None or (isinstance(default, ast.Constant) and default.value is None)
-    return none or (isinstance(default, ast.Call) and not default.args and not default.keywords)
-
-
-def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield the arguments of a function with their defaults."""
-    named = [*arguments.posonlyargs, *arguments.args]
-    # Defaults belong to the last arguments.
-    defaults = [*[None] * (len(named) - len(arguments.defaults)), *arguments.defaults]
-    yield from zip((each.arg for each in named), defaults, strict=True)
-    yield from zip((each.arg for each in arguments.kwonlyargs), arguments.kw_defaults, strict=True)
-
-
 @dataclass
 class Walk:
     """Follows statements of one function.
@@ -197,7 +114,7 @@ class Walk:
         if found is not None:
             owner, init = found
             inner = Walk(owner.module, {}, owner, source, self.depth - 1)
-            inner.names = {name: inner._default(node, given.get(name, node)) for name, node in _arguments(init.args)}
+            inner.names = {name: inner._default(node, given.get(name, node)) for name, node in arguments_of(init.args)}
             inner.follow(init.body)
         elif source.is_dataclass and (found := method_of(source, "__post_init__")) is not None:
             owner, init = found
@@ -443,7 +360,7 @@ class Walk:
             return FUNCTIONS[name](*map(self.value, node.args))
         if isinstance(found[1], ast.ClassDef):
             source = Source(found[0], found[1])
-            self.construct(source, self._bound(_positional(source), node))
+            self.construct(source, self._bound(positional(source), node))
             raise Unknown
         if isinstance(found[1], ast.FunctionDef) and not found[1].decorator_list:
             return self._follow(node, Walk(found[0], depth=self.depth - 1), found[1])
@@ -455,7 +372,7 @@ class Walk:
         self.followed.discard(call)  # in a loop, it may have been followed before
         if not self.depth:
             raise Unknown
-        defaults = dict(_arguments(function.args))
+        defaults = dict(arguments_of(function.args))
         defaults.pop("self", None)
         if function.args.vararg is not None and len(defaults) == len(node.keywords):
             inner.names[function.args.vararg.arg] = tuple(map(self.value, node.args))
@@ -508,7 +425,7 @@ class Walk:
             self._change("self")
             return
         if name == "__init__":
-            self.construct(bases[0], self._bound(_positional(bases[0]), node))
+            self.construct(bases[0], self._bound(positional(bases[0]), node))
         elif (found := method_of(bases[0], name)) is not None:
             owner, method = found
             # Its fields are those of this object.
@@ -543,29 +460,9 @@ class Walk:
         return tuple(self.value(part) for part in parts)
 
 
-def _positional(source: Source) -> list[str]:
-    """Return the arguments of a class in their order, as far as the source tells it."""
-    found = method_of(source, "__init__")
-    if found is not None:
-        arguments = found[1].args
-        return [each.arg for each in (*arguments.posonlyargs, *arguments.args)][1:]
-    # Fields of bases come first, unless they have to be named.
-    above = any(base is None or members(base) for base in source.bases())
-    return [] if above or not source.is_dataclass else [*(members(source) or ())]
-
-
 def _is_declared(node: ast.stmt, kind: str) -> bool:
     return isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith(f"{kind}[")
 
 
 def _leaves(node: ast.For) -> bool:
     return any(isinstance(each, ast.Break | ast.Continue) for each in ast.walk(node))
-
-
-def method_of(source: Source, name: str, depth: int = DEPTH) -> tuple[Source, ast.FunctionDef] | None:
-    """Return a method of a class, and the class that defines it."""
-    for node in source.node.body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return (source, node) if not node.decorator_list else None
-    above = [base for base in source.bases() if base is not None] if depth else []
-    return next((found for base in above if (found := method_of(base, name, depth - 1)) is not None), None)

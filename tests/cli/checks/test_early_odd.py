@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megalight.cli import early, explain, signatures
+from megalight.cli import explain, signatures
+from megalight.cli.checks import early
 from megalight.cli.lightning import MegalightCLI
 
 OWN = """

@@ -11,12 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from megalight.cli import early, sizes
+from megalight.cli.checks import early, sizes
 from megalight.errors import LayoutError, MegalightError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
-from tests.cli.test_early import PROBE
+from tests.cli.checks.test_early import PROBE
 
 CONFIG = {"num_layers": 4, "hidden_size": 12, "num_heads": 6, "vocab_size": 32, "max_sequence_length": 8}
 RECIPE = ["--trainer.accelerator=cpu", "--model=GPTModule", *(f"--model.config.{k}={v}" for k, v in CONFIG.items())]

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megalight.cli import explain, signatures
-from megalight.cli.guards import KNOWN, Walk, default_of, method_of
+from megalight.cli.checks.declarations import default_of, method_of
+from megalight.cli.checks.trainer_rules import check_time
+from megalight.cli.checks.walk import KNOWN, Walk
 from megalight.cli.signatures import Source
-from megalight.cli.trainer_rules import check_time
 from megalight.errors import ConfigurationError, nearest
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")

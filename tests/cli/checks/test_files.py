@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from megalight.cli.files import given, read
+from megalight.cli.checks.files import given, read
 from megalight.cli.main import main
 from megalight.errors import ConfigurationError
 

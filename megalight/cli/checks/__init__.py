@@ -1,0 +1,1 @@
+"""What is wrong with a command, found before torch is imported."""
