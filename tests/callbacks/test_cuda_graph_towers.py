@@ -11,8 +11,9 @@ import torch
 from megalight.callbacks import CUDAGraph
 from megalight.callbacks.graphs.parts import tower_parts_of
 from megalight.callbacks.graphs.reasons_against import of_backend
-from megalight.models.vlm import VLM
+from megalight.models.vlm import VLM, task
 from megalight.models.vlm.frozen import freeze
+from megalight.nn.init import initialise
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.recompute.apply import apply_recompute
 from megalight.strategies import (
@@ -22,7 +23,9 @@ from megalight.strategies import (
     MegatronTowersStrategy,
     Side,
 )
+from megalight.types import PackedSequences, packed
 from tests.models.test_vlm_strategy import CONFIGS, by_hand, fit
+from tests.models.vlm_samples import HUGE, batch
 from tests.parallel.graphs.tape import Tape
 from tests.strategies.test_towers import joined
 from tests.strategies.training import assert_same_gradients, assert_same_run
@@ -113,6 +116,36 @@ def test_other_images_run_eagerly() -> None:
         "embed.tower.layers.0 is called with arguments of a different form than when it was recorded"
     ]
     assert_same_run(found, by_hand("llava", "nearly_same"))
+
+
+@pytest.mark.parametrize("name", ["qwen", "llava"])
+def test_images_of_known_sizes_bring_no_copies_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such copies in a step would keep it from being recorded. Evaluation, which keeps no graph, may come first."""
+    copies, plain = list[Any](), packed.to_device
+
+    def watched(values: Any, *more: Any) -> Any:
+        copies.append(values)
+        return plain(values, *more)
+
+    monkeypatch.setattr(packed, "to_device", watched)
+    task._kept_sequences.cache_clear()
+    config: Any = CONFIGS[name]
+    model: Any = VLM(config)
+    initialise(model, 0, "model.")
+    for number, grad in enumerate((False, True, True)):
+        rows = batch((2, HUGE, 1), seed=0, config=config)
+        (images, source), sequences = rows.parts(), rows.sequences
+        copies.clear()
+        with torch.inference_mode(not grad):
+            pictures = task.pictures_of(config, images, source.flatten(), 4)
+            losses = model(rows.tokens.flatten(), sequences, labels=rows.labels.flatten(), pictures=pictures).losses
+        copied = len(copies)
+        multiple = 4 * config.projector.merge**2
+        expected = PackedSequences.of_lengths(images.lengths).pad_to(multiple)
+        assert torch.equal(pictures.sequences.cu_seqlens, expected.cu_seqlens)
+        if grad:
+            losses.sum().backward()
+        assert bool(copied) == (number == 0 and name == "qwen")
 
 
 def test_whole_steps_of_a_tower_on_ranks_of_its_own_are_not_recorded() -> None:

@@ -30,6 +30,7 @@ ROWS: list[tuple[int, str, str, str, Any, dict[str, Any], int]] = [
     (2, "layer", "intern", "same", MegatronTowersStrategy, {"tower": Side()}, 2 * 4),
     (1, "iteration", "llava", "same", MegatronStrategy, {}, 1),
     (1, "iteration", "llava", "same", MegatronTowersBesideStrategy, {"tower": Side()}, 1),
+    (1, "iteration", "qwen", "same_huge", MegatronStrategy, {}, 1),
     (2, "iteration", "llava", "same", MegatronTowersBesideStrategy, {"tower": Side(), **SP}, 1),
     (2, "iteration", "llava", "same", MegatronTowersBesideStrategy, {"tower": Side(**SP)}, 1),
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,11 +40,11 @@ def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int
     device, joined = images.pixels.device, config.projector.merge**2
     if config.added_rows:
         return _with_added_rows(config, images, source, multiple)
-    rows = PackedSequences.of_lengths(images.lengths or (joined,), device).pad_to(multiple * joined)
+    rows = _sequences_of(images.lengths or (joined,), multiple * joined, device)
     windows = None
     if config.vision.dynamic is not None and config.vision.dynamic.window:
-        parts = [rows for each in images.windows for rows in each]
-        windows = PackedSequences.of_lengths(parts or (joined,), device).pad_to(multiple * joined)
+        parts = tuple(rows for each in images.windows for rows in each)
+        windows = _sequences_of(parts or (joined,), multiple * joined, device)
     missing = rows.num_tokens - len(images.pixels)
     pixels = F.pad(normalised(images.pixels, config.vision), (0, 0, 0, missing))
     positions = F.pad(images.positions, (0, missing))
@@ -52,7 +55,7 @@ def _with_added_rows(config: VLMConfig, images: Images, source: Tensor, multiple
     """Return images of patches alone, with the rows of a class token and of registers before those of each."""
     device, joined, number = images.pixels.device, config.projector.merge**2, len(images.lengths)
     vision, added, each = config.vision, config.added_rows, config.vision.num_patches
-    rows = PackedSequences.of_lengths((each + added,) * number or (joined,), device).pad_to(multiple * joined)
+    rows = _sequences_of((each + added,) * number or (joined,), multiple * joined, device)
     pixels = normalised(images.pixels, vision).view(number, each, vision.patch_values)
     pixels = F.pad(pixels, (0, 0, added, 0)).flatten(0, 1)
     # The class token has the first place in the table, and registers have those behind it.
@@ -66,6 +69,23 @@ def _with_added_rows(config: VLMConfig, images: Images, source: Tensor, multiple
     patches = F.pad(patches, (0, features + -features % (multiple * joined) - len(patches)))
     pixels, positions = F.pad(pixels, (0, 0, 0, missing)), F.pad(positions, (0, missing))
     return Pictures(pixels, positions, rows, source, patches=patches, mixtures=images.mixtures)
+
+
+def _sequences_of(lengths: tuple[int, ...], multiple: int, device: torch.device) -> PackedSequences:
+    """Return how rows divide into images or windows, padded to a multiple.
+
+    Images of the same sizes come again, so what was made of their lengths on the device is kept. A step whose lengths
+    are all known copies nothing from the host, and can be recorded.
+    """
+    # A new object: what is found out about sequences later, maybe in inference mode, is not kept.
+    return replace(_kept_sequences(lengths, multiple, device))
+
+
+@lru_cache(maxsize=64)
+def _kept_sequences(lengths: tuple[int, ...], multiple: int, device: torch.device) -> PackedSequences:
+    # Tensors that validation made in inference mode could not be saved for a backward pass.
+    with torch.inference_mode(False):
+        return PackedSequences.of_lengths(lengths, device).pad_to(multiple)
 
 
 def forward(
