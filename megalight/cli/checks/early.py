@@ -175,11 +175,16 @@ def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str
 def _all(classes: Mapping[str, Source | None]) -> Iterator[str]:
     """Yield the keys that the known classes take."""
     for key, source in classes.items():
-        for name, accepted in ({} if source is None else signatures.members(source) or {}).items():
-            yield f"{key}.{name}"
-            # A configuration's fields, without a class that the user names.
-            if accepted.complete and accepted.source is not None and accepted.source.is_dataclass:
-                yield from (f"{key}.{name}.{field}" for field in signatures.members(accepted.source) or ())
+        yield from () if source is None else _below(key, source)
+
+
+def _below(key: str, source: Source, above: tuple[Source, ...] = ()) -> Iterator[str]:
+    """Yield the keys that a class takes, with the fields of its configurations: no class is named for these."""
+    for name, accepted in (signatures.members(source) or {}).items():
+        yield f"{key}.{name}"
+        inner = accepted.source if accepted.complete else None
+        if inner is not None and inner.is_dataclass and inner not in (*above, source):  # one may hold its own kind
+            yield from _below(f"{key}.{name}", inner, (*above, source))
 
 
 def _called(owner: Source, key: str) -> str:

@@ -77,6 +77,7 @@ MISTAKES = [
     (["--model=megalight.models.gpt.module.GPTModul"], ["has no attribute 'GPTModul'", "module.GPTModule'?"]),
     (["--model.config.num_layer=3"], ["unknown key 'model.config.num_layer'", "GPTConfig", "'num_layers'"]),
     (["--model.config.attention.windw=3"], ["'model.config.attention.windw'", "AttentionConfig", "'window'"]),
+    (["--model.config.moe.top_k=2"], ["MoEConfig", "Did you mean 'model.config.moe.router.top_k'?"]),
     (["--model.config.hidden_size=x"], ["model.config.hidden_size = 'x' is not valid; expected: int."]),
     (["--model.optimizer.lr=fast"], ["model.optimizer.lr = 'fast'", "float"]),
     (["--data.num_workers=-1"], ["num_workers is -1"]),
