@@ -41,18 +41,6 @@ class Magnitudes(NamedTuple):
     parts: Tensor
 
 
-class Sums(NamedTuple):
-    """Sums over the tokens of a gradient, recorded by the cast that read it.
-
-    Attributes:
-        version: version of the tensor; the sums hold until it is modified in place.
-        parts: ``[n, f]`` float32, each the sum of some tokens; together they have all of them.
-    """
-
-    version: int
-    parts: Tensor
-
-
 @dataclass(slots=True, eq=False)
 class Note:
     """Facts about one tensor.
@@ -61,14 +49,12 @@ class Note:
         recipe: how to compute it again from tensors that are kept anyway.
         casts: casts of a gradient.
         magnitudes: its largest magnitudes.
-        sums: its sums over tokens.
         unwritten: casts it without its values, which were never written.
     """
 
     recipe: Recipe | None = None
     casts: Casts | None = None
     magnitudes: Magnitudes | None = None
-    sums: Sums | None = None
     unwritten: Unwritten | None = None
 
 

@@ -34,7 +34,7 @@ from megalight.ops.norm import reference as norm_reference
 from megalight.ops.parameter import collect
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
 from megalight.ops.quantize.formats import to_fp8
-from megalight.ops.quantize.known import known_amax, told_amax, told_sums
+from megalight.ops.quantize.known import known_amax, told_amax
 from megalight.ops.rotary import reference as rotary_reference
 from megalight.ops.rotary import rotary_table
 from megalight.ops.ssd import reference as ssd_reference
@@ -833,27 +833,6 @@ def check_told(module: Any, device: str, dtype: torch.dtype) -> None:
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 assert torch.equal(ours.data.float(), theirs.data.float())
-
-
-def check_sums(module: Any, device: str, tokens: int, features: int, scheme: Scheme) -> None:
-    """A cast finds the sums over tokens, and casts as one that does not look. Features may be filled up with zeros."""
-    x = torch.randn(tokens, features + 3, device=device).bfloat16()[:, :features]
-    width = features + -features % scheme.multiple
-    for rows, columns in ((scheme, scheme), (None, scheme), (scheme, None)):
-        summed = x.clone()
-        with poisoned():
-            found = module.cast(summed, rows, columns, width=width, sums=True)
-            expected = module.cast(x, rows, columns, width=width)
-        parts = told_sums(summed)
-        assert parts is not None
-        assert parts.shape[1] == features
-        assert error(parts.double().sum(0), x.double().sum(0)) < 1e-6
-        assert told_sums(x) is None
-        for ours, theirs in zip(found, expected, strict=True):
-            assert (ours is None) == (theirs is None)
-            if ours is not None and theirs is not None:
-                assert torch.equal(ours.data.float(), theirs.data.float())
-                assert torch.equal(ours.scale, theirs.scale)
 
 
 def check_gaps(module: Any, device: str, kind: str, gates: bool) -> None:

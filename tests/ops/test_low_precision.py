@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
-from megalight.ops.linear import accumulate_bias_gradient, linear, low_precision
+from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.inputs import Recipe, attach_recipe
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import precision_of, release, state_of
-from megalight.ops.quantize import Cast, Scheme, cast, quantize
+from megalight.ops.quantize import Scheme, cast, quantize
 from megalight.ops.quantize.history import AmaxHistory
-from megalight.ops.quantize.known import tell_sums
 from megalight.ops.quantize.recipes import RECIPES, recipe
 from megalight.ops.scaled_mm import scaled_mm
 from tests.ops.checks import error
@@ -86,45 +85,6 @@ def test_a_product_and_its_bias_are_rounded_once(name: str) -> None:
     exact = values(half, schemes.x) @ values(weight, schemes.weight).T + bias.detach()
     assert torch.equal(y, exact.bfloat16())
     assert not torch.equal(y, (exact - bias.detach()).bfloat16() + bias.detach())  # what two roundings give
-
-
-@pytest.mark.parametrize("leading", [(TOKENS,), (1, TOKENS)])
-@pytest.mark.parametrize("name", ["tensorwise", "delayed", "blockwise"])
-def test_sums_of_a_cast_are_the_gradient_of_the_bias(
-    name: str, leading: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cast that tells sums is believed, whatever they are; it is asked for them only where a bias is trained."""
-    asked, plain = list[bool](), low_precision.cast
-
-    def telling(x: Tensor, *more: Any, sums: bool = False, **options: Any) -> Cast:
-        asked.append(sums)
-        if sums:
-            tell_sums(x, torch.stack([x[:20].sum(0), x[20:].sum(0), torch.ones(OUT)]))
-        return plain(x, *more, **options)
-
-    monkeypatch.setattr(low_precision, "cast", telling)
-    session = Session()
-    weight, x, grad_y = make(name, session)
-    bias = with_main_grad(torch.randn(OUT, dtype=torch.float64))
-    for trained in (True, False):
-        bias.requires_grad_(trained)
-        for step in range(2):  # with `delayed`, the second one has scales of the first
-            asked.clear()
-            with session.step(step):
-                y = linear(x.view(*leading, IN), weight, bias)
-                y.backward(grad_y.view(*leading, OUT))
-            assert sum(asked) == trained
-    assert error(bias.main_grad, 2 * (grad_y.sum(0) + 1)) < 1e-14
-
-
-def test_sums_of_a_tensor_that_was_written_since_are_not_used() -> None:
-    bias, grad_y = with_main_grad(torch.zeros(OUT)), torch.randn(TOKENS, OUT)
-    tell_sums(grad_y, torch.ones(3, OUT))
-    assert accumulate_bias_gradient(grad_y, bias) is None
-    assert bool((bias.main_grad == 3).all())
-    grad_y *= 2
-    accumulate_bias_gradient(grad_y, bias)
-    assert error(bias.main_grad, grad_y.sum(0) + 3) < 1e-6
 
 
 def test_without_main_gradients_autograd_gets_them() -> None:

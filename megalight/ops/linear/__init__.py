@@ -14,7 +14,6 @@ from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.parameter import ParameterState, main_grad_of, may_hide, precision_of, state_of
 from megalight.ops.quantize import Quantized
-from megalight.ops.quantize.known import told_sums
 from megalight.ops.stored import readable
 from megalight.ops.sum_rows import sum_rows
 from megalight.registry import BackendRegistry
@@ -128,12 +127,9 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
 
 
 def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
-    """Compute the gradient of ``bias [out]``: ``grad_y [..., out]`` summed over leading dims; returns as the above.
-
-    What a cast of ``grad_y`` has summed already (:func:`megalight.ops.quantize.known.told_sums`) is not read again.
-    """
-    main_grad, sums = main_grad_of(bias), told_sums(grad_y)
-    grad_y = grad_y.reshape(-1, grad_y.shape[-1]) if sums is None else sums
+    """Compute the gradient of ``bias [out]``: ``grad_y [..., out]`` summed over leading dims; returns as the above."""
+    main_grad = main_grad_of(bias)
+    grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     if main_grad is None:
         return grad_y.sum(0).to(bias.dtype)
     state = state_of(bias)

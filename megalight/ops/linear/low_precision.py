@@ -27,7 +27,7 @@ from megalight.ops.parameter import put
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
-from megalight.ops.quantize.known import known_amax, magnitudes_of, rows_of, tell_sums, told_sums
+from megalight.ops.quantize.known import known_amax, magnitudes_of, rows_of
 from megalight.ops.quantize.recipes import Recipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
@@ -151,7 +151,6 @@ class LowPrecision:
         scale: scale ``[1, 1]`` of a weight that is stored as codes.
         largest: its largest magnitude, 0-dim, or that of the part that this rank casts.
         met: whether a step has multiplied with such a weight since the last update.
-        sums: whether a trained bias follows the product, so that casts of output gradients also sum their tokens.
         wants_magnitudes: whether casts by current values use magnitudes that the maker of a tensor has recorded.
         reads_codes: whether products can read weights that are stored as codes.
         takes_any_size: whether weights may have sides that are no multiples of what products take.
@@ -201,7 +200,6 @@ class LowPrecision:
         self.scale: Tensor | None = None
         self.largest: Tensor | None = None
         self.met = False
-        self.sums = False
         self._weight: tuple[Quantized, Quantized] | None = None
         self._kept: tuple[Quantized, Quantized] | None = None
         session.layers.append(self)
@@ -274,7 +272,6 @@ class LowPrecision:
             y = scaled_mm(rows, codes, dtype, fast=True, backend=self.backend)
             # Here and below in place: every layer comes here several times.
             return cut(y, features) if more else y
-        self.sums = bias.requires_grad
         added = bias.detach().to(dtype)
         if more:
             added = F.pad(added, (0, more))
@@ -437,10 +434,7 @@ class LowPrecision:
                     amax_t=amax if self.one_scale else None,
                     generator=self.session.generator(flat.device) if scheme.stochastic else None,
                     fill=self.multiple,
-                    sums=self.sums,
                 )
-            if flat is not grad_y and (sums := told_sums(flat)) is not None:
-                tell_sums(grad_y, sums)
             # The note makes both products use the same codes, and rounds stochastically only once.
             note.casts = Casts(self, rows, columns)
             # What an unwritten gradient would be made of may be freed.
@@ -458,8 +452,7 @@ class LowPrecision:
             if inside:
                 history.record(role, told)
             return found
-        sums = self.sums and role == GRADIENT
-        found = cast(x, rows, columns, amax=amax, amax_t=amax, tell=inside, fill=self.multiple, sums=sums)
+        found = cast(x, rows, columns, amax=amax, amax_t=amax, tell=inside, fill=self.multiple)
         if inside:
             # After the cast, which notes magnitudes in its own pass: another pass over x would cost what delayed
             # scaling saves.

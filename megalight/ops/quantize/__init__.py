@@ -31,17 +31,7 @@ class Spec(NamedTuple):
 
 
 CastFn: TypeAlias = Callable[
-    [
-        Tensor,
-        Scheme | None,
-        Scheme | None,
-        Tensor | None,
-        Tensor | None,
-        torch.Generator | None,
-        bool,
-        int | None,
-        bool,
-    ],
+    [Tensor, Scheme | None, Scheme | None, Tensor | None, Tensor | None, torch.Generator | None, bool, int | None],
     Cast,
 ]
 QUANTIZE: BackendRegistry[Spec, CastFn] = BackendRegistry("quantize")
@@ -60,7 +50,6 @@ def cast(
     generator: torch.Generator | None = None,
     tell: bool = False,
     fill: int = 1,
-    sums: bool = False,
     backend: str = "auto",
 ) -> Cast:
     """Quantize ``x [T, f]`` for a product that contracts features, and its transpose for one that contracts tokens.
@@ -77,8 +66,6 @@ def cast(
         tell: whether the largest magnitude of ``x`` will be needed later (:mod:`megalight.ops.quantize.known`). A
             backend that gets ``amax`` then finds it in the same pass.
         fill: pad features with zeros, too, to a multiple of this, in both results. Scales are those of the values.
-        sums: whether the sums over tokens of ``x`` will be needed later. A backend may find them in the same pass
-            (:func:`megalight.ops.quantize.known.told_sums`).
         backend: name of a backend.
 
     Returns:
@@ -87,7 +74,7 @@ def cast(
     spec = Spec(x.device.type, x.dtype, rows, columns)
     short = -x.shape[1] % fill
     width = x.shape[1] + short if short else None
-    return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator, tell, width, sums)
+    return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator, tell, width)
 
 
 def transpose(codes: Quantized, backend: str = "auto") -> Quantized:
@@ -115,7 +102,6 @@ def _reference(
     generator: torch.Generator | None,
     tell: bool,
     width: int | None,
-    sums: bool,
 ) -> Cast:
     if width is not None:
         x = F.pad(x, (0, width - x.shape[1]))

@@ -1,14 +1,10 @@
-"""What kernels have found out about tensors on the way: their largest magnitudes, and sums over their tokens.
-
-Kernels that make a tensor note magnitudes, so that casts need not search for them. Casts that read the gradient of a
-layer's output note its sums, so that the bias needs no pass of its own.
-"""
+"""Largest magnitudes of tensors that the kernels which made them have found, so that casts need not search for them."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from megalight.ops.note import Magnitudes, Note, Sums, annotate
+from megalight.ops.note import Magnitudes, Note, annotate
 from megalight.ops.quantize.reference import amax_of
 
 
@@ -47,20 +43,6 @@ def told_amax(x: Tensor) -> Tensor | None:
     if note is None or note.magnitudes is None or note.magnitudes.version != x._version:
         return None
     return note.magnitudes.parts
-
-
-def tell_sums(x: Tensor, parts: Tensor) -> None:
-    """Note that the rows of ``x [T, f]`` add up to those of ``parts [n, f]`` (float32)."""
-    if not x.is_inference():
-        annotate(x).sums = Sums(x._version, parts)
-
-
-def told_sums(x: Tensor) -> Tensor | None:
-    """Return the ``parts`` of :func:`tell_sums`, or None if there are none or ``x`` was written since."""
-    note: Note | None = getattr(x, "megalight_note", None)  # `note_of`, inlined
-    if note is None or note.sums is None or note.sums.version != x._version:
-        return None
-    return note.sums.parts
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize.formats import DTYPES, LARGEST
-from megalight.ops.quantize.known import tell_amax, tell_sums
+from megalight.ops.quantize.known import tell_amax
 from megalight.ops.quantize.reference import TINY
 from megalight.ops.quantize.types import Quantized, Scheme
 
@@ -168,19 +168,6 @@ def write_codes(
 
 
 @jit
-def _sum_tokens(
-    sums: Value, x: Value, down: Value, feature: Value, features: Value, FULL: constexpr, FEATURES: constexpr
-) -> None:
-    """Write the sums over tokens of a tile ``x [TOKENS, FEATURES]`` (float32), number ``down`` of those above it."""
-    f = feature + tl.arange(0, FEATURES)
-    where = sums + down.to(tl.int64) * features + f
-    if FULL:
-        tl.store(where, tl.sum(x, 0))
-    else:
-        tl.store(where, tl.sum(x, 0), mask=f < features)
-
-
-@jit
 def _cast(
     x: Value,
     row_codes: Value,
@@ -190,7 +177,6 @@ def _cast(
     column_scale: Value,
     column_amax: Value,
     parts: Value,
-    sums: Value,
     tokens: Value,
     padded: Value,
     features: Value,
@@ -204,7 +190,6 @@ def _cast(
     ROW_POWER: constexpr,
     COLUMN_POWER: constexpr,
     TELL: constexpr,
-    SUM: constexpr,
     UNIT: constexpr,
     BLOCK: constexpr,
 ) -> None:
@@ -217,8 +202,6 @@ def _cast(
     tile = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if TELL:
         tl.store(parts + down * tl.num_programs(1) + across, tl.max(tl.max(tl.abs(tile), 1), 0))
-    if SUM:
-        _sum_tokens(sums, tile, down, across * BLOCK, features, False, BLOCK)
     if ROWS != "none":
         codes = _codes(
             tile, row_amax, row_scale, t, tokens, across, down, tl.cdiv(width, BLOCK),
@@ -252,7 +235,6 @@ def _cast_whole(
     column_scale: Value,
     column_amax: Value,
     parts: Value,
-    sums: Value,
     tokens: Value,
     padded: Value,
     features: Value,
@@ -266,7 +248,6 @@ def _cast_whole(
     ROW_POWER: constexpr,
     COLUMN_POWER: constexpr,
     TELL: constexpr,
-    SUM: constexpr,
     UNIT: constexpr,
     FULL: constexpr,
     TOKENS: constexpr,
@@ -286,8 +267,6 @@ def _cast_whole(
         tile = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if TELL:
         tl.store(parts + down * tl.num_programs(0) + across, tl.max(tl.max(tl.abs(tile), 1), 0))
-    if SUM:
-        _sum_tokens(sums, tile, down, feature, features, FULL, FEATURES)
     first = (across == 0) & (down == 0)
     row_factor = whole_factor(row_amax, row_scale, first, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER)
     column_factor = whole_factor(column_amax, column_scale, first, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER)
@@ -306,7 +285,6 @@ def cast(
     generator: torch.Generator | None = None,
     tell: bool = False,
     width: int | None = None,
-    sums: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Implement :func:`megalight.ops.quantize.cast`; ``width``: number of features of the codes, if there are more."""
     source = x
@@ -334,21 +312,19 @@ def cast(
     # Rounded up.
     down, across = -(-padded // tile["TOKENS"]), -(-width // tile["FEATURES"])
     parts = torch.empty(down * across, device=x.device) if tell else x
-    summed = torch.empty(down, features, device=x.device) if sums else x
     if tokens and features:
         arguments = (
             x,
             *codes_arguments(x, whole, amax),
             *codes_arguments(x, transposed, amax_t),
             parts,
-            summed,
             tokens,
             padded,
             features // unit,
             width,
             stride // unit,
         )
-        constants = codes_constants(rows, columns) | {"TELL": tell, "SUM": sums, "UNIT": unit}
+        constants = codes_constants(rows, columns) | {"TELL": tell, "UNIT": unit}
         if one_scale:
             full = not (padded - tokens or tokens % tile["TOKENS"] or features % tile["FEATURES"])
             _cast_whole[across, down](*arguments, **constants, FULL=full, **tile)
@@ -356,8 +332,6 @@ def cast(
             _cast[down, across](*arguments, **constants, BLOCK=BLOCK, num_warps=8)
         if tell:
             tell_amax(source, parts)
-        if sums:
-            tell_sums(source, summed)
     return whole, transposed
 
 

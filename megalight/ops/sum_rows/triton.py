@@ -17,8 +17,6 @@ from megalight.ops.norm.triton import sum_programs
 ROWS, BLOCK = 32, 64
 """Rows and columns of a tile. A row of a tile is 128 bytes in half types."""
 PROGRAMS_PER_SM = 4
-FEW = 512
-"""Rows in float32 that the second kernel sums alone: no more than what the first one, or a cast, leaves of a matrix."""
 
 
 @jit
@@ -49,9 +47,6 @@ def sum_rows(out: Tensor, rows: Tensor, add: bool) -> None:
     """Implement :func:`megalight.ops.sum_rows.sum_rows`."""
     count, size = rows.shape
     if not size:
-        return
-    if count <= FEW and rows.dtype == torch.float32 and rows.is_contiguous():
-        sum_programs(out, rows, add)
         return
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     blocks = cdiv(size, BLOCK)
