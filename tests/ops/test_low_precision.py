@@ -18,7 +18,7 @@ from megalight.ops.parameter import precision_of, release, state_of
 from megalight.ops.quantize import Scheme, cast, quantize
 from megalight.ops.quantize.history import AmaxHistory
 from megalight.ops.quantize.recipes import RECIPES, recipe
-from megalight.ops.scaled_mm import scaled_mm
+from megalight.ops.scaled_mm import Spec, choose, scaled_mm, trial
 from tests.ops.checks import error
 from tests.ops.test_linear import Parameter, with_main_grad
 
@@ -343,3 +343,17 @@ def test_products_say_why_not() -> None:
     with pytest.raises(BackendError, match="e5m2 by e4m3"):
         scaled_mm(five, five, torch.bfloat16, backend="torch_tensorwise")
     assert error(scaled_mm(left, left, torch.float64), torch.full((16, 16), 16.0)) < 1e-6
+
+
+@pytest.mark.parametrize("tile", [(0, 0), (1, 0), (1, 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_trial_of_a_product_fits_into_its_dtype(tile: tuple[int, int], dtype: torch.dtype) -> None:
+    """A library that is right must pass, and one that forgets the bias must not."""
+    spec = Spec("cpu", Scheme("e4m3", tile), Scheme("e4m3", tile), dtype, bias=True)
+    left, right, bias = trial(spec, "cpu")
+    product = choose(spec, "reference")
+    expected = product(left, right, torch.float64, False, bias)
+    found = product(left, right, dtype, False, bias)
+    assert found.isfinite().all()
+    assert error(found, expected) < 1e-2
+    assert error(product(left, right, dtype, False, None), expected) > 0.1

@@ -185,19 +185,28 @@ def _native_why_not(
     return _probe(product, spec)
 
 
-@lru_cache(maxsize=64)
-def _probe(product: ScaledMM, spec: Spec) -> str | None:
-    """Try the product on this GPU; return why it fails, or None. Some torch releases refuse it or compute it wrong."""
+def trial(spec: Spec, device: str) -> tuple[Quantized, Quantized, Tensor | None]:
+    """Return factors ``[272, 384]`` and ``[144, 384]`` and the bias of a product that finds wrong libraries out.
+
+    It fits into float16.
+    """
     # A seed of its own: a probe must not move the random stream of the run.
     generator = torch.Generator().manual_seed(0)
     left, right = (
         # Rows of very different magnitude: a library that mixes up the scales cannot pass. Sizes are no multiples of
         # 128, so padding of scales is tested too.
-        quantize((torch.randn(size, 384, generator=generator) * torch.logspace(-2, 2, size)[:, None]).cuda(), scheme)
-        for size, scheme in ((272, spec.a), (144, spec.b))
+        quantize((torch.randn(size, 384, generator=generator) * torch.logspace(-3, 1, size)[:, None]).to(device), each)
+        for size, each in ((272, spec.a), (144, spec.b))
     )
-    # A seventh of the product's size: a library that forgets it cannot pass either.
-    bias = (torch.randn(144, generator=generator) * 3e3).to("cuda", spec.dtype) if spec.bias else None
+    # About a third of the product's size: a library that forgets it cannot pass either.
+    bias = (torch.randn(144, generator=generator) * 30).to(device, spec.dtype) if spec.bias else None
+    return left, right, bias
+
+
+@lru_cache(maxsize=64)
+def _probe(product: ScaledMM, spec: Spec) -> str | None:
+    """Try the product on this GPU; return why it fails, or None. Some torch releases refuse it or compute it wrong."""
+    left, right, bias = trial(spec, "cuda")
     expected = _reference(left, right, torch.float64, False, bias)
     try:
         found = product(left, right, spec.dtype, False, bias).double()
