@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import yaml
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -32,6 +32,7 @@ from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.family import families
 from megalight.models.family.module import FamilyModule
+from megalight.models.module import MegalightModule
 from megalight.registry import load_plugins
 from megalight.strategies import (
     MegatronFSDPStrategy,
@@ -214,6 +215,15 @@ class MegalightCLI(LightningCLI):
         """Say what the trainer changed for a run that is this short."""
         for line in getattr(self.trainer, "shortened", ()):  # another Trainer has none
             rank_zero_info(line)
+
+    def before_predict(self) -> None:
+        """Say that what our modules return is gone when the command ends, if no callback writes it."""
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(self.model, MegalightModule) and not any(isinstance(c, BasePredictionWriter) for c in callbacks):
+            rank_zero_info(
+                "no callback writes what predict returns (the loss of each token); add one that derives from "
+                "Lightning's BasePredictionWriter"
+            )
 
     def before_instantiate_classes(self) -> None:
         """Find the checkpoint that ``--ckpt_path=last``, ``auto`` and a folder of runs mean."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -46,6 +47,11 @@ class SampleModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+
+class SampleWriter(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch")
 
 
 class UntypedModule(SampleModule):

@@ -8,7 +8,7 @@ import yaml
 
 from megalight.callbacks import AutomaticCUDAGraph
 from megalight.cli import curves
-from megalight.cli.lightning import ArgumentParser
+from megalight.cli.lightning import ArgumentParser, parsed
 from megalight.cli.main import main
 from megalight.cli.trainer import MegalightTrainer
 
@@ -141,6 +141,17 @@ def test_only_fit_tells_of_intervals_that_are_longer_than_the_run(caplog, tmp_pa
         with caplog.at_level(logging.INFO):
             assert main([verb, *words]) == 0
         assert ("log_every_n_steps=50 is longer than the run" in caplog.text) == told
+
+
+@pytest.mark.parametrize("writer", [True, False])
+def test_predict_tells_if_nobody_writes_what_it_returns(writer, caplog):
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 8, "max_sequence_length": 8}
+    words = ["predict", "--model=GPTModule", *(f"--model.config.{name}={value}" for name, value in sizes.items())]
+    words += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
+    cli = parsed([*words, *(["--trainer.callbacks+=tests.cli.samples.SampleWriter"] if writer else [])])
+    with caplog.at_level(logging.INFO):
+        cli.before_predict()
+    assert ("no callback writes what predict returns" in caplog.text) != writer
 
 
 @pytest.mark.parametrize("name", ["train", "val", "test", "predict"])

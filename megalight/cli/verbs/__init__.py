@@ -10,7 +10,7 @@ TRAINER_VERBS = {
     "fit": "train a model",
     "validate": "run one pass over the validation data",
     "test": "run one pass over the test data",
-    "predict": "run the model over data and keep what it returns",
+    "predict": "run the model over data, and hand what it returns to a callback that writes it",
 }
 """Verbs of Lightning's Trainer, with the line that ``megalight --help`` shows."""
 
