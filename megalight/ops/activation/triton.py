@@ -136,22 +136,13 @@ def _backward(
         tl.store(parts + row * tl.num_programs(1) + tl.program_id(1), largest)
 
 
-def _grid(y: Tensor) -> tuple[tuple[int, int], int]:
-    """Return the grid (rows, blocks of a row) and the block size, for an output ``[..., size]``."""
-    size = y.shape[-1]
-    # One program per block of a row: a row's gate and up are `size` apart, so blocks must not cross rows.
-    block = min(BLOCK, next_power(size))
-    return (y.numel() // max(1, size), cdiv(size, block)), block
-
-
-def _spaced(x: Tensor) -> Tensor:
-    """Return a matrix that has gaps between its rows at most as it is, and everything else without gaps."""
-    return x if x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
-
-
-def _stride(x: Tensor) -> int:
-    """Return the elements from one row to the next."""
-    return x.stride(0) if x.dim() == 2 else x.shape[-1]
+def _spaced(x: Tensor) -> tuple[Tensor, int]:
+    """Return ``x`` and the elements from one row to the next. Only matrices may have gaps between their rows."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    if x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
+        return x, x.stride(0)
+    return x.contiguous(), x.shape[-1]
 
 
 def _parts(y: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -162,10 +153,12 @@ def _parts(y: Tensor, grid: tuple[int, int]) -> Tensor:
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
-        x = _spaced(x)
-        y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
-        size, stride, (grid, block) = y.shape[-1], _stride(x), _grid(y)
-        unit = math.gcd(size, stride, UNIT)
+        x, stride = _spaced(x)
+        size = x.shape[-1] // 2 if gated else x.shape[-1]
+        y = x.new_empty(*x.shape[:-1], size)
+        # One program per block of a row: a row's gate and up are `size` apart, so blocks must not cross rows.
+        block, unit = min(BLOCK, next_power(size)), math.gcd(size, stride, UNIT)
+        grid = y.numel() // max(1, size), cdiv(size, block)
         parts = _parts(y, grid) if measure else y  # a kernel that does not measure writes no parts
         if grid[0]:
             _forward[grid](
@@ -182,17 +175,18 @@ class _Activation(torch.autograd.Function):
                 num_warps=4,
             )
         ctx.save_for_backward(x)
-        ctx.kind, ctx.gated, ctx.measure = kind, gated, measure
+        ctx.kind, ctx.gated, ctx.measure, ctx.grid = kind, gated, measure, (grid, size, unit, block)
         return tell_amax(y, parts) if measure else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         # Hooks on saved tensors may have closed the gaps.
-        x, grad_y = _spaced(ctx.saved_tensors[0]), _spaced(grad_y)
+        (x, stride), (grad_y, grad_stride) = _spaced(ctx.saved_tensors[0]), _spaced(grad_y)
         grad_x = x.new_empty(x.shape)
-        size, stride, grad_stride, (grid, block) = grad_y.shape[-1], _stride(x), _stride(grad_y), _grid(grad_y)
-        unit = math.gcd(size, stride, grad_stride, UNIT)
+        grid, size, unit, block = ctx.grid  # the gradient has the shape of the output
+        if grad_stride != size:
+            unit = math.gcd(unit, grad_stride)
         parts = _parts(grad_y, grid) if ctx.measure else grad_y
         if grid[0]:
             _backward[grid](
