@@ -51,6 +51,8 @@ def fit(steps: int, interrupt: bool) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    # A shell lets jobs in the background ignore it, and so would all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "interrupt" not in sys.argv:
         fit(6, interrupt=False)
     with suppress(SystemExit):
