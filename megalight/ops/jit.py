@@ -27,6 +27,9 @@ Qwen2.5-VL: loads of them take one element at a time. So kernels get sizes and s
 ``math.gcd(size, stride, UNIT)``, and the unit as a constant: loads then take as many elements.
 """
 
+LOG2E: Any = tl.constexpr(1.4426950408889634)
+"""``log2(e)``: on a GPU, powers of 2 take fewer instructions than those of e."""
+
 
 def cdiv(n: int, size: int) -> int:
     """Return the number of blocks of ``size`` that hold ``n``. (On the host, ``triton.cdiv`` costs a microsecond.)"""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from megalight.ops.jit import Value, jit, tl
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from megalight.ops.jit import LOG2E, Value, jit, tl
 
 
 @jit

@@ -100,7 +100,7 @@ def choose(spec: Spec, backend: str = "auto") -> ScaledMM:
     return SCALED_MM.select(spec, backend).fn
 
 
-def _reference(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
+def _reference(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, bias: Tensor | None) -> Tensor:
     product = a.dequantize() @ b.dequantize().T
     return (product if bias is None else product + bias).to(dtype)
 
@@ -111,7 +111,7 @@ def _then_bias(
     b: Quantized,
     dtype: torch.dtype,
     fast: bool,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
 ) -> Tensor:
     """Add the bias to what a product gives, in a kernel of its own."""
     y = product(a, b, dtype, fast)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from megalight.ops.jit import Value, constexpr, jit, tl
-
-LOG2E = tl.constexpr(1.4426950408889634)
-"""Powers of 2 take fewer instructions than those of e."""
+from megalight.ops.jit import LOG2E, Value, constexpr, jit, tl
 
 
 @jit
