@@ -63,6 +63,13 @@ class Descriptor:
         return Descriptor()
 
 
+class Constant:
+    """Stands in for a constant of Triton's, which holds a value."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
 class Anything(ModuleType):
     """A module with every attribute."""
 
@@ -78,6 +85,7 @@ def triton() -> dict[str, ModuleType]:
         Anything(f"triton{name}") for name in ("", ".language", ".tools", ".tools.tensor_descriptor")
     )
     root.__dict__.update(jit=Kernel, language=language)
+    language.__dict__.update(constexpr=Constant)
     described.__dict__.update(TensorDescriptor=Descriptor)
     return {module.__name__: module for module in (root, language, tools, described)}
 
