@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.cli.checks.declarations import default_of
-from megalight.cli.checks.walk import KNOWN, UNKNOWN, Walk
+from megalight.cli.checks.expressions import UNKNOWN
+from megalight.cli.checks.walk import KNOWN, Walk
 from megalight.cli.signatures import Annotation, Source, members
 
 

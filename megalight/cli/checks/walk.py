@@ -1,74 +1,24 @@
 """Follow the statements of a function by its source, with values for its arguments. Nothing is imported.
 
-It knows constants, arguments, comparisons, arithmetic and a few functions. Whatever else a function computes is
-unknown, and nothing is concluded from it. So each error that is raised here is one that the function itself raises.
+What a function computes from values that are not known is unknown too, and nothing is concluded from it. So each error
+that is raised here is one that the function itself raises.
 """
 
 from __future__ import annotations
 
 import ast
-import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megalight import errors
 from megalight.cli.checks.declarations import arguments_of, default_of, method_of, positional
-from megalight.cli.signatures import DEPTH, Module, Source, class_of, lookup, members
+from megalight.cli.checks.expressions import FUNCTIONS, PURE, UNKNOWN, Expressions, Unknown
+from megalight.cli.signatures import Source, class_of, lookup, members
 from megalight.errors import MegalightError
 
 KNOWN = ("megalight.", "lightning.")
 """What modules begin with whose constructors are followed: those whose habits are known."""
-
-COMPARE: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-}
-COMPUTE: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-SIGNS: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs,
-    "bool": bool,
-    "len": len,
-    "list": list,
-    "max": max,
-    "min": min,
-    "repr": repr,
-    "sorted": sorted,
-    "str": str,
-    "tuple": tuple,
-    "math.isfinite": math.isfinite,
-    "nearest": errors.nearest,
-}
-"""Functions that are called with known values, by the names that they have in our files."""
-
-PURE = (*FUNCTIONS, "getattr", "isinstance", "get_args", "super().__init__", "super().__post_init__")
-"""What changes none of the values that are known."""
-
-KINDS = {"int": int, "float": float, "bool": bool, "str": str}
-
-
-class Unknown(Exception):
-    """A value depends on something that the source alone does not tell."""
-
-
-UNKNOWN: Any = object()
 
 
 class _Ends(Exception):
@@ -79,23 +29,17 @@ class _Ends(Exception):
 
 
 @dataclass
-class Walk:
-    """Follows statements of one function.
+class Walk(Expressions):
+    """Follows statements of one function, and the constructors, functions and methods that they call.
 
     Attributes:
-        module: the file of the function.
-        names: values of its arguments and variables; ``self.size`` is the attribute of that name.
         owner: the class that ``super()`` is relative to.
         kind: the class of ``self``.
-        depth: calls that may still be followed.
         followed: calls whose effects are known.
     """
 
-    module: Module
-    names: dict[str, Any] = field(default_factory=dict)
     owner: Source | None = None
     kind: Source | None = None
-    depth: int = DEPTH
     followed: set[ast.Call] = field(default_factory=set)
 
     def construct(self, source: Source, given: Mapping[str, Any]) -> None:
@@ -113,12 +57,12 @@ class Walk:
         found = method_of(source, "__init__")
         if found is not None:
             owner, init = found
-            inner = Walk(owner.module, {}, owner, source, self.depth - 1)
+            inner = Walk(owner.module, {}, self.depth - 1, owner, source)
             inner.names = {name: inner._default(node, given.get(name, node)) for name, node in arguments_of(init.args)}
             inner.follow(init.body)
         elif source.is_dataclass and (found := method_of(source, "__post_init__")) is not None:
             owner, init = found
-            inner = Walk(owner.module, {}, owner, source, self.depth - 1)
+            inner = Walk(owner.module, {}, self.depth - 1, owner, source)
             for name in members(source) or ():
                 default = default_of(source, name)
                 inner.names[f"self.{name}"] = inner._default(default, given.get(name, default))
@@ -127,7 +71,7 @@ class Walk:
     def _default(self, default: ast.expr | None, value: Any) -> Any:
         if value is not default:
             return value
-        return UNKNOWN if default is None else self._maybe(default)
+        return UNKNOWN if default is None else self.maybe(default)
 
     def follow(self, body: Sequence[ast.stmt]) -> Any:
         """Follow statements. Return what ``return`` gives, or ``UNKNOWN``."""
@@ -146,9 +90,9 @@ class Walk:
         elif isinstance(node, ast.For):
             self._for(node)
         elif isinstance(node, ast.Return):
-            raise _Ends(None if node.value is None else self._maybe(node.value))
+            raise _Ends(None if node.value is None else self.maybe(node.value))
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            value = self._maybe(node.value)
+            value = self.maybe(node.value)
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             self._forget(node)
             for target in targets:
@@ -156,7 +100,7 @@ class Walk:
                     self.names[ast.unparse(target)] = value
         elif isinstance(node, ast.Expr):
             kept = self._kept(node.value)
-            self._maybe(node.value)
+            self.maybe(node.value)
             self._forget(node)
             self.names |= kept
         else:
@@ -165,13 +109,13 @@ class Walk:
     def _kept(self, node: ast.expr) -> dict[str, Any]:
         """Return what ``object.__setattr__(self, name, value)`` sets, as frozen classes do."""
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__" and len(node.args) == 3:
-            owner, name, value = node.args[0], self._maybe(node.args[1]), self._maybe(node.args[2])
+            owner, name, value = node.args[0], self.maybe(node.args[1]), self.maybe(node.args[2])
             if isinstance(name, str):
                 return {f"{ast.unparse(owner)}.{name}": value}
         return {}
 
     def _if(self, node: ast.If) -> None:
-        test = self._maybe(node.test)
+        test = self.maybe(node.test)
         if test is UNKNOWN:
             self._skip(node)
             return
@@ -193,15 +137,15 @@ class Walk:
         """Return what a loop goes through, or None. Single values may be unknown."""
         if isinstance(node, ast.Tuple | ast.List):
             each = [item.elts if width > 1 and isinstance(item, ast.Tuple) else [item] for item in node.elts]
-            return [tuple(map(self._maybe, row)) for row in each]
-        found = self._maybe(node)
+            return [tuple(map(self.maybe, row)) for row in each]
+        found = self.maybe(node)
         return [(item,) for item in found] if isinstance(found, tuple) and width == 1 else None
 
     def _raise(self, node: ast.Raise) -> NoReturn:
         # Whatever is raised, nothing after it runs.
         if isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name) and len(node.exc.args) == 1:
             error = self._error(node.exc.func.id)
-            text = self._maybe(node.exc.args[0])
+            text = self.maybe(node.exc.args[0])
             if error is not None and isinstance(text, str):
                 raise error(text)
         raise _Ends
@@ -229,7 +173,7 @@ class Walk:
                 self.names[each.asname or each.name if isinstance(each, ast.alias) else each.name] = UNKNOWN
             elif isinstance(each, ast.Call) and each not in self.followed and ast.unparse(each.func) not in PURE:
                 if ast.unparse(each.func) == "object.__setattr__" and len(each.args) == 3:
-                    name = self._maybe(each.args[1])
+                    name = self.maybe(each.args[1])
                     self._change("self") if name is UNKNOWN else self.names.update({f"self.{name}": UNKNOWN})
                     continue
                 # A method, or a function that gets an object, may change it.
@@ -243,121 +187,17 @@ class Walk:
         elif not isinstance(self.names.get(name), int | float | str | tuple | None):
             self.names[name] = UNKNOWN
 
-    def _maybe(self, node: ast.expr) -> Any:
-        """Return the value of an expression, or ``UNKNOWN``."""
-        try:
-            return self.value(node)
-        except MegalightError:
-            raise
-        except (Unknown, ArithmeticError, TypeError, ValueError, LookupError, RecursionError):
-            return UNKNOWN
-
-    def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression.
-
-        Raises:
-            Unknown: the source does not tell it.
-        """
-        match node:
-            case ast.Constant():
-                return node.value
-            case ast.Name() | ast.Attribute():
-                return self._named(node)
-            case ast.BoolOp():
-                return self._either(node)
-            case ast.UnaryOp(op=op) if type(op) in SIGNS:
-                return SIGNS[type(op)](self.value(node.operand))
-            case ast.BinOp(op=op) if type(op) in COMPUTE:
-                return COMPUTE[type(op)](self.value(node.left), self.value(node.right))
-            case ast.Compare():
-                return self._compare(node)
-            case ast.IfExp():
-                return self.value(node.body if self.value(node.test) else node.orelse)
-            case ast.Tuple() | ast.List() | ast.Set():
-                return tuple(self.value(each) for each in node.elts)
-            case ast.JoinedStr():
-                return "".join(str(self.value(each)) for each in node.values)
-            case ast.FormattedValue():
-                return self._formatted(node)
-            case ast.Subscript():
-                return self._items(node.value)[self.value(node.slice)]
-            case ast.NamedExpr():
-                self.names[node.target.id] = value = self.value(node.value)
-                return value
-            case ast.Call():
-                return self._call(node)
-        raise Unknown
-
-    def _named(self, node: ast.Name | ast.Attribute) -> Any:
-        name = ast.unparse(node)
-        if name in self.names:
-            if self.names[name] is UNKNOWN:
-                raise Unknown
-            return self.names[name]
-        found = lookup(self.module, name)
-        if found is not None and isinstance(found[1], ast.ClassDef):
-            return Source(found[0], found[1])
-        if found is None or not self.depth or not isinstance(found[1], ast.Assign | ast.AnnAssign):
-            raise Unknown
-        constant, inner = found[1].value, Walk(found[0], depth=self.depth - 1)
-        if isinstance(constant, ast.Dict) and _is_declared(found[1], "Mapping"):
-            # What loops and ``in`` see of it. Nobody adds to what is declared as a mapping.
-            return tuple(inner.value(key) for key in constant.keys if key is not None)
-        # Lists and other dicts may be filled elsewhere.
-        if isinstance(constant, ast.Constant | ast.Tuple | ast.Attribute | ast.Name):
-            return inner.value(constant)
-        raise Unknown
-
-    def _either(self, node: ast.BoolOp) -> Any:
-        value: Any = None
-        for each in node.values:
-            value = self.value(each)
-            if bool(value) == isinstance(node.op, ast.Or):
-                break
-        return value
-
-    def _compare(self, node: ast.Compare) -> bool:
-        left = self.value(node.left)
-        for op, right in zip(node.ops, map(self.value, node.comparators), strict=True):
-            if isinstance(left, Source) or isinstance(right, Source):
-                raise Unknown
-            if type(op) not in COMPARE or not COMPARE[type(op)](left, right):
-                return False
-            left = right
-        return True
-
-    def _formatted(self, node: ast.FormattedValue) -> str:
-        if isinstance(value := self.value(node.value), Source):
-            raise Unknown
-        shown = {ord("r"): repr(value), ord("s"): str(value)}.get(node.conversion, value)
-        return format(shown, "" if node.format_spec is None else str(self.value(node.format_spec)))
-
-    def _call(self, node: ast.Call) -> Any:
-        name = ast.unparse(node.func)
+    def _function(self, node: ast.Call, name: str) -> Any:
         if name in ("super().__init__", "super().__post_init__"):
             self._super(name.rpartition(".")[2], node)
             raise Unknown
-        if name == "isinstance" and len(node.args) == 2:
-            kinds = {KINDS[each] for each in map(str.strip, ast.unparse(node.args[1]).split("|")) if each in KINDS}
-            if len(kinds) != ast.unparse(node.args[1]).count("|") + 1:
-                raise Unknown
-            return isinstance(self.value(node.args[0]), tuple(kinds))
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "join" and len(node.args) == 1:
-            return self._join(self.value(node.func.value), node.args[0])
-        if name == "get_args" and len(node.args) == 1:
-            return self._choices(node.args[0])
-        if name == "getattr" and len(node.args) == 2:
-            return self._attribute(node)
         if name.startswith("self.") and name.count(".") == 1:
             return self._method(node, name.removeprefix("self."))
         called = self.names.get(name)
         found = (called.module, called.node) if isinstance(called, Source) else lookup(self.module, name)
-        if found is None or not found[0].name.startswith(KNOWN):
-            if name not in FUNCTIONS or node.keywords:
-                raise Unknown
-            return FUNCTIONS[name](*map(self.value, node.args))
-        if name in FUNCTIONS and found[0].name == errors.__name__:
-            return FUNCTIONS[name](*map(self.value, node.args))
+        plain = name in FUNCTIONS and found is not None and found[0].name == errors.__name__
+        if found is None or plain or not found[0].name.startswith(KNOWN):
+            return super()._function(node, name)
         if isinstance(found[1], ast.ClassDef):
             source = Source(found[0], found[1])
             self.construct(source, self._bound(positional(source), node))
@@ -390,20 +230,13 @@ class Walk:
         found = None if self.kind is None else method_of(self.kind, name)
         if found is None:
             raise Unknown
-        inner = Walk(found[0].module, self._fields(), found[0], self.kind, self.depth - 1)
+        inner = Walk(found[0].module, self._fields(), self.depth - 1, found[0], self.kind)
         value = self._follow(node, inner, found[1])
         self.names |= inner._fields()
         return value
 
     def _fields(self) -> dict[str, Any]:
         return {key: value for key, value in self.names.items() if key.startswith("self.")}
-
-    def _attribute(self, node: ast.Call) -> Any:
-        """Return the attribute of ``self`` whose name is in a variable."""
-        found = self.names.get(f"{ast.unparse(node.args[0])}.{self.value(node.args[1])}", UNKNOWN)
-        if found is UNKNOWN:
-            raise Unknown
-        return found
 
     def _bound(self, names: Sequence[str], node: ast.Call) -> dict[str, Any]:
         """Return the values of a call's arguments.
@@ -415,8 +248,8 @@ class Walk:
             raise Unknown
         if any(isinstance(each, ast.Starred) for each in node.args) or any(each.arg is None for each in node.keywords):
             return dict.fromkeys(names, UNKNOWN)
-        given = {name: self._maybe(each) for name, each in zip(names, node.args, strict=False)}
-        return given | {each.arg: self._maybe(each.value) for each in node.keywords if each.arg is not None}
+        given = {name: self.maybe(each) for name, each in zip(names, node.args, strict=False)}
+        return given | {each.arg: self.maybe(each.value) for each in node.keywords if each.arg is not None}
 
     def _super(self, name: str, node: ast.Call) -> None:
         """Follow the constructor of the base class."""
@@ -429,39 +262,12 @@ class Walk:
         elif (found := method_of(bases[0], name)) is not None:
             owner, method = found
             # Its fields are those of this object.
-            inner = Walk(owner.module, self._fields(), owner, self.kind, self.depth - 1)
+            inner = Walk(owner.module, self._fields(), self.depth - 1, owner, self.kind)
             known = inner.follow(method.body) is not UNKNOWN
             self.names |= inner._fields()
             if known:
                 return
         self._change("self")
-
-    def _join(self, mark: str, node: ast.expr) -> str:
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "map" and len(node.args) == 2:
-            how = FUNCTIONS.get(ast.unparse(node.args[0]))
-            if how is None:
-                raise Unknown
-            return mark.join(map(how, self._items(node.args[1])))
-        return mark.join(self._items(node))
-
-    def _items(self, node: ast.expr) -> Sequence[Any]:
-        found = self.value(node)
-        if not isinstance(found, tuple | list):
-            raise Unknown
-        return found
-
-    def _choices(self, node: ast.expr) -> tuple[Any, ...]:
-        """Return the values of a ``Literal`` that has a name."""
-        found = lookup(self.module, ast.unparse(node))
-        value = found[1].value if found is not None and isinstance(found[1], ast.Assign | ast.AnnAssign) else None
-        if not isinstance(value, ast.Subscript) or ast.unparse(value.value).rpartition(".")[2] != "Literal":
-            raise Unknown
-        parts = value.slice.elts if isinstance(value.slice, ast.Tuple) else [value.slice]
-        return tuple(self.value(part) for part in parts)
-
-
-def _is_declared(node: ast.stmt, kind: str) -> bool:
-    return isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith(f"{kind}[")
 
 
 def _leaves(node: ast.For) -> bool:

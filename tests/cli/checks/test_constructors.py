@@ -25,7 +25,7 @@ from megalight.callbacks import (
     TransformersExport,
 )
 from megalight.cli import signatures
-from megalight.cli.checks import constructors, walk
+from megalight.cli.checks import constructors, expressions, walk
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.presets import PRESETS
@@ -78,7 +78,7 @@ def source_of(kind: type) -> signatures.Source:
 
 def name_of(value: Any) -> str:
     """The same in every process: what is not known has no name but its address."""
-    return getattr(value, "__name__", str(value).replace(str(walk.UNKNOWN), "unknown"))
+    return getattr(value, "__name__", str(value).replace(str(expressions.UNKNOWN), "unknown"))
 
 
 @pytest.mark.parametrize(("kind", "given"), REFUSED, ids=name_of)
@@ -127,9 +127,9 @@ ACCEPTED: list[tuple[Any, dict[str, Any]]] = [
     (CUDAGraph, {"max_graphs": 2}),
     (Timers, {"level": 2}),
     (AdamConfig, {"betas": (0.9, 0.99)}),
-    (AdamConfig, {"lr": walk.UNKNOWN}),
+    (AdamConfig, {"lr": expressions.UNKNOWN}),
     (WSD, {"warmup": 3, "decay": 1.0}),
-    (DataParallel, {"bucket_size": 5, "level": walk.UNKNOWN}),
+    (DataParallel, {"bucket_size": 5, "level": expressions.UNKNOWN}),
     (Recompute, {"granularity": "full"}),
     (MegatronStrategy, {"tensor_parallel": 2, "sequence_parallel": True}),
     (ModelCheckpoint, {"save_top_k": -1}),
@@ -239,7 +239,7 @@ def test_every_preset_is_let_through() -> None:
     source = source_of(GPTConfig)
     for preset in (PRESETS[name] for name in PRESETS):
         given = {
-            each.name: value if isinstance(value, int | float | str | None) else walk.UNKNOWN
+            each.name: value if isinstance(value, int | float | str | None) else expressions.UNKNOWN
             for each in fields(preset)
             for value in [getattr(preset, each.name)]
         }
