@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, paths, token_dtype
 from megalight.data.meta import CorpusMeta, image_prefix, loss_prefix, tokenizer_path
+from megalight.data.progress import progress_bar
 from megalight.data.sentences import sentences_of
-from megalight.data.statistics import add_counts, entropy
+from megalight.data.sink import Encoded, Sink
 from megalight.data.text_files import SUFFIXES, Block, Format, Kind, OnBad, TextFile, blocks, find, texts_of
 from megalight.data.tokenizer import Tokenizer, config_path
 from megalight.errors import DataError
 
-log = logging.getLogger(__name__)
-
 TRAINING_BYTES_PER_TOKEN = 2 << 10
 """Text that the tokenizer is trained on, per token of its vocabulary."""
 
-BYTES_PER_WORKER = 8 << 20
-"""Input per worker process, by default: starting a process costs more than tokenising less than this."""
-
 DEFAULT_TEXT_KEY = "text"
 """JSON key or Parquet column of the text, if none is given."""
-
-IN_FLIGHT_PER_WORKER = 3
-"""Blocks that are read ahead per worker: a limit on memory."""
 
 
 @dataclass(frozen=True)
@@ -81,34 +67,6 @@ class PrepareReport:
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """The tokens of a block: texts laid end to end, their lengths, and which of them end a document.
-
-    Attributes:
-        tokens: ids of all texts.
-        lengths: number of tokens of each text.
-        ends: whether each text is the end of its document.
-        skipped: one message for each line that was skipped.
-        size: bytes of the input, for the progress bar.
-        loss: for each token, whether it counts in the loss. None: all do.
-    """
-
-    tokens: NDArray[Any]
-    lengths: NDArray[np.int64]
-    ends: NDArray[np.bool_]
-    skipped: list[str]
-    size: int
-    loss: NDArray[np.uint8] | None = None
-
-
-class Encoder(Protocol):
-    """Turns a block into tokens. Each worker process has a copy."""
-
-    def __call__(self, block: Block) -> Encoded:
-        """Encode all texts of a block."""
-
-
-@dataclass(frozen=True)
 class _TextEncoder:
     """Turns a block of texts into tokens."""
 
@@ -129,18 +87,6 @@ class _TextEncoder:
         tokens = np.fromiter(itertools.chain.from_iterable(ids), self.dtype, int(lengths.sum()))
         ends = np.fromiter((text.ends for text in texts), np.bool_, len(texts))
         return Encoded(tokens, lengths, ends, skipped, sum(piece.size for piece in block))
-
-
-_worker: list[Encoder] = []  # the encoder of this worker process
-
-
-def _start_worker(encoder: Encoder) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # several processes already use all cores
-    _worker[:] = [encoder]
-
-
-def _work(block: Block) -> Encoded:
-    return _worker[0](block)
 
 
 def prepare(
@@ -250,29 +196,6 @@ def find_inputs(
     return prefix, files, num_bytes
 
 
-def encode_files(
-    files: Sequence[TextFile],
-    encoder: Encoder,
-    sink: Sink,
-    *,
-    on_bad: OnBad,
-    workers: int | None,
-    bar: Progress,
-    stack: ExitStack,
-) -> tuple[str, ...]:
-    """Encode files into a sink, in their order. Returns one message for each file or line that was skipped."""
-    num_bytes = sum(file.size for file in files)
-    # A worker that has less than this to do costs more to start than it saves.
-    count = workers or max(1, min(_cpus(), num_bytes // BYTES_PER_WORKER))
-    task = bar.add_task("tokenising", total=num_bytes)
-    skipped: list[str] = []
-    for item in _encode_all(blocks(files, on_bad, skipped), encoder, count, stack):
-        skipped.extend(item.skipped)
-        sink.add(item)
-        bar.update(task, advance=item.size)
-    return tuple(skipped)
-
-
 def publish_facts(prefix: str, tokenizer: Tokenizer, meta: CorpusMeta) -> None:
     """Write the files beside the token files, before the writer of the tokens is closed.
 
@@ -307,79 +230,6 @@ def _without_outputs(files: list[TextFile], inputs: Sequence[str], prefix: str) 
     return [file for file in files if file.path.resolve() not in written]
 
 
-class Sink:
-    """Joins texts to documents, appends the end-of-document token, counts tokens, and writes.
-
-    Args:
-        writer: writes the token files.
-        eod_id: id of the end-of-document token; None: none is appended.
-        keep_texts: whether each text of a document is a sequence of its own.
-    """
-
-    def __init__(self, writer: IndexedWriter, eod_id: int | None, keep_texts: bool = False) -> None:
-        self.writer = writer
-        self.keep_texts = keep_texts
-        self.end = np.array([] if eod_id is None else [eod_id], writer.dtype)
-        self.open: list[NDArray[Any]] = []
-        self.counts = np.zeros(0, np.int64)
-        self.num_documents = 0
-        self.empty = 0
-
-    def add(self, item: Encoded) -> None:
-        """Write the documents that end in this block. Keep the start of an unfinished document for the next block."""
-        bounds = np.concatenate([[0], np.cumsum(item.lengths)])
-        done: list[NDArray[Any]] = []
-        lengths: list[int] = []
-        texts: list[int] = []
-        for index, ends in enumerate(item.ends):
-            self.open.append(item.tokens[bounds[index] : bounds[index + 1]])
-            if not ends:
-                continue
-            parts = [part for part in self.open if len(part)]
-            if parts:
-                done.extend((*parts, self.end))
-                sizes = list(map(len, parts))
-                # The end token belongs to the last text of the document.
-                sizes[-1] += len(self.end)
-                lengths.extend(sizes if self.keep_texts else [sum(sizes)])
-                texts.append(len(sizes) if self.keep_texts else 1)
-            else:
-                self.empty += 1
-            self.open = []
-        # Documents are written as whole blocks. One write for each document would take
-        # longer than tokenising it.
-        if lengths:
-            tokens = np.concatenate(done)
-            # Counted here and not from the files, which would be read again.
-            self.counts = add_counts(self.counts, tokens)
-            self.writer.add_documents(tokens, lengths, texts)
-            self.num_documents += len(texts)
-
-    def meta(self, tokenizer: Tokenizer, append_eod: bool, num_bytes: int) -> CorpusMeta:
-        """Return the facts about all documents written.
-
-        Raises:
-            DataError: none was written.
-        """
-        if not self.num_documents:
-            raise DataError(
-                "the inputs hold no text, so nothing was written; check the inputs and text_key (--text-key)."
-            )
-        return CorpusMeta(
-            num_documents=self.num_documents,
-            num_tokens=int(self.counts.sum()),
-            dtype=self.writer.dtype.name,
-            vocab_size=tokenizer.vocab_size,
-            max_token_id=len(self.counts) - 1,
-            unigram_entropy_nats=entropy(self.counts),
-            tokenizer_identity=tokenizer.identity,
-            eod_id=tokenizer.eod_id,
-            pad_id=tokenizer.safe_pad_id,
-            append_eod=append_eod,
-            num_bytes=num_bytes,
-        )
-
-
 def _train(
     files: Sequence[TextFile],
     num_bytes: int,
@@ -391,65 +241,3 @@ def _train(
     stride = max(1, num_bytes // (vocab_size * TRAINING_BYTES_PER_TOKEN))  # every n-th text: an even sample
     texts = (text.text for block in blocks(files, on_bad) for text in texts_of(block, text_key, on_bad)[0])
     return Tokenizer.train(itertools.islice(texts, 0, None, stride), vocab_size, special_tokens=special_tokens)
-
-
-def _encode_all(work: Iterator[Block], encoder: Encoder, workers: int, stack: ExitStack) -> Iterator[Encoded]:
-    """Encode blocks, in order.
-
-    One worker means this process, where the tokenizer uses its own threads. Several workers are processes; the number
-    of blocks in flight is bounded.
-    """
-    if workers == 1:
-        return map(encoder, work)
-    # `spawn`: a fork would copy locks of threads that the tokenizer runs.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder,))
-    stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-    return _in_order(pool, work, workers * IN_FLIGHT_PER_WORKER)
-
-
-def _in_order(pool: ProcessPoolExecutor, work: Iterator[Block], limit: int) -> Iterator[Encoded]:
-    waiting: deque[Future[Encoded]] = deque()
-    try:
-        for block in work:
-            waiting.append(pool.submit(_work, block))
-            # Bounded, and taken in the order of the input: the output does not depend on the number of workers.
-            if len(waiting) >= limit:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process died (out of memory?), so nothing was written; use fewer workers (--workers). In a "
-            "script, call prepare under: if __name__ == '__main__':"
-        ) from error
-
-
-def _cpus() -> int:
-    # Those that this process may use, which in a container are fewer than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class _Rate(TextColumn):
-    """Megabytes per second."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: Any) -> Any:
-        self.text_format = f"{(task.speed or 0) / 1e6:.1f} MB/s"
-        return super().render(task)
-
-
-def progress_bar(show: bool) -> Progress:
-    """Make the progress bar of the command, on standard error."""
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        _Rate(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not show,
-    )

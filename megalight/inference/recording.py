@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalight.data.blend import Samples
-from megalight.data.prepare import progress_bar
+from megalight.data.progress import progress_bar
 from megalight.data.records import RecordsMeta, RecordsWriter, batches_of
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer

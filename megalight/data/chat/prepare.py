@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 
 from megalight.data.chat.rows import Conversation, conversations
 from megalight.data.chat.template import ChatTemplate, TrainOn, encode, read_template
+from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.meta import loss_prefix, tokenizer_path
-from megalight.data.prepare import Encoded, PrepareReport, Sink, encode_files, find_inputs, progress_bar, publish_facts
+from megalight.data.prepare import PrepareReport, find_inputs, publish_facts
+from megalight.data.progress import progress_bar
+from megalight.data.sink import Encoded, Sink
 from megalight.data.text_files import Block, Format, OnBad, TextFile, blocks, records_of
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError

@@ -14,11 +14,14 @@ import numpy as np
 
 from megalight.data.chat.prepare import ChatEncoder, ChatSink
 from megalight.data.chat.template import ChatTemplate, TrainOn, read_template
+from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.meta import image_prefix, loss_prefix, tokenizer_path
 from megalight.data.multimodal.images import decode
 from megalight.data.multimodal.videos import TOKENS, videos_of
-from megalight.data.prepare import Encoded, PrepareReport, encode_files, find_inputs, progress_bar, publish_facts
+from megalight.data.prepare import PrepareReport, find_inputs, publish_facts
+from megalight.data.progress import progress_bar
+from megalight.data.sink import Encoded
 from megalight.data.text_files import ROWS, Block, Format, OnBad
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
