@@ -12,7 +12,7 @@ from megalight.cli import explain, signatures
 from megalight.cli.checks.early import START, STRATEGY, Classes, named_classes
 from megalight.cli.options import options
 from megalight.cli.schema import CHOICES, ROOT, plain, proposed
-from megalight.cli.signatures import Source
+from megalight.cli.sources import Source, find_class
 from megalight.cli.verbs import TRAINER_VERBS
 
 WIDTH = 110
@@ -43,7 +43,7 @@ def page(verb: str, words: Sequence[str]) -> str:
     Raises:
         ConfigurationError: a class that the words name does not exist.
     """
-    classes: Classes = {key: signatures.find(path) for key, path in DEFAULTS.items()}
+    classes: Classes = {key: find_class(path) for key, path in DEFAULTS.items()}
     for part in explain.parts(words):
         classes |= named_classes(part, classes)
     lines = [
@@ -77,7 +77,7 @@ def page_of_class(verb: str, words: Sequence[str]) -> str | None:
             continue
         following = words[index + 1] if index + 1 < len(words) else ""
         asked = name if equals else "" if following.startswith("-") else following
-        source = named_classes({key: asked}, {}).get(key) if asked else signatures.find(DEFAULTS.get(key, ""))
+        source = named_classes({key: asked}, {}).get(key) if asked else find_class(DEFAULTS.get(key, ""))
         if source is not None and signatures.members(source) is not None:
             return "\n".join([*_section(verb, key, source)][1:])
     return None

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megalight.cli import signatures
+from megalight.cli.annotations import SCALARS, Annotation
 from megalight.cli.schema import descriptions
-from megalight.cli.signatures import Annotation, Source, Written
+from megalight.cli.signatures import Written
+from megalight.cli.sources import Source
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Option:
         """What may stand after ``=``, short: ``int``, ``auto|off``, ``int|auto|null``; else the annotation."""
         if not self.accepted.complete or self.accepted.source is not None:
             return self.written.annotation
-        scalars = [name for name, kind in signatures.SCALARS.items() if kind in self.accepted.scalars]
+        scalars = [name for name, kind in SCALARS.items() if kind in self.accepted.scalars]
         words = [*scalars, *map(str, self.accepted.choices), *["null"] * self.accepted.optional]
         return "|".join(dict.fromkeys(words))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from megalight.cli import signatures
+from megalight.cli.sources import find_module
 from megalight.errors import ConfigurationError, nearest
 
 GPUS = (1, 4, 8)
@@ -41,7 +41,7 @@ def no_recipe(name: str, known: Iterable[str]) -> ConfigurationError:
 
 def preset_names(module: str) -> Iterator[str]:
     """Yield the names of presets in the source of a module: the keys of the dict that it registers in a loop."""
-    found = signatures.find_module(module)
+    found = find_module(module)
     assert found is not None
     for node in ast.parse(found.path.read_bytes()).body:
         if isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Attribute):

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.cli import signatures
+from megalight.cli.annotations import Annotation
 from megalight.cli.checks.early import START, STRATEGY
-from megalight.cli.signatures import Annotation, Source
+from megalight.cli.sources import Source, find_class, find_module
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 NAMES: dict[type, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -55,7 +56,7 @@ class Schema:
 
     def build(self) -> dict[str, Any]:
         """Return the schema of a whole file."""
-        trainer = signatures.find(START["trainer"])
+        trainer = find_class(START["trainer"])
         assert trainer is not None
         self._define(trainer)
         options = self.definitions[_name(trainer)]["properties"]
@@ -161,7 +162,7 @@ def proposed(paths: tuple[str, ...]) -> Mapping[str, Source]:
     """Return import path -> class, for classes and for what modules export."""
     found: dict[str, Source] = {}
     for path in paths:
-        module = signatures.find_module(path)
+        module = find_module(path)
         # A package exports what it imports; what another module imports is not its own.
         exports = (
             {}
@@ -174,7 +175,7 @@ def proposed(paths: tuple[str, ...]) -> Mapping[str, Source]:
         )
         # Only names in capitals are classes; modules export functions as well.
         names = [path] if module is None else [f"{path}.{name}" for name in exports if name[0].isupper()]
-        sources = {name: source for name in names if (source := signatures.find(name)) is not None}
+        sources = {name: source for name in names if (source := find_class(name)) is not None}
         found |= dict(sorted(sources.items()))
     return found
 

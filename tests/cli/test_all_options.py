@@ -9,7 +9,8 @@ from megalight.callbacks import EMA
 from megalight.cli.all_options import DEFAULTS, page, page_of_class
 from megalight.cli.main import main
 from megalight.cli.options import options
-from megalight.cli.signatures import find, written
+from megalight.cli.signatures import written
+from megalight.cli.sources import find_class
 from megalight.cli.trainer import MegalightTrainer
 from megalight.cli.verbs import TRAINER_VERBS
 from megalight.data.gpt.module import GPTDataModule
@@ -49,7 +50,7 @@ def test_every_argument_of_the_class_is_there(key):
 
 @pytest.mark.parametrize("key", ["trainer", "trainer.strategy", "model", "data"])
 def test_defaults_are_those_of_the_classes(key):
-    shown, checked = written(find(DEFAULTS[key])), 0
+    shown, checked = written(find_class(DEFAULTS[key])), 0
     for name, default in arguments(SHOWN[key]).items():
         if isinstance(default, bool | int | float | str):
             assert shown[name].default == str(default)
@@ -94,7 +95,7 @@ def test_help_of_a_default_and_of_a_class_that_nobody_can_read(tmp_path, monkeyp
 
 
 def test_kinds():
-    kinds = {option.key: option.kind for option in options("s", find(DEFAULTS["trainer.strategy"]))}
+    kinds = {option.key: option.kind for option in options("s", find_class(DEFAULTS["trainer.strategy"]))}
     assert kinds["s.tensor_parallel"] == "int"
     assert kinds["s.start_method"] == "auto|popen|fork|spawn"
     assert kinds["s.micro_batch_size"] == "int|auto|null"

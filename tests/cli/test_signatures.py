@@ -8,6 +8,7 @@ from megalight import callbacks
 from megalight.cli import explain, signatures
 from megalight.cli.checks.early import MODULES, START
 from megalight.cli.lightning import NAMED
+from megalight.cli.sources import find_class, find_module
 from megalight.models.family import families
 
 CLASSES = [
@@ -26,7 +27,7 @@ CLASSES = [
 @pytest.mark.parametrize("path", CLASSES)
 def test_the_source_and_the_class_have_the_same_arguments(path):
     module, _, name = path.rpartition(".")
-    found = signatures.find(path)
+    found = find_class(path)
     assert found is not None
     assert found.name == name
     arguments = signatures.members(found)
@@ -36,7 +37,7 @@ def test_the_source_and_the_class_have_the_same_arguments(path):
 
 def test_every_named_class_is_found_by_its_bare_name():
     for kind in (*NAMED, *(family.module() for family in families())):
-        found = signatures.find(kind.__name__, MODULES)
+        found = find_class(kind.__name__, MODULES)
         assert found is not None
         assert found.module.name == kind.__module__
 
@@ -73,13 +74,13 @@ class Bare:
 def place(tmp_path, monkeypatch):
     (tmp_path / "scratch_of_user.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    signatures.find_module.cache_clear()
+    find_module.cache_clear()
     yield "scratch_of_user"
-    signatures.find_module.cache_clear()
+    find_module.cache_clear()
 
 
 def members(path):
-    found = signatures.find(path)
+    found = find_class(path)
     assert found is not None
     return signatures.members(found)
 
@@ -105,4 +106,4 @@ def test_what_the_source_does_not_tell_is_unknown(place, name):
 
 @pytest.mark.parametrize("path", ["absent.Thing", "json.Absent", "math.sin", "megalight.nowhere.Class", "Nothing"])
 def test_classes_that_cannot_be_found(path):
-    assert signatures.find(path) is None
+    assert find_class(path) is None

@@ -11,10 +11,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from megalight.cli.annotations import Annotation
 from megalight.cli.checks.declarations import default_of
 from megalight.cli.checks.expressions import UNKNOWN
 from megalight.cli.checks.walk import KNOWN, Walk
-from megalight.cli.signatures import Annotation, Source, members
+from megalight.cli.signatures import members
+from megalight.cli.sources import Source
 
 
 def check(values: Mapping[str, Any], classes: Mapping[str, Source | None]) -> None:

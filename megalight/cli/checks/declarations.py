@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from megalight.cli.signatures import DEPTH, Source, members
+from megalight.cli.signatures import members
+from megalight.cli.sources import DEPTH, Source
 
 
 def default_of(source: Source, name: str) -> ast.expr | None:

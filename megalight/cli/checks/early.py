@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megalight.cli import explain, signatures
+from megalight.cli.annotations import UNKNOWN, Annotation, read_word
 from megalight.cli.checks import constructors, lightning_rules, rules, sizes
-from megalight.cli.signatures import UNKNOWN, Annotation, Source
+from megalight.cli.sources import Source, find_class, find_module
 from megalight.errors import ConfigurationError, nearest
 
 MODULES = (
@@ -75,8 +76,8 @@ def check(verb: str, words: Sequence[str]) -> None:
     """
     if os.environ.get("JSONARGPARSE_DEFAULT_ENV", "").lower() in ("true", "1"):
         return  # values and classes may be in environment variables, which only the parser reads
-    signatures.find_module.cache_clear()  # files may have changed since an earlier command of this process
-    classes: Classes = {key: signatures.find(path) for key, path in START.items()}
+    find_module.cache_clear()  # files may have changed since an earlier command of this process
+    classes: Classes = {key: find_class(path) for key, path in START.items()}
     values: dict[str, Any] = {}
     strategy = None
     # In order: a later class or value replaces an earlier one, as it does for the parser.
@@ -96,7 +97,7 @@ def check(verb: str, words: Sequence[str]) -> None:
         values = {key: value for key, value in values.items() if key not in replaced} | part
     # Nothing is run then, so the values need not fit together.
     if not any(key.partition("=")[0] == "print_config" for key in values):
-        read = {key: value if key in TEXTS else signatures.read_word(value) for key, value in values.items()}
+        read = {key: value if key in TEXTS else read_word(value) for key, value in values.items()}
         # Each class by itself, then what belongs to several, then what needs torch.
         lightning_rules.check(read, classes, MODULES)
         constructors.check(read, classes)
@@ -111,7 +112,7 @@ def named_classes(part: Mapping[str, Any], before: Mapping[str, Source | None]) 
         if not isinstance(value, str):
             continue
         name = STRATEGIES.get(value.lower(), value) if key == STRATEGY else value
-        source = signatures.find(name, MODULES) if name.replace(".", "").isidentifier() else None
+        source = find_class(name, MODULES) if name.replace(".", "").isidentifier() else None
         if (
             source is not None
             or key in before
@@ -135,10 +136,10 @@ def _above(key: str) -> list[str]:
 def _check_module(key: str, name: str) -> None:
     """Refuse an import path whose module is there and has no such name."""
     where, _, attribute = name.rpartition(".")
-    module = signatures.find_module(where) if where.replace(".", "").isidentifier() else None
+    module = find_module(where) if where.replace(".", "").isidentifier() else None
     if module is None or not {"*", "__getattr__"}.isdisjoint(module.names) or module.mentions(attribute):
         return
-    if module.path.name == "__init__.py" and signatures.find_module(name) is not None:
+    if module.path.name == "__init__.py" and find_module(name) is not None:
         return
     hint = nearest(attribute, [each for each in module.names if each[0].isupper()]).replace("'", f"'{where}.", 1)
     reason = f"module {where!r} has no attribute {attribute!r}"

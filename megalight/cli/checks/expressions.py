@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalight import errors
-from megalight.cli.signatures import DEPTH, Module, Source, lookup
+from megalight.cli.sources import DEPTH, Module, Source, lookup
 from megalight.errors import MegalightError
 
 COMPARE: dict[type, Callable[[Any, Any], Any]] = {

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megalight.cli import explain, signatures
+from megalight.cli import explain
 from megalight.cli.checks.declarations import default_of, method_of
 from megalight.cli.checks.trainer_rules import check_time
 from megalight.cli.checks.walk import KNOWN, Walk
-from megalight.cli.signatures import Source
+from megalight.cli.sources import Source, find_class, find_module
 from megalight.errors import ConfigurationError, nearest
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
@@ -84,7 +84,7 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], modul
 def only_known(values: Mapping[str, Any], classes: Mapping[str, Source | None]) -> bool:
     """Return whether nothing but Lightning and Megalight will be imported: others may register more names."""
     paths = [value for value in values.values() if isinstance(value, str) and re.fullmatch(r"\w+(\.\w+)+", value)]
-    foreign = [path for path in paths if not path.startswith(KNOWN) and signatures.find_module(path.partition(".")[0])]
+    foreign = [path for path in paths if not path.startswith(KNOWN) and find_module(path.partition(".")[0])]
     sources = all(source is None or source.module.name.startswith(KNOWN) for source in classes.values())
     # Where Lightning is imported already, classes may be defined that no file shows, and the parser is quick.
     return sources and not foreign and "lightning.pytorch" not in sys.modules
@@ -142,7 +142,7 @@ def _check_named(values: Mapping[str, Any], classes: Mapping[str, Source | None]
     for section in ("model", "data"):
         inner = next((key for key in values if key.startswith(f"{section}.") and key != f"{section}.help"), None)
         if inner is not None and section not in classes:
-            sources = (signatures.find(name, modules) for name in _classes(modules, CLASSES[section]))
+            sources = (find_class(name, modules) for name in _classes(modules, CLASSES[section]))
             # Not those that they derive from, nor other things that their files import.
             known = {each.name for each in sources if each is not None and each.module.name.startswith(modules)}
             names = ", ".join(sorted(name for name in known if name.endswith("Module")))
@@ -159,7 +159,7 @@ def _check_classes(values: Mapping[str, Any], modules: tuple[str, ...]) -> None:
         # Words in small letters are loggers, and files of a section; the class of a path is checked elsewhere.
         if part is None or not isinstance(name, str) or not name.isidentifier() or not name[0].isupper():
             continue
-        if signatures.find(name, modules) is None:
+        if find_class(name, modules) is None:
             raise ConfigurationError(explain.no_class(key, name, "", nearest(name, _classes(modules, part))))
 
 
@@ -167,7 +167,7 @@ def _classes(modules: tuple[str, ...], part: str) -> list[str]:
     """Return the names of the classes in modules whose paths have a part."""
     # Packages of models import their ``module`` only when somebody asks for the class.
     paths = [each for path in modules if part in path for each in (path, f"{path}.module")]
-    found = map(signatures.find_module, paths)
+    found = map(find_module, paths)
     return [name for module in found if module is not None for name in module.names if name[0].isupper()]
 
 
@@ -205,10 +205,10 @@ def _check_duration(key: str, source: Source, values: Mapping[str, Any]) -> None
 
 def _check_quantization(key: str, source: Source, values: Mapping[str, Any]) -> None:
     """Check that ModelOpt has a preset, without importing it."""
-    name, own = values.get(f"{key}.preset"), signatures.find_module(QUANTIZATION)
+    name, own = values.get(f"{key}.preset"), find_module(QUANTIZATION)
     if source.name != "ModelOptQuantization" or not isinstance(name, str) or "/" in name or own is None:
         return
-    config = signatures.find_module("modelopt.torch.quantization.config")
+    config = find_module("modelopt.torch.quantization.config")
     known = None if config is None else config.names.get("choices")
     check_known = own.names["check_known"]
     if (

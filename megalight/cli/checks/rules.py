@@ -17,7 +17,8 @@ from megalight.cli.checks.lightning_rules import only_known
 from megalight.cli.checks.trainer_rules import check_trainer
 from megalight.cli.recipe_names import PRESETS, preset_names
 from megalight.cli.report import launched
-from megalight.cli.signatures import Source, Written, written
+from megalight.cli.signatures import Written, written
+from megalight.cli.sources import Source
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.parallel.degrees import check_backend, check_measured
 from megalight.registry import PLUGIN_GROUP

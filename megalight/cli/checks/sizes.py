@@ -15,7 +15,7 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from megalight.cli.signatures import Source
+from megalight.cli.sources import Source
 from megalight.data.sizes import check_fits
 from megalight.errors import ConfigurationError
 from megalight.models.heads import OR_HEAD_DIM, check_heads

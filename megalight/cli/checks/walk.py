@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from megalight import errors
 from megalight.cli.checks.declarations import arguments_of, default_of, method_of, positional
 from megalight.cli.checks.expressions import FUNCTIONS, PURE, UNKNOWN, Expressions, Unknown
-from megalight.cli.signatures import Source, class_of, lookup, members
+from megalight.cli.signatures import members
+from megalight.cli.sources import Source, class_of, lookup
 from megalight.errors import MegalightError
 
 KNOWN = ("megalight.", "lightning.")

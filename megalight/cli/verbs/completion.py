@@ -52,9 +52,9 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     """Add the keys of a configuration: those of the classes, and those of the dataclasses in them, at any depth."""
-    from megalight.cli import signatures
     from megalight.cli.options import options
     from megalight.cli.schema import ROOT
+    from megalight.cli.sources import find_class
 
     parser.add_argument("-c", "--config", help="a recipe in YAML")
     for key in (*ROOT, "print_config", "help-all"):
@@ -62,7 +62,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     for prefix in ("model", "data"):
         parser.add_argument(f"--{prefix}", help="a class: its name or import path")
     for prefix, path in PREFIXES.items():
-        source = signatures.find(path)
+        source = find_class(path)
         assert source is not None
         for option in options(prefix, source):
             accepted = option.accepted

@@ -70,8 +70,8 @@ def _count(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: an option of the command gives another number.
     """
+    from megalight.cli.annotations import read_word
     from megalight.cli.explain import Given
-    from megalight.cli.signatures import read_word
     from megalight.errors import ConfigurationError
 
     words = arguments.command[1:]

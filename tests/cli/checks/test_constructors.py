@@ -26,6 +26,7 @@ from megalight.callbacks import (
 )
 from megalight.cli import signatures
 from megalight.cli.checks import constructors, expressions, walk
+from megalight.cli.sources import Source, find_class, find_module
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.presets import PRESETS
@@ -70,8 +71,8 @@ REFUSED: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def source_of(kind: type) -> signatures.Source:
-    found = signatures.find(f"{kind.__module__}.{kind.__qualname__}")
+def source_of(kind: type) -> Source:
+    found = find_class(f"{kind.__module__}.{kind.__qualname__}")
     assert found is not None
     return found
 
@@ -112,10 +113,10 @@ class Holder:
 
 
 def test_arguments_without_a_name_go_where_the_constructor_puts_them() -> None:
-    source = signatures.find(f"{__name__}.Below")
+    source = find_class(f"{__name__}.Below")
     assert source is not None
     assert [*(signatures.members(source) or ())] == ["size", "count"]
-    holder = signatures.find(f"{__name__}.Holder")
+    holder = find_class(f"{__name__}.Holder")
     assert holder is not None
     # The order of fields of several classes is left to Python.
     walk.Walk(holder.module).construct(holder, {"size": 1, "count": 5})
@@ -190,7 +191,7 @@ def test_nothing_is_concluded_from_what_is_not_known(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(walk, "KNOWN", ("odd_pieces", "megalight."))
     monkeypatch.delitem(sys.modules, "odd_pieces", raising=False)
-    signatures.find_module.cache_clear()
+    find_module.cache_clear()
     import odd_pieces  # type: ignore[import-not-found]
 
     given = {"size": 2 if "helper" in PIECES[name] or "range" in PIECES[name] else 3}
@@ -199,7 +200,7 @@ def test_nothing_is_concluded_from_what_is_not_known(
         refused = False
     except MegalightError:
         refused = True
-    source = signatures.find("odd_pieces.Kind")
+    source = find_class("odd_pieces.Kind")
     assert source is not None
     try:
         walk.Walk(source.module).construct(source, given)
@@ -209,7 +210,7 @@ def test_nothing_is_concluded_from_what_is_not_known(
 
 
 def test_values_of_a_command_have_the_kinds_of_the_arguments() -> None:
-    classes = {"model": signatures.find("megalight.models.gpt.module.GPTModule")}
+    classes = {"model": find_class("megalight.models.gpt.module.GPTModule")}
     with pytest.raises(MegalightError, match=r"lr of Adam is -1\.0"):
         constructors.check({"model.optimizer.lr": -1}, classes)
     with pytest.raises(MegalightError, match=r"betas of Adam is \(0.9, 2\)"):

@@ -19,12 +19,12 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from megalight.cli import signatures
 from megalight.cli.checks import early, lightning_rules, rules
 from megalight.cli.explain import subclasses
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
+from megalight.cli.sources import find_class
 from megalight.data.indexed import IndexedWriter
 from megalight.data.meta import CorpusMeta
 from megalight.errors import ConfigurationError, MegalightError
@@ -224,7 +224,7 @@ def test_all_plugins_are_known_by_name():
     kinds = subclasses(Precision), subclasses(ClusterEnvironment), subclasses(CheckpointIO)
     found = [each for kind in kinds for each in kind if each.__module__.startswith(("megalight.", "lightning."))]
     names = {each.__name__ for each in found if "_graveyard" not in each.__module__ and each.__name__[0] != "_"}
-    assert {name for name in names if signatures.find(name, early.MODULES) is None} == set()
+    assert {name for name in names if find_class(name, early.MODULES) is None} == set()
 
 
 @pytest.mark.parametrize("devices", ["2", "auto", "-1", "0,", "0,1", "[0, 1]", "null"])

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megalight.cli import explain, signatures
+from megalight.cli import explain
 from megalight.cli.checks import early
 from megalight.cli.lightning import MegalightCLI
+from megalight.cli.sources import find_module
 
 OWN = """
 from __future__ import annotations
@@ -172,7 +173,7 @@ def place(tmp_path_factory):
         patch.chdir(place)
         patch.syspath_prepend(place)
         yield place
-    signatures.find_module.cache_clear()
+    find_module.cache_clear()
 
 
 @pytest.mark.parametrize("words", ODD, ids=" ".join)
