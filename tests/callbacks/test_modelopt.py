@@ -23,7 +23,8 @@ from megalight.callbacks.modelopt import told
 from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
-from megalight.models.gpt.config import LatentConfig, MoEConfig
+from megalight.models.gpt.attention_config import LatentConfig
+from megalight.models.gpt.config import MoEConfig
 from megalight.nn import Linear, RMSNorm
 from megalight.nn.head import Lesson, LMHead
 from megalight.nn.moe import Experts, SharedConfig

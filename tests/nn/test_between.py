@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.models.gpt.config import AttentionConfig
+from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn import attention, between
 from megalight.nn.init import initialise

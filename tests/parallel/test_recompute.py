@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from megalight import nn as mnn
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.config import AttentionConfig, DropoutConfig
+from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.config import DropoutConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.ops.parameter import collect
 from megalight.parallel.apply import parallelize

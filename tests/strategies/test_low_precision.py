@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from megalight.errors import BackendError, ConfigurationError
-from megalight.models.gpt.config import AttentionConfig, GPTConfig
+from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialise
 from megalight.nn.moe import MoEConfig

@@ -5,17 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megalight.models.gpt.config import (
-    AttentionConfig,
-    GPTConfig,
-    LatentConfig,
-    MultiTokenConfig,
-    NormConfig,
-    PositionConfig,
-    TemperatureConfig,
-)
+from megalight.models.gpt.attention_config import AttentionConfig, LatentConfig, TemperatureConfig
+from megalight.models.gpt.config import GPTConfig, MultiTokenConfig, NormConfig
 from megalight.models.gpt.delta_config import DeltaNetConfig
 from megalight.models.gpt.mamba_config import MambaConfig
+from megalight.models.gpt.position_config import PositionConfig
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.ops.rotary import RotaryScaling
 from megalight.registry import Registry

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from megalight.models.config import InitConfig, from_plain, require, require_choice, to_plain
-from megalight.models.gpt.config import GPTConfig, PositionConfig
+from megalight.models.gpt.config import GPTConfig
+from megalight.models.gpt.position_config import PositionConfig
 from megalight.models.vision.config import VisionConfig
 from megalight.nn.mlp import is_gated
 

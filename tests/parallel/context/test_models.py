@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from megalight.models.gpt.config import AttentionConfig, BackendConfig, NormConfig, PositionConfig
+from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.config import BackendConfig, NormConfig
+from megalight.models.gpt.position_config import PositionConfig
 from megalight.parallel.context.options import ContextOptions
 from tests.parallel.context.parity import check, gpt_errors
 from tests.workers import run

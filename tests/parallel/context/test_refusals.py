@@ -9,7 +9,8 @@ import torch
 
 from megalight.errors import LayoutError
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.config import AttentionConfig, BackendConfig, DropoutConfig
+from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.config import BackendConfig, DropoutConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
 from megalight.ops.attention import attention

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megalight.models.gpt import GPTConfig
-from megalight.models.gpt.config import AttentionConfig
+from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.parallel.apply import parallelize

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.config import DropoutConfig, GPTConfig, LatentConfig, MultiTokenConfig, NormConfig
+from megalight.models.gpt.attention_config import LatentConfig
+from megalight.models.gpt.config import DropoutConfig, GPTConfig, MultiTokenConfig, NormConfig
 from megalight.models.gpt.hugging_face.llama import LLAMA
 from megalight.models.gpt.hugging_face.options import refuse_others, router_groups, tied_head
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.options import activation_of, activation_to, tied_head
+from megalight.models.gpt.position_config import PositionConfig
 from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig
+from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.options import activation_of, activation_to, tied_head
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
 from megalight.models.kinds import Kind

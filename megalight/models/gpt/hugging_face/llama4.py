@@ -7,13 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.config import (
-    AttentionConfig,
-    DropoutConfig,
-    GPTConfig,
-    NormConfig,
-    TemperatureConfig,
-)
+from megalight.models.gpt.attention_config import AttentionConfig, TemperatureConfig
+from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.llama import LLAMA
 from megalight.models.gpt.hugging_face.options import refuse_others, tied_head
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to

@@ -8,9 +8,11 @@ from math import inf
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.options import refuse_others, router_groups, tied_head
 from megalight.models.gpt.mamba_config import MambaConfig
+from megalight.models.gpt.position_config import PositionConfig
 from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig

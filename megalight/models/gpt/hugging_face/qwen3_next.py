@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig
+from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.delta_config import DeltaNetConfig
 from megalight.models.gpt.hugging_face.experts import sparse_layers
 from megalight.models.gpt.hugging_face.llama import llama_map, llama_to

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.config import PositionConfig
+from megalight.models.gpt.position_config import PositionConfig
 from megalight.ops.rotary import RotaryAxes, RotaryScaling
 
 FIELDS = {
