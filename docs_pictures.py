@@ -46,7 +46,7 @@ def in_terminal(command: list[str], columns: int) -> str:
 
 
 def screen(written: str) -> list[str]:
-    """Return the lines that a terminal shows in the end. Colours are dropped."""
+    """Return the lines that a terminal shows in the end. Colors are dropped."""
     lines, row, column = [""], 0, 0
     for part in re.split(r"(\r|\n|\x1b\[\d*[A-Za-z]|\x1b.)", written):
         if part == "\r":

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megalight.errors import BackendError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import GPT
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.linear.low_precision import Session
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
@@ -90,7 +90,7 @@ def train(recipe: str, size: Size, steps: int, text: Tensor, device: str, emulat
         max_sequence_length=size.length,
     )
     model = GPT(config)
-    initialise(model, 1, "model.")
+    initialize(model, 1, "model.")
     model.to(device, torch.bfloat16)
     session, mesh = Session(), ParallelMesh()
     if recipe == NUDGED:

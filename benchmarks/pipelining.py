@@ -37,7 +37,7 @@ from torch.distributed import pipelining
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import ROTARY, build_layer, build_rotary
 from megalight.nn import LayerContext, run_layers
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.parameter import collect
 from megalight.parallel.ending import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
@@ -103,7 +103,7 @@ class Piece(nn.Module):
             self.rotary = build_rotary(config)
         self.sequences = PackedSequences.of_uniform(shape.mbs, shape.seq, place.device)
         self.to(place.dtype)
-        initialise(self, 0, "")
+        initialize(self, 0, "")
         for parameter in self.parameters():
             parameter.grad = torch.zeros_like(parameter)
 

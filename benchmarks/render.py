@@ -343,16 +343,16 @@ def plot(shown: list[dict[str, Any]], output: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.34 * max(1, len(shown))), layout="constrained")
     places = range(len(shown))
     axes.barh(places, [point["peers"][OURS] for point in shown], height=0.6, color="#4c72b0", label="Megalight")
-    for key, mark, colour in (("roofline", "|", "black"), ("aim", "d", "#55a868")):
+    for key, mark, color in (("roofline", "|", "black"), ("aim", "d", "#55a868")):
         some = [(point[key], place) for place, point in zip(places, shown, strict=True) if point[key]]
         if some:
-            axes.scatter(*zip(*some, strict=True), marker=mark, s=60, color=colour, label=key, zorder=3)
+            axes.scatter(*zip(*some, strict=True), marker=mark, s=60, color=color, label=key, zorder=3)
     others = sorted({peer for point in shown for peer in point["peers"]} - {OURS})
-    for peer, colour in zip(others, ("#c44e52", "#dd8452", "#8172b3", "#937860", "#da8bc3"), strict=False):
+    for peer, color in zip(others, ("#c44e52", "#dd8452", "#8172b3", "#937860", "#da8bc3"), strict=False):
         some = [
             (point["peers"][peer], place) for place, point in zip(places, shown, strict=True) if peer in point["peers"]
         ]
-        axes.scatter(*zip(*some, strict=True), marker="x", s=36, color=colour, label=peer, zorder=3)
+        axes.scatter(*zip(*some, strict=True), marker="x", s=36, color=color, label=peer, zorder=3)
     axes.set_yticks(places, [point["row"] for point in shown])
     axes.invert_yaxis()
     axes.set_xlabel("model TFLOP/s per GPU")
@@ -369,17 +369,17 @@ def shares(found: dict[str, Record]) -> dict[str, dict[str, float]]:
 
 
 def plot_parts(shown: dict[str, dict[str, float]], output: Path) -> None:
-    """Plot where the time of a step goes: one bar per row, one colour per part."""
+    """Plot where the time of a step goes: one bar per row, one color per part."""
     matplotlib = require("matplotlib", "the plot")
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "megalight"})
     pyplot = require("matplotlib.pyplot", "the plot")
     figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.34 * len(shown)), layout="constrained")
     left = [0.0] * len(shown)
-    colours = ("#4c72b0", "#8172b3", "#937860", "#dd8452", "#c44e52", "#cccccc")
-    for part, label, colour in zip((*PARTS, "idle"), LABELS, colours, strict=True):
+    colors = ("#4c72b0", "#8172b3", "#937860", "#dd8452", "#c44e52", "#cccccc")
+    for part, label, color in zip((*PARTS, "idle"), LABELS, colors, strict=True):
         widths = [100 * share[part] for share in shown.values()]
-        axes.barh(list(shown), widths, left=left, height=0.6, color=colour, label=label)
+        axes.barh(list(shown), widths, left=left, height=0.6, color=color, label=label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlim(0, 100)

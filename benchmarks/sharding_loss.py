@@ -28,7 +28,7 @@ from benchmarks.low_precision_loss import SIZES as ALL_SIZES
 from benchmarks.low_precision_loss import Size, batch_of, corpus, cosine
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import GPT
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallel, ParamInfo, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
@@ -62,7 +62,7 @@ def train(options: dict[str, Any], size: Size, steps: int, device: str) -> dict[
         max_sequence_length=size.length,
     )
     model = GPT(config)
-    initialise(model, 1, "model.")
+    initialize(model, 1, "model.")
     model.to(device, torch.bfloat16)
     units = units_of(model)
     numbers = owned_alone(model, units)

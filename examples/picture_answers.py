@@ -3,7 +3,7 @@
     python examples/picture_answers.py runs/vlm/checkpoints runs/vlm/pictures
 
 reads the run's newest checkpoint, and ``held_out.json`` of the folder that ``examples/pictures.py`` wrote. An answer
-is right if colour and shape are. With ``--at-least 0.95`` a lower share is an error.
+is right if color and shape are. With ``--at-least 0.95`` a lower share is an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draw pictures of coloured shapes, with questions about them in LLaVA's form, and a tokenizer for these.
+"""Draw pictures of colored shapes, with questions about them in LLaVA's form, and a tokenizer for these.
 
     python examples/pictures.py runs/vlm/pictures --count 20000 --held-out 1000
 
@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 
 from megalight.data.tokenizer import Tokenizer
 
-COLOURS = {
+COLORS = {
     "red": (220, 40, 40),
     "green": (40, 180, 60),
     "blue": (50, 80, 220),
@@ -35,10 +35,10 @@ SIZE = 32
 """Height and width of a picture, in pixels."""
 
 
-def draw(chance: random.Random, colour: str, shape: str) -> Image.Image:
-    """Draw a shape of any size at any place, on grey."""
+def draw(chance: random.Random, color: str, shape: str) -> Image.Image:
+    """Draw a shape of any size at any place, on gray."""
     picture = Image.new("RGB", (SIZE, SIZE), (chance.randint(100, 150),) * 3)
-    brush, fill = ImageDraw.Draw(picture), COLOURS[colour]
+    brush, fill = ImageDraw.Draw(picture), COLORS[color]
     side = chance.randint(22, 26)
     left, top = (chance.randint(1, SIZE - 1 - side) for _ in range(2))
     right, bottom = left + side, top + side
@@ -60,12 +60,12 @@ def write(folder: Path, name: str, count: int, seed: int) -> None:
     chance, rows = random.Random(seed), []
     (folder / name).mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        colour, shape = chance.choice(list(COLOURS)), chance.choice(SHAPES)
+        color, shape = chance.choice(list(COLORS)), chance.choice(SHAPES)
         file = f"{name}/{number:05}.png"
-        draw(chance, colour, shape).save(folder / file)
+        draw(chance, color, shape).save(folder / file)
         talk = [
             {"from": "human", "value": f"<image>{QUESTION}"},
-            {"from": "gpt", "value": f"a {colour} {shape}"},
+            {"from": "gpt", "value": f"a {color} {shape}"},
         ]
         rows.append({"id": number, "image": file, "conversations": talk})
     (folder / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -80,7 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     write(arguments.folder, "train", arguments.count, seed=1)
     write(arguments.folder, "held_out", arguments.held_out, seed=2)
-    words = [f"{QUESTION} a {colour} {shape}" for colour in COLOURS for shape in SHAPES]
+    words = [f"{QUESTION} a {color} {shape}" for color in COLORS for shape in SHAPES]
     special = ("<image>", "<|user|>", "<|assistant|>")
     tokenizer = Tokenizer.train(words, 280, special_tokens=special)
     tokenizer.chat_template = TEMPLATE

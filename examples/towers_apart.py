@@ -1,4 +1,4 @@
-"""A vision tower and a language model on ranks of their own learn to name the colour of pictures.
+"""A vision tower and a language model on ranks of their own learn to name the color of pictures.
 
 torchrun --nproc-per-node 2 examples/towers_apart.py
 torchrun --nproc-per-node 4 examples/towers_apart.py --tower-ranks 2 --tower-tensor-parallel 2
@@ -27,9 +27,9 @@ from megalight.parallel.ending import end_at_exit
 from megalight.towers import Side, TowersApart
 from megalight.types import TokenBatch
 
-COLOURS = [(220, 30, 30), (30, 200, 30), (30, 30, 220), (230, 220, 40)]
+COLORS = [(220, 30, 30), (30, 200, 30), (30, 30, 220), (230, 220, 40)]
 IMAGE, QUESTION, FIRST = 0, 1, 2
-"""Tokens: a part of a picture, the question, and the first of the answers, one for each colour."""
+"""Tokens: a part of a picture, the question, and the first of the answers, one for each color."""
 ROWS, STEPS = 8, 60
 
 CONFIG = VLMConfig(
@@ -42,9 +42,9 @@ CONFIG = VLMConfig(
 def batch(step: int) -> ImageTextBatch:
     """The global batch of a step: a picture, the question, and its answer in each row."""
     random, form = np.random.default_rng(step), form_of(CONFIG)
-    answers = random.integers(0, len(COLOURS), ROWS)
+    answers = random.integers(0, len(COLORS), ROWS)
     noise = random.integers(-25, 25, (ROWS, 8, 8, 3))
-    pictures = [np.clip(np.array(COLOURS[a]) + n, 0, 255).astype(np.uint8) for a, n in zip(answers, noise, strict=True)]
+    pictures = [np.clip(np.array(COLORS[a]) + n, 0, 255).astype(np.uint8) for a, n in zip(answers, noise, strict=True)]
     cuts = [[form.divided(picture)] for picture in pictures]
     tokens = torch.tensor([[IMAGE] * CONFIG.image_tokens + [QUESTION]] * ROWS)
     labels, mask = torch.zeros_like(tokens), torch.zeros(tokens.shape)

@@ -51,7 +51,7 @@ def printable(text: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` with the name in ``known`` that is closest to ``name``, or an empty string."""
-    # A low cutoff: a wrong guess does little harm, and misspelt options are often abbreviations.
+    # A low cutoff: a wrong guess does little harm, and misspelled options are often abbreviations.
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""
 
@@ -61,7 +61,7 @@ def nearest_pattern(pattern: str, names: Iterable[str]) -> str:
 
     Args:
         pattern: the glob: ``*.projecter.*``. Words without ``*``, ``?`` and ``[`` that are no part of a name are taken
-            for misspelt.
+            for misspelled.
         names: what it should have matched.
     """
     names = list(names)

@@ -14,7 +14,7 @@ Pair = frozenset[str]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a parametrised test.
+    """One row of a parametrized test.
 
     Attributes:
         name: the test and the row's values.

@@ -43,8 +43,8 @@ def canonical_gradients(model: torch.nn.Module) -> Params:
 def _norm(params: Params, name: str, x: Tensor, config) -> Tensor:
     if config.norm.kind == "rms":
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm.eps) * params[f"{name}.weight"]
-    centred = x - x.mean(-1, keepdim=True)
-    scaled = centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + config.norm.eps)
+    centered = x - x.mean(-1, keepdim=True)
+    scaled = centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + config.norm.eps)
     return scaled * params[f"{name}.weight"] + params[f"{name}.bias"]
 
 

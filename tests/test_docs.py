@@ -95,6 +95,6 @@ def test_a_failing_block_names_its_place_and_shows_its_output(block: Block, mess
 
 
 @pytest.mark.parametrize("info", ["bash test often", "rust test"])
-def test_a_misspelt_block_is_refused(info: str) -> None:
+def test_a_misspelled_block_is_refused(info: str) -> None:
     with pytest.raises(AssertionError, match=r"unknown flags|cannot be executed"):
         blocks(f"```{info}\n```\n")

@@ -37,6 +37,6 @@ def test_nearest_names_the_closest() -> None:
         ("*.zzz.*", ""),
     ],
 )
-def test_a_misspelt_word_of_a_pattern_is_corrected(pattern: str, meant: str) -> None:
+def test_a_misspelled_word_of_a_pattern_is_corrected(pattern: str, meant: str) -> None:
     names = ["model.embed.projector.weight", "model.layers.0.attention.qkv.weight"]
     assert nearest_pattern(pattern, iter(names)) == (f" Did you mean {meant!r}?" if meant else "")

@@ -84,7 +84,7 @@ def modules() -> frozenset[str]:
 
 
 def floors(source: Source) -> Iterator[str]:
-    """Downwards only, and no neighbours. The few modules of floor 0 are one room."""
+    """Downwards only, and no neighbors. The few modules of floor 0 are one room."""
     if source.module == "megalight":
         return
     if source.room not in FLOOR_OF:

@@ -16,7 +16,7 @@ from megalight.models.gpt import GPT
 from megalight.parallel import model as parallel_model
 from megalight.parallel import run_engine
 from megalight.parallel.data_parallel import DataParallel
-from megalight.parallel.initial_values import initialise
+from megalight.parallel.initial_values import initialize
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column
 from megalight.parallel.transform import ModelTransform
@@ -86,10 +86,10 @@ def test_values_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(*args: Any, **options: Any) -> None:
         draws.append(options)
-        initialise(*args, **options)
+        initialize(*args, **options)
 
     for place in (run_engine, parallel_model):
-        monkeypatch.setattr(place, "initialise", counted)
+        monkeypatch.setattr(place, "initialize", counted)
     with torch.device("meta"):
         net = nn.Linear(3, 2)
     model = megalight.parallelize(net, dtype=torch.bfloat16, seed=3)

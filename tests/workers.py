@@ -1,7 +1,7 @@
 """Several gloo ranks for tests: one pool of processes that lives as long as the test session.
 
 ``run(fn, world_size, *args)`` calls the module-level function ``fn(*args)`` in ``world_size`` processes with an
-initialised default process group, and returns the results in rank order. The test fails if a rank raises (with the
+initialized default process group, and returns the results in rank order. The test fails if a rank raises (with the
 rank's traceback), dies (with its exit code), or hangs for ``timeout`` seconds. If a process is lost or hangs, the next
 job gets a new pool.
 """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.image_text.shapes import Shape
-from megalight.models.vision.pixels import normalised
+from megalight.models.vision.pixels import normalized
 from megalight.models.vlm import VLMConfig
 from megalight.models.vlm.hugging_face import config_to_transformers
 from megalight.optim import AdamConfig
@@ -57,7 +57,7 @@ def inputs_of(shape: Shape, device: str, rank: int = 0, ranks: int = 1) -> list[
         asked = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == config.image_token, -100)}
         if config.vision.dynamic is None:
             side = config.vision.image_size // patch
-            pixels = torch.cat([normalised(torch.from_numpy(cut.pixels[-(side**2) :]), config.vision) for cut in own])
+            pixels = torch.cat([normalized(torch.from_numpy(cut.pixels[-(side**2) :]), config.vision) for cut in own])
             square = pixels.view(len(own), side, side, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
             asked["pixel_values"] = square.reshape(len(own), 3, side * patch, side * patch).to(device)
         else:
@@ -65,7 +65,7 @@ def inputs_of(shape: Shape, device: str, rank: int = 0, ranks: int = 1) -> list[
             # Squares row by row, and every pixel in all frames.
             pixels = torch.cat(
                 [
-                    normalised(torch.from_numpy(cut.pixels), config.vision).view(cut.features, -1)[cut.source]
+                    normalized(torch.from_numpy(cut.pixels), config.vision).view(cut.features, -1)[cut.source]
                     for cut in own
                 ]
             )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megalight.errors import MegalightError
 from megalight.imports import has
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.choice import use_backends
 from megalight.registry import BackendRegistry, load_plugins
 
@@ -128,7 +128,7 @@ def values(module: nn.Module, device: str) -> Any:
     """Give a module on meta memory and its initial values, and convert it to bfloat16."""
     module = module.to_empty(device=device)
     with torch.no_grad():
-        initialise(module, seed=1)
+        initialize(module, seed=1)
     return module.to(torch.bfloat16)
 
 

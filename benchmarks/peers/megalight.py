@@ -22,7 +22,7 @@ from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import BackendConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.transforms import LoRA, StoredBase
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoEConfig, Router, RouterConfig
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.ops.choice import use_backends
@@ -81,14 +81,14 @@ class Runner:
             Wrong: their losses differ.
         """
         small = twin(step)
-        learnt: list[float] = []
-        train(small, CHECKED_STEPS, lambda strategy: learnt.append(float(strategy.report.loss)), fixed=True)
+        learned: list[float] = []
+        train(small, CHECKED_STEPS, lambda strategy: learned.append(float(strategy.report.loss)), fixed=True)
         forget(step)
         exact = by_hand(small)
         forget(step)
-        worst = max(abs(a - b) / b for a, b in zip(learnt, exact, strict=True))
-        found = {"twin_losses": learnt, "twin_losses_float32": exact, "twin_difference": worst}
-        say(f"twin: losses {show(learnt)}, in float32 {show(exact)}, relative difference {worst:.1e}")
+        worst = max(abs(a - b) / b for a, b in zip(learned, exact, strict=True))
+        found = {"twin_losses": learned, "twin_losses_float32": exact, "twin_difference": worst}
+        say(f"twin: losses {show(learned)}, in float32 {show(exact)}, relative difference {worst:.1e}")
         if not worst < TOLERANCE[step.precision]:
             raise Wrong(f"the twin's losses differ from float32 by {worst:.1e}: {found}")
         return found
@@ -300,7 +300,7 @@ def sharding_of(step: Step) -> dict[str, Any]:
 def by_hand(step: Step) -> list[float]:
     """Return the losses of :func:`train` with ``fixed``, from a plain loop on one device in float32."""
     adam, model = AdamConfig(lr=twin_rate(step)), one_device(step)
-    initialise(model, GPTModule(config_of(step)).seed, prefix="model.")
+    initialize(model, GPTModule(config_of(step)).seed, prefix="model.")
     if step.base and step.precision == "bf16":
         # Frozen weights are stored from 16 bits: others would have other codes, which are further away than rounding.
         for parameter in model.parameters():

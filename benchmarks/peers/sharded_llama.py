@@ -82,13 +82,13 @@ class ShardedLlama:
                 sharded.optimizer.zero_grad()
             mean = torch.stack(losses).sum(1).double() / world_size()
             dist.all_reduce(mean)
-            learnt = mean.tolist()
+            learned = mean.tolist()
             del sharded
             forget(step)
             exact = by_hand(small)
             forget(step)
-        worst = max(abs(a - b) / b for a, b in zip(learnt, exact, strict=True))
-        found = {"twin_losses": learnt, "twin_losses_float32": exact, "twin_difference": worst}
+        worst = max(abs(a - b) / b for a, b in zip(learned, exact, strict=True))
+        found = {"twin_losses": learned, "twin_losses_float32": exact, "twin_difference": worst}
         if not worst < TOLERANCE[step.precision]:
             raise RuntimeError(f"the twin's losses differ from float32 by {worst:.1e}: {found}")
         return found

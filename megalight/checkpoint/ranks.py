@@ -21,7 +21,7 @@ def alone() -> Iterator[ProcessGroup | None]:
     if not (dist.is_available() and dist.is_initialized()):
         yield None
         return
-    # With local synchronisation, since the other ranks do not take part.
+    # With local synchronization, since the other ranks do not take part.
     group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     try:

@@ -183,7 +183,7 @@ def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], know
         owner: what has no such argument.
         choices: the arguments that it has.
         known: keys of the whole configuration. One that ends with the same name is suggested, before one that is
-            spelt alike: for ``max_steps``, ``trainer.max_steps``.
+            spelled alike: for ``max_steps``, ``trainer.max_steps``.
     """
     name = key.rpartition(".")[2]
     shown = f" (value {str(value)!r})" if value is not None else ""

@@ -16,7 +16,7 @@ LABELS = {
     Kind.INPUT_GRADIENT: "gradient of the input",
     Kind.WEIGHT_GRADIENT: "gradient of the weights",
 }
-COLOURS = {
+COLORS = {
     Kind.FORWARD: "#4c72b0",
     Kind.BACKWARD: "#dd8452",
     Kind.INPUT_GRADIENT: "#ccb974",
@@ -47,7 +47,7 @@ def save(timelines: Mapping[str, Timeline], output: Path) -> None:
         grid.flat[-1].set_xlabel("time (forwards of a chunk)")
         kinds = {part.kind for t in timelines.values() for spans in t.ranks for s in spans for part in s.action.parts}
         patches = [
-            pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[kind], label=LABELS[kind]) for kind in LABELS if kind in kinds
+            pyplot.Rectangle((0, 0), 1, 1, color=COLORS[kind], label=LABELS[kind]) for kind in LABELS if kind in kinds
         ]
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +66,8 @@ def _draw(axes: Any, timeline: Timeline) -> None:
     bottoms, heights, spans, parts = zip(*boxes, strict=True)
     left = [float(span.start) for span in spans]
     width = [float(span.end - span.start) for span in spans]
-    colours = [(COLOURS[part.kind], 1 / (1 + 0.7 * part.chunk)) for part in parts]
-    axes.bar(left, heights, width, bottoms, align="edge", color=colours, edgecolor="white")
+    colors = [(COLORS[part.kind], 1 / (1 + 0.7 * part.chunk)) for part in parts]
+    axes.bar(left, heights, width, bottoms, align="edge", color=colors, edgecolor="white")
     if len(boxes) <= MOST_LABELS:
         for bottom, height, start, length, part in zip(bottoms, heights, left, width, parts, strict=True):
             middle = (start + length / 2, bottom + height / 2)

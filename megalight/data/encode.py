@@ -18,7 +18,7 @@ from megalight.data.text_files import Block, OnBad, TextFile, blocks
 from megalight.errors import DataError
 
 BYTES_PER_WORKER = 8 << 20
-"""Input per worker process, by default: starting a process costs more than tokenising less than this."""
+"""Input per worker process, by default: starting a process costs more than tokenizing less than this."""
 
 IN_FLIGHT_PER_WORKER = 3
 """Blocks that are read ahead per worker: a limit on memory."""
@@ -57,7 +57,7 @@ def encode_files(
     num_bytes = sum(file.size for file in files)
     # A worker that has less than this to do costs more to start than it saves.
     count = workers or max(1, min(_cpus(), num_bytes // BYTES_PER_WORKER))
-    task = bar.add_task("tokenising", total=num_bytes)
+    task = bar.add_task("tokenizing", total=num_bytes)
     skipped: list[str] = []
     for item in _encode_all(blocks(files, on_bad, skipped), encoder, count, stack):
         skipped.extend(item.skipped)

@@ -1,4 +1,4 @@
-"""Turn text into token files: read, tokenise in parallel, write in the order of the input, publish at the end."""
+"""Turn text into token files: read, tokenize in parallel, write in the order of the input, publish at the end."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def prepare(
             ``[MASK]``.
         text_key: JSON key or Parquet column that holds the text. None: ``text``.
         format: format of the inputs. ``auto`` goes by the suffix: .jsonl, .ndjson, .parquet, and text for all others.
-        workers: number of processes that tokenise. Default: one per CPU, fewer for little text.
+        workers: number of processes that tokenize. Default: one per CPU, fewer for little text.
         append_eod: whether to end each document with the end-of-document token of the tokenizer.
         eod_token: the end-of-document token, if the configuration of the tokenizer does not name it.
         split_sentences: whether each sentence is a sequence of its document, as

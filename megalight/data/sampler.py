@@ -72,7 +72,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         # process can make it again.
         order = None if turn == 0 else np.random.Generator(np.random.PCG64([self.seed, turn])).permutation(self.total)
         for batch in range(first, self.num_batches):
-            # Each rank takes a run of neighbours, so the batch of all ranks is that of one
+            # Each rank takes a run of neighbors, so the batch of all ranks is that of one
             # rank, in the same order.
             begin = batch * self.global_batch_size + self.rank * self.share
             for sample in range(begin, begin + self.share):

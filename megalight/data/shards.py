@@ -1,4 +1,4 @@
-"""WebDataset shards: tar files in which neighbouring files with one name are a sample.
+"""WebDataset shards: tar files in which neighboring files with one name are a sample.
 
 They are those of the package ``webdataset`` (https://github.com/webdataset/webdataset). The name of a file up to the
 first dot after its folders is the sample's key, and the rest names the part: ``0001.jpg`` and ``0001.json`` are the

@@ -76,7 +76,7 @@ class Sink:
                 self.empty += 1
             self.open = []
         # Documents are written as whole blocks. One write for each document would take
-        # longer than tokenising it.
+        # longer than tokenizing it.
         if lengths:
             tokens = np.concatenate(done)
             # Counted here and not from the files, which would be read again.

@@ -13,7 +13,7 @@ SPLIT = "969,30,1"
 def split_bounds(split: str, num_documents: int) -> tuple[range, range, range]:
     """Return the documents of the three splits: contiguous ranges, in order, that cover all documents.
 
-    The bounds equal Megatron-LM's: weights are normalised and accumulated as floats, and a split ends at
+    The bounds equal Megatron-LM's: weights are normalized and accumulated as floats, and a split ends at
     ``round(bound * num_documents)``.
 
     Args:

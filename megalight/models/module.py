@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.models.ratio import Ratio
 from megalight.nn.counting import end_step
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.parallel.frozen import FrozenModel
 from megalight.parallel.plan import Plan
@@ -159,7 +159,7 @@ class MegalightModule(pl.LightningModule):
         self.model = self.build_model()
         made = apply_transforms(self.model, self.transforms)
         if not any(parameter.is_meta for parameter in self.model.parameters()):
-            initialise(self.model, self.seed, CANONICAL_PREFIX)
+            initialize(self.model, self.seed, CANONICAL_PREFIX)
             # Initial values first: a source may be older than some transforms.
             source = self.initial_weights()
             if source is not None:

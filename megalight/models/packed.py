@@ -177,12 +177,12 @@ def stored(entries: Mapping[str, tuple[str, Entry]], config: Mapping[str, Any], 
     Raises:
         CheckpointError: scales are missing or of a wrong shape, or weights are packed in another way.
     """
-    quantised = config.get("quantization_config") or {}
-    method = quantised.get("quant_method")
+    quantized = config.get("quantization_config") or {}
+    method = quantized.get("quant_method")
     if method not in METHODS:
         raise CheckpointError(
             f"{where} has weights packed by {method!r}; those packed by fp8 (in blocks) and mxfp4 are widened. Save "
-            "the model without quantisation."
+            "the model without quantization."
         )
     plain = {name: Plain(file, entry) for name, (file, entry) in entries.items()}
     found: dict[str, Stored] = {}
@@ -191,7 +191,7 @@ def stored(entries: Mapping[str, tuple[str, Entry]], config: Mapping[str, Any], 
         if base is not None and (base in plain or base + BLOCKS in plain):
             continue  # scales come with their values
         if tensor.dtype in EIGHT_BITS:
-            found[name] = _block_scaled(name, tensor, plain.get(name + FP8), _block(quantised, where), where)
+            found[name] = _block_scaled(name, tensor, plain.get(name + FP8), _block(quantized, where), where)
         elif name.endswith(BLOCKS) and tensor.dtype == "uint8":
             base = name.removesuffix(BLOCKS)
             found[base] = _microscaled(name, tensor, plain.get(base + SCALES), where)
@@ -200,9 +200,9 @@ def stored(entries: Mapping[str, tuple[str, Entry]], config: Mapping[str, Any], 
     return found
 
 
-def _block(quantised: Mapping[str, Any], where: str) -> tuple[int, int]:
+def _block(quantized: Mapping[str, Any], where: str) -> tuple[int, int]:
     """Return rows and columns of a block."""
-    match quantised.get("weight_block_size"):
+    match quantized.get("weight_block_size"):
         case None:
             return 128, 128
         case [int(rows), int(columns)] if rows > 0 and columns > 0:

@@ -25,7 +25,7 @@ class Blocks:
     Attributes:
         start: the first row of the first block.
         size: rows of a block.
-        stride: distance of the first rows of neighbouring blocks.
+        stride: distance of the first rows of neighboring blocks.
         count: number of blocks.
     """
 
@@ -193,7 +193,7 @@ class WeightMap:
         root: prefix of all their names (``transformer.``). Files of the base model alone do not have it.
         copies: their tensor -> another one with equal values. The first is read only if the second is missing.
         left_out: pattern of their tensors that are not read (buffers).
-        respelt: pattern -> replacement, for names from older releases.
+        renamed: pattern -> replacement, for names from older releases.
         doubles: their tensor -> other ones that are written with equal values.
         moved: prefix of their names in files -> its spelling in ``places``, where two modules would else have one name.
         held: whether the model has a canonical tensor, where one name of theirs means several of ours: layers of
@@ -204,7 +204,7 @@ class WeightMap:
     root: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
     left_out: str = r"(?!)"
-    respelt: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     doubles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     moved: Mapping[str, str] = field(default_factory=dict)
     held: Callable[[str], bool] | None = None
@@ -229,9 +229,9 @@ class WeightMap:
         if found.stack and index >= found.stack:
             raise CheckpointError(f"{name} has no counterpart: {found.name} stacks {found.stack}.")
         theirs = _numbered(found.name, numbers)
-        for filed, spelt in self.moved.items():
-            if theirs.startswith(spelt):
-                theirs = filed + theirs.removeprefix(spelt)
+        for filed, spelled in self.moved.items():
+            if theirs.startswith(spelled):
+                theirs = filed + theirs.removeprefix(spelled)
         return replace(found, name=theirs, index=index)
 
     def ours(self, names: Iterable[str], unknown: list[str] | None = None) -> dict[str, Theirs]:
@@ -250,15 +250,15 @@ class WeightMap:
             reverse.setdefault(_template(place.name)[0], []).append((ours, place))
         # Old and new names of a tensor fall together.
         # look up names in the spelling of the tables, but remember the names in the file
-        spelt = {self._spelt(name, reverse): name for name in names}
-        spelt = {modern: name for modern, name in spelt.items() if not re.fullmatch(self.left_out, modern)}
+        spelled = {self._spelled(name, reverse): name for name in names}
+        spelled = {modern: name for modern, name in spelled.items() if not re.fullmatch(self.left_out, modern)}
         # a file may hold a tied tensor twice, or only the copy: keep one of them
         for copy, original in self.copies.items():
-            if copy in spelt:
-                spelt.setdefault(original, spelt[copy])
-                del spelt[copy]
+            if copy in spelled:
+                spelled.setdefault(original, spelled[copy])
+                del spelled[copy]
         found: dict[str, Theirs] = {}
-        for modern, name in spelt.items():
+        for modern, name in spelled.items():
             template, numbers = _template(modern)
             module, _, leaf = template.rpartition(".")
             # An entry may name a tensor or a module. A tensor of that very name wins.
@@ -322,13 +322,13 @@ class WeightMap:
                     view.copy_(values)
         return written
 
-    def _spelt(self, name: str, known: Mapping[str, object]) -> str:
+    def _spelled(self, name: str, known: Mapping[str, object]) -> str:
         """Return their name in the spelling of the current release."""
-        for pattern, replacement in self.respelt.items():
+        for pattern, replacement in self.renamed.items():
             name = re.sub(pattern, replacement, name)
-        for filed, spelt in self.moved.items():
+        for filed, spelled in self.moved.items():
             if name.startswith(filed):
-                name = spelt + name.removeprefix(filed)
+                name = spelled + name.removeprefix(filed)
         rooted = self.root + name
         template = _template(rooted)[0]
         return rooted if template in known or template.rpartition(".")[0] in known else name

@@ -141,7 +141,7 @@ class GatedDeltaNet(nn.Module):
         sections = [Section(name, size, units) for name, (size, units) in sizes.items()]
         rates = [Section(name, num_heads, num_heads) for name in "ab"]
         self.in_proj = Linear(hidden_size, [*sections, *rates], std=std)
-        # as torch initialises a depthwise convolution
+        # as torch initializes a depthwise convolution
         bound = conv_kernel**-0.5
         self.conv = CausalConv(
             [Section(f"conv_{section.name}", section.size, section.units) for section in sections[1:]],

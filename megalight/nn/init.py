@@ -142,7 +142,7 @@ def initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Initia
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int, prefix: str = "") -> None:
+def initialize(model: nn.Module, seed: int, prefix: str = "") -> None:
     """Draw every parameter with an initializer in a whole one-device model.
 
     Args:

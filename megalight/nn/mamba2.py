@@ -135,8 +135,8 @@ class GatedNorm(nn.Module):
 
     Attributes:
         weight: ``[size]``, initially 1.
-        group_size: features here that are normalised together.
-        average: if the features here are a part of those that are normalised together: mean squares here -> of all.
+        group_size: features here that are normalized together.
+        average: if the features here are a part of those that are normalized together: mean squares here -> of all.
             None: they are all of them.
     """
 
@@ -239,7 +239,7 @@ class Mamba2(nn.Module):
         sizes = {"z": (inner, num_heads), "x": (inner, num_heads), "B": (shared, num_groups), "C": (shared, num_groups)}
         sections = [Section(name, size, units) for name, (size, units) in sizes.items()]
         self.in_proj = Linear(hidden_size, [*sections, Section("dt", num_heads, num_heads)], std=std)
-        # as torch initialises a depthwise convolution
+        # as torch initializes a depthwise convolution
         bound = conv_kernel**-0.5
         # One convolution for all three, as each channel is filtered by itself.
         self.conv = CausalConv(

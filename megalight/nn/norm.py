@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
 
     Attributes:
         weight: ``[size]``, initially a factor of 1.
-        average: if the features here are a part of those that are normalised together: mean squares here -> of all.
+        average: if the features here are a part of those that are normalized together: mean squares here -> of all.
             None: they are all of them. It is not for a norm that also adds a residual.
     """
 

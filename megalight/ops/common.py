@@ -73,7 +73,7 @@ def heads_why_not(dtype: torch.dtype, head_dim: int, value_dim: int, widest: int
 
 
 def whole_why_not(divided: bool) -> str | None:
-    """Return why a kernel cannot norm a row that is a part (``divided``) of what is normalised together, or None."""
+    """Return why a kernel cannot norm a row that is a part (``divided``) of what is normalized together, or None."""
     return "norms whole rows, and these are parts of rows that are divided over devices" if divided else None
 
 

@@ -23,7 +23,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.cat(parts, -1)``; a view of them where they are neighbouring columns of the same rows in memory."""
+    """``torch.cat(parts, -1)``; a view of them where they are neighboring columns of the same rows in memory."""
     first, sizes = parts[0], [part.shape[-1] for part in parts]
     # Rows that lie closer together than they are wide are not rows of one matrix.
     if first.ndim == 2 and first.stride(1) == 1 and first.stride(0) >= sum(sizes):
@@ -100,7 +100,7 @@ def place_of(part: Tensor) -> tuple[Places, int] | None:
 
 
 def empty_gradient(part: Tensor, place: tuple[Places, int] | None) -> Tensor:
-    """Return memory ``[T, n]`` for the gradient of a part, beside that of its neighbours if these have such memory.
+    """Return memory ``[T, n]`` for the gradient of a part, beside that of its neighbors if these have such memory.
 
     The op that calls this in its backward writes all of it, and returns it as the gradient.
     """

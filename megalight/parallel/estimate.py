@@ -129,7 +129,7 @@ def estimate(
     by_turns = level.parameters and shards > 1  # one rank has all there is, so nothing is gathered
     reduced = level.gradients and shards > 1 and options.reduce_each_micro_batch is not False
     away = options.optimizer_offload_fraction
-    parameters = gradients = masters = learnt = casts = parameter_buffers = gradient_buffers = 0.0
+    parameters = gradients = masters = learned = casts = parameter_buffers = gradient_buffers = 0.0
     for kind in {*inside, *outside}:
         divided, whole = sum(inside[kind].values()), outside[kind]
         size = 1 if kind.codes else dtype.itemsize
@@ -146,15 +146,15 @@ def estimate(
             gradient_buffers += buffers
         else:
             gradients += gradient * (divided + whole)
-        learnt += (divided + whole) / holders
+        learned += (divided + whole) / holders
         masters += (max(dtype.itemsize, 4) if kind.codes else master) * (divided + whole) / holders
     return Estimate(
         parameters,
         gradients,
         masters * (1 - away),
-        moments * learnt * (1 - away),
+        moments * learned * (1 - away),
         # A master that lies in host memory is a copy, also in the dtype of the parameters.
-        away * learnt * ((master or dtype.itemsize) + moments + gradient + (dtype.itemsize if master else 0)),
+        away * learned * ((master or dtype.itemsize) + moments + gradient + (dtype.itemsize if master else 0)),
         parameter_buffers,
         gradient_buffers,
         casts,

@@ -49,11 +49,11 @@ def new_group(
         urgent: whether messages get multiprocessors before computation that is also waiting for them.
 
     Raises:
-        LayoutError: torch.distributed is not initialised.
+        LayoutError: torch.distributed is not initialized.
     """
     if not dist.is_initialized():
         raise LayoutError(
-            f"cannot create a group of {len(ranks)} ranks for {purpose}: torch.distributed is not initialised; "
+            f"cannot create a group of {len(ranks)} ranks for {purpose}: torch.distributed is not initialized; "
             "call torch.distributed.init_process_group first."
         )
     options = None

@@ -23,7 +23,7 @@ from megalight.parallel.storage import has_memory, unknown, without_memory
 from megalight.parallel.tensor.split import take
 
 
-def materialise(model: nn.Module, device: torch.device | str, *, memory: bool = True) -> None:
+def materialize(model: nn.Module, device: torch.device | str, *, memory: bool = True) -> None:
     """Move a model to ``device`` in place. Meta tensors become NaN there; tied parameters stay tied.
 
     Args:
@@ -58,13 +58,13 @@ def broadcast_values(model: nn.Module, device: torch.device) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             # A copy: `broadcast` overwrites it on other ranks, and needs contiguous memory.
-            travelling = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-            dist.broadcast(travelling, 0)
-            tensor.copy_(travelling)
+            traveling = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+            dist.broadcast(traveling, 0)
+            tensor.copy_(traveling)
 
 
 @torch.no_grad()
-def initialise(
+def initialize(
     model: nn.Module,
     specs: Mapping[str, ShardSpec],
     seed: int,
@@ -73,7 +73,7 @@ def initialise(
     only: Collection[str] | None = None,
     later: Collection[str] = (),
 ) -> None:
-    """Give every parameter and buffer of a materialised model its initial value.
+    """Give every parameter and buffer of a materialized model its initial value.
 
     A module that cannot draw its values keeps those that it had.
 

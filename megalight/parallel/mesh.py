@@ -3,7 +3,7 @@
 Rank order is Megatron's, fastest first: ``tp, cp, dp, pp``. Experts see the same ranks as ``etp, ep, edp, pp``
 (parallel folding). "Axis" is a word for meshes; tensors have "dims".
 
-An axis can be divided into two: ``"tp%2"`` is the place within runs of 2 neighbouring ranks of ``tp``, and ``"tp/2"``
+An axis can be divided into two: ``"tp%2"`` is the place within runs of 2 neighboring ranks of ``tp``, and ``"tp/2"``
 is the number of the run (both as in integer arithmetic on coordinates). With 2 KV heads and ``tp = 4``, ``"tp/2"``
 counts KV heads and ``"tp%2"`` their replicas. ``"pp:0+3"`` means only the ranks at places 0 and 3 of ``pp``: for
 example the stages that share a tied weight.
@@ -144,7 +144,7 @@ class ParallelMesh:
             if whole not in order:
                 raise LayoutError(f"axes {', '.join(axes)} mix the dense and the expert view of the mesh.")
             coordinates[whole] = {other for place in coordinates[whole] for other in self._members(axis, place)}
-        # How far apart in rank numbers neighbours along each axis are.
+        # How far apart in rank numbers neighbors along each axis are.
         strides = [prod(self.size(axis) for axis in order[place + 1 :]) for place in range(len(order))]
         terms = [stride * np.array(sorted(coordinates[axis])) for stride, axis in zip(strides, order, strict=True)]
         return tuple((reduce(np.add.outer, terms).flatten() + self.members.start).tolist())
@@ -153,7 +153,7 @@ class ParallelMesh:
         """Return the process group along one axis, or along several together; None if it has one member.
 
         Raises:
-            LayoutError: the group has several members, but torch.distributed is not initialised; or this process is not
+            LayoutError: the group has several members, but torch.distributed is not initialized; or this process is not
                 in the mesh.
         """
         ranks = self.ranks(*axes)
@@ -225,7 +225,7 @@ class ParallelMesh:
             return some if place in some else (place,)
         if not sign:
             return range(size)
-        # `a%n` groups neighbours: the run in which the place lies. `a/n` groups equal places of all runs.
+        # `a%n` groups neighbors: the run in which the place lies. `a/n` groups equal places of all runs.
         run = int(numbers)
         if run < 1 or size % run:
             raise LayoutError(f"axis {whole} of size {size} cannot be read in runs of {run} ({axis!r}).")

@@ -37,7 +37,7 @@ from megalight.ops.stored import stored_of
 from megalight.parallel.apply import check_backends, check_overlap, parallelize
 from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.units import Units
-from megalight.parallel.initial_values import initialise, materialise
+from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
@@ -221,7 +221,7 @@ class ParallelModel:
         if dtype is not None:
             # Before memory is made: buffers of a run are laid out by dtype.
             self.root.to(dtype=dtype)
-        materialise(self.root, device, memory=False)
+        materialize(self.root, device, memory=False)
         self.device = torch.empty(0, device=device).device
         if self.grafted is not None:
             self.grafted.device = self.device
@@ -251,7 +251,7 @@ class ParallelModel:
         if origin.seed is not None:
             # Drawn even if a source follows: it may lack tensors (`strict=False`), and modules compute some of their
             # buffers.
-            initialise(self.root, self.specs, origin.seed, only=origin.only, later=self.made_after_split)
+            initialize(self.root, self.specs, origin.seed, only=origin.only, later=self.made_after_split)
         if origin.source is not None:
             self.read(origin.source)
 

@@ -55,7 +55,7 @@ class Plan:
         return ()
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Return the patterns that match none of ``names``: misspelt rules, for which ``parallelize`` raises."""
+        """Return the patterns that match none of ``names``: misspelled rules, for which ``parallelize`` raises."""
         names = list(names)
         return [glob for glob, pattern in self._patterns.items() if not any(map(pattern.match, names))]
 

@@ -14,7 +14,7 @@ from megalight.nn.moe import MoE
 from megalight.parallel.coupling import Coupling
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel.route import Pass, Route
-from megalight.parallel.initial_values import initialise
+from megalight.parallel.initial_values import initialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.executor import passes_of
@@ -239,7 +239,7 @@ def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None
         sharded = engine.units is not None and bool(engine.units.buckets)
         on_values = give if copies or sharded else None
         later = model.made_after_split
-        initialise(model.root, model.specs, origin.seed, on_values=on_values, only=origin.only, later=later)
+        initialize(model.root, model.specs, origin.seed, on_values=on_values, only=origin.only, later=later)
         # Draws went to the shards alone. Whole parameters come from there.
         if sharded:
             engine.publish()

@@ -1,6 +1,6 @@
 """The part of the model that one local parameter holds.
 
-Checkpoints, gradient sync, norms, initialisation and export are all based on it.
+Checkpoints, gradient sync, norms, initialization and export are all based on it.
 
 A *canonical* tensor is a parameter of the one-device model, under a name that is the same in every layout. A fused
 weight appears as its parts (``...attention.qkv.weight`` is ``...attention.q.weight``, ``.k.``, ``.v.``).

@@ -21,7 +21,7 @@ SPANS = {
     "backward": "the gradients of one micro-batch in one chunk",
     "input_gradient": "the part of the backward that the previous stage waits for (zero-bubble schedules)",
     "weight_gradient": "the other part of the backward",
-    "receive": "waiting for a pipeline neighbour, inside one of the above",
+    "receive": "waiting for a pipeline neighbor, inside one of the above",
     "reduce_gradients": "the reduction of one bucket of gradients, on its own stream",
     "finish_gradients": "the reductions that are left after all micro-batches",
     "clip": "the global gradient norm, and scaling by it",

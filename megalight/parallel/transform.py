@@ -43,7 +43,7 @@ class ModelTransform(ABC):
     def change(self, model: nn.Module) -> None:
         """Change the one-device model in place, before it is split.
 
-        Create new parameters on the device of their neighbours, often meta. Their modules state their initial values
+        Create new parameters on the device of their neighbors, often meta. Their modules state their initial values
         and canonical names.
 
         Raises:

@@ -99,7 +99,7 @@ def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
 
 
 def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
-    """Replace batch norms by synchronised ones, for ``Trainer(sync_batchnorm=True)``."""
+    """Replace batch norms by synchronized ones, for ``Trainer(sync_batchnorm=True)``."""
     if strategy._layer_sync is not None:
         strategy._layer_sync.apply(module)
 

@@ -90,7 +90,7 @@ class MegatronFSDPStrategy(MegatronStrategy):
         known = inspect.signature(MegatronStrategy).parameters
         for name in options:
             if name not in known:
-                # torch's own names first: they are no misspelt ones of ours.
+                # torch's own names first: they are no misspelled ones of ours.
                 use = INSTEAD.get(name, f"see its documentation.{nearest(name, known)}")
                 raise ConfigurationError(f"MegatronFSDPStrategy has no argument {name!r}. Instead: {use}")
         if sharding_strategy not in LEVELS:

@@ -12,7 +12,7 @@ from megalight.towers.side import Side, check_tower
 class Division:
     """The ranks of a tower and of a language model, as one of them sees it.
 
-    Neighbouring replicas that exchange messages form a lane. There are as many lanes as the model with fewer replicas
+    Neighboring replicas that exchange messages form a lane. There are as many lanes as the model with fewer replicas
     has, and all ranks of a lane read the same samples. If the tower has fewer replicas, each reads the images of
     several replicas of the language model. If it has more, they divide the images of each micro-batch among them.
 

@@ -194,7 +194,7 @@ class PackedSequences:
                 f"a share of {self.num_tokens} tokens cannot be padded to a multiple of {multiple} after the cut; "
                 f"use zigzag(rank, size, multiple={multiple}), which pads before it cuts."
             )
-        # A sequence of its own: real tokens keep their neighbours and their positions.
+        # A sequence of its own: real tokens keep their neighbors and their positions.
         return self._with_dummy(missing) if missing else self
 
     def zigzag(self, rank: int, size: int, multiple: int = 1) -> tuple[PackedSequences, Tensor]:

@@ -21,6 +21,6 @@ def test_slow_answers_are_named():
 def test_one_mistake_is_made(tmp_path):
     assert len(MISTAKES) >= 20
     (tmp_path / "r.yaml").write_text(FILES["r.yaml"])
-    row = measure("misspelt option", MISTAKES["misspelt option"], tmp_path)
+    row = measure("misspelled option", MISTAKES["misspelled option"], tmp_path)
     assert row.good
     assert "max_step" in row.first

@@ -21,7 +21,7 @@ from megalight.inference import generate, load_model
 from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.transforms import DoRA, LoRA
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
@@ -207,7 +207,7 @@ def test_what_a_checkpoint_holds(saved: str) -> None:
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights that all runs of this file begin with."""
     model = GPT(CONFIGS["gqa"]).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     folder = tmp_path_factory.mktemp("base") / "c"
     specs = parallelize(model, Plan(), ParallelMesh(), prefix="model.")
     views = checkpoint.views_of_parameters(model.named_parameters(), specs, ParallelMesh())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalight.callbacks import AutoQuantize, ModelOptQuantization
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.package import modelopt
 from megalight.strategies import MegatronStrategy
@@ -33,7 +33,7 @@ BITS = 7.5
 
 def plain(name: str) -> GPT:
     model = GPT(MODELS[name]).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     return model
 
 

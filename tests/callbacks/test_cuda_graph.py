@@ -368,7 +368,7 @@ class Counting(Scheduled):
         return 1.0 + 10.0 * self.global_step
 
 
-class Ageing(Scheduled):
+class Aging(Scheduled):
     def weight(self) -> float:
         return 1.0 + 10.0 * self.current_epoch
 
@@ -470,7 +470,7 @@ REFUSALS: list[tuple[type[ToyModule], list[pl.Callback], str]] = [
     (Quiet, [Freezing("train", "head.bias", POST)], r"parameter head.bias has a hook.*; remove it"),
     (Scheduled, [], "reads global_step.*; keep it in a buffer"),
     (Counting, [], "reads global_step"),
-    (Ageing, [], "reads current_epoch"),
+    (Aging, [], "reads current_epoch"),
 ]
 
 

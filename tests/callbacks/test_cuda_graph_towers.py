@@ -13,7 +13,7 @@ from megalight.callbacks.graphs.parts import tower_parts_of
 from megalight.callbacks.graphs.reasons_against import of_backend
 from megalight.models.vlm import VLM, task
 from megalight.models.vlm.frozen import freeze
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.recompute.apply import apply_recompute
 from megalight.strategies import (
@@ -131,7 +131,7 @@ def test_images_of_known_sizes_bring_no_copies_from_the_host(name: str, monkeypa
     task._kept_sequences.cache_clear()
     config: Any = CONFIGS[name]
     model: Any = VLM(config)
-    initialise(model, 0, "model.")
+    initialize(model, 0, "model.")
     for number, grad in enumerate((False, True, True)):
         rows = batch((2, HUGE, 1), seed=0, config=config)
         (images, source), sequences = rows.parts(), rows.sequences

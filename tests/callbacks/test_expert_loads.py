@@ -12,7 +12,7 @@ import torch
 from megalight.callbacks import ExpertLoads
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from tests.strategies.training import BASE, SEED, WithData, fit, global_batch
@@ -42,7 +42,7 @@ def _fit(options: dict[str, Any]) -> dict[str, float]:
 def by_hand() -> dict[str, float]:
     """The choices of the first step, one micro-batch of one sequence at a time."""
     model = GPT(CONFIG).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     routers = {index: layer.mlp.router for index, layer in model.layers.items()}
     sums: dict[str, torch.Tensor] = {}
 

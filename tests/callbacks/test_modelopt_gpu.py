@@ -14,7 +14,7 @@ from torch import nn
 from megalight.callbacks import ModelOptQuantization
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.plugins.modelopt.folder import decode
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.package import modelopt
@@ -31,7 +31,7 @@ def by_modelopt(preset: str, kv: str | None) -> tuple[nn.Module, float]:
     register_layers()
     mtq, model = modelopt(), GPT(CONFIG).float().cuda()
     # devices draw different numbers
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
 
     def loop(root: nn.Module) -> float:
         total = count = 0.0

@@ -19,7 +19,7 @@ from megalight.errors import ConfigurationError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
 from megalight.models.gpt.config import MoEConfig
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import Experts
 from megalight.parallel.data_parallel import DataParallel
 from megalight.plugins.modelopt import Quantizers
@@ -53,7 +53,7 @@ def expected(name: str, preset: str, head: bool) -> tuple[nn.Module, float]:
     register_layers()
     mtq = modelopt()
     model = GPT(MODELS[name]).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
 
     def loop(root: nn.Module) -> float:
         total = count = 0.0
@@ -175,7 +175,7 @@ def awq_by_hand(stack: Tensor, inputs: list[Tensor]) -> Tensor:
 def experts_by_hand() -> tuple[dict[str, Tensor], Experts]:
     """Scales of the inputs of both stacks, and the stacks before."""
     model = GPT(MODELS["moe"]).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     experts: Any = model.layers["1"].mlp.experts
     seen: dict[str, list[list[Tensor]]] = {"up": [[], [], [], []], "down": [[], [], [], []]}
 
@@ -274,7 +274,7 @@ def half(preset: str, level: Any) -> None:
     )
     runner.fit(WithData(CONFIG, seed=SEED))
     drawn = GPT(CONFIG)
-    initialise(drawn, SEED, "model.")
+    initialize(drawn, SEED, "model.")
     assert len(masters.found) == 4 * CONFIG.num_layers
     for path, (master, parameter, scale) in masters.found.items():
         wanted = drawn.get_submodule(path).weight / scale

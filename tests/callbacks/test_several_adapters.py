@@ -21,7 +21,7 @@ from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.transforms import activate
 from megalight.models.transforms.saved import join_adapters
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
@@ -67,7 +67,7 @@ def train(folder: str, layout: str, adapters: dict[str, Any], base: str, steps: 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     model = GPT(CONFIGS["gqa"]).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     folder = tmp_path_factory.mktemp("base") / "c"
     specs = parallelize(model, Plan(), ParallelMesh(), prefix="model.")
     views = checkpoint.views_of_parameters(model.named_parameters(), specs, ParallelMesh())

@@ -23,7 +23,7 @@ from megalight.models.transforms import DoRA, LoRA, StoredBase
 from megalight.models.transforms.merge import merge_checkpoint
 from megalight.models.transforms.stored_base import weights_of
 from megalight.nn import Linear
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import Experts, MoEConfig
 from megalight.ops.stored import Codes, stored_of
 from megalight.parallel.data_parallel import pushes
@@ -50,7 +50,7 @@ def block_of(form: str) -> int:
 
 def drawn(config: GPTConfig) -> GPT:
     model = GPT(config).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     return model
 
 

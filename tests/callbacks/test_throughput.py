@@ -139,7 +139,7 @@ def test_an_impossible_peak_is_refused():
 
 
 @pytest.mark.gpu
-def test_windows_on_cuda_need_no_synchronisation():
+def test_windows_on_cuda_need_no_synchronization():
     meter = StepMeter(torch.device("cuda"))
     meter.start(0)
     big = torch.randn(4096, 4096, device="cuda")

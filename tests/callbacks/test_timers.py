@@ -330,7 +330,7 @@ def _timed(ranks):
 
 
 @pytest.mark.gpu
-def test_timers_on_cuda_need_no_synchronisation():
+def test_timers_on_cuda_need_no_synchronization():
     table = TimerTable(torch.device("cuda"), 1)
     big = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The JSON schema takes every recipe and finds misspelt keys; shells complete the same options."""
+"""The JSON schema takes every recipe and finds misspelled keys; shells complete the same options."""
 
 import json
 import subprocess

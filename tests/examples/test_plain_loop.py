@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalight.models.gpt import GPT
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from tests.source import ROOT
 from tests.strategies.training import whole
 from tests.workers import run
@@ -33,7 +33,7 @@ def by_hand() -> tuple[list[float], dict[str, Any]]:
     """Losses and weights of torch alone: one device, whole batches."""
     example = _example()
     model = GPT(example.CONFIG).double()
-    initialise(model, 1, "model.")
+    initialize(model, 1, "model.")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     task, losses = example.NextToken(), []
     for step in range(STEPS):

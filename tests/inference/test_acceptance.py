@@ -24,7 +24,7 @@ from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, LatentConfig
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.stored import held_model, save_model
 from megalight.nn import Lineage
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 
 SMALL = GPTConfig(num_layers=3, hidden_size=16, num_heads=2, vocab_size=31, max_sequence_length=48)
@@ -46,7 +46,7 @@ def models(base: str = "llama", kind: str = "llama") -> tuple[GPT, DraftModel]:
     model = GPT(BASES[base]).double()
     draft = DraftModel(DRAFTS[kind].beside(BASES[base])).double()
     for seed, each in enumerate((model, draft)):
-        initialise(each, seed)
+        initialize(each, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)
@@ -207,7 +207,7 @@ def test_the_command_tells_the_length_of_each_category(tmp_path: Path, capsys: p
     config = replace(SMALL, vocab_size=262, max_sequence_length=64)
     base, draft = GPT(config), DraftModel(EagleConfig(std=0.3).beside(config))
     for seed, each in enumerate((base, draft)):
-        initialise(each, seed)
+        initialize(each, seed)
     save_model(replace(held_model("gpt", config, base), files={FILE: ours.to_json().encode()}), tmp_path / "base")
     held = held_model("eagle", draft.config, draft)
     save_model(replace(held, files={FILE: ours.to_json().encode()}), tmp_path / "draft")

@@ -17,7 +17,7 @@ from megalight.models.gpt import (
     PositionConfig,
     TemperatureConfig,
 )
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.rotary import RotaryAxes
 from megalight.types import PackedSequences
 
@@ -52,7 +52,7 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7]]
 
 def build(style: str = "llama", **more) -> GPT:
     model = GPT(GPTConfig(**SIZES, **STYLES[style], init=InitConfig(std=0.4), **more)).double()
-    initialise(model, 5)
+    initialize(model, 5)
     return model.eval()
 
 

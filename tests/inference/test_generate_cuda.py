@@ -5,7 +5,7 @@ import torch
 
 from megalight.inference import generate
 from megalight.models.gpt import GPT, GPTConfig, InitConfig
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ def test_greedy_completions_equal_recomputation():
     )
     with torch.device("cuda"):
         model = GPT(config)
-    initialise(model, 1)
+    initialize(model, 1)
     prompts = [[5, 6, 7], [8], list(range(9, 30))]
     rows = [list(prompt) for prompt in prompts]
     for _ in range(8):

@@ -8,7 +8,7 @@ import pytest
 
 import megalight
 from megalight.inference import ParallelGPT, generate
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from tests.parallel.expert.model import build
 from tests.workers import run
 
@@ -43,7 +43,7 @@ def _generate(degrees: dict[str, int]) -> tuple[int, list[list[int]], list[list[
 )
 def test_each_replica_completes_its_own_prompts(ranks: int, degrees: dict[str, int]) -> None:
     whole = build().double()
-    initialise(whole, 3, "model.")
+    initialize(whole, 3, "model.")
     found = run(_generate, ranks, degrees)
     replicas = 1 + max(replica for replica, *_ in found)
     for replica, first, second in found:

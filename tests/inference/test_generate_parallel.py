@@ -13,7 +13,7 @@ from megalight.errors import ConfigurationError
 from megalight.inference import ParallelGPT, Sampling, generate, speculative
 from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT, InitConfig, LatentConfig
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
 from tests.environment import trainer
@@ -67,7 +67,7 @@ def ask(model: Any, request: dict[str, Any]) -> list[list[int]]:
 @functools.cache
 def one_device(name: str) -> GPT:
     model = GPT(MODELS[name]).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     return model
 
 
@@ -115,7 +115,7 @@ DRAFT = EagleConfig(auxiliary_layers=(3, 1), std=0.4, num_heads=2)
 
 def draft_of(name: str) -> DraftModel:
     draft = DraftModel(DRAFT.beside(MODELS[name])).double()
-    initialise(draft, 2)
+    initialize(draft, 2)
     return draft
 
 

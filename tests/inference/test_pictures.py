@@ -29,7 +29,7 @@ from megalight.models.vision import Pictures
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.strategies import MegatronStrategy, MegatronTowersBesideStrategy, MegatronTowersStrategy, Side
 from megalight.types import PackedSequences
 from tests.data.multimodal.conftest import TEMPLATE, png
@@ -82,7 +82,7 @@ CONFIGS = {"llava": CONFIG, "qwen": QWEN, "qwen3": QWEN3, "gemma": GEMMA, "inter
 @functools.cache
 def one_device(name: str = "llava") -> VLM:
     model = VLM(CONFIGS[name]).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     return model.eval()
 
 
@@ -120,7 +120,7 @@ def test_a_newline_ends_each_image() -> None:
     assert pictures is not None
     assert pictures.source[:7].tolist() == [-1, 1, 2, 3, 4, NEWLINE, -1]
     model = VLM(replace(CONFIG, newline=True)).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     assert len(generate(model, prompts, max_new_tokens=2, pictures=pictures)) == 4
 
 
@@ -245,7 +245,7 @@ def test_tokens_and_images_that_do_not_match_are_refused() -> None:
         generate(model, [[1, 7]], max_new_tokens=2)
     model.config = CONFIG  # type: ignore[assignment]  # it is shared
     text = GPT(LANGUAGE).double()
-    initialise(text, 1)
+    initialize(text, 1)
     with pytest.raises(DataError, match="pictures are given, but the model reads no images"):
         generate(text, [[1, 2]], max_new_tokens=2, pictures=Pictures(*[torch.zeros(1)] * 2, None, torch.zeros(2)))
 
@@ -259,7 +259,7 @@ def saved(tmp_path: Path) -> str:
     language = replace(CONFIG.language, vocab_size=270, max_sequence_length=64)
     config = VLMConfig(language=language, vision=VISION, image_token=tokenizer.vocabulary["<image>"])
     model = VLM(config)
-    initialise(model, 5)
+    initialize(model, 5)
     views = {
         f"model.{name}": checkpoint.View(f"model.{name}", t.shape, [checkpoint.Box((0,) * t.ndim, t)])
         for name, t in canonical_tensors(model).items()

@@ -9,7 +9,7 @@ from megalight.errors import CheckpointError, DataError, MegalightError
 from megalight.inference import TextGenerator, generate, load_model
 from megalight.models.gpt import GPT, GPTConfig, InitConfig
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 3
 
@@ -21,7 +21,7 @@ def build(**more) -> GPT:
         init=InitConfig(std=0.3),
     )
     model = GPT(config).to(torch.bfloat16)
-    initialise(model, 5)
+    initialize(model, 5)
     return model
 
 

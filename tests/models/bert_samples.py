@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megalight.models.bert import Bert, BertConfig, InitConfig
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 
 SIZES = {
     "num_layers": 2,
@@ -21,7 +21,7 @@ SIZES = {
 def build(**more) -> Bert:
     """In float64, with norms and biases that do something."""
     model = Bert(BertConfig(**{**SIZES, **more})).double()
-    initialise(model, 5)
+    initialize(model, 5)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.ndim == 1:

@@ -9,7 +9,7 @@ from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.models.bert import Bert, BertConfig, DropoutConfig, InitConfig
 from megalight.models.bert.flops import flops_per_token, num_parameters
 from megalight.models.bert.presets import preset
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 from tests.models.bert_samples import SIZES, build, packed
 from tests.reference_gpt import canonical_params, relative_error
@@ -111,7 +111,7 @@ def test_initial_weights():
     config = BertConfig(num_layers=8, hidden_size=64, num_heads=4, vocab_size=64)
     for scale, std in ((False, 0.02), (True, 0.005)):
         model = Bert(replace(config, init=InitConfig(scale_residual=scale)))
-        initialise(model, 0)
+        initialize(model, 0)
         assert model.layers["3"].mlp.down.weight.std().item() == pytest.approx(std, rel=0.05)
     assert model.head.masked.lm.output_layer.weight is model.embed.word.weight
     assert "head.masked.lm.output_layer.weight" not in canonical_params(model)

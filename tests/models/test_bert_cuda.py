@@ -8,7 +8,7 @@ import torch
 from megalight.data.bert.batch import BertBatch
 from megalight.models.bert import Bert, BertConfig, InitConfig
 from megalight.models.bert.module import BertModule
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from tests.reference_gpt import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def test_precision(lengths: str, dtype: torch.dtype, tolerance: float) -> None:
     module, reference = BertModule(CONFIG), BertModule(CONFIG)
     with torch.device("cuda"):
         module.model = Bert(CONFIG)
-    initialise(module.model, 5)
+    initialize(module.model, 5)
     module.model.to(dtype)
     reference.model = Bert(CONFIG).double()
     reference.model.load_state_dict(module.model.state_dict())
@@ -60,7 +60,7 @@ def test_the_host_never_waits(lengths: str) -> None:
     module = BertModule(CONFIG)
     with torch.device("cuda"):
         module.model = Bert(CONFIG)
-    initialise(module.model, 5)
+    initialize(module.model, 5)
     module.model.bfloat16()
     rows = batch(LENGTHS[lengths]).pin_memory()
     step(module, rows.to("cuda"))  # kernels are built and backends chosen

@@ -19,7 +19,7 @@ from megalight.data.bert.module import BertDataModule
 from megalight.data.prepare import prepare
 from megalight.models.bert import Bert, BertConfig
 from megalight.models.bert.module import BertModule
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.context.options import ContextOptions
 from megalight.strategies import DataParallel, MegatronStrategy
 from tests.data.bert.conftest import SPECIALS, texts
@@ -103,7 +103,7 @@ def fit(name: str, **strategy_options: Any) -> dict[str, Any]:
 def by_hand(name: str) -> dict[str, Any]:
     """The same run with torch alone: one device, whole batches, torch's own AdamW and clipping."""
     model = Bert(CONFIGS[name]).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     rows = [{"params": decayed, "weight_decay": ADAM.weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -22,7 +22,7 @@ from megalight.models.gpt import GPTConfig, GPTModule
 from megalight.models.gpt.hugging_face import config_from_transformers, from_transformers, weight_map
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initial_values import materialise
+from megalight.parallel.initial_values import materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Target, parameter_targets
@@ -81,7 +81,7 @@ def test_a_split_model_reads_its_own_bytes(
             model = GPTModule(config).build_model()
         mesh = ParallelMesh(tp, rank, tp=tp)
         specs = parallelize(model, plan_for(model), mesh, prefix="model.")
-        materialise(model, "cpu")
+        materialize(model, "cpu")
         targets = list(parameter_targets(model.named_parameters(), specs))
         before = source.bytes_read
         source.fill(targets, prefix="model.")

@@ -14,7 +14,7 @@ from megalight.models.gpt import (
     PositionConfig,
     TemperatureConfig,
 )
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 from tests.reference_gpt import (
     canonical_gradients,
@@ -71,7 +71,7 @@ STYLES = {
 
 def build(style: str, **more) -> GPT:
     model = GPT(GPTConfig(**SIZES, **STYLES[style], init=InitConfig(std=0.3), **more)).double()
-    initialise(model, 5)
+    initialize(model, 5)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases start trivial; shake them
@@ -200,7 +200,7 @@ def test_dropout_acts_in_training_only():
 def test_residual_projections_start_smaller():
     config = GPTConfig(num_layers=8, hidden_size=64, num_heads=4, vocab_size=64, max_sequence_length=8)
     model = GPT(config)
-    initialise(model, 0)
+    initialize(model, 0)
     layer = model.layers["3"]
     for small in (layer.attention.proj.weight, layer.mlp.down.weight):
         assert small.std().item() == pytest.approx(0.02 / 4, rel=0.05)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, InitConfig, NormConfig, PositionConfig
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 from tests.reference_gpt import canonical_gradients, canonical_params, reference_losses, relative_error
 
@@ -29,7 +29,7 @@ STYLES = {
 def build(style: str, dtype: torch.dtype) -> GPT:
     with torch.device("cuda"):
         model = GPT(GPTConfig(**SIZES, **STYLES[style], init=InitConfig(std=0.06)))
-    initialise(model, 5)
+    initialize(model, 5)
     return model.to(dtype)
 
 

@@ -20,7 +20,7 @@ from megalight.models.gpt.hugging_face import config_from_transformers
 from megalight.models.gpt.presets import preset
 from megalight.models.saved import initial_config, whole_source
 from megalight.models.stored import StoredModel
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 from tests.models.beside_transformers import ours_of
 from tests.reference_gpt import relative_error
@@ -93,7 +93,7 @@ def test_generation_sees_what_training_sees(name: str) -> None:
     """Windows, chunks and temperatures are those of the whole sequence, token by token."""
     torch.manual_seed(1)
     model = GPT(config_from_transformers(theirs(name).config.to_dict())).double().eval()
-    initialise(model, 3)
+    initialize(model, 3)
     tokens = torch.randint(0, 53, (17,))
     with torch.no_grad():
         wanted = model(tokens, PackedSequences.of_uniform(1, 17)).logits

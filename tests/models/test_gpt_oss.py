@@ -29,7 +29,7 @@ from megalight.models.gpt.hugging_face import (
 from megalight.models.gpt.presets import preset
 from megalight.models.stored import open_model
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initial_values import materialise
+from megalight.parallel.initial_values import materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Target, parameter_targets
@@ -153,7 +153,7 @@ def test_a_rank_reads_what_it_holds(layout: dict[str, int], folder: Path, monkey
             model = GPTModule(config).build_model()
         mesh, sequence_parallel = ParallelMesh(ranks, rank, **layout), "tp" in layout
         specs = parallelize(model, plan_for(model), mesh, sequence_parallel=sequence_parallel, prefix="model.")
-        materialise(model, "cpu")
+        materialize(model, "cpu")
         targets = list(parameter_targets(model.named_parameters(), specs))
         before = source.bytes_read
         source.fill(targets, prefix="model.", strict="ep" not in layout)
@@ -199,8 +199,8 @@ def test_published_folders_are_in_mxfp4(tmp_path: Path) -> None:
         assert wide[name].shape == (experts, columns, rows)
     (tmp_path / "packed").mkdir()
     save_file(packed, tmp_path / "packed" / "model.safetensors")
-    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    values = {**read_config(tmp_path / "wide"), "quantization_config": quantised}
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    values = {**read_config(tmp_path / "wide"), "quantization_config": quantized}
     (tmp_path / "packed" / "config.json").write_text(json.dumps(values))
     export(open_model(tmp_path / "packed"), tmp_path / "out")
     found = tensors_in(tmp_path / "out")

@@ -11,7 +11,7 @@ from megalight.models.gpt import AttentionConfig, GPTConfig, MultiTokenConfig, N
 from megalight.models.gpt.flops import flops_per_token, weights_of_losses
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.types import TokenBatch
 from tests.reference_gpt import relative_error
@@ -33,7 +33,7 @@ WHOLE = {"experts", "pattern"}
 def of(config: GPTConfig) -> GPTModule:
     made = GPTModule(config)
     made.model = GPT(config).double()
-    initialise(made.model, SEED)
+    initialize(made.model, SEED)
     return made.train()
 
 

@@ -12,14 +12,14 @@ from megalight.models.gpt import GPT
 from megalight.models.gpt.config import MultiTokenConfig
 from megalight.models.gpt.model import Later
 from megalight.models.hidden import KEPT, keeping, places_of
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 from tests.strategies.training import BASE
 
 
 def test_every_place_of_a_model_has_hidden_states() -> None:
     model = GPT(BASE)
-    initialise(model, 0)
+    initialize(model, 0)
     places = places_of(model)
     assert {"layers.0", "layers.1.attention", "layers.1.mlp", "layers.0.mlp_norm", "head.norm"} <= set(places)
     tokens = torch.arange(6)
@@ -33,7 +33,7 @@ def test_every_place_of_a_model_has_hidden_states() -> None:
 
 def test_the_final_norm_is_kept_of_the_model_and_not_of_further_depths() -> None:
     model = GPT(replace(BASE, mtp=MultiTokenConfig(num_layers=1)))
-    initialise(model, 0)
+    initialize(model, 0)
     tokens, sequences = torch.arange(6), PackedSequences.of_uniform(1, 6, "cpu")
     with keeping(model, ["layers.1", "head.norm"]) as found:
         model(tokens, sequences, labels=tokens, later=[Later(tokens.roll(-1), tokens)])

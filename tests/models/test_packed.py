@@ -139,8 +139,8 @@ def test_a_model_in_fp8_is_read_like_its_widened_one(tmp_path: Path) -> None:
     config = read_config(tmp_path / "wide")
     (tmp_path / "packed").mkdir()
     save_file(packed, tmp_path / "packed" / "model.safetensors")
-    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
     save_file(wide, tmp_path / "wide" / "model.safetensors")
     table = weight_map(config_from_transformers(config))
     sources = [Folder(tmp_path / kind, table, "model.") for kind in ("packed", "wide")]

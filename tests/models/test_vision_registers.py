@@ -11,7 +11,7 @@ import torch
 from megalight.models.vision import VisionConfig
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.task import pictures_of
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
 from tests.models.vlm_samples import CONFIG, INTERN, RADIO, batch
@@ -65,7 +65,7 @@ def test_features_are_those_of_transformers() -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     whole = VLMConfig(language=CONFIG.language, vision=VISION, image_token=CONFIG.image_token)
     model = VLM(whole).double()
-    initialise(model, 1, "model.")
+    initialize(model, 1, "model.")
     tower = model.embed.tower
     state = reference.state_dict()
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_products_in_8_bits_need_no_padding_of_class_tokens_and_registers(kind: 
     config = {"class": INTERN, "registers": RADIO}[kind]
     config = replace(config, vision=replace(config.vision, hidden_size=32, ffn_hidden_size=32))
     model = VLM(config).double()
-    initialise(model, 1, "model.")
+    initialize(model, 1, "model.")
     options = LowPrecisionOptions("rowwise", towers=("vision",), emulate=True)
     apply_low_precision(model, options, ParallelMesh())
     images, source = batch((1, 0, 2), config=config).parts()

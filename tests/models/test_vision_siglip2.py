@@ -17,7 +17,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.vision import VisionConfig, VisionTower
 from megalight.models.vision.dynamic_config import DynamicConfig
 from megalight.models.vision.model import PositionTable
-from megalight.models.vision.pixels import normalised
+from megalight.models.vision.pixels import normalized
 from megalight.models.vlm import ProjectorConfig, VLMConfig
 from megalight.models.vlm.task import pictures_of
 from tests.models.vlm_samples import CONFIG, NAFLEX
@@ -82,7 +82,7 @@ def test_sizes_and_pixels_are_those_of_their_processor() -> None:
     for size in SIZES:
         image = Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8))
         cut, expected = form_of(whole).cut(image), theirs(image, return_tensors="pt")
-        found = normalised(torch.from_numpy(cut.pixels), TOWER)
+        found = normalized(torch.from_numpy(cut.pixels), TOWER)
         rows = expected["pixel_values"][0, : len(found)].float().view(-1, 4, 4, 3).permute(0, 3, 1, 2).flatten(1)
         assert expected["pixel_attention_mask"].sum() == len(found) == form_of(whole).num_tokens(*image.size)
         assert expected["spatial_shapes"].tolist() == [cut.positions[2:, 0].tolist()]
@@ -108,7 +108,7 @@ def test_features_and_gradients_are_those_of_siglip2() -> None:
 
     def theirs(name: str, of: Any) -> torch.Tensor:
         """The tensor of our name, of their values or of their gradients."""
-        if name == "patch.weight":  # theirs has the colours of a pixel beside each other
+        if name == "patch.weight":  # theirs has the colors of a pixel beside each other
             return of("embeddings.patch_embedding.weight").view(24, 4, 4, 3).permute(0, 3, 1, 2)[:, :, None]
         for ours, place in (("patch.bias", "embeddings.patch_embedding.bias"), ("output_norm", "post_layernorm")):
             name = name.replace(ours, place)
@@ -204,10 +204,10 @@ def test_features_are_those_of_radio() -> None:
     images = Images.of_cuts([[form.divided(each) for each in pixels]], form)
     pictures = pictures_of(whole, images, torch.zeros(0, dtype=torch.int64), 1)
     ours = tower(replace(pictures, pixels=pictures.pixels.double()))[0][pictures.patches]
-    reference.make_preprocessor_external()  # pixels are normalised already
-    colours = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+    reference.make_preprocessor_external()  # pixels are normalized already
+    colors = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
     with torch.no_grad():
-        expected = reference(colours.double()).features
+        expected = reference(colors.double()).features
     # Rows of ours are in squares of patches, here one of 3 x 3. Theirs resizes the table in float32.
     assert relative_error(ours.view_as(expected), expected) < 1e-6
 

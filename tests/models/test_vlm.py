@@ -15,12 +15,12 @@ from megalight.data.multimodal.patches import Images
 from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.family import family
 from megalight.models.gpt import MultiTokenConfig, PositionConfig
-from megalight.models.vision.pixels import normalised
+from megalight.models.vision.pixels import normalized
 from megalight.models.vlm import VLM, VLMConfig, VLMModule
 from megalight.models.vlm.flops import flops_of_images
 from megalight.models.vlm.model import Arrived
 from megalight.models.vlm.task import pictures_of
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import TokenBatch
 from tests.models.vlm_samples import CONFIG, IMAGE, QWEN, QWEN3, VISION, batch, small
 from tests.reference_gpt import relative_error
@@ -28,7 +28,7 @@ from tests.reference_gpt import relative_error
 
 def build(config: VLMConfig = CONFIG) -> VLM:
     model = VLM(config).double()
-    initialise(model, 3, "model.")
+    initialize(model, 3, "model.")
     return model
 
 
@@ -114,14 +114,14 @@ def test_class_rows_have_any_pixels() -> None:
     assert torch.equal(losses(made, replace(found, images=replace(images, pixels=pixels))), losses(made, found))
 
 
-def test_bytes_are_normalised() -> None:
+def test_bytes_are_normalized() -> None:
     pixels = torch.randint(0, 256, (5, VISION.patch_values), dtype=torch.uint8)
-    found = normalised(pixels, VISION).view(5, 3, 4, 4)
-    for colour in range(3):
-        expected = (pixels.view(5, 3, 4, 4)[:, colour] / 255 - VISION.mean[colour]) / VISION.std[colour]
-        torch.testing.assert_close(found[:, colour], expected)
+    found = normalized(pixels, VISION).view(5, 3, 4, 4)
+    for color in range(3):
+        expected = (pixels.view(5, 3, 4, 4)[:, color] / 255 - VISION.mean[color]) / VISION.std[color]
+        torch.testing.assert_close(found[:, color], expected)
     with pytest.raises(DataError, match=r"patches have 12 values; the tower takes 3 x 4 x 4 = 48"):
-        normalised(pixels[:, :12], VISION)
+        normalized(pixels[:, :12], VISION)
 
 
 def test_flops_count_both_models() -> None:
@@ -153,7 +153,7 @@ def test_flops_count_what_is_done_of_frozen_parts(
 ) -> None:
     made = VLMModule(CONFIG, freeze=frozen)
     made.model = made.build_model().double()
-    initialise(made.model, 3, "model.")
+    initialize(made.model, 3, "model.")
     made.check_model(made.model)
     alone, found = made.flops_per_token(24), batch()
     full = VLMModule(CONFIG).flops_per_token(24)
@@ -209,7 +209,7 @@ def test_tokens_that_do_not_match_the_images_are_refused() -> None:
         ("vision", {"margin": 4}, "and a vision.margin of 4; choose a multiple, such as 8, or a margin of 0"),
         ("vision", {"image_size": 2, "margin": 2}, "vision.image_size is 2; it must be at least vision.patch_size 4"),
         ("vision", {"num_heads": 3}, "hidden_size 16 is not a multiple of vision.num_heads 3"),
-        ("vision", {"channels": 2}, "vision.channels is 2; it must be 1 (grey) or 3"),
+        ("vision", {"channels": 2}, "vision.channels is 2; it must be 1 (gray) or 3"),
         ("vision", {"channels": 1}, "vision.mean has 3 values for 1 channels"),
         ("vision", {"std": (1.0, 0.0, 1.0)}, "all values must be above 0"),
         ("vision", {"num_layers": 0}, "vision.num_layers is 0"),
@@ -281,7 +281,7 @@ def test_a_newline_follows_each_image() -> None:
 
 def test_a_part_with_the_tower_gives_features_of_earlier_layers_beside() -> None:
     model, found = VLM(QWEN3).double(), batch((1, 0, 2), config=QWEN3)
-    initialise(model, 3, "model.")
+    initialize(model, 3, "model.")
     images, source = found.parts()
     pictures = pictures_of(QWEN3, images, source.flatten(), 1)
     text = found.tokens.flatten(), found.sequences.positions

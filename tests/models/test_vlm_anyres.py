@@ -20,7 +20,7 @@ from megalight.models.export import export
 from megalight.models.folder import Folder
 from megalight.models.stored import held_model
 from megalight.models.vision.anyres_config import AnyResConfig
-from megalight.models.vision.pixels import normalised
+from megalight.models.vision.pixels import normalized
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.presets import PRESETS
@@ -157,9 +157,9 @@ def test_pixels_and_numbers_of_tokens_of_the_presets() -> None:
     """Sizes at which grids change, and borders of less than a patch."""
     random = np.random.default_rng(1)
     squares = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
-    grey = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    gray = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     for name, their in (
-        ("llava_onevision_0_5b", transformers.LlavaOnevisionImageProcessorPil(**grey)),
+        ("llava_onevision_0_5b", transformers.LlavaOnevisionImageProcessorPil(**gray)),
         ("llava_next_7b", transformers.LlavaNextImageProcessorPil(**squares)),
     ):
         config, form = PRESETS[name], form_of(PRESETS[name])
@@ -171,12 +171,12 @@ def test_pixels_and_numbers_of_tokens_of_the_presets() -> None:
             patches = torch.nn.functional.unfold(
                 expected[..., :covered, :covered], config.vision.patch_size, stride=config.vision.patch_size
             ).mT
-            found = normalised(torch.from_numpy(cut.pixels), config.vision).view(len(expected), -1, patches.shape[2])
+            found = normalized(torch.from_numpy(cut.pixels), config.vision).view(len(expected), -1, patches.shape[2])
             assert torch.equal(found[:, -patches.shape[1] :], patches), (name, width, height)
 
 
 def test_several_images_are_squares() -> None:
-    """As theirs, whose processor makes them square with the mean colour."""
+    """As theirs, whose processor makes them square with the mean color."""
     config = PRESETS["llava_onevision_0_5b"]
     random = np.random.default_rng(2)
     images = [Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8)) for size in ((100, 61), (384, 384))]
@@ -186,7 +186,7 @@ def test_several_images_are_squares() -> None:
         assert (len(cut.source), cut.tiles) == (730, 1)
         patches = torch.nn.functional.unfold(expected[:, :, :378, :378], 14, stride=14).mT[0]
         # Theirs scales after it has made floats of it, and rounds once less.
-        assert (normalised(torch.from_numpy(cut.pixels), config.vision) - patches).abs().max() < 0.02
+        assert (normalized(torch.from_numpy(cut.pixels), config.vision) - patches).abs().max() < 0.02
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,11 @@ def qwen3_vl(num_layers: int = 3, **options: Any) -> Any:
 
 
 def images_of(config: VLMConfig, pictures: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-    """``[tiles, 3, size, size]``, normalised."""
+    """``[tiles, 3, size, size]``, normalized."""
     size, vision = config.vision.image_size, config.vision
-    colours = torch.from_numpy(np.concatenate(pictures)).view(-1, size, size, 3).permute(0, 3, 1, 2).double() / 255
+    colors = torch.from_numpy(np.concatenate(pictures)).view(-1, size, size, 3).permute(0, 3, 1, 2).double() / 255
     mean, std = (torch.tensor(values).double()[:, None, None] for values in (vision.mean, vision.std))
-    return ((colours - mean) / std).to(dtype)
+    return ((colors - mean) / std).to(dtype)
 
 
 @dataclass(frozen=True)

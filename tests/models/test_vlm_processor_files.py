@@ -17,7 +17,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.models.export import export
 from megalight.models.family import family
 from megalight.models.stored import held_model
-from megalight.models.vision.pixels import normalised
+from megalight.models.vision.pixels import normalized
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_to_transformers
 from megalight.models.vlm.hugging_face.processor_files import processor_files
@@ -78,7 +78,7 @@ def test_their_processor_gives_our_pixels(name: str, tmp_path: Path) -> None:
     for size in ((300, 500), (448, 448), (900, 333)):
         image = Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8))
         cut = form.cut(image)
-        ours = normalised(torch.from_numpy(cut.pixels), vision)
+        ours = normalized(torch.from_numpy(cut.pixels), vision)
         expected = theirs(image, return_tensors="pt", **options)["pixel_values"].float()
         if vision.dynamic is not None:
             pixels = expected.view(len(ours), 3, 2, -1)

@@ -92,11 +92,11 @@ def inputs(config: VLMConfig, dtype: torch.dtype) -> tuple[dict[str, Any], Any]:
     mask[:, -1] = 0
     batch = with_cuts(TokenBatch(tokens, labels, mask), cuts, IMAGE, form)
     every = [cut for own in cuts for cut in own]
-    colours = torch.cat([as_theirs(cut, form) for cut in every]).view(-1, 3, 2 * form.patch**2).double() / 255
+    colors = torch.cat([as_theirs(cut, form) for cut in every]).view(-1, 3, 2 * form.patch**2).double() / 255
     mean, std = (torch.tensor(values).double()[None, :, None] for values in (config.vision.mean, config.vision.std))
     asked = {
         "input_ids": tokens,
-        "pixel_values": ((colours - mean) / std).flatten(1).to(dtype),
+        "pixel_values": ((colors - mean) / std).flatten(1).to(dtype),
         "image_grid_thw": torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in (cut.grid for cut in every)]),
         "mm_token_type_ids": (tokens == IMAGE).int(),
     }

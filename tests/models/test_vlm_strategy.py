@@ -22,7 +22,7 @@ from megalight.models.transforms import LoRA
 from megalight.models.vlm import VLM
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.task import pictures_of
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.optim import GroupRule
 from megalight.parallel.context.attention import ContextAttention
@@ -208,7 +208,7 @@ def by_hand(name: str, counts: str) -> dict[str, Any]:
     model = VLM(config).double()
     if name in ADAPTERS:
         apply_transforms(model, [LoRA(rank=3, alpha=6.0, **ADAPTERS[name])])
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     named = {f"model.{key}": parameter for key, parameter in model.named_parameters()}
     for key in (key for pattern in FREEZE.get(name, ()) for key in fnmatch.filter(named, pattern)):
         named[key].requires_grad_(False)

@@ -18,7 +18,7 @@ from megalight.models.gpt.model import GPT
 from megalight.models.vision.model import Pictures
 from megalight.models.vlm import VLM, VLMConfig, task
 from megalight.models.vlm.module import VLMModule
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.parameter import precision_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import (
@@ -66,7 +66,7 @@ def gradients(model: VLM, frozen: bool = False) -> dict[str, torch.Tensor]:
 )
 def test_each_tower_has_its_own_recompute(recompute: Recompute, replaced: set[str]) -> None:
     model = VLM(QWEN).double()
-    initialise(model, 3, "model.")
+    initialize(model, 3, "model.")
     expected = gradients(model)
     apply_recompute(model, recompute)
     assert {name for name, m in model.named_modules() if isinstance(m.__dict__.get("forward"), Override)} == replaced

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn import attention, between
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops import unwritten as room
 from megalight.ops.activation import codes as activation_codes
 from megalight.ops.linear.deferred import WeightGradients, deferring
@@ -36,7 +36,7 @@ LAYERS = 2
 
 def build(**changes: Any) -> GPT:
     model = GPT(replace(CONFIG, **changes))
-    initialise(model, 1, "model.")
+    initialize(model, 1, "model.")
     return model.bfloat16()
 
 

@@ -15,7 +15,7 @@ from megalight.models.gpt import GPT, DeltaNetConfig, GPTConfig
 from megalight.models.gpt.flops import num_parameters
 from megalight.nn import GatedDeltaNet, LayerContext
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
 from megalight.types import PackedSequences
 from tests.canonical import load_canonical
@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
 
 def mixer(groups: int = 2) -> GatedDeltaNet:
     built = GatedDeltaNet(12, 4, groups, 3, 5, std=0.5, proj_std=0.5).double()
-    initialise(built, 1)
+    initialize(built, 1)
     return built
 
 

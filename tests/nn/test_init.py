@@ -6,7 +6,7 @@ from torch import nn
 
 from megalight.nn import Linear, Section
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import TILE, Constant, Normal, draw, initialise, initializers, key
+from megalight.nn.init import TILE, Constant, Normal, draw, initialize, initializers, key
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_fused_parts_are_drawn_under_their_own_names():
     fused = nn.ModuleDict({"qkv": Linear(6, [Section("q", 8, 2), Section("k", 4, 1)], bias=True)})
     plain = nn.ModuleDict({"q": Linear(6, 8, bias=True), "k": Linear(6, 4, bias=True)})
     for model in (fused, plain):
-        initialise(model, 7)
+        initialize(model, 7)
     expected = canonical_tensors(plain)
     found = canonical_tensors(fused)
     assert found.keys() == expected.keys()
@@ -72,6 +72,6 @@ def test_fused_parts_are_drawn_under_their_own_names():
 def test_a_prefix_names_the_place_in_a_larger_model():
     whole = nn.ModuleDict({"head": nn.ModuleDict({"out": Linear(3, 5)})})
     part = nn.ModuleDict({"out": Linear(3, 5)})
-    initialise(whole, 7)
-    initialise(part, 7, prefix="head.")
+    initialize(whole, 7)
+    initialize(part, 7, prefix="head.")
     assert torch.equal(whole["head"]["out"].weight, part["out"].weight)

@@ -15,7 +15,7 @@ from megalight.models.gpt import GPTConfig, LatentConfig
 from megalight.models.gpt.flops import flops_per_token
 from megalight.nn import InnerAttention, LatentAttention, LayerContext, Rotary
 from megalight.nn.adapter import Adapter
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.rotary import RotaryScaling
 from megalight.types import PackedSequences
 
@@ -28,7 +28,7 @@ SCALE = YARN.score_factor / math.sqrt(D + R)
 def build(q_rank: int | None = 8) -> tuple[LatentAttention, Rotary]:
     inner = InnerAttention(scale=SCALE)
     mixer = LatentAttention(12, HEADS, q_rank, KV, D, R, V, inner, rotary="rotary", std=0.4, proj_std=0.4).double()
-    initialise(mixer, 1)
+    initialize(mixer, 1)
     torch.manual_seed(2)
     with torch.no_grad():
         for parameter in mixer.parameters():
@@ -46,7 +46,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, position: int) -> Tensor:
-    """Rotate neighbouring features, and multiply them by the concentration."""
+    """Rotate neighboring features, and multiply them by the concentration."""
     features = []
     for i, frequency in enumerate(YARN.frequencies(R, 100.0).tolist()):
         cos, sin = (YARN.concentration * f(position * frequency) for f in (math.cos, math.sin))

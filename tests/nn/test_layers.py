@@ -27,7 +27,7 @@ from megalight.nn import (
 )
 from megalight.nn import norm as norms
 from megalight.nn.dropout import drop
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.mlp import ACTIVATIONS
 from megalight.nn.norm import norm_and_sum
 from megalight.nn.post_norm import PostNormLayer
@@ -36,7 +36,7 @@ from megalight.types import PackedSequences
 
 
 def filled(module: nn.Module) -> nn.Module:
-    initialise(module.double(), 1)
+    initialize(module.double(), 1)
     return module
 
 
@@ -119,7 +119,7 @@ def test_residual_sums_are_part_of_norms(monkeypatch: pytest.MonkeyPatch):
 def test_norms_keep_half_precision():
     x = torch.randn(5, 6, dtype=torch.bfloat16)
     for norm in (RMSNorm(6), LayerNorm(6), LayerNorm(6, bias=False)):
-        initialise(norm, 0)
+        initialize(norm, 0)
         halved = norm.bfloat16()(x)
         assert halved.dtype == torch.bfloat16
         expected = norm.double()(x.double())

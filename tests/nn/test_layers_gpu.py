@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megalight.nn import MLP, Attention, InnerAttention, LayerContext, RMSNorm, TransformerLayer
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ def test_one_kernel_adds_beside_the_norms() -> None:
     layer = TransformerLayer(
         RMSNorm(256), Attention(256, 4, 2, 64, InnerAttention()), RMSNorm(256), MLP(256, 512)
     )  # fmt: skip
-    initialise(layer, 1)
+    initialize(layer, 1)
     layer = layer.to("cuda", torch.bfloat16)
     context = LayerContext(PackedSequences.of_uniform(2, 128, "cuda"))
     hidden = torch.randn(256, 256, device="cuda").bfloat16().requires_grad_()

@@ -15,7 +15,7 @@ from megalight.models.gpt import GPT, GPTConfig, MambaConfig
 from megalight.models.gpt.layer_pattern import spread
 from megalight.nn import LayerContext, Mamba2
 from megalight.nn.canonical import parts
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.ssd import ssd, ssd_continued
 from megalight.types import PackedSequences
 from tests.nn.continued import assert_continued
@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
 
 def mixer(groups: int = 2, norm_groups: int = 2) -> Mamba2:
     built = Mamba2(12, 4, 3, 5, groups, norm_groups=norm_groups, std=0.5, proj_std=0.5).double()
-    initialise(built, 1)
+    initialize(built, 1)
     return built
 
 
@@ -93,7 +93,7 @@ def test_is_continued_from_its_state() -> None:
 
 def test_initial_values() -> None:
     built = Mamba2(8, 4000, 1, 2, 1).float()
-    initialise(built.requires_grad_(False), 3)
+    initialize(built.requires_grad_(False), 3)
     steps, decays = F.softplus(built.scan.dt_bias), built.scan.A_log.exp()
     assert 1e-3 * 0.999 <= float(steps.min()) < 1.01e-3
     assert 0.099 < float(steps.max()) <= 0.1 * 1.001
@@ -104,7 +104,7 @@ def test_initial_values() -> None:
     assert float(built.conv.weight.abs().max()) <= 0.5
     assert abs(float(built.conv.weight.std()) - 0.5 / 3**0.5) < 0.01
     floored = Mamba2(8, 100, 1, 2, 1, step_floor=0.05).requires_grad_(False)
-    initialise(floored, 3)
+    initialize(floored, 3)
     assert abs(float(F.softplus(floored.scan.dt_bias).min()) - 0.05) < 1e-6
 
 

@@ -12,7 +12,7 @@ from megalight.errors import ConfigurationError, DataError
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, MultiTokenConfig, PositionConfig
 from megalight.models.gpt.flops import flops_per_token, num_parameters
 from megalight.models.gpt.module import GPTModule
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import TokenBatch
 from tests.reference_gpt import (
     canonical_gradients,
@@ -57,7 +57,7 @@ def batch_of(documents: tuple[tuple[int, ...], ...] | None = DOCUMENTS) -> Token
 def built(config: GPTConfig) -> tuple[GPTModule, GPT]:
     module = GPTModule(config)
     model: Any = module.build_model().double()
-    initialise(model, 1)
+    initialize(model, 1)
     torch.manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

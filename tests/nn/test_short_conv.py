@@ -9,7 +9,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPTConfig
 from megalight.nn import CausalConv, ShortConv
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 from tests.nn.continued import assert_continued
 
@@ -30,7 +30,7 @@ def by_loop(x: Tensor, weight: Tensor, lengths: list[int]) -> Tensor:
 def test_equals_the_formula(kernel: int) -> None:
     torch.manual_seed(0)
     conv = CausalConv(6, kernel).double()
-    initialise(conv, 1)
+    initialize(conv, 1)
     x = torch.randn(sum(LENGTHS), 6, dtype=torch.float64, requires_grad=True)
     found, expected = conv(x, PackedSequences.of_lengths(LENGTHS)), by_loop(x, conv.weight, LENGTHS)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -43,7 +43,7 @@ def test_equals_the_formula(kernel: int) -> None:
 def test_another_sequence_is_never_touched() -> None:
     """Not even by what is not a number."""
     conv = CausalConv(2, 3)
-    initialise(conv, 1)
+    initialize(conv, 1)
     x = torch.ones(6, 2)
     x[:3] = torch.nan
     assert conv(x, PackedSequences.of_lengths([3, 3]))[3:].isfinite().all()
@@ -51,7 +51,7 @@ def test_another_sequence_is_never_touched() -> None:
 
 def test_half_types_are_summed_in_float32() -> None:
     conv = CausalConv(4, 3)
-    initialise(conv, 1)
+    initialize(conv, 1)
     x, sequences = torch.randn(7, 4), PackedSequences.of_lengths([7])
     half = conv.bfloat16()(x.bfloat16(), sequences)
     assert half.dtype == torch.bfloat16
@@ -62,7 +62,7 @@ def test_is_continued_from_its_state() -> None:
     """Pass by pass, several tokens at a time, slots in any order and used again."""
     torch.manual_seed(0)
     mixer = ShortConv(4, 4).double()
-    initialise(mixer, 1)
+    initialize(mixer, 1)
     passes = [([0, 1, 2], [2, 6, 1]), ([2, 0], [1, 1]), ([1, 0, 2], [3, 1, 2]), ([0], [5])]
     assert_continued(mixer, 4, 20, passes, 1e-12)
 

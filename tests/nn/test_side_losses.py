@@ -20,7 +20,7 @@ from megalight.types import PackedSequences
 SEQUENCES = PackedSequences.of_lengths([6])
 
 
-class Penalised(nn.Module):
+class Penalized(nn.Module):
     """A layer whose activations should be small."""
 
     def __init__(self, again: Callable[..., Any] | None = None) -> None:
@@ -40,7 +40,7 @@ class Model(nn.Module):
     def __init__(self, again: Callable[..., Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleDict({str(i): Penalised(again) for i in range(3)}).double()
+        self.layers = nn.ModuleDict({str(i): Penalized(again) for i in range(3)}).double()
 
     def forward(self, hidden: Tensor) -> Tensor:
         return run_layers(self.layers, hidden, LayerContext(SEQUENCES))

@@ -21,7 +21,7 @@ from megalight.nn import (
     TransformerLayer,
     run_layers,
 )
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.recompute import Recompute, apply_recompute
 from megalight.types import PackedSequences
 
@@ -47,7 +47,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): TransformerLayer(RMSNorm(8), mixer, RMSNorm(8), MLP(8, 12)) for i, mixer in enumerate(mixers)}
         )
-        initialise(self.double(), 1)
+        initialize(self.double(), 1)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3])

@@ -49,7 +49,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, tor
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Uninitialised memory is full of NaN: an element that a kernel forgets to write is found."""
+    """Uninitialized memory is full of NaN: an element that a kernel forgets to write is found."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which operations are not deterministic is of no concern here
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.errors import DataError, LayoutError
 from megalight.inference import Cache
 from megalight.models.gpt import GPT, GPTConfig, InitConfig
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.attention import attention
 from megalight.parallel.graphs.inspection import Inspection
 from megalight.types import PackedSequences
@@ -84,7 +84,7 @@ def test_a_decoding_step_waits_for_nothing_that_only_the_device_knows() -> None:
         mixer_pattern=("attention", "conv"), init=InitConfig(std=0.4),
     )  # fmt: skip
     model = GPT(config).double()
-    initialise(model, 5)
+    initialize(model, 5)
     cache = Cache(model.layers, 3, 12)
     with torch.no_grad():
         model(torch.arange(14), cache.extend([0, 1, 2], TOTALS, "cpu"), states=cache.states)

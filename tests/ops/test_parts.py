@@ -15,7 +15,7 @@ def parts_of(rows: Tensor) -> tuple[Tensor, ...]:
     return torch.split(rows, SIZES, -1)
 
 
-def test_neighbouring_columns_are_joined_without_a_copy() -> None:
+def test_neighboring_columns_are_joined_without_a_copy() -> None:
     rows = torch.randn(5, 9)[:, 2:8]
     found = joined(parts_of(rows))
     assert found.equal(rows)

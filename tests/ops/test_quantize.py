@@ -107,7 +107,7 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
     values = unpack_e2m1(pack_e2m1(torch.stack([codes, codes], -1)))[..., 0]
     expected = x[0].clamp(-6, 6)
     assert torch.allclose(values.mean(0), expected, atol=0.03)
-    for column, one in zip(values.T, expected, strict=True):  # neighbours alone, and exact values always
+    for column, one in zip(values.T, expected, strict=True):  # neighbors alone, and exact values always
         below = max(value for value in E2M1 if value <= abs(one) + 1e-6)
         above = min(value for value in E2M1 if value >= abs(one) - 1e-6)
         assert set(column.abs().tolist()) <= {below, above}

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.parallel import activation_offload
 from megalight.parallel.activation_offload import ActivationOffloading, Away, check_patterns, chosen
@@ -192,7 +192,7 @@ NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "exper
 def _pass(names: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
     """The peak of a pass through layers with experts, and the gradients."""
     model = GPT(EXPERTS).double()
-    initialise(model, 3, "model.")
+    initialize(model, 3, "model.")
     ids = torch.randint(0, EXPERTS.vocab_size, (72,), generator=torch.Generator().manual_seed(4))
     offloading = ActivationOffloading(chosen(model, translated(names)), CPU, 64)
     with Counting() as counting, patch.object(activation_offload, "host_memory", counting.copy):

@@ -15,9 +15,9 @@ from megalight.models.gpt.config import NormConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.models.gpt.position_config import PositionConfig
 from megalight.nn.canonical import parts
-from megalight.nn.init import initialise as initialise_whole
+from megalight.nn.init import initialize as initialize_whole
 from megalight.parallel.apply import parallelize, whole_tokens
-from megalight.parallel.initial_values import initialise, materialise
+from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
@@ -56,7 +56,7 @@ VARIANTS = {
 def twin(config: GPTConfig, seed: int = 3) -> GPT:
     """The one-device model, with values."""
     model = GPT(config).double()
-    initialise_whole(model, seed)
+    initialize_whole(model, seed)
     return model
 
 
@@ -176,11 +176,11 @@ def initial_values(options: dict, dtype: torch.dtype) -> bool:
         whole, model = GPT(config).to(dtype), GPT(config).to(dtype)
     specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=True, prefix="model.")
     assert all(p.is_meta for p in model.parameters())
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     masters: dict[str, torch.Tensor] = {}
-    initialise(model, specs, 7, on_values=masters.__setitem__)
-    materialise(whole, "cpu")
-    initialise_whole(whole, 7, prefix="model.")
+    initialize(model, specs, 7, on_values=masters.__setitem__)
+    materialize(whole, "cpu")
+    initialize_whole(whole, 7, prefix="model.")
     values = gather_canonical(dict(model.named_parameters()), specs, mesh, sum_partial=False)
     same = {f"model.{n}": v for n, v in canonical(whole, dict(whole.named_parameters())).items()}
     assert masters.keys() == specs.keys()
@@ -206,7 +206,7 @@ def test_one_rank_changes_nothing_but_gives_specs() -> None:
     assert {name: type(module) for name, module in model.named_modules()} == before
     gathered = gather_canonical(dict(model.named_parameters()), specs, ParallelMesh())
     assert gathered.keys() == {part.name for part in parts(model)}
-    initialise(model, specs, 3)
+    initialize(model, specs, 3)
     assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())
 
 
@@ -267,7 +267,7 @@ def test_refusals_name_the_module_the_value_and_the_remedy() -> None:
 
 
 def user_module() -> tuple[float, float]:
-    """Plain modules by name: split features are normalised in between, so the norm's output is gathered first."""
+    """Plain modules by name: split features are normalized in between, so the norm's output is gathered first."""
     tp = dist.get_world_size()
     mesh = ParallelMesh(tp, dist.get_rank(), tp=tp)
     torch.manual_seed(1)
@@ -305,8 +305,8 @@ def foreign_values() -> bool:
         model.scale = nn.Parameter(torch.full((8,), 3.0))
         model.steps = torch.ones(2)
         specs = parallelize(model, plan, layout)
-        materialise(model, "cpu")
-        initialise(model, specs, 5)
+        materialize(model, "cpu")
+        initialize(model, specs, 5)
         assert torch.equal(model.scale, torch.full((8,), 3.0))
         assert torch.equal(model.steps, torch.ones(2))
         gathered.append(gather_canonical(dict(model.named_parameters()), specs, layout, sum_partial=False))
@@ -324,10 +324,10 @@ def test_values_that_nobody_can_make(keep: str) -> None:
         model = Toy()
     setattr(model, keep, nn.Parameter(torch.ones(8)) if keep == "scale" else torch.ones(2))
     specs = parallelize(model, Plan(), ParallelMesh())
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     missing = {"scale": "steps", "steps": "scale"}[keep]
     with pytest.raises(ConfigurationError, match=f"^{missing} has no value.*reset_parameters"):
-        initialise(model, specs, 5)
+        initialize(model, specs, 5)
 
 
 def test_shared_module_is_replaced_everywhere() -> None:

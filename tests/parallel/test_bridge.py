@@ -415,7 +415,7 @@ def test_context_parallelism_at_both_ends() -> None:
         (({"world_size": 2, "offset": 0}, {"world_size": 2, "offset": 1}), "both meshes of the bridge have ranks 1"),
         (({"world_size": 2, "offset": 0}, {"world_size": 3, "offset": 2}), "are 2 .source. and 3 .destination."),
         (({"global_rank": 0, "offset": 0}, {"global_rank": 1, "offset": 1}), "have the global ranks 0 and 1"),
-        (({"world_size": 2, "tp": 2, "offset": 0}, {"offset": 2}), "torch.distributed is not initialised"),
+        (({"world_size": 2, "tp": 2, "offset": 0}, {"offset": 2}), "torch.distributed is not initialized"),
     ],
 )
 def test_impossible_bridges(options: tuple[dict[str, int], dict[str, int]], message: str) -> None:

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.plan import gpt_plan
-from megalight.nn.init import initialise as initialise_whole
+from megalight.nn.init import initialize as initialize_whole
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initial_values import initialise, materialise
+from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.dropout import ParallelDropout
@@ -59,9 +59,9 @@ def test_initial_values_on_the_device() -> None:
         whole, model = GPT(config), GPT(config)
     specs = parallelize(model, gpt_plan(model), ParallelMesh(2, 1, tp=2))
     for one in (whole, model):
-        materialise(one, "cuda")
-    initialise_whole(whole, 3)
-    initialise(model, specs, 3)
+        materialize(one, "cuda")
+    initialize_whole(whole, 3)
+    initialize(model, specs, 3)
     same = canonical(whole, dict(whole.named_parameters()))
     for name, parameter in model.named_parameters():
         for piece in specs[name].pieces:
@@ -78,7 +78,7 @@ def _nccl(rank: int, size: int, meeting: str) -> None:
         config = GPTConfig(**{**BASE, "hidden_size": 64, "head_dim": 16, "num_kv_heads": 2, "tie_embeddings": True})
         with torch.device("cuda"):
             whole = GPT(config).double()
-        initialise_whole(whole, 1)
+        initialize_whole(whole, 1)
         model = copy.deepcopy(whole)
         specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel)
         sequences = PackedSequences.of_lengths([5, 7, 3], "cuda").pad_to(size)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from megalight.checkpoint import views_of_parameters
 from megalight.nn.canonical import Part, canonical_tensors
 from megalight.nn.init import Normal
-from megalight.nn.init import initialise as initialise_whole
+from megalight.nn.init import initialize as initialize_whole
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initial_values import initialise, materialise
+from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.shard import Piece, ShardSpec, check_cover
@@ -86,17 +86,17 @@ def models(module: type[nn.Module], dim: int, whole: nn.Module) -> list[tuple[nn
 @pytest.mark.parametrize(("module", "dim"), [(Kernel, 0), (Kernel, 1), (Kernel, 2), (Kernel, 3), (Blocks, 0)])
 def test_any_dim_of_any_parameter(module: type[nn.Module], dim: int) -> None:
     whole = nn.ModuleDict({"it": module().to("meta")})
-    materialise(whole, "cpu")
+    materialize(whole, "cpu")
     if module is Kernel:
-        initialise_whole(whole, 5)
+        initialize_whole(whole, 5)
     else:
-        initialise(whole, parallelize(whole, Plan(), ParallelMesh()), 5)
+        initialize(whole, parallelize(whole, Plan(), ParallelMesh()), 5)
     expected = {name: tensor.clone() for name, tensor in canonical_tensors(whole).items()}
 
     drawn = models(module, dim, nn.ModuleDict({"it": module().to("meta")}))
     for model, specs in drawn:
-        materialise(model, "cpu")
-        initialise(model, specs, 5)
+        materialize(model, "cpu")
+        initialize(model, specs, 5)
     sliced = models(module, dim, whole)
     check_cover(ParallelMesh(2, tp=2), [specs for _, specs in sliced])
 

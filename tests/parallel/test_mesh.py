@@ -118,7 +118,7 @@ def test_impossible_axes(axes: tuple[str, ...], message: str) -> None:
         ParallelMesh(8, tp=4, ep=2).ranks(*axes)
 
 
-def test_a_group_needs_initialised_processes() -> None:
+def test_a_group_needs_initialized_processes() -> None:
     assert ParallelMesh().group("tp") is None
     with pytest.raises(LayoutError, match=r"group of 2 ranks for the mesh.*init_process_group"):
         ParallelMesh(2, tp=2).group("tp")

@@ -17,8 +17,8 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
-from megalight.nn.init import initialise
-from megalight.parallel import initial_values as initialise_module
+from megalight.nn.init import initialize
+from megalight.parallel import initial_values as initialize_module
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -42,7 +42,7 @@ def _built(name: str, seed: int, **degrees: int) -> ParallelModel:
 def _one_device(model: ParallelModel, seed: int) -> bool:
     """Whether this rank's part is that of one device's draws, under the model's own name."""
     whole = GPT(BASE if model.name == "model" else SMALL).double()
-    initialise(whole, seed, model.prefix)
+    initialize(whole, seed, model.prefix)
     wanted = canonical(whole, dict(whole.named_parameters()))
     pieces = [(piece, tensor) for name, tensor in model.tensors().items() for piece in model.specs[name].pieces]
     assert all(piece.name.startswith(model.prefix) for piece, _ in pieces)
@@ -105,12 +105,12 @@ def test_storage_is_laid_out_before_values_which_are_drawn_once() -> None:
     assert all(parameter.isnan().all() for parameter in model.parameters()), "whoever reads them too early sees NaN"
     model.begin_from(7)
     optimizer = torch.optim.SGD(_trainable(model), lr=0.1)
-    with patch.object(initialise_module, "draw", wraps=initialise_module.draw) as draws:
+    with patch.object(initialize_module, "draw", wraps=initialize_module.draw) as draws:
         engine = engine_over([model], [optimizer.param_groups[0]["params"]], DataParallel())
     names = [piece.name for name in dict(model.root.named_parameters()) for piece in model.specs[name].pieces]
     assert sorted(call.args[1] for call in draws.call_args_list) == sorted(names), "each tensor once"
     whole = GPT(SMALL)
-    initialise(whole, 7, "model.")
+    initialize(whole, 7, "model.")
     drawn = dict(whole.named_parameters())
     for name, parameter in model.root.named_parameters():
         assert torch.equal(parameter, drawn[name].bfloat16()), name
@@ -134,7 +134,7 @@ class Watched:
 
     def __init__(self) -> None:
         whole = GPT(SMALL).double()
-        initialise(whole, 11, "model.")
+        initialize(whole, 11, "model.")
         self.values = canonical(whole, dict(whole.named_parameters()))
         self.tensors: dict[str, Any] = self.values
         self.asked: dict[str, int] = defaultdict(int)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.nn import Linear
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import Dispatcher, Experts, SharedConfig
 from megalight.ops.grouped_linear import together
 from megalight.ops.grouped_linear.apart import Apart
@@ -40,7 +40,7 @@ STEPS = 3
 
 def _experts_on_one_device(replicas: int, options: LowPrecisionOptions) -> tuple[list[float], dict[str, Any]]:
     model, task = build(WIDE, ffn_hidden_size=64).double(), Task()
-    initialise(model, 3, prefix="model.")
+    initialize(model, 3, prefix="model.")
     session = apply_low_precision(model, options, ParallelMesh())
     batches = [batch for replica in range(replicas) for batch in micro_batches(replica)]
     tokens = sum(float(task.loss_tokens(batch)) for batch in batches)

@@ -12,7 +12,7 @@ from megalight.models.gpt.config import DropoutConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initial_values import initialise, materialise
+from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.dropout import OwnStream, ParallelDropout
@@ -122,8 +122,8 @@ def recomputed(sequence_parallel: bool) -> tuple[bool, bool]:
     with torch.device("meta"):
         model = GPT(config)
     specs = parallelize(model, gpt_plan(model), grid, sequence_parallel=sequence_parallel)
-    materialise(model, "cpu")
-    initialise(model, specs, 0)
+    materialize(model, "cpu")
+    initialize(model, specs, 0)
     assert isinstance(model.layers["0"].attention.inner, OwnStream)
     assert isinstance(model.layers["0"].attention.inner.module, InnerAttention)
     sequences = PackedSequences.of_uniform(2, 4)

@@ -217,7 +217,7 @@ def test_inside_somebody_elses_checkpoint() -> None:
 def test_autocast_is_as_it_was() -> None:
     config_ = config()
     model = GPT(config_)
-    mnn.init.initialise(model, 3)
+    mnn.init.initialize(model, 3)
     tokens, labels, _, sequences = batch(101, [7, 1, 5, 8], 1)
     found = []
     for recompute in (Recompute(), KINDS["norms"], KINDS["mlp"]):

@@ -9,7 +9,7 @@ import torch
 
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import DropoutConfig
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
@@ -42,7 +42,7 @@ def build(dropout: DropoutConfig | None = None) -> tuple[GPT, DataParallelEngine
         dropout=dropout or DropoutConfig(),
     )
     model = GPT(config).cuda()
-    initialise(model, 3)
+    initialize(model, 3)
     model.bfloat16()
     infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in model.named_parameters()]
     return model, DataParallelEngine(infos, ParallelMesh())

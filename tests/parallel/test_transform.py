@@ -16,7 +16,7 @@ from megalight.errors import LayoutError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.models.transforms import LoRA, describe, rebuild
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
@@ -105,11 +105,11 @@ def test_a_model_is_changed_once() -> None:
 def test_a_model_with_values_keeps_them_and_draws_what_is_new() -> None:
     config = GPTConfig(**BASE)
     model, twin = GPT(config), GPT(config)
-    initialise(model, 5)
+    initialize(model, 5)
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
     parallel = megalight.parallelize(model, transforms=[LoRA(2)], seed=9, fill=True)
     apply_transforms(twin, [LoRA(2)])
-    initialise(twin, 9, "model.")
+    initialize(twin, 9, "model.")
     for (name, parameter), (_, drawn) in zip(parallel.root.named_parameters(), twin.named_parameters(), strict=True):
         assert torch.equal(parameter, kept.get(name, drawn)), name
     assert len(kept) < len(list(twin.named_parameters()))

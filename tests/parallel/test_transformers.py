@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initial_values import initialise, materialise
+from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plans import plan_for, transformers
 from tests.parallel.gathering import gather_canonical, relative_error
@@ -84,8 +84,8 @@ def values() -> bool:
         with torch.device("meta"):
             model = llama(2, 2, True)
         specs = parallelize(model, plan_for(model), mesh)
-        materialise(model, "cpu")
-        initialise(model, specs, 9)
+        materialize(model, "cpu")
+        initialize(model, specs, 9)
         assert model.lm_head.weight is model.model.embed_tokens.weight
         expected = 1 / 10000.0 ** (torch.arange(0, 4, 2) / 4)
         torch.testing.assert_close(model.model.rotary_emb.inv_freq, expected)

@@ -65,32 +65,32 @@ def te_norms() -> dict[str, Any]:
     """The four kernels of ``transformer_engine_torch``."""
 
     def rmsnorm_fwd(
-        x: Tensor, w: Tensor, eps: float, out: None, quantizer: None, code: str, sm: int, centred: bool
+        x: Tensor, w: Tensor, eps: float, out: None, quantizer: None, code: str, sm: int, centered: bool
     ) -> Any:
         check_rows(x, w)
         assert out is quantizer is None
         assert code == DTYPES[x.dtype]
         assert sm == 0
-        assert not centred
+        assert not centered
         return norms.rms_norm(x, w, eps), None, (x.square().mean(1) + eps).rsqrt()
 
-    def rmsnorm_bwd(dy: Tensor, x: Tensor, rstd: Tensor, w: Tensor, sm: int, centred: bool) -> Any:
+    def rmsnorm_bwd(dy: Tensor, x: Tensor, rstd: Tensor, w: Tensor, sm: int, centered: bool) -> Any:
         check_rows(dy, w)
         eps = float((rstd**-2 - x.square().mean(1)).mean())
         return vjp(lambda a, b: norms.rms_norm(a, b, eps), [x, w], dy)
 
     def layernorm_fwd(
-        x: Tensor, w: Tensor, b: Tensor, eps: float, out: None, quantizer: None, code: str, sm: int, centred: bool
+        x: Tensor, w: Tensor, b: Tensor, eps: float, out: None, quantizer: None, code: str, sm: int, centered: bool
     ) -> Any:
         check_rows(x, w)
         assert b.shape == w.shape
         assert out is quantizer is None
         assert code == DTYPES[x.dtype]
         assert sm == 0
-        assert not centred
+        assert not centered
         return norms.layer_norm(x, w, b, eps), x.mean(1), (x.var(1, correction=0) + eps).rsqrt()
 
-    def layernorm_bwd(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, sm: int, centred: bool) -> Any:
+    def layernorm_bwd(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, sm: int, centered: bool) -> Any:
         check_rows(dy, w)
         eps = float((rstd**-2 - x.var(1, correction=0)).mean())
         torch.testing.assert_close(mean, x.mean(1))

@@ -11,7 +11,7 @@ import torch
 from megalight import registry
 from megalight.imports import has
 from megalight.models.gpt import GPT, BackendConfig, GPTConfig, InitConfig
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.attention import EXAMPLE, attention, reference
 from megalight.ops.choice import use_backends
 from megalight.types import PackedSequences
@@ -89,7 +89,7 @@ def check_model(style: str, names: BackendConfig, **ops: str) -> None:
     for backends in (BackendConfig(), names):
         with torch.device("cuda"):
             model = GPT(GPTConfig(**SIZES, **STYLES[style], init=InitConfig(std=0.06), backends=backends))
-        initialise(model, 5)
+        initialize(model, 5)
         model.to(torch.bfloat16)
         if backends is not names:
             model.to(torch.float32)

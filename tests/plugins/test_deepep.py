@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt.plan import gpt_plan
-from megalight.nn.init import initialise as initialise_whole
+from megalight.nn.init import initialize as initialize_whole
 from megalight.nn.moe import CapacityConfig, LocalDispatcher
 from megalight.ops.router import Routes
 from megalight.parallel.apply import parallelize
 from megalight.parallel.expert import DISPATCHERS, ExpertOptions
-from megalight.parallel.initial_values import initialise, materialise
+from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.options import Pipeline
@@ -123,15 +123,15 @@ def _model(name: str) -> dict[str, float]:
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), ep=2)
     sequences = PackedSequences.of_lengths([7, 5])
     whole = build().double()
-    initialise_whole(whole, 3)
+    initialize_whole(whole, 3)
     batches = [torch.randint(0, 101, (2, 12), generator=torch.Generator().manual_seed(r)) for r in range(2)]
     torch.stack([whole(ids, sequences, labels).losses.sum() for ids, labels in batches]).sum().backward()
     wanted = canonical(whole, {name: p.grad for name, p in whole.named_parameters()})
     model = build().bfloat16().to("meta")
     with stand_in():
         specs = parallelize(model, gpt_plan(model), mesh, expert=ExpertOptions(name))
-        materialise(model, "cpu")
-        initialise(model, specs, 3)
+        materialize(model, "cpu")
+        initialize(model, specs, 3)
         model(batches[mesh.rank("dp")][0], sequences, batches[mesh.rank("dp")][1]).losses.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     for local, gradient in gradients.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError
 from megalight.nn import Linear, RMSNorm
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.low_precision import LowPrecision, Session
@@ -172,7 +172,7 @@ class Model(torch.nn.Module):
 
 def prepared(options: LowPrecisionOptions) -> Any:
     model = Model()
-    initialise(model, 1)
+    initialize(model, 1)
     model.bfloat16()
     MegatronLowPrecision(options, implementation="transformer_engine").prepare(ParallelModel(model, ParallelMesh()))
     return model

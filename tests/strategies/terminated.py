@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megalight.strategies import MegatronStrategy
 
 
-class Signalled(pl.LightningModule):
+class Signaled(pl.LightningModule):
     """In its third step, rank 1 sends a signal to itself, or to the main process."""
 
     def __init__(self, interrupt: bool) -> None:
@@ -44,7 +44,7 @@ def fit(steps: int, interrupt: bool) -> None:
         accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, enable_model_summary=False, **quiet
     )
     try:
-        trainer.fit(Signalled(interrupt), torch.utils.data.DataLoader(torch.ones(8000, 4), batch_size=1))
+        trainer.fit(Signaled(interrupt), torch.utils.data.DataLoader(torch.ones(8000, 4), batch_size=1))
     finally:
         print("status", trainer.state.status, flush=True)
 

@@ -269,10 +269,10 @@ def _busy(folder: str) -> list[bool]:
         fit(f"{folder}/one", AtEnd(gate.touch), when_busy="skip", save_top_k=1)
         gate.unlink(missing_ok=True)
         dist.barrier()
-        signalled = At(2, lambda _: (gate.touch(), os.kill(os.getpid(), signal.SIGTERM)))  # type: ignore[arg-type, func-returns-value]
+        signaled = At(2, lambda _: (gate.touch(), os.kill(os.getpid(), signal.SIGTERM)))  # type: ignore[arg-type, func-returns-value]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(preemption.log, "warning", lambda _, why, path: found.append(checkpoint.is_complete(path)))
-            fit(f"{folder}/preempted", Preemption(every_n_steps=1), signalled, when_busy="skip")
+            fit(f"{folder}/preempted", Preemption(every_n_steps=1), signaled, when_busy="skip")
     return found
 
 

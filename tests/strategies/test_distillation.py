@@ -25,7 +25,7 @@ from megalight.models.gpt import GPT, GPTConfig, MambaConfig
 from megalight.models.gpt.config import MoEConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, save_model
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy
@@ -56,7 +56,7 @@ HYBRIDS = {
 
 def teacher_of(kind: str) -> GPT:
     model = GPT({**TEACHERS, **HYBRIDS}[kind]).double()
-    initialise(model, 11, "model.")
+    initialize(model, 11, "model.")
     # Larger weights: at their initial size all distributions are almost equal, and errors would hide.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -112,7 +112,7 @@ def by_hand(
 ) -> tuple[list[tuple[float, ...]], tuple[float, float], Mapping[str, Any]]:  # fmt: skip
     """Objectives, divergences and own losses; both after training; and weights, of torch alone."""
     student, guide = GPT(STUDENT).double(), teacher_of(teacher)
-    initialise(student, SEED, "model.")
+    initialize(student, SEED, "model.")
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR)
 
     def losses_of(batch: TokenBatch) -> tuple[Tensor, Tensor]:

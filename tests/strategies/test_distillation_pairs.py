@@ -28,7 +28,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, open_model, save_model
 from megalight.models.transforms import Comparison
 from megalight.nn import StateComparison
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.recompute import Recompute
@@ -69,7 +69,7 @@ def guide_of(kind: str) -> GPT:
     if kind in TEACHERS or kind in HYBRIDS:
         return teacher_of(kind)
     model = GPT(WIDE).double()
-    initialise(model, 11, "model.")
+    initialize(model, 11, "model.")
     return model
 
 
@@ -106,7 +106,7 @@ def by_hand(
     # For the initial value of the projection, which is drawn by its name.
     student.distillation = projection = StateComparison(config.hidden_size, guide.config.hidden_size).double()
     # Devices draw different numbers.
-    initialise(student.to(device), SEED, "model.")
+    initialize(student.to(device), SEED, "model.")
     optimizer = torch.optim.AdamW(student.cpu().parameters(), lr=LR)
     rows = []
     for batch in batches_of(packed):

@@ -26,7 +26,7 @@ from megalight.models.eagle.export import in_order
 from megalight.models.gpt import GPT, LatentConfig
 from megalight.models.stored import held_model, save_model
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig, RouterConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
@@ -48,7 +48,7 @@ IDS = tuple(range(2, 99, 8))
 
 def served(kind: str = "dense") -> GPT:
     model = GPT(SERVED[kind]).double()
-    initialise(model, 11, "model.")
+    initialize(model, 11, "model.")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
@@ -107,7 +107,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
-    """Of ``x [S, H, D]``, pairs of neighbours."""
+    """Of ``x [S, H, D]``, pairs of neighbors."""
     pairs = rotated(torch.cat([x[..., 0::2], x[..., 1::2]], -1), positions)
     return torch.stack(pairs.chunk(2, -1), -1).flatten(-2)
 
@@ -153,7 +153,7 @@ def by_hand(
 ) -> tuple[list[tuple[float, ...]], Mapping[str, Any]]:
     """Objective, and loss and accuracy of each step, of each batch; and the weights at the end."""
     draft, guide, ids = DraftModel(config.beside(SERVED[kind])).double(), served(kind), config.draft_ids
-    initialise(draft, SEED, "model.")
+    initialize(draft, SEED, "model.")
     weights, rows = canonical_tensors(draft), []
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
     if config.head == "base":
@@ -255,7 +255,7 @@ def test_the_export_has_the_tensors_that_engines_read(base: Path, tmp_path: Path
     with torch.device("meta"):
         draft = DraftModel(config().beside(SERVED["dense"]))
     draft = draft.to_empty(device="cpu")
-    initialise(draft, SEED, "model.")
+    initialize(draft, SEED, "model.")
     save_model(held_model("eagle", draft.config, draft), tmp_path / "draft")
     export_draft(tmp_path / "draft", tmp_path / "out", torch.float32)
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -15,7 +15,7 @@ from megalight.inference.drafts import load_draft
 from megalight.models.eagle import DraftModel, EagleConfig, EagleModule
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.optim import AdamConfig
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
@@ -49,7 +49,7 @@ def lengths(folder: Path) -> tuple[float, float]:
     base = load_model(folder / "base")
     draft = load_draft(folder / "draft", base)
     fresh = DraftModel(draft.config)
-    initialise(fresh, 0)
+    initialize(fresh, 0)
     prompts = texts(40, 8)[-8:].tolist()
     first, last = (acceptance_length(base, each, prompts, max_new_tokens=24) for each in (fresh, draft))
     return first, last

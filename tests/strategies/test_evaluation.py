@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megalight.models.gpt.model import GPT
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.styles import Row
@@ -44,7 +44,7 @@ class Counting(WithData):
 def expected() -> tuple[float, float, list[torch.Tensor]]:
     """Over the two validation batches: sum(losses) / sum(tokens), the share of even tokens, each token's loss."""
     model = GPT(CONFIGS["gqa"]).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     total, tokens, even, rows = 0.0, 0.0, 0.0, []
     for step in range(2):
         batch = global_batch(step)

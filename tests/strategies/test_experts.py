@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig
 from megalight.parallel.coupling import Empty
 from megalight.parallel.expert import ExpertOptions
@@ -382,7 +382,7 @@ def _evaluate(sized: bool) -> tuple[float, list[float], list[float]]:
 @pytest.mark.parametrize("sized", [True, False])
 def test_loaders_of_different_lengths(sized: bool) -> None:
     model = GPT(PLAIN).double()
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     module = Lengths(PLAIN, optimizer=ADAM, seed=SEED)
     sums, counts = [], []
     for replica, length in enumerate(Lengths.counts):

@@ -18,7 +18,7 @@ from megalight.data.indexed import IndexedWriter
 from megalight.data.meta import CorpusMeta, loss_prefix
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences, TokenBatch
 from tests.environment import trainer
@@ -115,10 +115,10 @@ def _rank(prefix: str, layout: dict[str, Any]) -> dict[str, Any]:
     return fit(prefix, **layout)
 
 
-def test_a_packed_conversation_does_not_see_its_neighbours() -> None:
+def test_a_packed_conversation_does_not_see_its_neighbors() -> None:
     _, (batch, *_) = prepared()
     model = GPT(CONFIG).double()
-    initialise(model, SEED)
+    initialize(model, SEED)
     with torch.no_grad():
         packed = model(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1)).losses
         at = 0

@@ -14,7 +14,7 @@ from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn import InnerAttention
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import (
     LowPrecisionOptions,
@@ -87,7 +87,7 @@ def test_each_layer_asks_for_its_own_attention() -> None:
 
     def gradient(**options: Any) -> torch.Tensor:
         model = gpt()
-        initialise(model, 1, "model.")
+        initialize(model, 1, "model.")
         give(model.double(), **options)
         model(tokens, sequences, labels=tokens).losses.sum().backward()
         found = model.layers["0"].attention.qkv.weight.grad

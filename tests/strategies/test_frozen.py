@@ -18,7 +18,7 @@ from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry
 from megalight.models.packing import pack
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.frozen import FrozenModel
 from megalight.parallel.options import ParallelOptions
 from megalight.strategies import MegatronStrategy
@@ -86,8 +86,8 @@ def by_hand(device: str) -> tuple[list[float], float, dict[str, Any]]:
     Initial values depend on the type of device.
     """
     student, teacher = GPT(BASE).double().to(device), GPT(TEACHER).double().to(device)
-    initialise(student, SEED, "model.")
-    initialise(teacher, TEACHER_SEED, "teacher.")
+    initialize(student, SEED, "model.")
+    initialize(teacher, TEACHER_SEED, "teacher.")
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR)
 
     def loss_of(batch: TokenBatch) -> Tensor:

@@ -18,7 +18,7 @@ from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, by_hand, global
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:You defined a `validation_step`")]
 
 STRICT = range(3, 9)
-"""Steps in which any synchronisation is an error: after warm-up, before the end."""
+"""Steps in which any synchronization is an error: after warm-up, before the end."""
 
 
 class Batches(torch.utils.data.Dataset[TokenBatch]):
@@ -33,7 +33,7 @@ class Batches(torch.utils.data.Dataset[TokenBatch]):
 
 
 class Watch(pl.Callback):
-    """Keeps losses on the device, and forbids synchronisation in some steps."""
+    """Keeps losses on the device, and forbids synchronization in some steps."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict

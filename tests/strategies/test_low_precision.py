@@ -17,7 +17,7 @@ from megalight.errors import BackendError, ConfigurationError
 from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.model import GPT
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.ops.common import AMAX
 from megalight.ops.linear.low_precision import Session
@@ -187,7 +187,7 @@ def test_stochastic_rounding_follows_the_seed_of_the_run() -> None:
 def losses(options: LowPrecisionOptions | None = None, steps: int = 30) -> list[float]:
     """Learning to count, each time a different stretch; weights have float32 masters."""
     network = GPT(replace(CONFIG, num_layers=2))
-    initialise(network, 1, "model.")
+    initialize(network, 1, "model.")
     masters = [parameter.detach().clone().requires_grad_() for parameter in network.parameters()]
     network.bfloat16()
     session = Session() if options is None else apply_low_precision(network, options, ParallelMesh())

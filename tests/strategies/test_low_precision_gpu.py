@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.common import measuring
 from megalight.ops.quantize import amax_of, known
 from megalight.parallel.mesh import ParallelMesh
@@ -86,7 +86,7 @@ def test_passes_for_magnitudes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     for measure in (True, False):
         passes.clear()
         network = GPT(CONFIGS["gqa"])
-        initialise(network, 1, "model.")
+        initialize(network, 1, "model.")
         network.to("cuda", torch.bfloat16)
         session = apply_low_precision(network, LowPrecisionOptions(), ParallelMesh())
         layers = len(network.layers)

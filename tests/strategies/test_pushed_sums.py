@@ -60,7 +60,7 @@ def _pushed(layout: str, level: str) -> dict[str, Any]:
     with symmetric_on_cpu(), _counted() as done:
         found = _trained(layout, level, 0.0, reductions="symmetric", gathers=gathers)
     assert done
-    assert max(done) > 1, "no gradients travelled in pieces"
+    assert max(done) > 1, "no gradients traveled in pieces"
     return found
 
 

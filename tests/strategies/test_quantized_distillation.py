@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalight.callbacks import Distillation, ModelOptQuantization
 from megalight.models.gpt import GPT
 from megalight.models.stored import held_model, save_model
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.package import modelopt
 from megalight.strategies import MegatronStrategy
@@ -48,7 +48,7 @@ def by_hand() -> list[tuple[float, float, float]]:
     """Objectives, divergences and own losses of a student in ModelOpt's hands."""
     register_layers()
     mtq, student, guide = modelopt(), GPT(STUDENT).double(), teacher_of("untied")
-    initialise(student, SEED, "model.")
+    initialize(student, SEED, "model.")
     batches = batches_of(False)
 
     def loop(root: nn.Module) -> None:

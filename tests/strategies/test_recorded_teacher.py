@@ -23,7 +23,7 @@ from megalight.inference.teaching import teach
 from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, save_model
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer
@@ -76,7 +76,7 @@ def batches_of(data: GPTDataModule) -> list[TokenBatch]:
 def by_hand(data: GPTDataModule) -> tuple[list[float], Any]:
     """Losses and weights, of whole logits in float64 and torch alone."""
     student, guide = GPT(STUDENT).double(), teacher_of("untied")
-    initialise(student, SEED, "model.")
+    initialize(student, SEED, "model.")
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR)
 
     def divergence(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from tests.workers import run
 CONFIG = replace(CONFIGS["gqa"], num_layers=4)
 
 
-class Penalised(nn.Module):
+class Penalized(nn.Module):
     """Attention whose output should be small."""
 
     def __init__(self, attention: nn.Module, *names: str) -> None:
@@ -64,7 +64,7 @@ class WithSideLosses(WithData):
         model = super().build_model()
         for index, names in (("1", ["penalty"]), ("2", ["penalty", "other"])):
             layer = model.layers[index]
-            layer.attention = Penalised(layer.attention, *names)  # type: ignore[arg-type]
+            layer.attention = Penalized(layer.attention, *names)  # type: ignore[arg-type]
         return model
 
     def loss_step(self, carry: Carry, batch: TokenBatch) -> Loss:
@@ -121,7 +121,7 @@ def expected(accumulate: int = 1) -> dict[str, Any]:
     assert isinstance(model, GPT)
     model.double()
     optimizer, _ = ADAM.build(model.named_parameters(), STEPS)
-    penalised = [part for part in model.modules() if isinstance(part, Penalised)]
+    penalized = [part for part in model.modules() if isinstance(part, Penalized)]
     logged = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -129,8 +129,8 @@ def expected(accumulate: int = 1) -> dict[str, Any]:
             batch = global_batch(step * accumulate + part)
             loss = module.loss_step(module.forward_step(model, batch), batch)
             mean = loss.sum / batch.loss_mask.sum()
-            penalty = torch.stack([one.values["penalty"] for one in penalised]).sum()
-            other = penalised[1].values["other"] + loss.auxiliary["other"]
+            penalty = torch.stack([one.values["penalty"] for one in penalized]).sum()
+            other = penalized[1].values["other"] + loss.auxiliary["other"]
             ((mean + penalty + other) / accumulate).backward()
             logged.append([float(value.detach()) for value in (mean, penalty, other)])
         optimizer.step()

@@ -16,7 +16,7 @@ from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, Positio
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.canonical import parts
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.optim import AdamConfig
 from megalight.parallel.mesh import ParallelMesh
@@ -234,7 +234,7 @@ def by_hand(
     """The same run with torch alone: one device, torch's own AdamW and clipping; side losses by micro-batch."""
     model = build(config).to(device, dtype)
     alone = ParallelModel(model, ParallelMesh(1, 0), ParallelOptions(transforms=tuple(transforms)))
-    initialise(model, SEED, "model.")
+    initialize(model, SEED, "model.")
     alone.transform_values()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Magnitudes of stacked experts are a row for each expert.

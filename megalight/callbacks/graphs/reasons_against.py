@@ -28,7 +28,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def of_environment(on_gpu: bool) -> Iterator[str]:
     """Yield reasons in the environment of the process."""
     for name in ALLOCATOR:
-        # The value may be spelt with spaces and capitals.
+        # The value may be spelled with spaces and capitals.
         if "expandable_segments:true" in "".join(os.environ.get(name, "").split()).lower():
             yield f"{name} switches expandable_segments on, whose memory may move; take it out"
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):

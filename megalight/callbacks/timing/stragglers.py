@@ -96,7 +96,7 @@ class Stragglers(TimedSteps):
     def row(self, trainer: pl.Trainer, seconds: dict[str, float]) -> Worker:
         """Return this rank's own work."""
         mesh = getattr(trainer.strategy, "mesh", None)
-        # Waiting for a neighbour is not a rank's own work.
+        # Waiting for a neighbor is not a rank's own work.
         own = sum(seconds.get(name, 0.0) for name in COMPUTE) - seconds.get("receive", 0.0)
         stage = 0 if mesh is None else int(mesh.rank("pp"))
         return Worker(trainer.global_rank, own, stage, f"{platform.node()}/{trainer.local_rank}")

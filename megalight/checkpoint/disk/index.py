@@ -124,7 +124,7 @@ def validate(tensors: Iterable[TensorInfo], what: str) -> None:
                 raise CheckpointError(f"{what}: {info.name!r} has a chunk with the wrong number of checksums.")
             spans.setdefault(chunk.file, []).append((chunk.start, chunk.start + nbytes, info.name))
     for file, parts in spans.items():
-        # Sorted, so that only neighbours can overlap.
+        # Sorted, so that only neighbors can overlap.
         parts.sort()
         for (_, stop, first), (start, _, second) in pairwise(parts):
             if start < stop:

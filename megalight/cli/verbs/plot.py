@@ -163,7 +163,7 @@ def curves(axes: Any, runs: Sequence[Run], names: Sequence[str]) -> int:
 
 
 def _map(axes: Any, run: Run, names: Sequence[str]) -> Any:
-    """Draw experts over steps, in colours from idle (0) to twice the mean; return what a colour bar needs."""
+    """Draw experts over steps, in colors from idle (0) to twice the mean; return what a color bar needs."""
     steps = run.curves[names[0]][0]
     values = [run.curves[name][1] for name in names]
     axes.set_ylabel("expert")
@@ -173,16 +173,16 @@ def _map(axes: Any, run: Run, names: Sequence[str]) -> Any:
 def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], bool, Curve]]:
     """Yield label, style, whether the run trained, and points of the lines of a panel.
 
-    Each run has a colour, and each metric a kind of line.
+    Each run has a color, and each metric a kind of line.
     """
     for place, run in enumerate(runs):
         for kind, name in enumerate(names):
             if name in run.curves:
                 parts = [run.name] if len(runs) > 1 or len(names) == 1 else []
                 label = " ".join([*parts, *([name] if len(names) > 1 else [])])
-                # With one run, colours tell its metrics apart; with several, the runs.
-                colour = f"C{place if len(runs) > 1 else kind}"
-                style = {"color": colour, "linestyle": LINES[kind % len(LINES)]}
+                # With one run, colors tell its metrics apart; with several, the runs.
+                color = f"C{place if len(runs) > 1 else kind}"
+                style = {"color": color, "linestyle": LINES[kind % len(LINES)]}
                 yield label, style, run.trained, run.curves[name]
 
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", default="auto", choices=("auto", "text", "jsonl", "json", "parquet"), help="format of the inputs"
     )
-    parser.add_argument("--workers", type=int, help="processes that tokenise (default: one per CPU)")
+    parser.add_argument("--workers", type=int, help="processes that tokenize (default: one per CPU)")
     parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
     parser.add_argument("--eod-token", help="the end-of-document token, if the tokenizer does not name it")
     parser.add_argument("--split-sentences", action="store_true", help="each sentence is a sequence (for BERT)")

@@ -33,7 +33,7 @@ def runs_of(
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # tokens before each sentence
     first, stop = documents[:-1], documents[1:]
     found: list[Runs] = []
-    while len(first):  # vectorised over documents: each turn takes one sample from every document that has one
+    while len(first):  # vectorized over documents: each turn takes one sample from every document that has one
         live = stop - first >= 2
         first, stop = first[live], stop[live]
         short = generator.random(len(first)) < short_probability

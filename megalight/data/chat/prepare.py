@@ -140,7 +140,7 @@ def prepare_chat(
         chat_template: a Jinja file. None: the tokenizer's own template. It is saved with the tokenizer.
         train_on: ``all``: every message of the assistant counts. ``last``: only the last of each conversation.
         format: format of the inputs; ``auto`` goes by the suffix.
-        workers: number of processes that tokenise. Default: one per CPU, fewer for little text.
+        workers: number of processes that tokenize. Default: one per CPU, fewer for little text.
         on_bad: what happens with a row that cannot be used: ``raise`` stops with an error that names file, line and
             key, ``skip`` lists it in the report.
         progress: whether to show a progress bar on standard error.

@@ -83,7 +83,7 @@ class FillInMiddle:
     def __call__(self, pieces: Sequence[NDArray[Any]], size: int, random: np.random.Generator) -> list[Ids]:
         """Rearrange documents.
 
-        New tokens and another tokenisation change lengths. The result is cut to ``size``; if it is shorter, whoever
+        New tokens and another tokenization change lengths. The result is cut to ``size``; if it is shorter, whoever
         makes the sample fills it up without loss.
 
         Args:

@@ -1,7 +1,7 @@
 """The document, sample and shuffle index of GPT's data set: which tokens make which sample.
 
 Documents are repeated for as many epochs as needed, shuffled, and laid end to end. Sample ``k`` is the ``s + 1`` tokens
-from position ``k * s`` on, so neighbours share one token: the last label of one is the first input of the next. Samples
+from position ``k * s`` on, so neighbors share one token: the last label of one is the first input of the next. Samples
 are then visited in shuffled order. The same seed gives the same three arrays as Megatron-LM.
 """
 
@@ -117,7 +117,7 @@ def sample_index(lengths: NDArray[np.int32], order: NDArray[np.int32], plan: Sam
     Row ``k + 1`` is also the last token of sample ``k``. The dtype is int32 if that is enough, else int64.
     """
     ends = np.cumsum(lengths[order], dtype=np.int64)
-    # Each sample begins `sequence_length` tokens after the one before, so neighbours share one token.
+    # Each sample begins `sequence_length` tokens after the one before, so neighbors share one token.
     targets = np.arange(plan.num_samples + 1, dtype=np.int64) * plan.sequence_length
     # The last sample may be shorter, and ends with the last token.
     np.minimum(targets, ends[-1] - 1, out=targets)

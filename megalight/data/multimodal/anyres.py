@@ -63,7 +63,7 @@ class AnyResForm:
 
     @property
     def channels(self) -> int:
-        """Colours of a pixel."""
+        """Colors of a pixel."""
         return self.square.channels
 
     @property
@@ -117,11 +117,11 @@ class AnyResForm:
 
     def cut(self, image: Any) -> Cut:
         """Return the rows and tokens of a Pillow image."""
-        coloured, size = rgb(image, self.channels), self.square.size
+        colored, size = rgb(image, self.channels), self.square.size
         rows, columns = self.grid(*image.size)
-        tiles = self.square.array(self._fitted(coloured, columns * size, rows * size))
+        tiles = self.square.array(self._fitted(colored, columns * size, rows * size))
         tiles = tiles.reshape(rows, size, columns, size, self.channels).swapaxes(1, 2)
-        whole = replace(self.square, resize="stretch").squared(coloured)
+        whole = replace(self.square, resize="stretch").squared(colored)
         pixels = np.concatenate([whole[None], tiles.reshape(-1, size, size, self.channels)])
         cut = replace(self.square, newline=False).divided(pixels.reshape(-1, size, self.channels))
         places = cut.source.reshape(1 + rows * columns, self.side, self.side)

@@ -49,7 +49,7 @@ class DynamicForm:
     """How an image of any size becomes patches (Qwen2.5-VL, https://arxiv.org/abs/2502.13923).
 
     Rows of patches are in the order in which the tower needs them: window by window, inside of a window square by
-    square of ``merge`` x ``merge`` patches. So windows and squares are neighbouring rows, and nothing is moved later.
+    square of ``merge`` x ``merge`` patches. So windows and squares are neighboring rows, and nothing is moved later.
 
     Attributes:
         patch: height and width of a patch, in pixels.
@@ -57,7 +57,7 @@ class DynamicForm:
         min_pixels, max_pixels: images with fewer or more pixels are enlarged or shrunk.
         patches: images are enlarged or shrunk to nearly so many patches, and never more; 0: to these limits.
         window: side of a window, in pixels. 0: there are none.
-        channels: 3 (red, green, blue) or 1 (grey).
+        channels: 3 (red, green, blue) or 1 (gray).
         axes: whether tokens have positions on several axes.
         resample: ``bicubic`` or ``bilinear``.
         extent: whether positions of patches say the rows and columns of their image, too, for a table of positions.
@@ -128,7 +128,7 @@ class DynamicForm:
         """Return the rows and tokens of pixels ``[height, width, channels]``, whose sides squares of patches divide."""
         m, p = self.merge, self.patch
         rows, columns = (side // (m * p) for side in pixels.shape[:2])
-        # Squares first; inside of a square its patches, row by row; inside of a patch colours, as a convolution's
+        # Squares first; inside of a square its patches, row by row; inside of a patch colors, as a convolution's
         # weight has them.
         cut = pixels.reshape(rows, m, p, columns, m, p, self.channels).transpose(0, 3, 1, 4, 6, 2, 5)
         squares = cut.reshape(rows * columns, m * m, -1)

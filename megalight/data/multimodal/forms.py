@@ -69,7 +69,7 @@ class Form(Protocol):
 
     @property
     def channels(self) -> int:
-        """Colours of a pixel."""
+        """Colors of a pixel."""
         ...
 
     @property

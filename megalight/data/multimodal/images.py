@@ -27,10 +27,10 @@ class ImageForm:
     Attributes:
         size: height and width, in pixels.
         patch: height and width of a patch.
-        channels: 3 (red, green, blue) or 1 (grey).
+        channels: 3 (red, green, blue) or 1 (gray).
         class_token: whether a row of zeros comes first, for the tower's class token. With ``merge``, rows are patches
             alone, and the tower's input gets those of class tokens later.
-        merge: side of the squares of patches that are one token. Their rows are neighbours.
+        merge: side of the squares of patches that are one token. Their rows are neighbors.
         tiles: an image is stretched to up to so many squares, in the arrangement nearest to its shape, each of which is
             an image of its own; where there are several, the whole image follows (InternVL,
             https://arxiv.org/abs/2404.16821). 1: it is one square, by ``resize``.
@@ -40,7 +40,7 @@ class ImageForm:
         resize: ``crop``: the shorter side becomes ``size``, and the middle is kept (CLIP, LLaVA-1.5 in
             ``transformers``). ``pad``: borders make a square first. ``stretch``: height and width alone.
         resample: ``bicubic`` or ``bilinear``.
-        border: the colour of borders: the mean colour of images, by the model.
+        border: the color of borders: the mean color of images, by the model.
 
     Raises:
         ConfigurationError: ``resize`` is none of these.
@@ -111,16 +111,16 @@ class ImageForm:
 
     def cut(self, image: Any) -> Cut:
         """Return the rows and tokens of a Pillow image."""
-        coloured = rgb(image, self.channels)
+        colored = rgb(image, self.channels)
         if self.tiles == 1:
-            return self.divided(self.squared(coloured))
+            return self.divided(self.squared(colored))
         columns, rows = self.arrangement(*image.size)
         size, kernel = self.size, self.filter
-        large = self.array(coloured.resize((columns * size, rows * size), kernel))
+        large = self.array(colored.resize((columns * size, rows * size), kernel))
         squares = large.reshape(rows, size, columns, size, self.channels).swapaxes(1, 2)
         squares = squares.reshape(-1, size, size, self.channels)
         if len(squares) > 1:
-            squares = np.concatenate([squares, self.array(coloured.resize((size, size), kernel))[None]])
+            squares = np.concatenate([squares, self.array(colored.resize((size, size), kernel))[None]])
         return self.divided(squares.reshape(-1, size, self.channels))
 
     def divided(self, pixels: NDArray[np.uint8]) -> Cut:
@@ -141,7 +141,7 @@ class ImageForm:
         return self._rows(self.squared(rgb(image, self.channels)))
 
     def squared(self, image: Any) -> NDArray[np.uint8]:
-        """``[size, size, channels]`` of a Pillow image with these colours, in one square."""
+        """``[size, size, channels]`` of a Pillow image with these colors, in one square."""
         return self.array(self._square(image))
 
     @property
@@ -150,7 +150,7 @@ class ImageForm:
         return getattr(_pillow().Resampling, self.resample.upper())
 
     def array(self, image: Any) -> NDArray[np.uint8]:
-        """``[height, width, channels]`` of a Pillow image with these colours."""
+        """``[height, width, channels]`` of a Pillow image with these colors."""
         return np.asarray(image).reshape(image.height, image.width, self.channels)
 
     def _order(self) -> NDArray[np.int64]:
@@ -163,7 +163,7 @@ class ImageForm:
         side, patch = self.size // self.patch, self.patch
         # Where patches do not divide the image, pixels at the right and at the bottom are left out.
         pixels = pixels[: side * patch, : side * patch]
-        # Rows and columns of patches first; inside a patch colours first, as a convolution's weight has them.
+        # Rows and columns of patches first; inside a patch colors first, as a convolution's weight has them.
         cut = pixels.reshape(side, patch, side, patch, self.channels).transpose(0, 2, 4, 1, 3)
         cut = cut.reshape(self.num_patches, -1)
         if self.merge > 1:
@@ -214,7 +214,7 @@ def _with_whole(squares: int) -> int:
 
 
 def rgb(image: Any, channels: int) -> Any:
-    """Return a Pillow image with these colours: 3 (red, green, blue) or 1 (grey)."""
+    """Return a Pillow image with these colors: 3 (red, green, blue) or 1 (gray)."""
     return image.convert("RGB" if channels == 3 else "L")
 
 

@@ -59,7 +59,7 @@ class Images:
     """Patches of images, end to end, in the order of their samples.
 
     Attributes:
-        pixels: ``[P, channels * height * width]``: a row per patch, uint8, or normalised in a floating-point type.
+        pixels: ``[P, channels * height * width]``: a row per patch, uint8, or normalized in a floating-point type.
             Rows of class tokens are zeros.
         positions: ``[P]`` int64: the row of each patch in the tower's table of positions; for images of any size
             ``[2, P]``: its row and its column in the image; or ``[4, P]``: and the rows and columns of the image.

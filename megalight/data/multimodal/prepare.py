@@ -60,7 +60,7 @@ class _ImageEncoder(ChatEncoder):
         given = record.get("images", record.get("image")) if isinstance(record, Mapping) else None
         given = [] if given is None else given if isinstance(given, list) else [given]
         if self.image_text is not None and isinstance(record, Mapping):
-            record = {k: v if k in ("image", "images") else _spelt(v, self.image_text) for k, v in record.items()}
+            record = {k: v if k in ("image", "images") else _spelled(v, self.image_text) for k, v in record.items()}
         encoded = super().encode(record, place, aside)
         marker = self.tokenizer.vocabulary[self.image_token]
         count = sum(ids.count(marker) for ids, _ in encoded)
@@ -99,13 +99,13 @@ class _ImageEncoder(ChatEncoder):
         return data
 
 
-def _spelt(value: Any, text: str) -> Any:
+def _spelled(value: Any, text: str) -> Any:
     """Return a part of a row with ``text`` for each ``<image>``."""
     if isinstance(value, str):
         return value.replace(IMAGE_TOKEN, text)
     if isinstance(value, list):
-        return [_spelt(each, text) for each in value]
-    return {k: _spelt(v, text) for k, v in value.items()} if isinstance(value, Mapping) else value
+        return [_spelled(each, text) for each in value]
+    return {k: _spelled(v, text) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
 class _ImageSink(ChatSink):
@@ -164,7 +164,7 @@ def prepare_multimodal(
         chat_template: a Jinja file. None: the tokenizer's own template.
         train_on: ``all``: every message of the assistant counts. ``last``: only the last of each conversation.
         format: format of the inputs; ``auto`` goes by the suffix.
-        workers: number of processes that tokenise and check images. Default: one per CPU, fewer for little text.
+        workers: number of processes that tokenize and check images. Default: one per CPU, fewer for little text.
         on_bad: what happens with a row that cannot be used, a broken or missing image among the reasons: ``raise``
             stops with an error that names file, line and image, ``skip`` lists the row in the report. Rows with videos
             cannot be used.

@@ -1,4 +1,4 @@
-"""Videos, which are not read: how they are recognised, so that they are refused by name."""
+"""Videos, which are not read: how they are recognized, so that they are refused by name."""
 
 from __future__ import annotations
 

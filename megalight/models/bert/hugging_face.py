@@ -76,7 +76,7 @@ def weight_map(config: BertConfig) -> WeightMap:
         root="bert.",
         copies=copies,
         left_out=BUFFERS if config.sentence_order else f"{BUFFERS}|{ORDER}",
-        respelt={r"\.gamma$": ".weight", r"\.beta$": ".bias"},  # names in the first published files
+        renamed={r"\.gamma$": ".weight", r"\.beta$": ".bias"},  # names in the first published files
         doubles=doubles,
     )
 
@@ -89,8 +89,8 @@ def _bare_map(config: BertConfig) -> WeightMap:
         places["head.pooler.dense"] = Theirs("pooler.dense")
     else:
         left_out += r"|pooler\..*"
-    respelt = {r"^bert\.": "", r"\.gamma$": ".weight", r"\.beta$": ".bias"}
-    return WeightMap(places, left_out=left_out, respelt=respelt)
+    renamed = {r"^bert\.": "", r"\.gamma$": ".weight", r"\.beta$": ".bias"}
+    return WeightMap(places, left_out=left_out, renamed=renamed)
 
 
 def without_pooler(config: BertConfig, names: Callable[[], Collection[str]]) -> BertConfig:

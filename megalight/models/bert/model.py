@@ -149,7 +149,7 @@ def build_head(config: BertConfig) -> BertHead | PoolerHead | None:
 
 
 class Bert(nn.Module):
-    """A bidirectional encoder. Parameters have no values until they are initialised or loaded.
+    """A bidirectional encoder. Parameters have no values until they are initialized or loaded.
 
     It may be a part of a model: without ``embed`` its input is hidden states, without ``head`` its output is hidden
     states, and ``layers`` keeps the global indices of its layers.

@@ -28,7 +28,7 @@ class EagleConfig:
         rotary_base: see :class:`~megalight.models.gpt.PositionConfig`.
         rotary_scaling: likewise. None: frequencies are not scaled.
         latent: sizes of latent attention, for a layer like Kimi's; they decide over the sizes of heads. Features of a
-            rotary pair are then neighbours. None: the layer is like Llama's.
+            rotary pair are then neighbors. None: the layer is like Llama's.
         auxiliary_layers: the hidden states of the base that the draft reads, in this order: those after so many of its
             layers. Empty: after a low, the middle and a high one, ``2, L / 2, L - 3`` of ``L`` layers.
         draft_ids: the token ids that the draft predicts, in ascending order: the most frequent ones, for a small head.

@@ -147,7 +147,7 @@ def family(name: str) -> Family:
         MegalightError: there is no such family. The message lists the known ones.
     """
     own = _folders()
-    # An unknown name may be misspelt: all families are imported, so that the message lists them.
+    # An unknown name may be misspelled: all families are imported, so that the message lists them.
     for folder in [name] if name in own else own:
         import_module(f"{PACKAGE}.{folder}")
     return FAMILIES[name]

@@ -34,9 +34,9 @@ class AttentionConfig:
     Attributes:
         qkv_bias: whether the projection to queries, keys and values has biases.
         proj_bias: whether the projection back has a bias.
-        qk_norm: whether to normalise the features of each query and key head.
-        qk_norm_whole: normalise the features of all query heads together, and those of all key heads (OLMoE).
-        qk_l2_norm: normalise the features of each query and key head without weights, in layers that rotate (Llama 4).
+        qk_norm: whether to normalize the features of each query and key head.
+        qk_norm_whole: normalize the features of all query heads together, and those of all key heads (OLMoE).
+        qk_l2_norm: normalize the features of each query and key head without weights, in layers that rotate (Llama 4).
         scale: factor of the scores. None means ``1 / sqrt(head_dim)``.
         softcap: if set, scores become ``softcap * tanh(scores / softcap)``.
         window: how many earlier tokens a token sees in layers with a window. None: no layer has a window.

@@ -348,7 +348,7 @@ def build_multi_token(config: GPTConfig, embed: TokenEmbedding, norm: nn.Module)
 
 
 class GPT(nn.Module):
-    """A decoder-only language model. Parameters have no values until they are initialised or loaded.
+    """A decoder-only language model. Parameters have no values until they are initialized or loaded.
 
     It may be a part of a model: without ``embed`` its input is hidden states, without ``head`` its output is hidden
     states, and ``layers`` keeps the global indices of its layers.

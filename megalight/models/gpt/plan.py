@@ -44,7 +44,7 @@ RULES = Plan(
         "*.conv.gates": Column(),
         "*.conv.filter": Channels(),
         "*.conv.proj": Row(),
-        # A convolution mixes neighbouring tokens, so a share of a sequence is not enough.
+        # A convolution mixes neighboring tokens, so a share of a sequence is not enough.
         ShortConv: WholeSequences(),
         "*.mamba.in_proj": Column(),
         "*.mamba.conv": Channels(),

@@ -18,7 +18,7 @@ class PositionConfig:
         base: the slowest rotary pair has a wavelength of about ``2 pi base`` tokens.
         scaling: how rotary frequencies are scaled for contexts longer than in the first training.
         fraction: fraction of a head's features that are rotated.
-        interleaved: whether the features of a rotary pair are neighbours instead of half a head apart.
+        interleaved: whether the features of a rotary pair are neighbors instead of half a head apart.
         pattern: which layers rotate, repeated over the depth: ``[true, true, true, false]`` means that every fourth
             layer has no positions (https://arxiv.org/abs/2501.18795).
         local_base: base of layers with a window or chunks, whose frequencies are not scaled (Gemma-3). None: as of

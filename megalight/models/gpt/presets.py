@@ -204,7 +204,7 @@ def olmoe() -> GPTConfig:
         attention=AttentionConfig(qk_norm=True, qk_norm_whole=True),
         moe=MoEConfig(
             num_experts=64,
-            # OLMoE takes the softmax over all experts, and does not normalise the chosen ones.
+            # OLMoE takes the softmax over all experts, and does not normalize the chosen ones.
             router=RouterConfig(top_k=8, pre_softmax=True),
             balance=BalanceConfig(aux_loss=0.01, z_loss=0.001),
         ),

@@ -18,7 +18,7 @@ class AnyResConfig:
         grids: rows and columns of tiles of each grid. An image takes the one that keeps most of its pixels, and of
             these the smallest.
         most: a grid with the features of more than 1.21 times so many tiles is shrunk to about as many, by means of
-            four neighbours. 0: none is.
+            four neighbors. 0: none is.
         alone: whether only an image that is the only one of its conversation has tiles (LLaVA-OneVision). Others are
             one square, by ``vision.resize``.
 

@@ -24,7 +24,7 @@ class VisionConfig:
         patch_size: height and width of a patch, in pixels.
         margin: pixels at the right and at the bottom that no patch covers, where patches do not divide an image (6 of
             SigLIP's 384, with patches of 14).
-        channels: colours of a pixel.
+        channels: colors of a pixel.
         tiles: an image is divided into up to so many squares of ``image_size`` pixels, and the whole image follows;
             see :class:`~megalight.data.multimodal.images.ImageForm`. 1: it is one square.
         anyres: how images of any shape become squares of ``image_size`` with a grid of tiles. None: by ``tiles``.
@@ -35,8 +35,8 @@ class VisionConfig:
         register_tokens: number of further learned rows of each image, which have no position and give no features
             (https://arxiv.org/abs/2309.16588; RADIO has them).
         patch_bias: whether the projection of patches has a bias.
-        input_norm: whether to normalise the rows before the first layer (CLIP).
-        output_norm: whether to normalise the rows after the last layer (SigLIP).
+        input_norm: whether to normalize the rows before the first layer (CLIP).
+        output_norm: whether to normalize the rows after the last layer (SigLIP).
         qkv_bias: whether queries, keys and values have biases.
         qk_norm: whether queries and keys have an RMS norm over all heads together (InternViT).
         layer_scale: initial factors of the features that a sublayer adds to the residual stream, which are learned
@@ -44,7 +44,7 @@ class VisionConfig:
         norm: ``layer`` (with bias) or ``rms``.
         norm_eps: added to the variance in norms, or to the mean square.
         dynamic: how images of any size are read. None: all images have ``image_size``.
-        mean, std: of each colour, for pixels from 0 to 1.
+        mean, std: of each color, for pixels from 0 to 1.
 
     Raises:
         ConfigurationError: sizes do not divide, or a value is out of range.
@@ -88,7 +88,7 @@ class VisionConfig:
         for name in ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "patch_size"):
             require(getattr(self, name) >= 1, f"vision.{name} is {getattr(self, name)}; it must be at least 1.")
         require(
-            self.channels in (1, 3), f"vision.channels is {self.channels}; it must be 1 (grey) or 3 (red, green, blue)."
+            self.channels in (1, 3), f"vision.channels is {self.channels}; it must be 1 (gray) or 3 (red, green, blue)."
         )
         require(
             self.hidden_size % self.num_heads == 0,
@@ -186,7 +186,7 @@ class VisionConfig:
 
     @property
     def patch_values(self) -> int:
-        """Numbers in a patch: colours of its pixels."""
+        """Numbers in a patch: colors of its pixels."""
         return self.channels * self.patch_size**2
 
     @property

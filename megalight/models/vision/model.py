@@ -38,7 +38,7 @@ class Pictures:
     """The images of a micro-batch, end to end.
 
     Attributes:
-        pixels: ``[P, patch_values]``, normalised: a patch is ``[channels, height, width]``. A row of a class token has
+        pixels: ``[P, patch_values]``, normalized: a patch is ``[channels, height, width]``. A row of a class token has
             any values.
         positions: ``[P]`` int64: the row of each patch in the table of positions. Class tokens have 0, registers the
             numbers behind the table. For images of any size ``[2, P]``: the row and the column of each patch in its
@@ -89,8 +89,8 @@ class PatchEmbedding(nn.Module):
         """``[P, patch_values] -> [P, h]``."""
         if self.frames is not None:
             # Not a sum of the weights of all frames: rounded to 16 bits, it would lose what they differ by.
-            colours = pixels.view(len(pixels), self.weight.shape[1], 1, -1)
-            pixels = colours.expand(-1, -1, self.frames, -1).flatten(1)
+            colors = pixels.view(len(pixels), self.weight.shape[1], 1, -1)
+            pixels = colors.expand(-1, -1, self.frames, -1).flatten(1)
         return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
     def extra_repr(self) -> str:
@@ -269,7 +269,7 @@ def build_layer(config: VisionConfig, index: int) -> TransformerLayer:
 
 
 class VisionTower(nn.Module):
-    """Turns the patches of images into features. Parameters have no values until they are initialised or loaded.
+    """Turns the patches of images into features. Parameters have no values until they are initialized or loaded.
 
     Attributes:
         patch: from pixels to hidden states.

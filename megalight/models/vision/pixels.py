@@ -9,8 +9,8 @@ from megalight.errors import DataError
 from megalight.models.vision.config import VisionConfig
 
 
-def normalised(pixels: Tensor, config: VisionConfig) -> Tensor:
-    """``[P, patch_values]``, uint8 to float32, with the mean and deviation of each colour; floating-point as it is.
+def normalized(pixels: Tensor, config: VisionConfig) -> Tensor:
+    """``[P, patch_values]``, uint8 to float32, with the mean and deviation of each color; floating-point as it is.
 
     Raises:
         DataError: patches have another number of values than those of the tower.
@@ -23,6 +23,6 @@ def normalised(pixels: Tensor, config: VisionConfig) -> Tensor:
     if pixels.is_floating_point():
         return pixels
     # On the device of the pixels, to which they travel as bytes.
-    colours = pixels.view(-1, config.channels, config.patch_size**2).float() / 255
-    each = [(colours[:, i] - mean) / std for i, (mean, std) in enumerate(zip(config.mean, config.std, strict=True))]
+    colors = pixels.view(-1, config.channels, config.patch_size**2).float() / 255
+    each = [(colors[:, i] - mean) / std for i, (mean, std) in enumerate(zip(config.mean, config.std, strict=True))]
     return torch.stack(each, 1).flatten(1)

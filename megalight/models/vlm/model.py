@@ -264,7 +264,7 @@ class TowerPart(nn.Module):
 
 
 class VLM(GPT):
-    """A language model that reads images. Parameters have no values until they are initialised or loaded.
+    """A language model that reads images. Parameters have no values until they are initialized or loaded.
 
     Features of images take the places of image tokens in the output of the embedding. All else is the language model.
 

@@ -13,7 +13,7 @@ from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.data.multimodal.patches import Images
 from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.vision.model import Pictures
-from megalight.models.vision.pixels import normalised
+from megalight.models.vision.pixels import normalized
 from megalight.models.vlm.batches import check_images, check_newlines
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import Arrived
@@ -46,7 +46,7 @@ def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int
         parts = tuple(rows for each in images.windows for rows in each)
         windows = _sequences_of(parts or (joined,), multiple * joined, device)
     missing = rows.num_tokens - len(images.pixels)
-    pixels = F.pad(normalised(images.pixels, config.vision), (0, 0, 0, missing))
+    pixels = F.pad(normalized(images.pixels, config.vision), (0, 0, 0, missing))
     positions = F.pad(images.positions, (0, missing))
     return Pictures(pixels, positions, rows, source, windows, mixtures=images.mixtures)
 
@@ -56,7 +56,7 @@ def _with_added_rows(config: VLMConfig, images: Images, source: Tensor, multiple
     device, joined, number = images.pixels.device, config.projector.merge**2, len(images.lengths)
     vision, added, each = config.vision, config.added_rows, config.vision.num_patches
     rows = _sequences_of((each + added,) * number or (joined,), multiple * joined, device)
-    pixels = normalised(images.pixels, vision).view(number, each, vision.patch_values)
+    pixels = normalized(images.pixels, vision).view(number, each, vision.patch_values)
     pixels = F.pad(pixels, (0, 0, added, 0)).flatten(0, 1)
     # The class token has the first place in the table, and registers have those behind it.
     places = torch.arange(added, device=device)

@@ -34,7 +34,7 @@ class RouterConfig:
             the chosen experts alone, so that the weights of a token add up to 1.
         dtype: dtype of logits and probabilities. A wider dtype of the hidden states wins. None: that of the hidden
             states.
-        num_groups: the experts form as many groups of neighbours. A token first chooses groups, then experts in them.
+        num_groups: the experts form as many groups of neighbors. A token first chooses groups, then experts in them.
             The best ``group_experts`` scores of each are added up for the first choice. None: no groups.
         group_top_k: number of groups of each token.
         group_experts: see ``num_groups``; 1 for DeepSeek-V2. None: ``top_k // group_top_k``.
@@ -45,7 +45,7 @@ class RouterConfig:
         expert_bias: a bias per expert, added to its score for the choice alone. After each step it moves up for experts
             with fewer tokens than the mean, and down for others (https://arxiv.org/abs/2408.15664).
         expert_bias_rate: how far it moves.
-        sinkhorn: in training, choose by logits that are normalised over tokens and experts in turn, so that experts are
+        sinkhorn: in training, choose by logits that are normalized over tokens and experts in turn, so that experts are
             equally busy in each micro-batch on each device (https://arxiv.org/abs/2103.16716). The host waits for the
             device.
         force_balance: replace logits by random numbers, for benchmarks: experts are then equally busy. Logits get

@@ -30,7 +30,7 @@ def _factor(scale: float | None, head_dim: int) -> float:
 
 def _scores(query: Tensor, key: Tensor, causal: bool, factor: float, window: int | None) -> Tensor:
     """``[H, S, Sk]``: the scores; minus infinity where a query does not see a key."""
-    # Key heads are repeated: neighbouring query heads share one.
+    # Key heads are repeated: neighboring query heads share one.
     scores = query @ key.repeat_interleave(query.shape[0] // key.shape[0], 0).mT * factor
     allowed = mask(query.shape[1], key.shape[1], causal, window, query.device)
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)

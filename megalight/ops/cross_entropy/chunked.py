@@ -103,7 +103,7 @@ def cut(tokens: int, row_bytes: int, chunk: int | None, memory: float) -> tuple[
         most = max(1, int(memory / (CHUNKS * row_bytes)))
         # A chunk that is no multiple of the tile would waste part of a tile in every chunk, not only in the last one.
         most -= most % TILE if most > TILE else 0
-        # Spread the tokens evenly over the chunks: a short last chunk would run at low utilisation.
+        # Spread the tokens evenly over the chunks: a short last chunk would run at low utilization.
         even = -(-tokens // -(-tokens // most))
         chunk = min(most, -(-even // TILE) * TILE)
     # One chunk of the share is for the logits that are being computed now.

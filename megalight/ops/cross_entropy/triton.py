@@ -89,7 +89,7 @@ def _gradient(
 
 def row_width(logits: Tensor, columns: int) -> int:
     """Return ``columns`` rounded up to 16, at most a row, for vector loads. What is read beyond is masked later."""
-    # Triton specialises integers that are multiples of 16: loads with such a bound are vectorised.
+    # Triton specializes integers that are multiples of 16: loads with such a bound are vectorized.
     return min(logits.stride(0), -(-columns // 16) * 16)
 
 

@@ -78,7 +78,7 @@ def delta_rule(
     Each head has its own state ``s [K, V]``, which begins at 0 in every sequence. Half dtypes are summed in float32.
 
     Args:
-        q: ``[T, G, K]``; ``H / G`` neighbouring heads share each.
+        q: ``[T, G, K]``; ``H / G`` neighboring heads share each.
         k: ``[T, G, K]``, of length 1 or less, or the state may grow without bound.
         v: ``[T, H, V]``.
         decay: ``[T, H]``, logarithms of factors, at most 0.

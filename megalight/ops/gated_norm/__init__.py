@@ -21,7 +21,7 @@ class Spec(NamedTuple):
         dtype: dtype of the input.
         weight_dtype: dtype of the weight.
         size: number of features of a group.
-        divided: the groups are parts of those that are normalised together.
+        divided: the groups are parts of those that are normalized together.
     """
 
     device: str

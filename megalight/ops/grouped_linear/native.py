@@ -22,7 +22,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] 
 
 def product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:
     """Multiply each group with its weight."""
-    # Rows after the last group stay uninitialised: the contract allows any values there, and zeroing costs a pass.
+    # Rows after the last group stay uninitialized: the contract allows any values there, and zeroing costs a pass.
     y = x.new_empty(len(x), weight.shape[1 if transposed else 2])
     factors = weight.mT if transposed else weight
     for expert, rows in groups(offsets, sizes):

@@ -67,7 +67,7 @@ def _tail(
     source += plain
     target += plain
     if INTERLEAVED:
-        # Neighbours are loaded together and parted in registers: loads of every other value would be slow.
+        # Neighbors are loaded together and parted in registers: loads of every other value would be slow.
         feature = tl.arange(0, 2 * HALF)[None, :]
         inside = (head < heads)[:, None] & (feature < 2 * half)
         both = tl.load(source + head[:, None] * source_head + feature, mask=inside, other=0.0).to(tl.float32)

@@ -21,7 +21,7 @@ class Spec(NamedTuple):
         dtype: dtype of the input.
         weight_dtype: dtype of the weight (and the bias).
         size: number of features of a row.
-        divided: the row is a part of the features that are normalised together.
+        divided: the row is a part of the features that are normalized together.
     """
 
     device: str
@@ -108,7 +108,7 @@ def rms_norm(
     A :func:`~megalight.ops.common.measuring` backend also finds the largest magnitudes of the result and of the
     gradient of ``x``, for later casts to 8 bits.
 
-    ``average`` is for an ``x`` that is a part of what is normalised together: it turns mean squares ``[..., 1]`` of the
+    ``average`` is for an ``x`` that is a part of what is normalized together: it turns mean squares ``[..., 1]`` of the
     part into those of all features. The reference serves it; fused kernels have no place for it.
 
     Raises:

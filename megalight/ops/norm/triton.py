@@ -64,10 +64,10 @@ def _forward(
         tl.store(total + offsets, rounded, mask=inside)
         value = rounded.to(tl.float32)
     if CENTER:
-        centre = tl.sum(value, 1) / size
-        tl.store(mean + row, centre, mask=row < rows)
+        center = tl.sum(value, 1) / size
+        tl.store(mean + row, center, mask=row < rows)
         # Mask again: columns beyond the row became -mean, which would enter the variance.
-        value = tl.where(inside, value - centre[:, None], 0.0)
+        value = tl.where(inside, value - center[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 1) / size + eps)
     tl.store(rstd + row, scale, mask=row < rows)
     factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
@@ -111,7 +111,7 @@ def _backward(
     # the result is the same in every run. Rows are added up once, at the end.
     sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
-    if MEASURE:  # one value per eight neighbours: a value for each would take too many registers
+    if MEASURE:  # one value per eight neighbors: a value for each would take too many registers
         largest = tl.zeros((ROWS, BLOCK // 8), tl.float32)
     # Programs stride over the rows, so that the loads of all programs are close together in memory at any time.
     for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
@@ -122,9 +122,9 @@ def _backward(
         value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         if CENTER:
-            centre = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
+            center = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
             # Rows and columns beyond the end would be -mean, and would count in the sums below.
-            value = tl.where(inside, value - centre, 0.0)
+            value = tl.where(inside, value - center, 0.0)
         value *= scale
         sum_weight += grad * value
         if BIAS:

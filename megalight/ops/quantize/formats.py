@@ -37,7 +37,7 @@ def to_fp8(x: Tensor, name: Format) -> Tensor:
 def e2m1_codes(x: Tensor) -> Tensor:
     """Return ``uint8`` codes 0 to 15 of the nearest values, with ties to even and saturation. NaN becomes 0."""
     size = x.abs()
-    # The limits are the midpoints between neighbouring values. `>` or `>=` sends a tie to the even code.
+    # The limits are the midpoints between neighboring values. `>` or `>=` sends a tie to the even code.
     steps = (size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5.0)
     code = torch.stack([step.to(torch.uint8) for step in steps]).sum(0, dtype=torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
@@ -50,7 +50,7 @@ def _e2m1_values(device: torch.device) -> Tensor:
 
 
 def e2m1_codes_stochastic(x: Tensor, uniform: Tensor) -> Tensor:
-    """Round to one of the two neighbouring values at random, so that the expected value is ``x``. Returns codes.
+    """Round to one of the two neighboring values at random, so that the expected value is ``x``. Returns codes.
 
     Args:
         x: any shape.

@@ -1,4 +1,4 @@
-"""A fixed random rotation of sixteen neighbouring elements: a Hadamard matrix with random signs.
+"""A fixed random rotation of sixteen neighboring elements: a Hadamard matrix with random signs.
 
 It is orthogonal, so ``(a H)(b H)^T = a b^T``. It spreads an outlier over sixteen elements, so that fewer of the others
 round to 0. See https://arxiv.org/abs/2509.25149, section 4.2.
@@ -29,5 +29,5 @@ def rotation(device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotate each group of sixteen neighbours along ``K``: ``[R, K]`` to float32 ``[R, K]``, ``K`` a multiple of 16."""
+    """Rotate each group of sixteen neighbors along ``K``: ``[R, K]`` to float32 ``[R, K]``, ``K`` a multiple of 16."""
     return torch.matmul(x.float().reshape(len(x), -1, SIZE), rotation(x.device)).reshape(x.shape)

@@ -22,7 +22,7 @@ class Scheme(NamedTuple):
         scale: kind of the scales: ``fp32``; ``power`` (of two, in fp32); ``e8m0`` (microscaling); ``e4m3`` (NVFP4,
             together with one fp32 scale of the whole matrix).
         stochastic: whether to round stochastically, which is unbiased (e2m1 only).
-        hadamard: whether to rotate sixteen neighbours along ``K`` first, which spreads outliers. Both factors of a
+        hadamard: whether to rotate sixteen neighbors along ``K`` first, which spreads outliers. Both factors of a
             product must be rotated; the rotations then cancel.
     """
 

@@ -56,7 +56,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
         x: ``[T, H, D]``.
         cos: ``[T, r/2]``, from :func:`rotary_table`.
         sin: ``[T, r/2]``.
-        interleaved: whether pairs are neighbours ``(2i, 2i+1)`` (GPT-J) instead of ``(i, i + r/2)`` (Llama, NeoX).
+        interleaved: whether pairs are neighbors ``(2i, 2i+1)`` (GPT-J) instead of ``(i, i + r/2)`` (Llama, NeoX).
         backend: name of a backend.
     """
     out: Tensor = _choose(APPLY_ROTARY, Spec(x.device.type, x.dtype, cos.dtype), backend)(x, cos, sin, interleaved)

@@ -42,7 +42,7 @@ class RotaryAxes:
             )
         if self.interleaved and self.restart:
             raise ConfigurationError(
-                "rotary axes are interleaved and restart their frequencies; only axes with neighbouring pairs can."
+                "rotary axes are interleaved and restart their frequencies; only axes with neighboring pairs can."
             )
         turns = len(self.sections)
         ends = [(count - 1) * turns + axis for axis, count in enumerate(self.sections) if axis]

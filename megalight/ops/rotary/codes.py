@@ -25,7 +25,7 @@ class Spec(NamedTuple):
         table_dtype: dtype of cosines and sines.
         head_dim: features of a head.
         rotated: features of a head that are rotated.
-        interleaved: whether pairs are neighbours.
+        interleaved: whether pairs are neighbors.
         rows, columns: schemes of the matrix and of its transpose.
     """
 

@@ -13,7 +13,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     half = cos.shape[-1]
     dtype = wide(x.dtype)
     rotated, rest = x[..., : 2 * half].to(dtype), x[..., 2 * half :]
-    # The two members of each pair: neighbours, or features half the rotated width apart.
+    # The two members of each pair: neighbors, or features half the rotated width apart.
     a, b = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else torch.split(rotated, half, -1)
     # `[T, 1, r/2]`: all heads of a token turn by the same angles.
     cos, sin = cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)

@@ -85,7 +85,7 @@ def statistics(
 ) -> Statistics:
     """Sum scores, choices and squared log-sums over pools of tokens, for losses that balance experts.
 
-    The choice is the plain top-k of the scores: without bias, groups, capacity and padding. The scores are normalised
+    The choice is the plain top-k of the scores: without bias, groups, capacity and padding. The scores are normalized
     over all experts: softmax, or sigmoid divided by its sum. Sums are in float32 (float64 for float64 logits), and the
     same for every run.
 

@@ -21,7 +21,7 @@ class Rule:
         k: number of experts of a token.
         score: a name in :data:`SCORES`. Sigmoid scores of the chosen experts are divided by their sum if ``k > 1``.
         pre_softmax: softmax over all experts before the choice. Otherwise softmax over the ``k`` chosen logits.
-        num_groups: divide the experts into as many groups of neighbours, and choose groups first
+        num_groups: divide the experts into as many groups of neighbors, and choose groups first
             (https://arxiv.org/abs/2412.19437). A group's score is the sum of its ``group_experts`` best scores.
         group_top_k: number of groups whose experts a token may choose.
         scale: factor of the probabilities.
@@ -94,7 +94,7 @@ class Statistics(NamedTuple):
     """Sums over the tokens of each pool, all of one floating dtype.
 
     Attributes:
-        scores: ``[S, E]``, sums of the normalised scores, with gradient.
+        scores: ``[S, E]``, sums of the normalized scores, with gradient.
         counts: ``[S, E]``, numbers of choices.
         squares: ``[S]``, sums of ``logsumexp(logits)^2``, with gradient: the z-loss (https://arxiv.org/abs/2202.08906).
     """

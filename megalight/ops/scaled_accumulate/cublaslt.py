@@ -205,7 +205,7 @@ class _Products:
         # From torch's allocator, so that the memory belongs to the current stream and may be captured in a CUDA graph.
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self.stream = torch.cuda.current_stream(device).cuda_stream
-        # beta = 0 makes cuBLASLt ignore the old content, so NaN in uninitialised memory does no harm.
+        # beta = 0 makes cuBLASLt ignore the old content, so NaN in uninitialized memory does no harm.
         self.factors = byref(c_float(1.0)), byref(c_float(0.0 if write else 1.0))
 
     def add(self, tokens: int, align: int, out: int, left: int, right: int, left_scale: int, right_scale: int) -> None:

@@ -79,7 +79,7 @@ def ssd(
         x: ``[T, H, P]``.
         dt: ``[T, H]``, the step sizes, above 0.
         a: ``[H]``, below 0.
-        b: ``[T, G, N]``; ``H / G`` neighbouring heads share each.
+        b: ``[T, G, N]``; ``H / G`` neighboring heads share each.
         c: ``[T, G, N]``.
         d: ``[H]``.
         sequences: how the tokens divide into sequences, which are whole.

@@ -32,7 +32,7 @@ class Lane:
 
 
 def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
-    """Divide the replicas of both sides into the same number of runs of neighbours, so that rows keep their order.
+    """Divide the replicas of both sides into the same number of runs of neighbors, so that rows keep their order.
 
     Raises:
         LayoutError: the meshes share ranks, or neither data-parallel degree divides the other.
@@ -55,12 +55,12 @@ def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
 
 
 def _runs(mesh: ParallelMesh, stage: int, count: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Return the ranks of the replicas in one pipeline stage, in ``count`` runs of neighbouring replicas."""
+    """Return the ranks of the replicas in one pipeline stage, in ``count`` runs of neighboring replicas."""
     replicas: list[list[int]] = [[] for _ in range(mesh.dp)]
     for rank in mesh.members:
         if mesh.rank("pp", of=rank) == stage:
             replicas[mesh.rank("dp", of=rank)].append(rank)
-    # Neighbouring replicas form a run, so rows keep the order in which the source read them.
+    # Neighboring replicas form a run, so rows keep the order in which the source read them.
     length = mesh.dp // count
     return [tuple(map(tuple, replicas[first : first + length])) for first in range(0, mesh.dp, length)]
 

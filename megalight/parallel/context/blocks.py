@@ -184,7 +184,7 @@ def _dense(sequences: PackedSequences, stretches: Sequence[tuple[int, int]], cau
 
 
 def _packed(sequences: PackedSequences, stretches: Sequence[tuple[int, int]], causal: bool) -> Block | None:
-    # Queries and keys of a sequence take part only together, or kernels would pair wrong neighbours.
+    # Queries and keys of a sequence take part only together, or kernels would pair wrong neighbors.
     offsets = (0, *accumulate(sequences.lengths))
     seen = [place for place, (_, keys) in enumerate(stretches) if keys]
     if not seen:

@@ -18,7 +18,7 @@ class ContextOptions:
         kind: name of a kind (``ring``, ``all_gather``, ``all_to_all``, ``all_to_all_ring``), or ``auto``: the kind of
             the highest priority that can serve the layer. Or a mapping from globs over names of attention modules
             (``"*layers.3.*"``) to kinds: the first match counts, and other layers use ``auto``.
-        inner: number of neighbouring ranks that exchange heads in the two-level kind ``all_to_all_ring``. The ring then
+        inner: number of neighboring ranks that exchange heads in the two-level kind ``all_to_all_ring``. The ring then
             has ``cp / inner`` steps. Use the number of GPUs of a host.
 
     Raises:

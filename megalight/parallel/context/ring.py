@@ -42,7 +42,7 @@ def why_not(spec: ContextSpec) -> str | None:
         return "has no soft cap on scores"
     if spec.dropout:
         return "has no dropout of attention weights"
-    # Before any call: a misspelt backend would else be found in the first step.
+    # Before any call: a misspelled backend would else be found in the first step.
     for registry in REGISTRIES:
         if spec.backend not in ("auto", *registry.names):
             known = ", ".join(registry.names)

@@ -62,7 +62,7 @@ class ContextGroups:
 
     @cached_property
     def inner(self) -> ProcessGroup | None:
-        """The run of ``inner_size`` neighbours that this rank is in."""
+        """The run of ``inner_size`` neighbors that this rank is in."""
         return self.mesh.group(f"cp%{self._inner_size}")
 
     @cached_property

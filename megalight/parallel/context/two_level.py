@@ -1,8 +1,8 @@
-"""Two levels: all-to-all over heads between neighbours, and a ring between groups of neighbours.
+"""Two levels: all-to-all over heads between neighbors, and a ring between groups of neighbors.
 
 See https://arxiv.org/abs/2405.07719. With ``cp = inner * outer`` ranks, the all-to-all runs between ``inner``
-neighbours, for example of one host, so only ``inner`` must divide the heads. It joins their shares to one larger share,
-and the ring has ``outer`` steps instead of ``cp``. Chunks of neighbouring ranks are neighbours in the sequence, so the
+neighbors, for example of one host, so only ``inner`` must divide the heads. It joins their shares to one larger share,
+and the ring has ``outer`` steps instead of ``cp``. Chunks of neighboring ranks are neighbors in the sequence, so the
 joint share is again a zigzag share, one of ``outer``.
 """
 
@@ -42,7 +42,7 @@ def attend(
     assert share is not None and groups.inner is not None
     size = groups.inner.size()
     joint, order = share.once(("two_level", size), _joint, share, size)
-    # After it, a rank holds all tokens of its run of neighbours, of its heads only: `[inner T, H / inner, D]`.
+    # After it, a rank holds all tokens of its run of neighbors, of its heads only: `[inner T, H / inner, D]`.
     mine = trade_tokens(q, k, v, order, groups.inner)
     out = ring.ring_attention(
         *mine,
@@ -59,10 +59,10 @@ def attend(
 
 
 def _joint(share: ContextShare, size: int) -> tuple[PackedSequences, Tensor]:
-    """Return the joint share of ``size`` neighbours, and the indices of its tokens in their concatenated shares."""
+    """Return the joint share of ``size`` neighbors, and the indices of its tokens in their concatenated shares."""
     joint, _ = share.whole.zigzag(share.rank // size, share.size // size)
     assert joint.context is not None
     context = replace(joint.context, real_lengths=share.real_lengths, num_dummies=share.num_dummies)
     together = PackedSequences.of_lengths(joint.lengths, joint.device)
-    neighbours = ContextShare(share.rank % size, size, together, joint.lengths)
-    return replace(joint, context=context), neighbours.order
+    neighbors = ContextShare(share.rank % size, size, together, joint.lengths)
+    return replace(joint, context=context), neighbors.order

@@ -421,7 +421,7 @@ def distinct(infos: Sequence[ParamInfo]) -> list[ParamInfo]:
     devices = {info.parameter.device: info.name for info in seen.values() if info.parameter.requires_grad}
     if len(devices) > 1 or torch.device("meta") in devices:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise MegalightError(f"parameters must have storage on one device: {where}. Materialise the model first.")
+        raise MegalightError(f"parameters must have storage on one device: {where}. Materialize the model first.")
     return list(seen.values())
 
 

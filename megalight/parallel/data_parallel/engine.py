@@ -73,7 +73,7 @@ class DataParallelEngine:
             overlaps.
         overlap_param_gather: let the gathering of updated parameters continue after :meth:`publish` returns.
         device: device of numbers that ranks exchange, if there is no parameter to tell (a pipeline stage without any).
-        replicate: number of groups of neighbouring data-parallel ranks. Each group holds all shards, and gathers among
+        replicate: number of groups of neighboring data-parallel ranks. Each group holds all shards, and gathers among
             itself; gradients are also summed over the groups (hybrid sharding).
         replicate_optimizer: whether each of these groups has all masters and optimizer state. If not, the groups divide
             them, and updated parameters are also gathered over the groups, once per step.

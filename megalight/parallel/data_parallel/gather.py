@@ -53,23 +53,23 @@ class Gatherer:
         self._waits: dict[int, Callable[[], object]] = {}
         self._hooks: list[RemovableHandle] = []
         self._home = {id(info.parameter): index for index, bucket in enumerate(buckets) for info in bucket.infos}
-        self._travelling = [index for index, bucket in enumerate(buckets) if bucket.shard_group is not None]
-        self._number = {id(buckets[index]): index for index in self._travelling}
+        self._traveling = [index for index, bucket in enumerate(buckets) if bucket.shard_group is not None]
+        self._number = {id(buckets[index]): index for index in self._traveling}
         self._sent: set[int] = set()
         # Urgent: a gather needs few multiprocessors, but soon, and products beside it leave it none until they end.
-        self._stream = side_stream(device, bool(self._travelling), urgent=True)
+        self._stream = side_stream(device, bool(self._traveling), urgent=True)
         self._marks: dict[int, torch.cuda.Event] = {}
         if self._stream is not None:
-            for index in self._travelling:
+            for index in self._traveling:
                 self._marks[index] = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
                 # torch ignores a wait for an event without a record, and a recording would never wait.
                 self._marks[index].record()
         self._keep()
 
     @property
-    def travelling(self) -> list[Bucket]:
+    def traveling(self) -> list[Bucket]:
         """The buckets that several ranks share, in the order of the forward pass."""
-        return [self.buckets[index] for index in self._travelling]
+        return [self.buckets[index] for index in self._traveling]
 
     @property
     def recorded(self) -> bool:
@@ -87,7 +87,7 @@ class Gatherer:
 
     def start(self) -> None:
         """Start gathering every bucket that was not sent since the last start."""
-        self._begin([index for index in self._travelling if index not in self._sent])
+        self._begin([index for index in self._traveling if index not in self._sent])
         self._sent.clear()
 
     def _begin(self, indices: Sequence[int]) -> None:

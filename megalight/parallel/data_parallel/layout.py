@@ -82,7 +82,7 @@ class Kind:
         data: mesh axes over which their gradients are summed and their state is sharded.
         unit: number of the unit to which they belong, in the order of the forward pass; None: they are always resident.
             All parameters of a unit and kind share one bucket.
-        replicate: number of groups of neighbouring ranks, each of which holds all shards (hybrid sharding).
+        replicate: number of groups of neighboring ranks, each of which holds all shards (hybrid sharding).
         divide_replicas: the ranks that hold the same shard divide its masters and optimizer state among themselves.
     """
 
@@ -147,7 +147,7 @@ class Kind:
         return self.replicate > 1 and axis in REPLICA_AXES
 
     def _run(self, axis: str) -> int:
-        """Return the number of neighbours along an axis that hold different shards."""
+        """Return the number of neighbors along an axis that hold different shards."""
         size = self.mesh.size(axis)
         if size % self.replicate:
             raise ConfigurationError(

@@ -164,7 +164,7 @@ class TurnBuffers:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def _key(self, layout: BucketLayout) -> tuple[object, ...]:
-        # Neighbours get different turns, so one is gathered while the other one computes. Chunks share memory.
+        # Neighbors get different turns, so one is gathered while the other one computes. Chunks share memory.
         unit = layout.kind.unit
         return replace(layout.kind, unit=None, chunk=0), None if unit is None else self._turns[unit]
 

@@ -52,7 +52,7 @@ PIECE = 2**13
 
 @torch.no_grad()
 def global_norm(views: Sequence[Tensor], group: ProcessGroup | None, device: torch.device) -> Tensor:
-    """Return the L2 norm of the ``views`` of all ranks of ``group``: a 0-dim tensor, with no host synchronisation.
+    """Return the L2 norm of the ``views`` of all ranks of ``group``: a 0-dim tensor, with no host synchronization.
 
     Ranks sum squares in float64, because all must reduce the same dtype, and a rank without ``views`` (a pipeline stage
     with frozen weights only) does not know that of the others.

@@ -50,7 +50,7 @@ class DataParallel:
             first, with little or no computation to hide the message. None: ``bucket_size``.
         max_ctas: largest number of multiprocessors of a GPU that reductions and gathers may occupy beside computation.
             None: NCCL's own choice. Other backends refuse a number.
-        replicate: number of groups of neighbouring replicas. Each group holds all shards (hybrid sharding), so that
+        replicate: number of groups of neighboring replicas. Each group holds all shards (hybrid sharding), so that
             gathers stay inside it, inside a host for example.
         replicate_optimizer: whether each of these groups has all masters and optimizer state. False: the groups divide
             them, too. Then the optimizer takes the memory of sharding over all replicas, parameters are still gathered

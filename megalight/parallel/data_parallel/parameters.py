@@ -93,7 +93,7 @@ class ShardedParameters:
 
         The others wait for :meth:`publish`: replicas join parts of a shard, and values come from the host.
         """
-        return [b for b in self._gatherer.travelling if not (b.divides_replicas or b.on_host)]
+        return [b for b in self._gatherer.traveling if not (b.divides_replicas or b.on_host)]
 
     def send(self, bucket: Bucket) -> None:
         """Start to bring the updated parameters of one bucket to every rank, before the others are updated.

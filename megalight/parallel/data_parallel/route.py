@@ -2,7 +2,7 @@
 
 Without a pipeline, a forward pass goes through all units, and the backward pass returns the same way. A pipeline has
 several micro-batches in flight, and maybe several chunks of the model on a rank: the pass that follows may be a forward
-or a backward of any chunk. Neighbours must not share memory, or the second one cannot be gathered (or its gradients
+or a backward of any chunk. Neighbors must not share memory, or the second one cannot be gathered (or its gradients
 cannot come) while the first one computes (or is reduced).
 
 Models that run one after the other have turns of their own. Which units of a model are still there then depends on its
@@ -76,7 +76,7 @@ class Route:
             backward_only: count backward passes only, as gradients do.
         """
         parts = self.parts(units)
-        # A pass of a chunk without units uses no memory, so those before and after it are neighbours.
+        # A pass of a chunk without units uses no memory, so those before and after it are neighbors.
         ways = [
             parts[step.chunk][:: 1 if step.forward else -1]
             for step in self.passes

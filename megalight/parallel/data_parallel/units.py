@@ -104,7 +104,7 @@ class Units:
         for place, module in enumerate(self.modules):
             remove_hooks(module)
             # Hooks know the place in the forward pass, not the unit: a unit
-            # with two modules has two neighbours.
+            # with two modules has two neighbors.
             module.__dict__[HOOKS] = [
                 module.register_forward_pre_hook(self._before_forward(place)),
                 module.register_forward_hook(self._after_forward(place)),

@@ -178,7 +178,7 @@ def spread(routes: Routes, num_experts: int, etp: int) -> Routes:
     if etp == 1:
         return routes
     group, expert = routes.experts // num_experts, routes.experts % num_experts
-    # The ranks that share an expert are neighbours, and each must get the copy.
+    # The ranks that share an expert are neighbors, and each must get the copy.
     first = group.unsqueeze(-1) * etp + torch.arange(etp, device=group.device)
     experts = (first * num_experts + expert.unsqueeze(-1)).masked_fill(routes.experts.unsqueeze(-1) < 0, -1)
     probs = routes.probs.unsqueeze(-1).expand(-1, -1, etp)

@@ -20,7 +20,7 @@ NEXT_STEP = "Make batches of one shape, such as packed rows of a fixed length, o
 class EqualTokens:
     """Knows whether all ranks along ``ep`` and ``etp`` bring the same number of tokens.
 
-    They do if they are neighbours along ``tp``, whose shares of a sequence are equal, or if the user promises it
+    They do if they are neighbors along ``tp``, whose shares of a sequence are equal, or if the user promises it
     (``ExpertOptions.equal_tokens``). A promise is checked in every pass, by the first layer that asks: its layers all
     see the same tokens. The host does not wait for the check, and a CUDA graph can hold it.
 

@@ -108,7 +108,7 @@ class PeerMemory:
         self.exact = exact
         self.free = free
         self.rank, self.size = group.rank(), group.size()
-        # Each rank begins with another neighbour: otherwise all would push to rank 0 at once.
+        # Each rank begins with another neighbor: otherwise all would push to rank 0 at once.
         self.others = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self.capacity = 0
         self._flags: list[int] = []

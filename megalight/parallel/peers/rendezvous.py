@@ -1,7 +1,7 @@
 """Map symmetric memory into all ranks of a group, whatever groups each of them met in before.
 
 torch names a meeting by a number that counts those of the whole process (pytorch/pytorch issue 196082). Ranks with
-different numbers would wait for each other for ever: stages inside a pipeline have two neighbours, the first has one.
+different numbers would wait for each other for ever: stages inside a pipeline have two neighbors, the first has one.
 So ranks that are behind first meet with nobody, until all numbers are equal.
 """
 

@@ -1,4 +1,4 @@
-"""The channels of a rank to its neighbours along ``pp``."""
+"""The channels of a rank to its neighbors along ``pp``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Edges:
-    """This rank's channels; None if there is no neighbour.
+    """This rank's channels; None if there is no neighbor.
 
     Attributes:
         activations_in, activations_out: from the previous rank, to the next.
         gradients_in, gradients_out: from the next rank, to the previous.
-        lines: slots that neighbours share, if copy engines carry the messages.
+        lines: slots that neighbors share, if copy engines carry the messages.
     """
 
     activations_in: Channel | None = None
@@ -44,13 +44,13 @@ class Edges:
             messages: how they travel (:class:`~megalight.parallel.pipeline.options.Pipeline`).
 
         Raises:
-            LayoutError: ``symmetric`` cannot serve two neighbours.
+            LayoutError: ``symmetric`` cannot serve two neighbors.
         """
         ranks = mesh.ranks("pp")
         here, size = mesh.rank("pp"), len(ranks)
         found: dict[str, Channel] = {}
         lines: list[Line] = []
-        for first in range(size if around and size > 1 else size - 1):  # same order on all ranks, so neighbours meet
+        for first in range(size if around and size > 1 else size - 1):  # same order on all ranks, so neighbors meet
             second = (first + 1) % size
             if here in (first, second):
                 # Gradients run against activations: this rank's outgoing activations are the edge of its incoming
@@ -91,7 +91,7 @@ def _channel(peer: int, ends: tuple[int, int], what: str) -> Channel:
 
 
 def _line(channel: Channel, ends: tuple[int, int], messages: Messages) -> Line | None:
-    """Return the slots of two neighbours, or None if collectives carry their messages."""
+    """Return the slots of two neighbors, or None if collectives carry their messages."""
     if messages == "plain":
         return None
     reason = memory.why_not("cuda" if speaks("nccl", group=channel.group) else "cpu")

@@ -1,4 +1,4 @@
-"""Run a schedule: this rank's actions in order, while messages to and from neighbours are in flight."""
+"""Run a schedule: this rank's actions in order, while messages to and from neighbors are in flight."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class _Run:
                 self._together(action, action.beside)
             # a pair ends one flight and begins another, and meanwhile both are there
             self.peak = max(self.peak, len(self.flights) + len(action.parts) - 1)
-        # Buffers of sent messages must not be freed or reused before the neighbours have them.
+        # Buffers of sent messages must not be freed or reused before the neighbors have them.
         for message in self.sent.values():
             message.wait()
         del self.activations, self.gradients  # they refer to this run: without the cycle its memory is freed at once
@@ -241,7 +241,7 @@ class _Run:
     def _send(self, place: tuple[Kind, int, int], channel: Channel | None, tensors: list[Tensor]) -> None:
         """Start to send; at the end of a pair, if one runs.
 
-        Until a neighbour receives, a message occupies the device. The neighbour may be inside a pair as well, and the
+        Until a neighbor receives, a message occupies the device. The neighbor may be inside a pair as well, and the
         host must not wait for an idle device before that ends (see :mod:`.agenda`).
         """
         assert channel is not None

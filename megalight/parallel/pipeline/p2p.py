@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages.
+"""Messages between neighboring stages.
 
 Every directed edge has two groups of its own, one for activations and one for gradients. Each group carries messages in
 one direction only, in the order in which the receiver's schedule consumes them. So no message ever waits behind another

@@ -30,7 +30,7 @@ BOUNDARY = 256
 
 
 class Line:
-    """Slots of two neighbours, for messages in both directions.
+    """Slots of two neighbors, for messages in both directions.
 
     They grow between runs of a schedule. Messages that do not fit go by collectives, so those of a first run do. Both
     ends see the same messages, so they decide alike.

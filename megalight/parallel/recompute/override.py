@@ -18,7 +18,7 @@ class Override(ABC):
         check_own_forwards([(name, module)], "recompute")
         self.name = name
         self.module = module
-        # An object instead of a closure: it can be recognised and removed, and is copied with its module.
+        # An object instead of a closure: it can be recognized and removed, and is copied with its module.
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

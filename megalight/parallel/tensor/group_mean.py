@@ -12,7 +12,7 @@ from megalight.parallel.tensor.shared import Shared
 
 @dataclass(frozen=True)
 class GroupMean:
-    """The mean of the values of neighbouring ``tp`` ranks, whose parts of a group of features are of one size.
+    """The mean of the values of neighboring ``tp`` ranks, whose parts of a group of features are of one size.
 
     Several ranks may hold the same part, if all parts have equally many holders.
 

@@ -39,7 +39,7 @@ def output_features(
     """
     pieces, start, most = [], 0, max(units)
     for part, count in zip(parts, units, strict=True):
-        # Grouped-query attention with fewer key heads than ranks: neighbouring ranks hold the same key head.
+        # Grouped-query attention with fewer key heads than ranks: neighboring ranks hold the same key head.
         replicas = replicas_of(count, mesh.tp, part.name, may_share=shared or count < most)
         axis = f"tp%{replicas}"
         shards = mesh.tp // replicas
@@ -91,7 +91,7 @@ def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, dim
         size[dim] //= mesh.etp
         offset[dim] = mesh.rank("etp") * size[dim]
         local[dim] //= mesh.etp
-    # Neighbouring experts stay together, so a rank's part of a stack is contiguous in a checkpoint.
+    # Neighboring experts stay together, so a rank's part of a stack is contiguous in a checkpoint.
     mine = parts[mesh.rank("ep") * here * each :][: here * each]
     pieces = (
         Piece(part.name, part.shape, tuple(offset), tuple(size), place * prod(size)) for place, part in enumerate(mine)
@@ -122,7 +122,7 @@ def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:
 def take(whole: Tensor, parts: Sequence[Part], spec: ShardSpec, local: Tensor) -> None:
     """Copy this rank's pieces of a one-device parameter ``whole`` into ``local``; padding becomes 0."""
     if sum(piece.numel for piece in spec.pieces) < spec.numel:
-        # Padding must not be left uninitialised: it is saved, and enters norms.
+        # Padding must not be left uninitialized: it is saved, and enters norms.
         local.zero_()
     starts = {part.name: part for part in parts}
     flat = whole.reshape(-1)

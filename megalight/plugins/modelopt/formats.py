@@ -85,7 +85,7 @@ class _Layer:
 class FormatSearch:
     """Calibrates each format, and scores it in each layer. All ranks call each method together.
 
-    Formats of neighbours do not count: one layer is rounded at a time. All experts of a layer have one format.
+    Formats of neighbors do not count: one layer is rounded at a time. All experts of a layer have one format.
 
     Args:
         model: with values, and without quantizers. Its layers get some that do nothing after the search.

@@ -25,7 +25,7 @@ from megalight.plugins.modelopt.specs import features_spec, matrix_spec, row_wei
 
 AWQ = "awq_lite"
 SCALES = 1e-4, 1e4
-"""Smallest and largest scale of a feature before all are centred."""
+"""Smallest and largest scale of a feature before all are centered."""
 
 
 class Search:

@@ -46,7 +46,7 @@ class MegatronLowPrecision(MegatronPrecision):
         implementation: str = "own",
     ) -> None:
         super().__init__(precision)
-        # Asked at construction, so that a misspelt name is told before processes start.
+        # Asked at construction, so that a misspelled name is told before processes start.
         if implementation not in LOW_PRECISION:
             known = list(LOW_PRECISION)
             raise ConfigurationError(

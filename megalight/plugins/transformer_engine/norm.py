@@ -14,7 +14,7 @@ from megalight.plugins.transformer_engine.package import KERNELS, dtype_code, ke
 from megalight.plugins.transformer_engine.package import why_not as package_why_not
 
 MINIMUM = "2.1"
-NO_MARGIN, NOT_CENTRED = 0, False
+NO_MARGIN, NOT_CENTERED = 0, False
 """Use all multiprocessors, and a weight that is the factor itself, not the factor minus one."""
 
 
@@ -44,7 +44,7 @@ class _RMSNorm(torch.autograd.Function):
         flat = x.reshape(-1, weight.shape[0]).contiguous()
         # The kernel saves the inverse deviation in float32, with which the backward needs no
         # second pass for statistics.
-        y, _, rstd = kernel("rmsnorm_fwd")(flat, weight, eps, None, None, dtype_code(x.dtype), NO_MARGIN, NOT_CENTRED)
+        y, _, rstd = kernel("rmsnorm_fwd")(flat, weight, eps, None, None, dtype_code(x.dtype), NO_MARGIN, NOT_CENTERED)
         ctx.save_for_backward(flat, weight, rstd)
         out: Tensor = y.view(x.shape)
         return out
@@ -54,7 +54,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         flat, weight, rstd = ctx.saved_tensors
         grad = grad_y.reshape(flat.shape).contiguous()
-        grad_x, grad_weight = kernel("rmsnorm_bwd")(grad, flat, rstd, weight, NO_MARGIN, NOT_CENTRED)
+        grad_x, grad_weight = kernel("rmsnorm_bwd")(grad, flat, rstd, weight, NO_MARGIN, NOT_CENTERED)
         return grad_x.view(grad_y.shape), grad_weight, None
 
 
@@ -65,7 +65,7 @@ class _LayerNorm(torch.autograd.Function):
         # The kernel always adds a bias.
         shift = torch.zeros_like(weight) if bias is None else bias
         y, mean, rstd = kernel("layernorm_fwd")(
-            flat, weight, shift, eps, None, None, dtype_code(x.dtype), NO_MARGIN, NOT_CENTRED
+            flat, weight, shift, eps, None, None, dtype_code(x.dtype), NO_MARGIN, NOT_CENTERED
         )
         ctx.save_for_backward(flat, weight, mean, rstd)
         ctx.has_bias = bias is not None
@@ -77,7 +77,9 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         flat, weight, mean, rstd = ctx.saved_tensors
         grad = grad_y.reshape(flat.shape).contiguous()
-        grad_x, grad_weight, grad_bias = kernel("layernorm_bwd")(grad, flat, mean, rstd, weight, NO_MARGIN, NOT_CENTRED)
+        grad_x, grad_weight, grad_bias = kernel("layernorm_bwd")(
+            grad, flat, mean, rstd, weight, NO_MARGIN, NOT_CENTERED
+        )
         # The gradient of the zeros is dropped.
         return grad_x.view(grad_y.shape), grad_weight, grad_bias if ctx.has_bias else None, None
 

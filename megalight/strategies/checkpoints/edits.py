@@ -1,6 +1,6 @@
 """Edits of ``checkpoint["state_dict"]`` in the user's ``on_save_checkpoint`` and ``on_load_checkpoint``.
 
-A folder holds canonical tensors, so nobody needs the whole ``state_dict``. Edits are honoured where a rank holds the
+A folder holds canonical tensors, so nobody needs the whole ``state_dict``. Edits are honored where a rank holds the
 whole model. Elsewhere they are refused: a rank's part is not what the user means to edit.
 """
 

@@ -24,7 +24,7 @@ from jsonargparse.typing import PositiveInt
 class Options(TypedDict, total=False):
     under: int
 
-class Colour(Enum):
+class Color(Enum):
     red = 1
     blue = 2
 
@@ -37,7 +37,7 @@ class Model(pl.LightningModule):
         self, size: int = 1, ratio: float = 0.1, flag: bool = False, name: str = "a", init_args_x: int = 1,
         choice: Literal["auto", True, 3] = "auto", maybe: Optional[Literal["a", "b"]] = None,
         many: Inner | list[Inner] | None = None, sizes: Optional[List[int]] = None, strange: "int or so" = 1,
-        colour: Colour = Colour.red, path: Optional[Path] = None, positive: PositiveInt = 1, inner: Inner = Inner(),
+        color: Color = Color.red, path: Optional[Path] = None, positive: PositiveInt = 1, inner: Inner = Inner(),
         d: Optional[dict] = None, t: tuple[int, float] = (1, 2.0), number: Union[int, bool] = 0, untyped=None,
     ):
         super().__init__()
@@ -129,7 +129,7 @@ ODD = [
     [OWN_MODEL, "--model.number=0x1F", "--model.flag=yes"],
     [OWN_MODEL, "--model.choice=true", "--model.maybe=b"],
     [OWN_MODEL, "--model.choice=3", "--model.strange=3", "--model.untyped=[1, a]"],
-    [OWN_MODEL, "--model.colour=blue", "--model.path=/tmp", "--model.positive=3"],
+    [OWN_MODEL, "--model.color=blue", "--model.path=/tmp", "--model.positive=3"],
     ["--trainer.strategy.sequence_parallel=on", "--trainer.strategy.tensor_parallel=2"],
     ["--trainer.strategy.micro_batch_size=auto", "--trainer.strategy.recompute=null"],
     # whole sections, dicts and lists in one word

@@ -60,7 +60,7 @@ def test_samples_are_those_of_a_walk_over_the_tokens(lengths: list[int], s: int,
         assert tuple(row) == sample[-1]
     assert rows[0].tolist() == [0, 0]
     for row, sample in zip(rows[1:-1].tolist(), expected[1:], strict=True):
-        assert tuple(row) == sample[0]  # neighbours share a token
+        assert tuple(row) == sample[0]  # neighbors share a token
 
 
 @given(p=st.integers(2, 10**12), s=st.integers(1, 10**5), n=st.integers(1, 10**9))

@@ -30,10 +30,10 @@ def image_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def png(width: int = 8, height: int = 8, colour: tuple[int, int, int] = (200, 30, 30)) -> bytes:
+def png(width: int = 8, height: int = 8, color: tuple[int, int, int] = (200, 30, 30)) -> bytes:
     image = pytest.importorskip("PIL.Image")
     out = io.BytesIO()
-    image.new("RGB", (width, height), colour).save(out, "PNG")
+    image.new("RGB", (width, height), color).save(out, "PNG")
     return out.getvalue()
 
 

@@ -41,9 +41,9 @@ def test_pixels_that_no_patch_covers_are_left_out() -> None:
     assert torch.equal(torch.from_numpy(found).float(), torch.nn.functional.unfold(pixels, 4, stride=4)[0].T)
 
 
-def test_grey_has_one_channel() -> None:
-    grey = ImageForm(size=8, patch=4, channels=1, class_token=False).patches(Image.fromarray(gradient(8, 8)))
-    assert grey.shape == (4, 16)
+def test_gray_has_one_channel() -> None:
+    gray = ImageForm(size=8, patch=4, channels=1, class_token=False).patches(Image.fromarray(gradient(8, 8)))
+    assert gray.shape == (4, 16)
 
 
 @pytest.mark.parametrize("shape", [(30, 12), (12, 30), (7, 5), (100, 1)], ids=str)
@@ -112,7 +112,7 @@ def test_tiles_are_those_of_internvl(shape: tuple[int, int]) -> None:
     assert cut.lengths == (16,) * cut.tiles
     assert form.num_tokens(*shape) == len(cut.source) == cut.features == 4 * cut.tiles
     assert cut.source.tolist() == list(range(cut.features))
-    # Squares of patches are neighbours, and positions say where each patch is.
+    # Squares of patches are neighbors, and positions say where each patch is.
     rows = torch.nn.functional.unfold(torch.from_numpy(expected).float(), 3, stride=3).mT.flatten(0, 1)
     places = torch.from_numpy(cut.positions) + 16 * torch.arange(cut.tiles).repeat_interleave(16)
     assert torch.equal(torch.from_numpy(cut.pixels).float(), rows[places])

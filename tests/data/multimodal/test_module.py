@@ -42,7 +42,7 @@ def prefix(prepared: Callable[..., Any], tmp_path: Path) -> str:
     """Rows with no, one and two images."""
     rows = []
     for number in range(12):
-        (tmp_path / f"{number}.png").write_bytes(png(colour=(20 * number, 0, 255 - 20 * number)))
+        (tmp_path / f"{number}.png").write_bytes(png(color=(20 * number, 0, 255 - 20 * number)))
         rows.append(row(f"{number}.png", f"<image>what is this {number}"))
         if number % 3 == 0:
             rows.append(row(None, "what is this"))
@@ -110,7 +110,7 @@ def test_a_newline_is_one_more_token_of_each_image(prefix: str) -> None:
 
 
 def test_each_image_is_that_of_its_conversation(prefix: str) -> None:
-    """Pictures have a colour each, which the text does not tell."""
+    """Pictures have a color each, which the text does not tell."""
     found = dataset(prefix, packing=False)
     corpus = found.corpus
     for index in range(len(found)):
@@ -219,7 +219,7 @@ def test_the_model_decides_over_sizes_of_images(prefix: str) -> None:
     fitting = replace(CONFIG, image_token=2, language=replace(LANGUAGE, vocab_size=300, max_sequence_length=96))
     attached(data, fitting).setup("fit")
     assert data.options is not None
-    assert data.options.form == replace(FORM, border=(122, 116, 104))  # the mean colour of the model's images
+    assert data.options.form == replace(FORM, border=(122, 116, 104))  # the mean color of the model's images
     with pytest.raises(DataError, match=r"has 2 as the token of images, and the model has image_token=100"):
         attached(data, replace(fitting, image_token=100)).setup("fit")
     with pytest.raises(ConfigurationError, match="this one reads no images; train a VLMModule"):

@@ -24,7 +24,7 @@ from tests.data.multimodal.conftest import TEMPLATE, png, row
 @pytest.fixture(autouse=True)
 def _pictures(tmp_path: Path) -> None:
     for number in range(3):
-        (tmp_path / f"{number}.png").write_bytes(png(colour=(number, 0, 0)))
+        (tmp_path / f"{number}.png").write_bytes(png(color=(number, 0, 0)))
 
 
 GOOD = [row("0.png", "<image>what is this"), row(None, "what is this"), row(["1.png", "2.png"], "<image> and <image>")]
@@ -46,11 +46,11 @@ def test_tokens_loss_and_images_of_conversations(prepared: Callable[..., Any], t
         said = corpus.data.get(index)[corpus.loss.get(index) == 1]
         assert tokenizer.decode(said.tolist()) == "a red thing<|endoftext|>"
     # the bytes of the files, unchanged
-    assert [corpus.images.get(i).tobytes() for i in range(3)] == [png(colour=(i, 0, 0)) for i in range(3)]
+    assert [corpus.images.get(i).tobytes() for i in range(3)] == [png(color=(i, 0, 0)) for i in range(3)]
     assert "3 images" in str(report)
 
 
-def test_images_may_be_spelt_as_the_model_has_them(prepared: Callable[..., Any]) -> None:
+def test_images_may_be_spelled_as_the_model_has_them(prepared: Callable[..., Any]) -> None:
     corpus = Corpus.open(prepared(GOOD, image_text="(<image>)").prefix)
     tokenizer = Tokenizer.load(prepared(GOOD, name="plain").tokenizer)
     assert corpus.meta is not None

@@ -20,7 +20,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 from tests.data.multimodal.conftest import png, row
 
-PICTURES = [png(colour=(number, 0, 0)) for number in range(3)]
+PICTURES = [png(color=(number, 0, 0)) for number in range(3)]
 
 
 def shard(path: Path, files: Sequence[tuple[str, bytes]]) -> Path:

@@ -22,7 +22,7 @@ from megalight.models.saved import saved_model
 from megalight.models.stored import held_model, save_model
 from megalight.nn import Lineage
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.ops.rotary import RotaryScaling
 from megalight.types import PackedSequences
 
@@ -43,7 +43,7 @@ DRAFTS = {"llama": LLAMA, "kimi": KIMI, "direct": replace(KIMI, latent=replace(K
 
 def saved(folder: Path, config: EagleConfig) -> DraftModel:
     draft = DraftModel(config.beside(BASE))
-    initialise(draft, 3)
+    initialize(draft, 3)
     save_model(held_model("eagle", draft.config, draft), folder)
     return draft
 
@@ -109,7 +109,7 @@ def gpt() -> torch.nn.Module:
     from megalight.models.gpt import GPT
 
     model = GPT(BASE)
-    initialise(model, 1)
+    initialize(model, 1)
     return model
 
 

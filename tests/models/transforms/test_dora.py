@@ -9,7 +9,7 @@ from torch import nn
 from megalight.models.transforms import DoRA, describe, rebuild
 from megalight.models.transforms.lora import merge
 from megalight.nn import Linear, Section
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from tests.models.transforms.test_lora import VARIANTS, parity
 from tests.workers import run
 
@@ -21,7 +21,7 @@ def test_the_formula_of_the_paper(bias: bool) -> None:
     model = model.double()
     dora = DoRA(rank=2, targets=["q", "v"], alpha=6.0)
     dora.change(model)
-    initialise(model, 1)
+    initialize(model, 1)
     layer = model["block"]["qkv"]
     for parameter in layer.parameters(recurse=False):
         nn.init.normal_(parameter)

@@ -9,7 +9,7 @@ from torch import nn
 
 from megalight.models.transforms import DoRA
 from megalight.nn import Linear, Section
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from tests.reference_gpt import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ def test_a_device_computes_what_float64_computes(dtype: torch.dtype, tolerance: 
     whole = nn.ModuleDict({"qkv": Linear(64, [Section(n, 32, 4) for n in "qkv"])}).double()
     dora = DoRA(rank=4, targets=["q", "v"], alpha=8.0)
     dora.change(whole)
-    initialise(whole, 1)
+    initialize(whole, 1)
     nn.init.normal_(whole["qkv"].adapter["default"].B, std=0.1)
     whole.to(dtype).double()  # both begin with the same rounded values
     dora.with_values(SimpleNamespace(root=whole))  # type: ignore[arg-type]

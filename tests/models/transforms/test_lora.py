@@ -14,9 +14,9 @@ from megalight.models.transforms import LoRA, describe, rebuild
 from megalight.models.transforms.lora import merge
 from megalight.nn import Linear, Section
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import initialise as initialise_whole
+from megalight.nn.init import initialize as initialize_whole
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initial_values import initialise, materialise
+from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column, Replicated, Row
@@ -31,7 +31,7 @@ def adapted(config: GPTConfig, lora: LoRA) -> GPT:
     """A one-device model with values everywhere, in ``B`` too."""
     model = twin(config)
     lora.change(model)
-    initialise_whole(model, 3)
+    initialize_whole(model, 3)
     jitter(model)
     return model
 
@@ -45,7 +45,7 @@ def test_the_formula_of_the_paper(kind: type[nn.Module]) -> None:
     model = nn.ModuleDict({"up": layer}).double()
     x = torch.randn(5, 6, dtype=torch.float64)
     LoRA(rank=3, targets=["up"], alpha=12.0).change(model)
-    initialise_whole(model, 1)
+    initialize_whole(model, 1)
     adapter = model["up"].adapter["default"]
     plain = x @ model["up"].weight.T + model["up"].bias
     torch.testing.assert_close(model["up"](x), plain)  # B is 0
@@ -145,11 +145,11 @@ def drawn(sequence_parallel: bool) -> bool:
         model = GPT(config)
         lora.change(model)
     specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel)
-    materialise(model, "cpu")
-    initialise(model, specs, 7)
+    materialize(model, "cpu")
+    initialize(model, specs, 7)
     whole = GPT(config)
     lora.change(whole)
-    initialise_whole(whole, 7)
+    initialize_whole(whole, 7)
     ours = gather_canonical(dict(model.named_parameters()), specs, mesh, sum_partial=False)
     theirs = canonical(whole, dict(whole.named_parameters()))
     assert ours.keys() == theirs.keys()
@@ -185,7 +185,7 @@ def foreign(kind: str) -> dict[str, float]:
     torch.manual_seed(0)
     whole = Foreign().double()
     LoRA(rank=2, targets=["up", "down", "kept"]).change(whole)
-    initialise_whole(whole, 1)
+    initialize_whole(whole, 1)
     jitter(whole)
     model = copy.deepcopy(whole)
     specs = parallelize(model, FOREIGN[kind], mesh)

@@ -25,7 +25,7 @@ from megalight.models.transforms.lora import merge
 from megalight.models.transforms.merge import merge_checkpoint
 from megalight.models.transforms.peft import export_adapter
 from megalight.nn.canonical import canonical_tensors, parts
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, adapters
 from megalight.parallel.expert import ExpertOptions
 from megalight.strategies import MegatronStrategy, Pipeline
@@ -63,7 +63,7 @@ LORA = {"rank": 3, "targets": ["layers.*"], "exclude": ["experts.up"], "alpha": 
 def model_of(lora: LoRA, config: GPTConfig = CONFIG) -> GPT:
     model = GPT(config).double()
     lora.change(model)
-    initialise(model, 3)
+    initialize(model, 3)
     jitter(model)
     return model
 

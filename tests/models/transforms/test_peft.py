@@ -27,7 +27,7 @@ from megalight.models.transforms.peft import CONFIG, WEIGHTS, _base, _modules, e
 from megalight.models.transforms.peft_experts import check_export
 from megalight.models.transforms.saved import join_adapters
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.source import Target
 from megalight.types import PackedSequences
 from tests.reference_gpt import relative_error
@@ -251,7 +251,7 @@ def test_experts_there_and_back(tmp_path: Path, kind: str, stabilized: bool) -> 
     lora = LoRA(3, ["attention.*", "experts.*"], 5.0, rank_stabilized=stabilized)
     model = module.build_model().double()
     lora.change(model)
-    initialise(model, 1)
+    initialize(model, 1)
     tensors = {f"model.{name}": tensor for name, tensor in canonical_tensors(model).items() if ".lora_" in name}
     for tensor in tensors.values():
         torch.nn.init.normal_(tensor.detach(), std=0.3)

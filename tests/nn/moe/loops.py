@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.nn import Activation, LayerContext
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, Experts, MoE, Router, RouterConfig
 from megalight.nn.side_losses import SideLosses
 from megalight.types import PackedSequences
@@ -26,7 +26,7 @@ def layer(
 ) -> MoE:
     router = Router(WIDTH, num_experts, config, balance, std=0.5)
     moe = MoE(router, Experts(num_experts, WIDTH, 6, Activation(activation), std=0.5, down_std=0.5)).double()
-    initialise(moe, 3)
+    initialize(moe, 3)
     return moe
 
 

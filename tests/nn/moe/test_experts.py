@@ -15,7 +15,7 @@ from megalight.models.gpt.config import BackendConfig, InitConfig
 from megalight.models.gpt.model import build_experts
 from megalight.nn import Activation
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import Experts, MoE, MoEConfig, RouterConfig, SharedConfig
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.recompute.apply import check_recompute
@@ -35,7 +35,7 @@ def build(activation: str, backend: str = "auto", **moe: Any) -> MoE:
         moe=MoEConfig(num_experts=4, ffn_hidden_size=6, **moe),
     )
     made = build_experts(config).double()
-    initialise(made, 11)
+    initialize(made, 11)
     for name, parameter in made.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter)

@@ -25,7 +25,7 @@ def after(logits: Tensor, top_k: int) -> dict[int, Tensor]:
 
 
 def before(logits: Tensor, top_k: int) -> dict[int, Tensor]:
-    """The softmax over all experts, not normalised again."""
+    """The softmax over all experts, not normalized again."""
     chosen = sorted(range(len(logits)), key=lambda e: -float(logits[e].detach()))[:top_k]
     return {e: logits[e].exp() / logits.exp().sum() for e in chosen}
 

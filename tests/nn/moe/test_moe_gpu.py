@@ -11,7 +11,7 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.config import InitConfig
 from megalight.models.gpt.model import build_experts
 from megalight.nn import LayerContext
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoE, MoEConfig, RouterConfig, SharedConfig
 from megalight.nn.side_losses import KeptSideLosses
 from megalight.types import PackedSequences
@@ -42,7 +42,7 @@ def build(dtype: torch.dtype, **moe: Any) -> MoE:
         moe=MoEConfig(num_experts=8, ffn_hidden_size=96, **moe),
     )
     made = build_experts(config)
-    initialise(made, 3)
+    initialize(made, 3)
     return made.to(dtype)
 
 

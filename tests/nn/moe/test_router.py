@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.nn.counting import end_step
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig, SharedConfig
 from megalight.nn.moe.sinkhorn import sinkhorn
 from megalight.nn.side_losses import KeptSideLosses, SideLosses, ZeroSideLosses
@@ -20,7 +20,7 @@ from tests.nn.moe.loops import WIDTH, context, layer
 
 def router(capacity: CapacityConfig | None = None, balance: BalanceConfig | None = None, **options: Any) -> Router:
     made = Router(WIDTH, 6, RouterConfig(**options), balance, capacity, std=0.7).double()
-    initialise(made, 5)
+    initialize(made, 5)
     return made
 
 

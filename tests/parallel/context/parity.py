@@ -12,7 +12,7 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.apply import parallelize, whole_tokens
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
@@ -86,7 +86,7 @@ def gpt_errors(
     config = GPTConfig(**{**BASE, **options})
     module = GPTModule(config)
     whole = module.build_model().double()
-    initialise(whole, 3)
+    initialize(whole, 3)
     jitter(whole)
     for part in whole.modules():
         if isinstance(part, InnerAttention):

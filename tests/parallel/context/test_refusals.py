@@ -1,4 +1,4 @@
-"""What a kind cannot do, and what is misspelt, is said when the model is made parallel."""
+"""What a kind cannot do, and what is misspelled, is said when the model is made parallel."""
 
 from __future__ import annotations
 

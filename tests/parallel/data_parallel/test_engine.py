@@ -374,7 +374,7 @@ def test_norm_before_reduction_is_an_error() -> None:
 def test_meta_parameters_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 3)
-    with pytest.raises(MegalightError, match=r"bias on meta.*Materialise"):
+    with pytest.raises(MegalightError, match=r"bias on meta.*Materialize"):
         DataParallelEngine(infos(model), ParallelMesh())
 
 

@@ -104,7 +104,7 @@ def test_partial_gradients_are_summed_over_their_axes(world: int, level: str) ->
 
 
 def _kv_replicas() -> None:
-    """tp 4 with two KV heads: neighbours hold the same head, and sum over the factored axis only."""
+    """tp 4 with two KV heads: neighbors hold the same head, and sum over the factored axis only."""
     grid = mesh(tp=4)
     parameter = nn.Parameter(torch.zeros(6).double())
     head = grid.rank("tp/2")
@@ -135,7 +135,7 @@ def test_ranks_that_disagree_about_partial_gradients_are_refused() -> None:
     assert "along tp keep different parts of partial gradients" in run(_uneven, 2)[0]
 
 
-def test_neighbouring_partial_pieces_are_one_run() -> None:
+def test_neighboring_partial_pieces_are_one_run() -> None:
     spec = ShardSpec((Piece("a", (4,), (0,), (4,), 0, ("tp",)), Piece("b", (6,), (0,), (6,), 4, ("tp",))), (10,))
     shard = FlatShard(0, 2, 130, torch.zeros(128), [(spec, 0), (spec, 64)])
     assert partial_runs({0: shard, 1: shard}) == {("tp",): [(0, 0, 8), (0, 62, 72), (1, 0, 8), (1, 62, 72)]}

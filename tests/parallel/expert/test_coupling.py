@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.parallel.coupling import Coupling, Empty
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
@@ -57,7 +57,7 @@ def micro_batches(replica: int) -> list[Any]:
 def expected(replicas: int) -> dict[str, Any]:
     """One device, by hand."""
     model, task = build().double(), Task()
-    initialise(model, 3, prefix="model.")
+    initialize(model, 3, prefix="model.")
     every = [batch for replica in range(replicas) for batch in micro_batches(replica)]
     losses = [task.loss_step(task.forward_step(model, batch), batch) for batch in every]
     tokens = sum(float(task.loss_tokens(batch)) for batch in every)
@@ -125,5 +125,5 @@ def test_the_last_micro_batch_is_repeated() -> None:
 def test_ranks_that_share_tokens_are_not_coupled() -> None:
     with torch.device("meta"):
         root = build()
-    mesh = ParallelMesh(4, 0, tp=2, ep=2)  # the experts of a rank lie on its tp neighbour: both run the same batches
+    mesh = ParallelMesh(4, 0, tp=2, ep=2)  # the experts of a rank lie on its tp neighbor: both run the same batches
     assert ParallelModel(root, mesh, ParallelOptions(sequence_parallel=True)).coupling is None

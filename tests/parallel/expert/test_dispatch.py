@@ -21,14 +21,14 @@ from megalight.errors import LayoutError
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, NormConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import Activation
-from megalight.nn.init import initialise as initialise_whole
+from megalight.nn.init import initialize as initialize_whole
 from megalight.nn.moe import Experts
 from megalight.ops.router import Routes
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.expert import AllToAllDispatcher, ExpertOptions
 from megalight.parallel.expert.equal import EqualTokens
-from megalight.parallel.initial_values import initialise, materialise
+from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
@@ -55,12 +55,12 @@ def step(degrees: dict[str, int], level: str, dispatcher: str) -> dict[str, floa
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     lengths = [[7, 1, 5], [3, 8], [2], [9, 9, 1]]
     whole = build().double()
-    initialise_whole(whole, 3)
+    initialize_whole(whole, 3)
     model = build().double().to("meta")
     expert = ExpertOptions(dispatcher)
     specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=mesh.tp > 1, expert=expert)
-    materialise(model, "cpu")
-    initialise(model, specs, 3)
+    materialize(model, "cpu")
+    initialize(model, specs, 3)
     infos = [ParamInfo(name, p, specs[name], 0) for name, p in model.named_parameters()]
     engine = DataParallelEngine(infos, mesh, level=level, bucket_size=3000)
     optimizer = torch.optim.SGD([shard.master for shard in engine.shards], lr=0.1)
@@ -131,8 +131,8 @@ def routed(dispatcher: str) -> dict[tuple[str, bool], list[torch.Tensor]]:
         one = Expected(EXTREMES[name][mesh.rank("ep")])
         root = nn.ModuleDict({"experts": one.experts}).to("meta")
         specs = parallelize(root, Plan({Experts: Expert()}), mesh, expert=ExpertOptions(dispatcher))
-        materialise(root, "cpu")
-        initialise(root, specs, 3)
+        materialize(root, "cpu")
+        initialize(root, specs, 3)
         one.experts = root["experts"]  # type: ignore[assignment]
         found[name, pad] = one.answers(max(1, len(one.hidden)) if pad else None)
     return found
@@ -165,7 +165,7 @@ def test_extreme_routes(dispatcher: str) -> None:
         expected = []
         for experts in EXTREMES[name]:
             one = Expected(experts)
-            initialise_whole(nn.ModuleDict({"experts": one.experts}), 3)
+            initialize_whole(nn.ModuleDict({"experts": one.experts}), 3)
             expected.append(one.answers())
         for rank, answer in enumerate(answers):
             halves = [(a + b)[2 * rank :][:2] for a, b in zip(expected[0][3:], expected[1][3:], strict=True)]
@@ -184,8 +184,8 @@ def _without_waiting(dispatcher: str, alignment: int) -> list[list[torch.Tensor]
     root = nn.ModuleDict({"experts": one.experts}).to("meta")
     options = ExpertOptions(dispatcher, equal_tokens=True)
     specs = parallelize(root, Plan({Experts: Expert()}), mesh, expert=options)
-    materialise(root, "cpu")
-    initialise(root, specs, 3)
+    materialize(root, "cpu")
+    initialize(root, specs, 3)
     one.experts = root["experts"]  # type: ignore[assignment]
     one.experts.dispatcher.alignment = alignment
     found = [one.answers(3)]
@@ -206,7 +206,7 @@ def test_a_fixed_number_of_rows_needs_no_wait_where_ranks_have_equally_many_toke
     expected = []
     for experts in EVEN:
         one = Expected(experts)
-        initialise_whole(nn.ModuleDict({"experts": one.experts}), 3)
+        initialize_whole(nn.ModuleDict({"experts": one.experts}), 3)
         expected.append(one.answers(3))
     for rank, answers in enumerate(run(_without_waiting, 2, dispatcher, alignment)):
         halves = [(a + b)[2 * rank :][:2] for a, b in zip(expected[0][3:], expected[1][3:], strict=True)]
@@ -252,8 +252,8 @@ def _groups_of_messages() -> tuple[int, bool, bool]:
             one = Expected(EXTREMES["some dropped"][mesh.rank("ep")])
             root = nn.ModuleDict({"experts": one.experts}).to("meta")
             specs = parallelize(root, Plan({Experts: Expert()}), mesh)
-            materialise(root, "cpu")
-            initialise(root, specs, 3)
+            materialize(root, "cpu")
+            initialize(root, specs, 3)
             one.experts = root["experts"]  # type: ignore[assignment]
             one.answers()
     assert len(numbers) == 2

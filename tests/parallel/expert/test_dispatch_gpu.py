@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.nn import Activation
-from megalight.nn.init import initialise as initialise_whole
+from megalight.nn.init import initialize as initialize_whole
 from megalight.nn.moe import Experts
 from megalight.ops.router import Routes
 from megalight.parallel.apply import parallelize
 from megalight.parallel.expert import ExpertOptions
-from megalight.parallel.initial_values import initialise, materialise
+from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Expert
@@ -65,10 +65,10 @@ def divided(dispatcher: str, degrees: dict[str, int]) -> float:
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     root = nn.ModuleDict({"experts": stack()}).to("meta")
     specs = parallelize(root, Plan({Experts: Expert()}), mesh, expert=ExpertOptions(dispatcher))
-    materialise(root, "cuda")
-    initialise(root, specs, 3)
+    materialize(root, "cuda")
+    initialize(root, specs, 3)
     whole = nn.ModuleDict({"experts": stack().cuda()})
-    initialise_whole(whole, 3)
+    initialize_whole(whole, 3)
     ranks = [answers(whole["experts"], rank) for rank in range(mesh.world_size)]  # type: ignore[arg-type]
     gradients = [torch.stack(parts).sum(0) for parts in zip(*(rank[3:] for rank in ranks), strict=True)]
     width, count = INNER // mesh.etp, EXPERTS // mesh.ep
@@ -111,8 +111,8 @@ def padded(dispatcher: str, degrees: dict[str, int], capacity: int) -> float:
     root = nn.ModuleDict({"experts": stack()}).to("meta")
     options = ExpertOptions(dispatcher, equal_tokens=True)
     specs = parallelize(root, Plan({Experts: Expert()}), mesh, expert=options)
-    materialise(root, "cuda")
-    initialise(root, specs, 3)
+    materialize(root, "cuda")
+    initialize(root, specs, 3)
     experts: Any = root["experts"]
     given, other = even(mesh.global_rank), even(mesh.global_rank + 10)
     side = torch.cuda.Stream()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.imports import in_backward
 from megalight.models.gpt import DropoutConfig
-from megalight.nn.init import initialise
+from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoE, SharedConfig
 from megalight.ops.linear.deferred import WeightGradients
 from megalight.parallel.apply import parallelize
@@ -59,7 +59,7 @@ def expected(replicas: int, count: int) -> dict[str, torch.Tensor]:
 def _stepper(mesh: ParallelMesh, options: ParallelOptions, dropout: DropoutConfig | None = None) -> Step:
     root = build(replace(DEEP, dropout=dropout or DropoutConfig()), **VARIANT).double()
     if mesh.world_size == 1:
-        initialise(root, 3, prefix="model.")
+        initialize(root, 3, prefix="model.")
     else:
         root = root.to("meta")
     model = ParallelModel.build(root, mesh, options, seed=3)

@@ -82,8 +82,8 @@ def test_values_are_those_of_collectives(name: str, ranks: int, vpp: int) -> Non
         # The first step has no slots yet. In the second every message fits. In the third the activations of 7 rows do
         # not, and their gradient, which travels without the other tensors, does.
         stages = ranks * vpp
-        neighbours = sum(1 if stage in (0, stages - 1) else 2 for stage in range(stages) if stage % ranks == rank)
-        assert number == neighbours * (3 + 3 + 3 + 4)
+        neighbors = sum(1 if stage in (0, stages - 1) else 2 for stage in range(stages) if stage % ranks == rank)
+        assert number == neighbors * (3 + 3 + 3 + 4)
         assert slots >= 2
 
 

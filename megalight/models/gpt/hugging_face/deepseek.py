@@ -73,8 +73,8 @@ SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.
 def _depth_places(places: Mapping[str, str]) -> dict[str, str]:
     """Return the places of multi-token prediction, from those of all layers.
 
-    Theirs are further layers; here they are spelt ``model.depths.N.0`` (see :func:`_moved_depths`), with the number of
-    the depth and that of its only layer.
+    Theirs are further layers; here they are spelled ``model.depths.N.0`` (see :func:`_moved_depths`), with the number
+    of the depth and that of its only layer.
     """
     depths = {f"mtp.depths.N.{ours}": f"model.depths.N.0.{theirs}" for ours, theirs in DEPTH.items()}
     for ours, theirs in places.items():
@@ -100,10 +100,10 @@ def _depth_copies(config: GPTConfig) -> dict[str, str]:
 def _depth_doubles(config: GPTConfig) -> dict[str, tuple[str, ...]]:
     """Return the tensors of the model of which their files hold copies in the depths, by the copies' names there."""
     copies: dict[str, tuple[str, ...]] = {}
-    for filed, spelt in _moved_depths(config).items():
+    for filed, spelled in _moved_depths(config).items():
         for copy, whole in _depth_copies(config).items():
-            if copy.startswith(spelt):
-                copies[whole] = (*copies.get(whole, ()), filed + copy.removeprefix(spelt))
+            if copy.startswith(spelled):
+                copies[whole] = (*copies.get(whole, ()), filed + copy.removeprefix(spelled))
     return copies
 
 
@@ -172,7 +172,7 @@ def _read_v2(values: Mapping[str, Any]) -> GPTConfig:
         # A group is as good as its best expert. Without the method, their numbers of groups have no effect.
         **(router_groups(values, group_experts=1) if method == METHODS[1] else {}),
     )
-    # Their rotation always pairs neighbouring features.
+    # Their rotation always pairs neighboring features.
     return _read(values, router, interleaved=True)
 
 

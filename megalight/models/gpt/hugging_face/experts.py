@@ -41,12 +41,12 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     if values.get("clip_qkv") is not None:
         raise ConfigurationError(f"clip_qkv is {values['clip_qkv']}; it has no counterpart here.")
     # their default, where the probabilities of the chosen experts are not divided by their sum
-    normalised = kind == "mixtral" or bool(values.get("norm_topk_prob", False))
+    normalized = kind == "mixtral" or bool(values.get("norm_topk_prob", False))
     moe = MoEConfig(
         num_experts=values["num_local_experts"] if "num_local_experts" in values else values["num_experts"],
         ffn_hidden_size=values["moe_intermediate_size"] if kind == "qwen3_moe" else 0,
         pattern=_pattern(values),
-        router=RouterConfig(top_k=values["num_experts_per_tok"], pre_softmax=not normalised),
+        router=RouterConfig(top_k=values["num_experts_per_tok"], pre_softmax=not normalized),
     )
     return replace(dense, moe=moe)
 

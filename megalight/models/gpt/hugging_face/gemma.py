@@ -43,7 +43,7 @@ def _places(config: GPTConfig) -> WeightMap:
         root="model.",
         copies=tied_head(config, "model.embed_tokens"),
         left_out=VISION,
-        respelt=PREFIXES,
+        renamed=PREFIXES,
     )
 
 

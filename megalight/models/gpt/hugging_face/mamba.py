@@ -80,7 +80,7 @@ def _places(config: GPTConfig) -> WeightMap:
         root="backbone.",
         copies=tied_head(config, "backbone.embeddings"),
         left_out=r"(backbone\.)?mtp\..*",
-        respelt={r"^model\.": "backbone.", r"embedding\.weight$": "embeddings.weight"},
+        renamed={r"^model\.": "backbone.", r"embedding\.weight$": "embeddings.weight"},
         held=held,
     )
 

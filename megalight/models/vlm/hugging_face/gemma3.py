@@ -21,7 +21,7 @@ TOWER_TYPE = "siglip_vision_model"
 TOWER, LANGUAGE = "vision_tower.", "language_model."
 """What their names of tensors of the tower and of the language model begin with."""
 
-RESPELT = {
+RENAMED = {
     r"^(model\.)?vision_tower\.(vision_model\.)?": "vision_tower.",
     r"^model\.multi_modal_projector\.": "multi_modal_projector.",
     r"^model\.language_model\.": "language_model.model.",
@@ -44,7 +44,7 @@ def weight_map(config: VLMConfig) -> WeightMap:
         | {ours: replace(place, name=LANGUAGE + place.name) for ours, place in language.places.items()},
         copies={LANGUAGE + copy: LANGUAGE + original for copy, original in language.copies.items()},
         left_out=r"vision_tower\.(head\..*|embeddings\.position_ids)",
-        respelt=RESPELT,
+        renamed=RENAMED,
     )
 
 

@@ -48,7 +48,7 @@ PLACES = {
 }
 """Our module, or a single tensor -> theirs. ``N``: a layer's index."""
 
-RESPELT = {
+RENAMED = {
     r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
     r"^model\.language_model\.": "language_model.model.",
     r"^lm_head\.": "language_model.lm_head.",
@@ -88,7 +88,7 @@ def weight_map(config: VLMConfig) -> WeightMap:
         | {ours: replace(place, name=LANGUAGE + place.name) for ours, place in language.places.items()},
         copies={LANGUAGE + copy: LANGUAGE + original for copy, original in language.copies.items()},
         left_out=r"vision_tower\.embeddings\.mask_token",
-        respelt=RESPELT,
+        renamed=RENAMED,
     )
 
 

@@ -28,7 +28,7 @@ TOWER = "vision_tower."
 LANGUAGE = "language_model."
 """What their names of tensors of the tower and of the language model begin with."""
 
-RESPELT = {
+RENAMED = {
     r"^(model\.)?vision_tower\.(vision_model\.)?": "vision_tower.",
     r"^model\.multi_modal_projector\.": "multi_modal_projector.",
     r"^model\.image_newline$": "image_newline",
@@ -84,7 +84,7 @@ def weight_map(config: VLMConfig) -> WeightMap:
         | {ours: replace(place, name=LANGUAGE + place.name) for ours, place in language.places.items()},
         copies={LANGUAGE + copy: LANGUAGE + original for copy, original in language.copies.items()},
         left_out=rf"vision_tower\.({towers.UNUSED})",
-        respelt=RESPELT,
+        renamed=RENAMED,
         # The same shape, and nobody reads it.
         doubles={f"{unused[1]}.{leaf}": [f"{unused[0]}.{leaf}"] for leaf in ("weight", "bias")},
         held=_held(config),

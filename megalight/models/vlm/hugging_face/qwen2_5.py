@@ -26,7 +26,7 @@ NAMED = {
 }
 """Our module -> theirs, beside what all towers of Qwen have. ``N``: a layer's index."""
 
-RESPELT = {r"^model\.visual\.": "visual.", r"^model\.language_model\.": "model."}
+RENAMED = {r"^model\.visual\.": "visual.", r"^model\.language_model\.": "model."}
 """Names in memory and in files of other releases."""
 
 MOVED = {"visual.merger.mlp.0.": "visual.merger.first.", "visual.merger.mlp.2.": "visual.merger.second."}
@@ -66,7 +66,7 @@ def weight_map(config: VLMConfig) -> WeightMap:
         qwen.places(config.vision, NAMED) | dict(language.places),
         copies=language.copies,
         left_out=language.left_out,
-        respelt=RESPELT,
+        renamed=RENAMED,
         moved=MOVED,
     )
 

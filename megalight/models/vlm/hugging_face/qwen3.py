@@ -30,7 +30,7 @@ NAMED = {
     **{f"embed.deep.N.projector.{ours}": f"visual.deepstack_merger_list.N.{theirs}" for ours, theirs in MERGER.items()},
 }
 """Our module -> theirs, beside what all towers of Qwen have. ``N``: a layer's index, or a number."""
-RESPELT = {r"^visual\.": "model.visual.", r"^model\.(?!visual\.|language_model\.)": "model.language_model."}
+RENAMED = {r"^visual\.": "model.visual.", r"^model\.(?!visual\.|language_model\.)": "model.language_model."}
 """Names in other releases."""
 
 VISION_DEFAULTS: dict[str, Any] = {
@@ -57,7 +57,7 @@ def weight_map(config: VLMConfig) -> WeightMap:
         {ours: replace(place, name=_placed(place.name)) for ours, place in every.items()},
         copies={_placed(copy): _placed(original) for copy, original in language.copies.items()},
         left_out=language.left_out,
-        respelt=RESPELT,
+        renamed=RENAMED,
     )
 
 

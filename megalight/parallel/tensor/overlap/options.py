@@ -58,7 +58,7 @@ class TensorOptions:
                 but nothing is gathered.
         """
         names = list(names)
-        # A glob that matches nothing is a misspelt name, and its layers would go on with `auto` unnoticed.
+        # A glob that matches nothing is a misspelled name, and its layers would go on with `auto` unnoticed.
         for pattern in [] if isinstance(self.overlap, str) else self.overlap:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise LayoutError(

@@ -75,7 +75,7 @@ class Carrier(Protocol):
 
 
 class Pipelined(Plain):
-    """Cuts products into pieces. A piece holds the tokens of neighbouring ranks, so it is contiguous in memory.
+    """Cuts products into pieces. A piece holds the tokens of neighboring ranks, so it is contiguous in memory.
 
     If it does not pay to cut a product, or the caller covers the collective with other work, it works like ``plain``.
 

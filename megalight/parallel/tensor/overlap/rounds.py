@@ -1,6 +1,6 @@
 """The order in which ranks exchange shares, so that every product has its operands in time: arithmetic only.
 
-The ranks' shares form ``pieces`` blocks of neighbouring ranks. In round ``s`` a rank works on the block ``s`` places
+The ranks' shares form ``pieces`` blocks of neighboring ranks. In round ``s`` a rank works on the block ``s`` places
 ahead of its own; round 0 is its own block. Within a round no two ranks send to the same rank, so every link carries one
 message at a time.
 """
@@ -37,7 +37,7 @@ def rounds_of(rank: int, size: int, pieces: int) -> tuple[Round, ...]:
     run = size // pieces
     block, place = divmod(rank, run)
 
-    def neighbour(blocks: int, places: int) -> int:
+    def neighbor(blocks: int, places: int) -> int:
         # Blocks and places turn together, so each rank meets every other once in each direction.
         return (block + blocks) % pieces * run + (place + places) % run
 
@@ -45,7 +45,7 @@ def rounds_of(rank: int, size: int, pieces: int) -> tuple[Round, ...]:
         Round(
             (block + s) % pieces,
             # (0, 0) is the rank itself, which needs no message.
-            tuple((neighbour(s, t), neighbour(-s, -t)) for t in range(run) if (s, t) != (0, 0)),
+            tuple((neighbor(s, t), neighbor(-s, -t)) for t in range(run) if (s, t) != (0, 0)),
         )
         for s in range(pieces)
     )
