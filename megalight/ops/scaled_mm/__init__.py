@@ -11,12 +11,11 @@ from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import cuda_why_not, serve_all
 from megalight.ops.quantize import Quantized, Scheme, quantize
-from megalight.ops.scaled_mm import microscaled
+from megalight.ops.scaled_mm import blockwise, microscaled
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
@@ -143,26 +142,6 @@ def _rowwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, bias: T
     return y.to(dtype)
 
 
-def _blockwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, multiple: int) -> Tensor:
-    y = torch._scaled_mm(
-        a.data,
-        b.data.t(),
-        scale_a=_block_scales(a, multiple),
-        scale_b=_block_scales(b, multiple).t(),
-        out_dtype=torch.bfloat16,
-    )
-    return y.to(dtype)
-
-
-def _block_scales(q: Quantized, multiple: int) -> Tensor:
-    """Return scales as torch needs them: 1 x 128 column-major, 128 x 128 row-major with rows padded to ``multiple``."""
-    if q.scheme.tile == (1, 128):
-        return q.scale.t().contiguous().t()
-    columns = q.scale.shape[1]
-    # A view of the padded tensor: what counts is the stride between rows, which cuBLAS wants as a multiple of 4.
-    return F.pad(q.scale, (0, -columns % multiple))[:, :columns]
-
-
 FP32 = ("fp32", "power")
 
 
@@ -229,15 +208,13 @@ def _register(
     SCALED_MM.register(Backend(name, product, priority, why_not))
 
 
-BLOCKS, MICROSCALED = ((1, 128), (128, 128)), partial(_then_bias, microscaled.product)
+MICROSCALED = partial(_then_bias, microscaled.product)
 _register("torch_tensorwise", _tensorwise, 30, ((0, 0),), 8.9)
 _register("torch_rowwise", _rowwise, 20, ((1, 0),), 9.0)
 # Where the library does not add a bias: to results in float32, for example.
 _register("torch_tensorwise_then_bias", partial(_then_bias, _tensorwise), 29, ((0, 0),), 8.9)
 _register("torch_rowwise_then_bias", partial(_then_bias, _rowwise), 19, ((1, 0),), 9.0)
-_register("torch_blockwise", partial(_then_bias, partial(_blockwise, multiple=4)), 10, BLOCKS, 9.0)
-# For older torch.
-_register("torch_blockwise_unpadded", partial(_then_bias, partial(_blockwise, multiple=1)), 9, BLOCKS, 9.0)
+_register("torch_blockwise", partial(_then_bias, blockwise.product), 10, blockwise.BLOCKS, 9.0)
 _register("torch_mxfp8", MICROSCALED, 10, ((1, 32),), 10.0, ("e8m0",))
 _register("torch_nvfp4", MICROSCALED, 10, ((1, 16), (16, 16)), 10.0, ("e4m3",))
 SCALED_MM.register(Backend("reference", _reference, 0, serve_all))
