@@ -16,7 +16,8 @@ from megalight.ops.grouped_linear.together import Together
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.inputs import Recipe, attach_recipe
-from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.linear.session import Session
 from megalight.ops.parameter import release, stack_precision_of, state_of
 from megalight.ops.permute import permutation, permute, unpermute
 from megalight.ops.quantize.history import AmaxHistory

@@ -13,7 +13,8 @@ import torch
 from megalight.imports import has
 from megalight.ops.delta_rule import reference as rule_reference
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.linear.session import Session
 from megalight.ops.parameter import state_of
 from megalight.ops.parts import split
 from megalight.ops.quantize import Scheme, amax_of, known

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.linear.session import Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.recipes import recipe

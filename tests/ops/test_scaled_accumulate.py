@@ -13,7 +13,8 @@ from torch import Tensor
 from megalight.errors import BackendError
 from megalight.ops.grouped_scaled import columns_of_groups
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.linear.session import Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Quantized, Scheme, quantize
 from megalight.ops.quantize.recipes import recipe

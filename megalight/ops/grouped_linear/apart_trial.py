@@ -11,7 +11,7 @@ from torch import Tensor
 from megalight.errors import BackendError
 from megalight.ops.grouped_linear.apart import Apart
 from megalight.ops.grouped_linear.stack_casts import StackCasts
-from megalight.ops.linear.low_precision import Session
+from megalight.ops.linear.session import Session
 from megalight.ops.quantize.recipes import Recipe
 
 _log = logging.getLogger(__name__)

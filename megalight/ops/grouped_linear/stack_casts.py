@@ -11,7 +11,8 @@ from torch import Tensor
 from megalight.ops import grouped_scaled
 from megalight.ops.grouped_linear.rows import experts_of_rows
 from megalight.ops.grouped_scaled import LINE
-from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.linear.session import Reduce, Session
 from megalight.ops.quantize import Quantized, Scheme, cast
 from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
 from megalight.ops.quantize.recipes import Recipe

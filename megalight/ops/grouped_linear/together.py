@@ -14,7 +14,7 @@ from megalight.ops.grouped_linear import apart_trial
 from megalight.ops.grouped_linear.apart import Apart
 from megalight.ops.grouped_linear.low_precision import StackPrecision
 from megalight.ops.grouped_linear.stack_casts import Gradients, StackCasts, lined
-from megalight.ops.linear.low_precision import Session
+from megalight.ops.linear.session import Session
 from megalight.ops.quantize import Quantized
 from megalight.ops.quantize.recipes import Recipe
 

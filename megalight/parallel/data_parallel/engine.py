@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.ops.adam.coded import Coded
-from megalight.ops.stored import stored_of
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, ParamInfo, distinct
-from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.communicators import groups_of
 from megalight.parallel.data_parallel.copy_engines import CopyEngines
 from megalight.parallel.data_parallel.finite import check_finite
-from megalight.parallel.data_parallel.frozen import FrozenShards
+from megalight.parallel.data_parallel.frozen import FrozenShards, can_be_sharded
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
-from megalight.parallel.data_parallel.layout import BucketLayout, Kind, level_of, plan_buckets
+from megalight.parallel.data_parallel.kinds import Kinds
+from megalight.parallel.data_parallel.layout import BucketLayout, level_of, plan_buckets
 from megalight.parallel.data_parallel.masters import check_masters, masters_of
 from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers, UnitMemory, choose, free_memory
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
@@ -30,7 +28,6 @@ from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.data_parallel.user_buffers import Registration, UserBuffers
 from megalight.parallel.data_parallel.ways import Choice, Way
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import spanned
 
 
@@ -140,7 +137,6 @@ class DataParallelEngine:
         self.level = level_of(level)
         self.check_for_nan = check_for_nan
         self.replicate = replicate
-        self._divide_replicas = self.level.state and replicate > 1 and not replicate_optimizer
         # A tied parameter comes once: a second slot would send its gradient
         # twice, and count it twice in the norm.
         every = distinct(params)
@@ -149,9 +145,10 @@ class DataParallelEngine:
         self._choices = prefetch, reduce_each_micro_batch
         self._offload = optimizer_offload_fraction
         self._overlap = overlap_grad_reduce
+        divides = self.level.state and replicate > 1 and not replicate_optimizer
         # Codes are cast from masters on the device that hold at least what the parameters hold.
         narrow = master_dtype is not None and master_dtype.itemsize < 4
-        self._may_hold_codes = not (self._divide_replicas or self._offload or narrow)
+        self._kinds = Kinds(mesh, self.level, replicate, divides, not (divides or self._offload or narrow))
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
         self._route, self._units = route or Route(), units
         against = None if nccl_ub == "off" else f"nccl_ub={nccl_ub!r}: NCCL has the buffers"
@@ -212,7 +209,7 @@ class DataParallelEngine:
         edge_bucket_size: int | None,
         max_ctas: int | None,
     ) -> list[Bucket]:
-        kinds = [self._kind(info, grad_dtype) for info in self.infos]
+        kinds = [self._kinds.of(info, grad_dtype) for info in self.infos]
         sizes = [info.parameter.numel() for info in self.infos]
         # One set of groups per mesh and data axes, not per bucket: making a group
         # is collective, and each costs buffers.
@@ -269,42 +266,12 @@ class DataParallelEngine:
 
     def _shard_frozen(self, infos: Sequence[ParamInfo], max_ctas: int | None) -> FrozenShards:
         """Shard what units hold beside the parameters that are trained. Only plain numbers and codes can be."""
-        sharded = [info for info in infos if self.level.parameters and (_is_ordinary(info) or _is_stored(info))]
-        kinds = {info: kind for info in sharded if (kind := self._kind(info, None)).unit is not None}
+        sharded = [info for info in infos if self.level.parameters and can_be_sharded(info.parameter)]
+        kinds = {info: kind for info in sharded if (kind := self._kinds.of(info)).unit is not None}
         turns = self._route.turns(self._units, self.unit_memory.turns) if kinds else ()
         ways = {(kind.mesh, kind.data): kind for kind in kinds.values()}
         groups = {key: groups_of(kind, max_ctas) for key, kind in ways.items()}
         return FrozenShards(kinds, groups, turns, self._user_buffers.allocating, self._copy_engines.room(groups))
-
-    def _kind(self, info: ParamInfo, grad_dtype: torch.dtype | None) -> Kind:
-        kind = Kind(
-            info.parameter.dtype,
-            # Gradients of half precision are summed over micro-batches in
-            # float32, or small terms would be lost.
-            grad_dtype or _wide(info.parameter.dtype),
-            info.group,
-            _shared(info.spec),
-            info.chunk,
-            codes_of(info.parameter),
-            info.mesh or self.mesh,
-            info.spec.data,
-            replicate=self.replicate,
-            divide_replicas=self._divide_replicas,
-        )
-        if info.parameter.requires_grad and self._may_hold_codes:
-            gathered = self.level.state and len(kind.shard_ranks) > 1
-            # Beside wider masters, weights are copies, and codes are smaller ones.
-            spared = gathered or masters_of(kind, None) != kind.param_dtype
-            kind = replace(kind, codes=codes_of(info.parameter, spared))
-        if kind.codes is not None and self._divide_replicas:
-            raise ConfigurationError(
-                f"{info.name} is stored as 8-bit codes (primary_weights), which each group of replicas casts from "
-                "masters of its own; leave primary_weights out, or use replicate_optimizer=True."
-            )
-        # A single rank holds all shards. Gathers would only copy.
-        if info.unit is None or not self.level.gradients or len(kind.shard_ranks) == 1:
-            return kind  # always whole
-        return replace(kind, unit=info.unit)
 
     # ---------------------------------------------------------------- gradients
 
@@ -570,27 +537,6 @@ class DataParallelEngine:
         }
 
 
-def _is_ordinary(info: ParamInfo) -> bool:
-    """Whether a frozen parameter is plain numbers, and neither codes nor packed in a type of its own."""
-    plain = type(info.parameter.data) is Tensor and info.parameter.is_floating_point()
-    return plain and info.parameter.element_size() > 1 and codes_of(info.parameter) is None and not _is_stored(info)
-
-
-def _is_stored(info: ParamInfo) -> bool:
-    """Whether a frozen parameter is stored as codes of its own."""
-    return stored_of(info.parameter) is not None
-
-
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Return the size of the memory of tensors; memory that several of them share counts once."""
     return sum({(s := t.untyped_storage()).data_ptr(): s.nbytes() for t in tensors}.values())
-
-
-def _shared(spec: ShardSpec) -> str:
-    """Return the tensor's name if other pipeline stages hold it as well, else an empty string."""
-    # Such a tensor is a tied weight: the first and the last stage each have one term of its gradient.
-    return next((p.name for p in spec.pieces if any(axis.startswith("pp") for axis in p.partial)), "")
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

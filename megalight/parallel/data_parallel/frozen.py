@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalight.ops.stored import stored_of
 from megalight.parallel.data_parallel.buffers import Allocating, FlatParameters, Groups, ParamInfo
+from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.flat_codes import FlatCodes
 from megalight.parallel.data_parallel.layout import BucketLayout, Kind, plan_buckets
 from megalight.parallel.data_parallel.memory import Room, TurnBuffers
@@ -128,3 +129,14 @@ class FrozenShards:
             assert lent is not None, "codes belong to a unit"
             codes.lend(lent)
         self.addresses = {key: place for held in self.all for key, place in held.addresses().items()}
+
+
+def can_be_sharded(parameter: nn.Parameter) -> bool:
+    """Return whether a frozen parameter is plain numbers, or stored as codes (:mod:`megalight.ops.stored`).
+
+    Parameters that are codes themselves (``primary_weights``), and types that pack several values, stay whole.
+    """
+    if stored_of(parameter) is not None:
+        return True
+    plain = type(parameter.data) is Tensor and parameter.is_floating_point() and parameter.element_size() > 1
+    return plain and codes_of(parameter) is None

@@ -18,7 +18,8 @@ from megalight.ops.common import measuring
 from megalight.ops.fp8_attention import Spec as AttentionSpec
 from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
 from megalight.ops.grouped_linear.together import Together
-from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.linear.session import Reduce, Session
 from megalight.ops.parameter import known_state, stack_precision_of, state_of
 from megalight.ops.quantize.history import STEPS, AmaxHistory
 from megalight.parallel.mesh import ParallelMesh

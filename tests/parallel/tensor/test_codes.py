@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
-from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.linear.session import Session
 from megalight.ops.parameter import precision_of, state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
