@@ -27,6 +27,12 @@ LAST_LINES = 25
 PATIENCE = 40.0
 """Seconds that torchrun gets to end its workers."""
 
+LAUNCHED = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)  # fmt: skip
+"""Variables of a launcher. Machines of clusters may have them, and a row of one process would wait for others."""
+
 
 def rows_of(names: Iterable[str]) -> dict[str, Row]:
     """Return the rows with these names.
@@ -47,10 +53,14 @@ def peers_of(row: Row, asked: Sequence[str] | None) -> list[str]:
         ConfigurationError: a peer does not exist.
     """
     for name in asked or ():
+        if name in ROWS:
+            raise ConfigurationError(
+                f"{name!r} after --peers is a row; name rows first: megalight bench {name} --peers"
+            )
         if name not in PEERS:
             raise ConfigurationError(f"there is no peer {name!r}.{nearest(name, PEERS)} Peers: {', '.join(PEERS)}.")
-    others = row.peers if asked is None else asked
-    return [render.OURS, *(name for name in others if name != render.OURS)]
+    # Each once: a second run would take the place of the first one's log.
+    return list(dict.fromkeys([render.OURS, *(row.peers if asked is None else asked)]))
 
 
 def command(row: Row, peer: str, out: Path) -> list[str]:
@@ -79,11 +89,28 @@ def enough(rows: dict[str, Row]) -> None:
             )
 
 
+def prepare(folder: Path) -> None:
+    """Make the folder for results, before hours of measuring go into it.
+
+    Raises:
+        ConfigurationError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Only an attempt tells it, also of full and read-only disks.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--out {folder} cannot be written ({error.strerror}); name another folder."
+        ) from error
+
+
 def call(words: Sequence[str], environment: Mapping[str, str], log: Path, limit: float) -> str | None:
     """Run a command with its output in a file; return why it failed, or None. It leaves no process behind."""
+    own = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            words, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            words, env={**own, **environment}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(limit)
@@ -112,6 +139,8 @@ def measure(row: Row, peer: str, log: Path, limit: float) -> dict[str, Any]:
         for line in lines:
             if line.startswith(SAID):
                 print(f"  {line}", flush=True)
+        if problem is None and not out.is_file():
+            problem = "no result was written"
         if problem is None:
             record: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
             return record
@@ -120,24 +149,39 @@ def measure(row: Row, peer: str, log: Path, limit: float) -> dict[str, Any]:
 
 
 def bench(name: str, row: Row, peers: Sequence[str], folder: Path, limit: float) -> dict[str, Any]:
-    """Run a row, print its table, write ``folder/<name>.json``, and return its content."""
+    """Run a row, print its table, write ``folder/<name>.json``, and return its content.
+
+    The file is written after each peer, so that an interruption loses the one that runs, and no other.
+    """
     print(f"{name}: {row.about}", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    records = []
+    path, records = folder / f"{name}.json", list[dict[str, Any]]()
+    result = dict[str, Any]()
     for peer in peers:
         log = folder / f"{name}.{peer}.log"
         records.append(measure(row, peer, log, limit))
         if "failed" not in records[-1]["rows"][0]:
             log.unlink()
+        result = together(name, row, peers, records)
+        write(path, result)
+    print(f"\n{render.row_table(result)}\n{render.verdict(row, result, folder)}{path}\n", flush=True)
+    return result
+
+
+def together(name: str, row: Row, peers: Sequence[str], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the record of a row from those of the peers that have run so far."""
     result: dict[str, Any] = {"row": name, "about": row.about, "aim": row.aim, "measured": _now()}
     for record in reversed(records):  # ours is the first in the list, so its values override the others
         result.update(record)
     result["command"] = shlex.join(["megalight", "bench", name, "--peers", *peers[1:]])
     result["rows"] = [found for record in records for found in record["rows"]]
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{render.row_table(result)}\n{render.verdict(row, result, folder)}{path}\n", flush=True)
     return result
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write a record. An interruption leaves the one before."""
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    whole.replace(path)
 
 
 def run(
@@ -155,7 +199,7 @@ def run(
         0, or 1 if Megalight itself failed in a row.
 
     Raises:
-        ConfigurationError: a row or peer is unknown, or there are too few GPUs.
+        ConfigurationError: a row or peer is unknown, there are too few GPUs, or ``out`` cannot be written.
     """
     rows = rows_of(names)
     chosen = {name: peers_of(row, peers) for name, row in rows.items()}
@@ -168,6 +212,7 @@ def run(
                 print(shlex.join([*variables, *command(row, peer, out / f"{name}.json")]))
         return 0
     enough(rows)
+    prepare(out)
     failed = 0
     for name, row in rows.items():
         result = bench(name, row, chosen[name], out, limit)

@@ -97,11 +97,11 @@ def steps_of(record: Record) -> Iterator[tuple[str, Step, Record]]:
         yield peer, base.but(change), row
 
 
-def collect(folder: Path = RESULTS) -> dict[str, Record]:
+def collect(folder: Path = RESULTS, files: str = "*.json") -> dict[str, Record]:
     """Return row -> device, GPUs, file, and measured rows by peer. Files of ``megalight bench`` have priority."""
     names = {(identity(row.step), row.gpus): name for name, row in ROWS.items()}
     found: dict[str, Record] = {}
-    for path in sorted(folder.glob("*.json"), key=lambda path: (path.stem not in ROWS, path.name)):
+    for path in sorted(folder.glob(files), key=lambda path: (path.stem not in ROWS, path.name)):
         record = json.loads(path.read_text(encoding="utf-8"))
         if not {"shape", "rows", "device", "gpus"} <= set(record) or "layers" not in record["shape"]:
             continue
@@ -263,7 +263,9 @@ def verdict(row: Row, record: Record, folder: Path) -> str:
     words = [f"roofline {bound:.0f} TFLOP/s"] if bound else []
     ours = next((found for found in record["rows"] if found["peer"] == OURS and "seconds" in found), None)
     if (row.aim or row.against) and ours:
-        words.append(f"aim {aim_of(row, ours['tflops'], rate_of(collect(folder), row))}")
+        # That row's file alone: a folder of the user may hold others, of any kind.
+        found = collect(folder, f"{row.against[0]}.json") if row.against else {}
+        words.append(f"aim {aim_of(row, ours['tflops'], rate_of(found, row))}")
     if ours:
         others = [found for found in record["rows"] if found is not ours and "seconds" in found]
         words += [f"{ours['tflops'] / it['tflops']:.2f} x {it['peer']}" for it in others]

@@ -112,6 +112,52 @@ def test_a_failing_peer_leaves_its_words(tmp_path, monkeypatch, capsys):
     assert "FAILED megalight, exit code 1" in capsys.readouterr().out
 
 
+def test_an_interruption_loses_one_peer(tmp_path, monkeypatch):
+    """A peer that ends well and writes nothing has failed; those before an interrupted one are kept."""
+    said = {"device": "CPU", "rows": [{"peer": "megalight"}]}
+    plain = bench.measure
+
+    def measure(row, peer, log, limit):
+        if peer == "peft":
+            raise KeyboardInterrupt
+        return plain(row, peer, log, limit)
+
+    def command(row, peer, out):
+        code = f"open({str(out)!r}, 'w').write({json.dumps(said)!r})" if peer == "megalight" else "pass"
+        return [sys.executable, "-c", code]
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "command", command)
+    with pytest.raises(KeyboardInterrupt):
+        bench.bench("tiny-cpu", ROWS["tiny-cpu"], ["megalight", "hf", "peft"], tmp_path, 60.0)
+    result = json.loads((tmp_path / "tiny-cpu.json").read_text())
+    assert result["device"] == "CPU"
+    assert result["rows"] == [{"peer": "megalight"}, {"peer": "hf", "failed": "no result was written"}]
+
+
+def test_variables_of_a_launcher_do_not_reach_a_row(tmp_path, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "4")
+    code = f"import os; print(sorted(set(os.environ) & set({bench.LAUNCHED!r})))"
+    assert bench.call([sys.executable, "-c", code], {}, tmp_path / "log", 30.0) is None
+    assert (tmp_path / "log").read_text() == "[]\n"
+
+
+def test_each_peer_runs_once():
+    row = ROWS["tiny-cpu"]
+    assert bench.peers_of(row, ["hf", "megalight", "fsdp2", "hf"]) == ["megalight", "hf", "fsdp2"]
+
+
+def test_files_of_others_do_not_matter_to_a_row_with_another(tmp_path):
+    """An aim that is another row's rate reads that row's file alone."""
+    (tmp_path / "package.json").write_text("[{}]")
+    (tmp_path / "half.json").write_text("{")
+    row = next(row for row in ROWS.values() if row.against)
+    ours = {"peer": "megalight", "seconds": 1.0, "tflops": 300.0}
+    words = render.verdict(row, {"rows": [ours]}, tmp_path)
+    assert f"aim {row.against[1]:g} x `{row.against[0]}`" in words
+
+
 def test_what_hangs_is_ended_with_its_children(tmp_path):
     log = tmp_path / "log"  # a shell starts at once, also on a busy machine
     assert bench.call(["sh", "-c", "sh -c 'echo $$; exec sleep 1000'; true"], {}, log, 4.0) == "not done after 4 s"
@@ -158,6 +204,9 @@ def test_rows_are_listed(capsys):
         (["8b-16l-bf15"], ["'8b-16l-bf15'", "'8b-16l-bf16'"]),
         (["tiny-cpu", "--peers", "hff"], ["'hff'", "'hf'"]),
         (["tiny-cpu", "--steps", "0"], ["--steps is 0"]),
+        (["--peers", "hf", "tiny-cpu"], ["--peers hf tiny-cpu leaves no row", "megalight bench ROW --peers hf"]),
+        (["tiny-cpu", "--peers", "hf", "2b-24l"], ["'2b-24l' after --peers is a row"]),
+        (["tiny-cpu", "--out", __file__], [f"--out {__file__} cannot be written"]),
     ],
 )
 def test_refusals_are_clear(words, parts, capsys):
