@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megalight.data.multimodal.batch import document_positions, runs_of
+from megalight.data.multimodal.files import decode
 from megalight.data.multimodal.forms import sources
-from megalight.data.multimodal.images import Resize, decode
+from megalight.data.multimodal.images import Resize
 from megalight.data.multimodal.models import form_of
 from megalight.data.multimodal.patches import Images
 from megalight.errors import DataError

@@ -115,3 +115,12 @@ def test_squares_that_the_model_does_not_read_are_refused(
     llava.theirs(kind).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=message):
         config_of(tmp_path, settings)
+
+
+def test_the_tiles_of_internvl_are_those_of_the_folder(tmp_path: Path) -> None:
+    families.theirs("internvl", torch.float32).save_pretrained(tmp_path)
+    assert config_of(tmp_path, {}).vision.tiles == 12
+    # Published folders say so, and the class that joins images and text asks for tiles all the same.
+    assert config_of(tmp_path, {"max_patches": 6, "min_patches": 1, "crop_to_patches": False}).vision.tiles == 6
+    with pytest.raises(ConfigurationError, match="min_patches is 2 in the folder's image processor"):
+        config_of(tmp_path, {"min_patches": 2})

@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch  # after the checks: importing it takes seconds
 
-    from megalight.data.multimodal.images import decode
+    from megalight.data.multimodal.files import decode
     from megalight.inference import TextGenerator
     from megalight.inference.pictures import read
 

@@ -17,8 +17,8 @@ from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import Sample
 from megalight.data.gpt.dataset import collate as collate_text
 from megalight.data.multimodal.batch import ImageTextBatch, document_positions, runs_of
+from megalight.data.multimodal.files import decode, measure
 from megalight.data.multimodal.forms import Cut, Form, shifted, sources
-from megalight.data.multimodal.images import decode, measure
 from megalight.data.multimodal.patches import Images
 from megalight.errors import ConfigurationError, DataError
 
@@ -86,9 +86,9 @@ class ImageDataset(PackedDataset):
         return _rebuild, self._arguments
 
     def measured(self) -> dict[str, Any]:
-        """See :class:`~megalight.data.chat.dataset.PackedDataset`: earlier rows knew no images that lie on a side."""
+        """See :class:`~megalight.data.chat.dataset.PackedDataset`: earlier rows took sizes of other turned images."""
         by_size = self.corpus.images is not None and self.options.form.fixed_tokens is None
-        return {"upright": True} if by_size else {}
+        return {"upright": 2} if by_size else {}
 
     def pieces(self, documents: range) -> NDArray[np.int64]:
         """Return sequence, first token and number of positions of each conversation, with the tokens of images."""

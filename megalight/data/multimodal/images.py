@@ -1,10 +1,7 @@
-"""Image files to patches, by Pillow."""
+"""Pictures to squares of patches, by Pillow."""
 
 from __future__ import annotations
 
-import io
-import struct
-import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, get_args
@@ -13,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalight.data.multimodal.forms import NEWLINE, Cut, Form
-from megalight.data.multimodal.videos import is_video
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError
 from megalight.imports import require
 
 Resize = Literal["crop", "pad", "stretch"]
@@ -216,100 +212,6 @@ def _with_whole(squares: int) -> int:
 def rgb(image: Any, channels: int) -> Any:
     """Return a Pillow image with these colors: 3 (red, green, blue) or 1 (gray)."""
     return image.convert("RGB" if channels == 3 else "L")
-
-
-def decode(data: bytes, place: str) -> Any:
-    """Return the Pillow image in the bytes of a file, decoded as a whole, and upright as its EXIF data say.
-
-    Args:
-        data: the file.
-        place: where it is from, for messages.
-
-    Raises:
-        DataError: it is no image that Pillow reads, it is damaged, or it has more pixels than
-            ``PIL.Image.MAX_IMAGE_PIXELS``, whose memory it would take to decode.
-    """
-    pillow = _pillow()
-    try:
-        with warnings.catch_warnings():
-            # Pillow warns of a bomb up to twice the limit, and only then raises.
-            warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            warnings.filterwarnings("ignore", DAMAGED_EXIF)
-            image = pillow.open(io.BytesIO(data))
-            turn = _turn(image)
-            image.load()
-    except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
-        raise DataError(f"{place} is refused: {error} Raise PIL.Image.MAX_IMAGE_PIXELS if it is no attack.") from error
-    # Decoders raise many types for damaged files.
-    except (OSError, ValueError, SyntaxError, IndexError, EOFError, MemoryError) as error:
-        raise DataError(_unreadable(data, place, error)) from error
-    return image if turn is None else image.transpose(pillow.Transpose[turn])
-
-
-TURNS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
-"""EXIF's orientation of an image -> what makes it upright. Telephones store photos as the sensor lies."""
-
-ORIENTATION = 0x0112
-"""EXIF's number of it."""
-
-DAMAGED_EXIF = "Corrupt EXIF data"
-"""Begins a warning of Pillow. It tells no file, and the picture may be whole."""
-
-
-def _turn(image: Any) -> str | None:
-    """Return how an image that is open, and not decoded yet, becomes upright; None if it is."""
-    # Pillow turns TIFF itself. It would decode a whole PNG to look for EXIF data at its end.
-    if image.format == "TIFF" or (image.format == "PNG" and not any("exif" in str(key) for key in image.info)):
-        return None
-    try:
-        return TURNS.get(image.getexif().get(ORIENTATION, 1))
-    # Damaged EXIF data say nothing; the image itself may be whole.
-    except (OSError, ValueError, SyntaxError, LookupError, TypeError, struct.error):
-        return None
-
-
-SIGNATURES = ((b"\x89PNG", "PNG"), (b"\xff\xd8\xff", "JPEG"), (b"GIF8", "GIF"))
-"""How files of images begin."""
-
-
-def _unreadable(data: bytes, place: str, error: Exception) -> str:
-    if is_video(data):
-        return f"{place} is a video, and videos are not read; give an image of it."
-    if not data:
-        return f"{place} is empty; write the file again, or leave the image out."
-    if isinstance(error, _pillow().UnidentifiedImageError):  # its message names an object in memory
-        kind = next((kind for start, kind in SIGNATURES if data.startswith(start)), "")
-        if kind:
-            return f"{place} begins as {kind}, and is damaged: Pillow cannot read it. Write the file again."
-        return f"{place} is no image that Pillow can read: it begins with {data[:8]!r}."
-    return f"{place} cannot be read as an image ({type(error).__name__}: {error})."
-
-
-def measure(data: bytes, place: str) -> tuple[int, int]:
-    """Return width and height of the image that :func:`decode` gives. It is not decoded.
-
-    Raises:
-        DataError: it is no image that Pillow reads.
-    """
-    pillow = _pillow()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pillow.DecompressionBombWarning)  # `decode` refuses it
-            warnings.filterwarnings("ignore", DAMAGED_EXIF)
-            image = pillow.open(io.BytesIO(data))
-            turn, (width, height) = _turn(image), image.size
-    except (OSError, ValueError, SyntaxError, IndexError, EOFError, pillow.DecompressionBombError) as error:
-        raise DataError(_unreadable(data, place, error)) from error
-    lies = turn in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
-    return (height, width) if lies else (width, height)
 
 
 def _pillow() -> ModuleType:

@@ -17,7 +17,7 @@ from megalight.data.chat.template import ChatTemplate, TrainOn, read_template
 from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.meta import image_prefix, loss_prefix, tokenizer_path
-from megalight.data.multimodal.images import decode
+from megalight.data.multimodal.files import decode
 from megalight.data.multimodal.videos import TOKENS, videos_of
 from megalight.data.prepare import PrepareReport, find_inputs, publish_facts
 from megalight.data.progress import progress_bar

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import re
 
 import numpy as np
 import pytest
 import torch
 
-from megalight.data.multimodal.images import ImageForm, decode, measure
+from megalight.data.multimodal.images import ImageForm
 from megalight.errors import ConfigurationError
 
 Image = pytest.importorskip("PIL.Image")
-ImageOps = pytest.importorskip("PIL.ImageOps")
 
 
 def gradient(width: int, height: int) -> np.ndarray:
@@ -130,24 +128,3 @@ def test_squares_are_those_of_gemma3() -> None:
     assert (len(cut.source), form.fixed_tokens, form.num_tokens(31, 17)) == (4, 4, 4)
     rows = torch.nn.functional.unfold(torch.from_numpy(np.array(expected)).float()[None], 3, stride=3)[0].T
     assert torch.equal(torch.from_numpy(cut.pixels).float(), rows[torch.from_numpy(cut.positions)])
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "MPO"])
-@pytest.mark.parametrize("orientation", [None, *range(1, 9)])
-def test_photos_are_upright(kind: str, orientation: int | None) -> None:
-    """As ``transformers`` and ``datasets`` read them. The size is the same without decoding."""
-    exif = Image.Exif()
-    if orientation is not None:
-        exif[0x0112] = orientation
-    file = io.BytesIO()
-    Image.fromarray(gradient(24, 16)).save(file, kind, exif=exif)
-    found = decode(file.getvalue(), "photo")
-    expected = ImageOps.exif_transpose(Image.open(file))
-    assert found.size == expected.size == measure(file.getvalue(), "photo")
-    assert np.array_equal(np.asarray(found), np.asarray(expected))
-
-
-def test_damaged_exif_data_say_nothing() -> None:
-    file = io.BytesIO()
-    Image.fromarray(gradient(24, 16)).save(file, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\xff")
-    assert decode(file.getvalue(), "photo").size == measure(file.getvalue(), "photo") == (24, 16)

@@ -98,7 +98,9 @@ def _squares(config: VLMConfig, found: Mapping[str, Any]) -> VisionConfig:
             f"image_grid_pinpoints is {theirs[:3]}... in the folder's image processor, and {grids[:3]}... in its "
             "config.json; copy the folder again.",
         )
-    if vision.anyres is not None or vision.tiles > 1 or config.mutual or not {"size", "crop_size"} & found.keys():
+    if vision.tiles > 1:
+        return replace(vision, tiles=_tiles(vision.tiles, found))
+    if vision.anyres is not None or config.mutual or not {"size", "crop_size"} & found.keys():
         return vision
     # LLaVA takes images as its image processor makes them.
     resample = FILTERS.get(found.get("resample", 3), vision.resample)
@@ -111,3 +113,18 @@ def _squares(config: VLMConfig, found: Mapping[str, Any]) -> VisionConfig:
         "here. Give size a height and a width.",
     )
     return replace(vision, resize="crop" if cropped else "stretch", resample=resample)
+
+
+def _tiles(tiles: int, found: Mapping[str, Any]) -> int:
+    """Return the tiles of an image, at most, of a model that divides images.
+
+    Raises:
+        ConfigurationError: an image has more than one tile at least.
+    """
+    least = found.get("min_patches", 1)
+    require(
+        least == 1,
+        f"min_patches is {least} in the folder's image processor; a small image is one tile here. Set it to 1.",
+    )
+    # `crop_to_patches` is no word on it: the class that joins images and text always asks for tiles.
+    return int(found.get("max_patches", tiles))
