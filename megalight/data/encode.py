@@ -53,7 +53,11 @@ def encode_files(
     bar: Progress,
     stack: ExitStack,
 ) -> tuple[str, ...]:
-    """Encode files into a sink, in their order. Returns one message for each file or line that was skipped."""
+    """Encode files into a sink, in their order. Returns one message for each file or line that was skipped.
+
+    Raises:
+        DataError: all were skipped, or one is bad.
+    """
     num_bytes = sum(file.size for file in files)
     # A worker that has less than this to do costs more to start than it saves.
     count = workers or max(1, min(_cpus(), num_bytes // BYTES_PER_WORKER))
@@ -63,6 +67,8 @@ def encode_files(
         skipped.extend(item.skipped)
         sink.add(item)
         bar.update(task, advance=item.size)
+    if skipped and not sink.num_documents:
+        raise DataError(f"all that was read is bad ({len(skipped)} rows or files), such as: {skipped[0]}")
     return tuple(skipped)
 
 

@@ -37,7 +37,7 @@ def samples(path: Path) -> Iterator[Sample]:
     """Yield the samples of a shard in order. Only headers are read.
 
     Raises:
-        DataError: it is no tar file, it is packed or cut off, or a sample has a part twice.
+        DataError: it is no tar file, it is packed, cut off or joined from several, or a sample has a part twice.
     """
     size, current = path.stat().st_size, Sample("", [])
     try:
@@ -55,12 +55,26 @@ def samples(path: Path) -> Iterator[Sample]:
                 if any(name == other for other, *_ in current.parts):
                     raise DataError(f"{path}: the sample {key!r} has the part {name!r} twice.")
                 current.parts.append((name, member.offset_data, member.size))
+            _check_end(path, tar.offset)
     except tarfile.TarError as error:
         raise DataError(
             f"{path} is no tar file that can be read ({error}). Is it incomplete? Unpack .tar.gz files first."
         ) from error
     if current.parts:
         yield current
+
+
+def _check_end(path: Path, end: int) -> None:
+    """Refuse a shard that does not end where its last file does: tar files say so with a block of zeros."""
+    with open(path, "rb") as file:
+        file.seek(end)
+        found = file.read(tarfile.BLOCKSIZE)
+        if len(found) < tarfile.BLOCKSIZE:
+            raise DataError(f"{path} is cut off between two of its files; copy it again.")
+        while found:
+            if found.count(0) < len(found):
+                raise DataError(f"{path} goes on after its end, as tar files do that were joined; divide it again.")
+            found = file.read(BLOCK)
 
 
 def _named(path: str) -> tuple[str, str]:

@@ -111,6 +111,8 @@ class _Row:
             for index, part in enumerate(content):
                 if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
                     self.fail(f"{where}.content[{index}]", part, 'text, such as {"type": "text", "text": "..."}')
+            # Many templates write a list as Python prints it.
+            message = {**message, "content": "".join(part["text"] for part in content)}
         elif not isinstance(content, str) and not (content is None and calls):
             self.fail(f"{where}.content", content, "a string (only a message with 'tool_calls' has no content)")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):

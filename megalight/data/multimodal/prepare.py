@@ -18,6 +18,7 @@ from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.meta import image_prefix, loss_prefix, tokenizer_path
 from megalight.data.multimodal.files import decode
+from megalight.data.multimodal.rows import KEYS, images_of, with_marks
 from megalight.data.multimodal.videos import TOKENS, videos_of
 from megalight.data.prepare import PrepareReport, find_inputs, publish_facts
 from megalight.data.progress import progress_bar
@@ -57,10 +58,12 @@ class _ImageEncoder(ChatEncoder):
             raise DataError(
                 f"{place} has a video ({where}), and videos are not read; give images of it, or leave it out."
             )
-        given = record.get("images", record.get("image")) if isinstance(record, Mapping) else None
-        given = [] if given is None else given if isinstance(given, list) else [given]
-        if self.image_text is not None and isinstance(record, Mapping):
-            record = {k: v if k in ("image", "images") else _spelled(v, self.image_text) for k, v in record.items()}
+        given = list[Any]()
+        if isinstance(record, Mapping):
+            given = images_of(record, place)
+            if self.image_text is not None:
+                record = {k: v if k in KEYS else _spelled(v, self.image_text) for k, v in record.items()}
+            record = with_marks(record, self.image_text or self.image_token)
         encoded = super().encode(record, place, aside)
         marker = self.tokenizer.vocabulary[self.image_token]
         count = sum(ids.count(marker) for ids, _ in encoded)
@@ -82,17 +85,18 @@ class _ImageEncoder(ChatEncoder):
         data = given.get("bytes") if isinstance(given, Mapping) else given
         if isinstance(given, Mapping) and data is None:
             data = given.get("path")
-        if isinstance(data, str):
-            if "://" in data:
+        if isinstance(data, str) and data:
+            if "://" in data or data.startswith("data:"):
                 raise DataError(
                     f"{where} is {data[:80]!r}; images are read from files, so download it, and name the file."
                 )
             path = Path(self.folder, data)
-            where = f"{where} ({path})"
+            where = f"{where} ({str(path)[:200]})"
             try:
                 data = path.read_bytes()
-            except OSError as error:
-                raise DataError(f"{where} cannot be read: {error.strerror}. Is --images the right folder?") from error
+            except (OSError, ValueError) as error:  # paths with a zero character are values
+                why = error.strerror if isinstance(error, OSError) else error
+                raise DataError(f"{where} cannot be read: {why}. Is --images the right folder?") from error
         if not isinstance(data, bytes):
             raise DataError(f"{where} is {str(given)[:40]!r}; it must be the path of a file, or the bytes of one.")
         decode(data, where)
@@ -150,7 +154,8 @@ def prepare_multimodal(
 
     Rows have a shape of :mod:`megalight.data.chat.rows`, such as LLaVA's ``{"image": "a.jpg", "conversations":
     [{"from": "human", "value": "<image> What is this?"}, ...]}``. ``image`` or ``images`` is a path, bytes of a file as
-    Parquet holds them (``{"bytes": ...}``), or a list of these.
+    Parquet holds them (``{"bytes": ...}``), or a list of these. Messages may have parts of the type ``image``, which
+    stand for these images, in order, or hold them.
 
     Args:
         inputs: files, directories or globs: ``.json`` (an array of rows), ``.jsonl``, ``.parquet``, or ``.tar``

@@ -61,6 +61,30 @@ def test_images_may_be_spelled_as_the_model_has_them(prepared: Callable[..., Any
         prepared(GOOD, image_text="<img>")
 
 
+def test_messages_may_have_parts(prepared: Callable[..., Any]) -> None:
+    """As in data sets of Hugging Face, where Parquet fills absent keys with nulls."""
+    text, there = {"type": "text", "text": "what is this"}, {"type": "image", "text": None}
+    own = [{"type": "image", "image": "0.png"}, {"type": "image_url", "image_url": {"url": "1.png"}}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "a red thing"}]}
+    rows = [
+        {"messages": [{"role": "user", "content": [there, text]}, answer], "images": ["0.png"], "image": None},
+        {"messages": [{"role": "user", "content": [*own, text]}, answer], "images": None},
+        row("0.png", "<image>what is this") | {"images": None},
+    ]
+    corpus = Corpus.open(prepared(rows, image_text="(<image>)").prefix)
+    tokenizer = Tokenizer.load(prepared(GOOD, name="plain").tokenizer)
+    first, second, third = (tokenizer.decode(corpus.data.get(number).tolist()) for number in range(3))
+    assert first == third == "<|user|>(<image>)what is this<|endoftext|><|assistant|>a red thing<|endoftext|>"
+    assert second == first.replace("(<image>)", "(<image>)(<image>)")
+    assert corpus.images is not None
+    assert corpus.images.documents.tolist() == [0, 1, 3, 4]
+
+
+def test_nothing_but_bad_rows_names_one(prepared: Callable[..., Any]) -> None:
+    with pytest.raises(DataError, match=r"all that was read is bad \(2 rows or files\), such as: .* entry 0, image 0"):
+        prepared([row("none.png", "<image>"), row(None, "<image>")], on_bad="skip")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_json_lines_and_workers_give_the_same(
     workers: int, prepared: Callable[..., Any], tmp_path: Path, image_tokenizer: Path
@@ -99,6 +123,13 @@ BAD = {
     "too few": (row(["0.png", "1.png"], "<image>"), r"holds '<image>' 1 times, and there are 2 images"),
     "too many": (row("0.png", "<image><image>"), r"holds '<image>' 2 times, and there are 1 images"),
     "none": (row(None, "<image>"), r"holds '<image>' 1 times, and there are 0 images"),
+    "no characters": (row("", "<image>"), "image 0 is ''; it must be the path of a file"),
+    "no path": (row("a\0.png", "<image>"), r"image 0 .* cannot be read: embedded null"),
+    "an image in the text": (row("data:image/png;base64,AA", "<image>"), "image 0 is 'data:image/png.*read from files"),
+    "two places": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "path": "0.png"}]}], "images": ["0.png"]},
+        "has images beside its messages and in them",
+    ),
     "a number": (row(7, "<image>"), r"image 0 is '7'; it must be the path of a file"),
     "a video": (row(None, "what") | {"video": "a.mp4"}, r"has a video \(key 'video'\), and videos are not read"),
     "a part": (

@@ -124,10 +124,15 @@ def test_bad_files_are_refused_or_skipped(made: Callable[..., Any], tmp_path: Pa
     cut, packed, twice = tmp_path / "cut.tar", tmp_path / "p.tar.gz", shard(tmp_path / "t.tar", [*GOOD, *GOOD[:1]])
     cut.write_bytes(whole[:700])
     packed.write_bytes(gzip.compress(whole))
+    between, joined = tmp_path / "between.tar", tmp_path / "joined.tar"
+    between.write_bytes(whole[:2048])  # a picture and its row, and no word of what followed
+    joined.write_bytes(whole + whole)
     for path, message in (
         (cut, "cut.tar"),
         (packed, "Unpack .tar.gz files first"),
         (twice, "has the part 'jpg' twice"),
+        (between, "cut off between two of its files"),
+        (joined, "goes on after its end"),
     ):
         with pytest.raises(DataError, match=message):
             made(good, path)
