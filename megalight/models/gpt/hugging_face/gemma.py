@@ -27,11 +27,11 @@ VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 
 PERIOD = {"gemma2": 2, "gemma3_text": 6}
 """Every so many layers, one has no window."""
-SIZES = {
-    "gemma2": {"num_key_value_heads": 4},
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": {"num_key_value_heads": 4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
 }
-"""Sizes that a ``config.json`` need not say: the published ones of Gemma-3-4B, 12B and 27B leave some of them out."""
+"""What a ``config.json`` need not say: the published ones of Gemma-3-4B, 12B and 27B leave sizes out."""
 ACTIVATION = "gelu_pytorch_tanh"
 BASES = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 """Rotary bases of Gemma-3 that a ``config.json`` need not say."""
@@ -56,7 +56,7 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     if values["model_type"] == "gemma3":
         values = {"tie_word_embeddings": values.get("tie_word_embeddings", True), **values["text_config"]}
     kind, layers = values["model_type"], values["num_hidden_layers"]
-    values = {**SIZES[kind], **values}
+    values = {**DEFAULTS[kind], **values}
     # They say null for their default.
     said = {option: value for option, value in values.items() if value is not None}
     good = {"attention_bias": False, "use_bidirectional_attention": False, "hidden_activation": ACTIVATION}

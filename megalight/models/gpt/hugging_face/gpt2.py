@@ -68,9 +68,9 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
             qkv_bias=True, proj_bias=True, scale=None if values.get("scale_attn_weights", True) else 1.0
         ),
         dropout=DropoutConfig(
-            hidden=values.get("resid_pdrop", 0.0),
-            attention=values.get("attn_pdrop", 0.0),
-            embedding=values.get("embd_pdrop", 0.0),
+            hidden=values.get("resid_pdrop", 0.1),
+            attention=values.get("attn_pdrop", 0.1),
+            embedding=values.get("embd_pdrop", 0.1),
         ),
     )
 

@@ -22,6 +22,7 @@ DEFAULTS = {
     "attention_bias": True,
     "hidden_act": "silu",
     "head_dim": 64,
+    "num_key_value_heads": 8,
     "sliding_window": 128,
     "rope_theta": 150000.0,
     "rope_scaling": YARN,
@@ -57,8 +58,9 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ``config.json`` with what it need not say."""
     # Every other layer has a window, beginning with the first.
     turns = [_kind(layer % 2 == 0) for layer in range(values["num_hidden_layers"])]
-    # The file's own values win over the defaults.
-    return {**DEFAULTS, **values, "layer_types": values.get("layer_types") or turns}
+    # The file's own values win over the defaults. A null means no window, but not that there is no scaling.
+    given = {name: value for name, value in values.items() if name != "rope_scaling" or value}
+    return {**DEFAULTS, **given, "layer_types": values.get("layer_types") or turns}
 
 
 def _read(values: Mapping[str, Any]) -> GPTConfig:

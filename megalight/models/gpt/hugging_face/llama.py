@@ -8,7 +8,7 @@ from typing import Any
 from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.options import activation_of, activation_to, tied_head
-from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
+from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to, rotated_layers
 from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
 
@@ -29,6 +29,19 @@ LLAMA = {
     "head.output_layer": "lm_head",
 }
 """Our module -> the module of Llama and Qwen. ``N`` stands for a layer's index."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "rope_theta": 1_000_000.0},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
+    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+}
+"""``model_type`` -> what its ``config.json`` need not say, where Llama's would mean something else without it."""
+
+SWITCHED = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
+"""Kinds whose window counts only with ``use_sliding_window``."""
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 """Their name of an activation -> ours."""
@@ -52,8 +65,11 @@ def llama_map(config: GPTConfig, others: Mapping[str, Theirs] | None = None) -> 
 
 def llama_from(values: Mapping[str, Any]) -> GPTConfig:
     """Convert Llama, Mistral, Qwen2, Qwen3 and SmolLM3. They differ only in biases, norms, windows and rotation."""
-    bias = bool(values.get("attention_bias", False))
     kind = values["model_type"]
+    values = {**DEFAULTS.get(kind, {}), **values}
+    if kind == "smollm3":
+        values["no_rope_layers"] = rotated_layers(values)
+    bias = bool(values.get("attention_bias", False))
     window, pattern = _window(values)
     return GPTConfig(
         num_layers=values["num_hidden_layers"],
@@ -83,16 +99,27 @@ def llama_from(values: Mapping[str, Any]) -> GPTConfig:
 
 
 def _window(values: Mapping[str, Any]) -> tuple[int | None, tuple[bool, ...]]:
-    """Convert the window. Theirs counts the token itself, ours does not."""
-    if values["model_type"] in ("mistral", "mixtral"):
-        window = values.get("sliding_window", 4096 if values["model_type"] == "mistral" else None)  # their defaults
-        return (None if window is None else window - 1), (True,)
-    if values["model_type"] == "qwen3_moe":
-        return (values["sliding_window"] - 1 if values.get("use_sliding_window") else None), (True,)
-    kinds = tuple(kind == "sliding_attention" for kind in values.get("layer_types") or ())
-    if not any(kinds):
+    """Convert the window, and the layers that have it. Theirs counts the token itself, ours does not."""
+    kind, window = values["model_type"], values.get("sliding_window")
+    windowed = _windowed(kind, values)
+    if window is None or not any(windowed) or (kind in SWITCHED and not values.get("use_sliding_window")):
         return None, (True,)
-    return values["sliding_window"] - 1, kinds
+    return window - 1, windowed
+
+
+def _windowed(kind: str, values: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which layers have a window, if there is one."""
+    if kind in ("mistral", "mixtral", "qwen3_moe"):
+        return (True,)
+    if types := values.get("layer_types"):
+        return tuple(each == "sliding_attention" for each in types)
+    # Older files give a number of layers without a window, which come first.
+    if kind in ("qwen2", "qwen3"):
+        whole = values.get("max_window_layers", 28)
+        return tuple(layer >= whole for layer in range(values["num_hidden_layers"]))
+    if kind == "smollm3":
+        return tuple(not rotated for rotated in values["no_rope_layers"])
+    return (False,)
 
 
 def llama_to(config: GPTConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megalight.models.gpt.attention_config import AttentionConfig, TemperatureCo
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.llama import LLAMA
 from megalight.models.gpt.hugging_face.options import refuse_others, tied_head
-from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
+from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to, rotated_layers
 from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
@@ -25,6 +25,8 @@ PLACES = {
     "layers.N.mlp.shared.up": "model.layers.N.feed_forward.shared_expert.up_proj",
     "layers.N.mlp.shared.down": "model.layers.N.feed_forward.shared_expert.down_proj",
 }
+DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 500000.0}
+"""What a ``config.json`` need not say."""
 PREFIXES = {r"^language_model\.": ""}
 """Names in models that also read images, of which the language model alone is read."""
 VISION = r"(vision_model|multi_modal_projector)\..*"
@@ -65,8 +67,8 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
         values = values["text_config"]
     layers = values["num_hidden_layers"]
     refuse_others(values, {"attention_bias": False, "hidden_act": "silu"})
-    every = values.get("no_rope_layer_interval", 4)
-    rotated = values.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(layers)]
+    values = {**DEFAULTS, **values}
+    rotated = rotated_layers(values)
     kinds = values.get("layer_types") or [_kind(bool(layer)) for layer in rotated]
     chunk = values.get("attention_chunk_size", 8192)
     chunked = chunk is not None and "chunked_attention" in kinds
@@ -74,6 +76,13 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     experts = values.get("moe_layers")
     experts = range(step - 1, layers, step) if experts is None else experts
     width = values["intermediate_size"]
+    position = rotary_from({**values, "no_rope_layers": rotated})
+    normed = bool(values.get("use_qk_norm", True))
+    # Their norm comes after the rotation and takes the factor out again. Ours comes before it.
+    if normed and position.scaling is not None and position.scaling.concentration != 1.0:
+        raise ConfigurationError(
+            "rope_type 'yarn' with use_qk_norm=True: its factor of queries and keys has no counterpart here."
+        )
     # Only layers that do not rotate have temperatures.
     tuned = bool(values.get("attn_temperature_tuning", True)) and not all(rotated)
     temperature = TemperatureConfig(length=values.get("floor_scale", 8192), scale=values.get("attn_scale", 0.1))
@@ -88,9 +97,9 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
         max_sequence_length=values["max_position_embeddings"],
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
-        position=replace(rotary_from({"rope_theta": 500000.0, **values, "no_rope_layers": rotated}), interleaved=True),
+        position=replace(position, interleaved=True),
         attention=AttentionConfig(
-            qk_l2_norm=bool(values.get("use_qk_norm", True)),
+            qk_l2_norm=normed,
             chunk=chunk if chunked else None,
             window_pattern=tuple(kind == "chunked_attention" for kind in kinds) if chunked else (True,),
             temperature=temperature if tuned else None,

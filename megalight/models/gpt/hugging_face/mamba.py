@@ -133,10 +133,14 @@ def _nemotron_h_from(values: Mapping[str, Any]) -> GPTConfig:
         ConfigurationError: an option has no counterpart here.
     """
     good = {"use_bias": False, "mamba_proj_bias": False, "attention_bias": False, "mamba_hidden_act": "silu"}
-    refuse_others(values, {**good, "mlp_hidden_act": "relu2", "moe_latent_size": None, "sliding_window": None})
+    good |= {"mlp_hidden_act": "relu2", "moe_latent_size": None, "sliding_window": None}
+    # Their class does not tie the head, whatever this says.
+    refuse_others(values, {**good, "tie_word_embeddings": False})
     if "attention_head_dim" in values:  # the older word, as in the published files of Nemotron-H-8B and 56B
         values = {"head_dim": values["attention_head_dim"], **values}
     types = values.get("layers_block_type") or values.get("layer_types")
+    if unknown := sorted(set(types or ()) - TYPES.keys()):
+        raise ConfigurationError(f"layers_block_type has {', '.join(unknown)}; known: {', '.join(TYPES)}.")
     pattern = "".join(TYPES[kind] for kind in types) if types else values["hybrid_override_pattern"]
     return GPTConfig(
         num_layers=len(pattern),
@@ -149,7 +153,6 @@ def _nemotron_h_from(values: Mapping[str, Any]) -> GPTConfig:
         max_sequence_length=values["max_position_embeddings"],
         activation="squared_relu",
         mlp_bias=bool(values.get("mlp_bias", False)),
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         layer_pattern=pattern,
         mamba=_sizes(
             values,

@@ -28,10 +28,17 @@ FIELDS = {
     },
 }
 """Kind of scaling -> our field -> their key."""
-DYNAMIC = {"rope_type", "type", "factor", "rope_theta"}
+DYNAMIC = {"rope_type", "type", "factor", "rope_theta", "partial_rotary_factor"}
 """Keys of a scaling that begins behind ``max_position_embeddings``, where sequences are refused here."""
 OPTIONAL = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 """Their keys that may be missing or empty. Defaults are the same on both sides."""
+
+
+def rotated_layers(values: Mapping[str, Any]) -> list[int]:
+    """Return for each layer of a model with layers that do not rotate (SmolLM3, Llama 4) whether it rotates, 1 or 0."""
+    every = values.get("no_rope_layer_interval", 4)
+    layers = range(values["num_hidden_layers"])
+    return values.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in layers]
 
 
 def rotary_from(values: Mapping[str, Any]) -> PositionConfig:
