@@ -89,7 +89,7 @@ def has_symmetric_memory() -> bool:
     except ImportError:
         return False
     handle = getattr(importlib.import_module("torch._C._distributed_c10d"), "_SymmetricMemory", None)
-    # By its functions: private modules change without a version that tells.
+    # By its functions: private modules change without a change of version.
     return all(hasattr(found, name) for name in ("empty", "rendezvous")) and all(
         hasattr(handle, name) for name in ("get_buffer", "barrier")
     )

@@ -59,7 +59,7 @@ class _Writer:
 
     def save(self) -> None:
         """Append the rows that are not in the file yet."""
-        # Opened anew for each save: a moved or rotated file is followed.
+        # Opened for each save: a moved or rotated file is followed.
         with open(self._path, "a") as file:
             file.writelines(row + "\n" for row in self._rows)
         self._rows = []

@@ -88,7 +88,7 @@ class AutoQuantize(pl.Callback):
         self._batches.append(batch)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Search, tell the result and write it."""
+        """Search, print the result and write it."""
         strategy: Any = trainer.strategy
         batches, self._batches = self._batches, []
         presets = [Preset.read(name, head=False) for name in self.formats]

@@ -170,7 +170,7 @@ def _serve(recorded: Recorded, data: object) -> None:
 
 
 def _check_hidden(trainer: pl.Trainer) -> None:
-    """Refuse what runs layers in a way in which outputs of single modules are not to be had.
+    """Refuse what runs layers in a way that hides the outputs of single modules.
 
     Raises:
         ConfigurationError: names the setting.

@@ -32,7 +32,7 @@ class ModelOptQuantization(pl.Callback):
             ``.yaml`` (``general/ptq/fp8_default-kv_fp8``).
         head: also quantize the output layer, which presets leave out.
         kv: also round keys and values, by this preset: ``FP8_KV_CFG``, or ``NVFP4_KV_CFG`` on CUDA.
-        measure: after calibration, run its batches once more, and print loss and perplexity, ``exp(loss)``, before and
+        measure: after calibration, run its batches again, and print loss and perplexity, ``exp(loss)``, before and
             with quantization.
         save_to: folder for a checkpoint of the calibrated model, also in remote storage; None: none is written here.
         layers: other presets for some layers: a mapping from globs over their paths (``layers.0.mlp.down``) to presets,

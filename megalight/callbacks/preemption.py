@@ -100,7 +100,7 @@ class Preemption(pl.Callback):
             beside.finish_saves()  # or this save might be left out, because another is under way
         trainer.save_checkpoint(self.saved)
         if beside is not None:
-            beside.finish_saves()  # nobody is told of a checkpoint before it is published
+            beside.finish_saves()  # no other process hears of a checkpoint before it is published
         trainer.should_stop = True
         # Lightning would continue until it reaches these minima.
         trainer.fit_loop.epoch_loop.min_steps = trainer.fit_loop.min_epochs = None

@@ -33,7 +33,7 @@ from megalight.errors import CheckpointError, MissingCheckpointError, nearest
 from megalight.parallel.source import Filled, Source, Target
 
 ATTEMPTS = 3
-"""How many times a folder that is missing is opened once more: another one may have taken its place at that moment."""
+"""How many times a missing folder is opened again: another one may have taken its place at that moment."""
 
 
 class Saved(Source, Protocol):

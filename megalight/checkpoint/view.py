@@ -271,7 +271,7 @@ def views_of_source(
         flat: each is one flattened piece, as :func:`views_of_pieces` writes tensors that are not split.
     """
     views: dict[str, View] = {}
-    # Once: a source that is made of others may list its names anew each time.
+    # Once: a source made of others may list its names again each time.
     tensors = source.tensors
     places: dict[str, tuple[str, tuple[int, ...]]] = {}
     reading = Reading(source, places, process_group)

@@ -68,7 +68,7 @@ def page(verb: str, words: Sequence[str]) -> str:
 def page_of_class(verb: str, words: Sequence[str]) -> str | None:
     """Return the options of the class that ``--KEY.help NAME`` or ``--KEY.help=NAME`` asks for, if any word does.
 
-    Without a name, they are those of the default. None also where the source does not tell: the parser must answer.
+    Without a name, they are those of the default. None also where the source does not say: the parser must answer.
     """
     for index, word in enumerate(words):
         key, equals, name = word.removeprefix("--").partition("=")
@@ -87,7 +87,7 @@ def _section(verb: str, key: str, source: Source | None) -> Iterator[str]:
     """Yield the options of one class."""
     yield ""
     if source is None or signatures.members(source) is None:
-        yield f"{key}: the source of its class does not tell the options. Type: megalight {verb} --{key}.help CLASS"
+        yield f"{key}: the source of its class does not list the options. Type: megalight {verb} --{key}.help CLASS"
         return
     yield f"{key}: {source.name}. {plain(source.summary)}"
     for option in options(key, source):

@@ -104,7 +104,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """Name each file by its folder, with as many parts of the path as tell the folders apart."""
+    """Name each file by its folder, with as many parts of the path as distinguish the folders."""
     folders = [file.parent.absolute() for file in files]
     names = [folder.name for folder in folders]
     for depth in range(1, max((len(folder.parts) for folder in folders), default=1) + 1):

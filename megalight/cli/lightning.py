@@ -110,7 +110,7 @@ def _refusals_of_lightning() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        # The innermost frame tells who raised: the user's own errors keep their traceback.
+        # The innermost frame shows who raised: the user's own errors keep their traceback.
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
         if innermost.f_globals["__name__"].partition(".")[0] != "lightning":
             raise

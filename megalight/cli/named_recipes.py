@@ -65,7 +65,7 @@ class Recipe:
 def recipes() -> dict[str, Recipe]:
     """Return all named recipes by name, in the order of families, presets, purposes and GPUs."""
     found: dict[str, Recipe] = {}
-    # Other families begin with the weights of several models, which no name tells.
+    # Other families begin with the weights of several models, which no name contains.
     for known in map(family, sorted(CLASSES)):
         for preset in sorted(known.presets):
             parameters = count_parameters(known, known.presets[preset])

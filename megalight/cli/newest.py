@@ -48,7 +48,7 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     if wanted == "last":
         raise _none(places)
     where = ", ".join(map(str, places))
-    _log(f"--ckpt_path=auto: there is no finished checkpoint under {where}; the run starts anew")
+    _log(f"--ckpt_path=auto: there is no finished checkpoint under {where}; the run starts from scratch")
     return None
 
 
@@ -82,7 +82,7 @@ def existing(path: str | os.PathLike[str]) -> Place:
 def _none(places: Iterable[Place]) -> CheckpointError:
     return CheckpointError(
         f"--ckpt_path=last: there is no finished checkpoint under {', '.join(map(str, places))}. Give the path of one, "
-        "or --ckpt_path=auto to start anew if there is none."
+        "or --ckpt_path=auto to start from scratch if there is none."
     )
 
 

@@ -102,7 +102,7 @@ def reported(prog: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:  # the program that reads our output has ended (``megalight inspect ... | head``)
-        # Otherwise Python would report the broken pipe once more when it closes standard output.
+        # Otherwise Python would report the broken pipe again when it closes standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except caught as error:

@@ -8,7 +8,7 @@ import os
 def claim(root: str, version: int) -> int:
     """Make the folder ``version_N`` of a new run.
 
-    To make a folder either succeeds or tells that it is there, also if several processes try at once. So no other run
+    Making a folder either succeeds or fails because it exists, also if several processes try at once. So no other run
     has the same one.
 
     Args:

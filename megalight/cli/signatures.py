@@ -34,7 +34,7 @@ class Written:
 
 
 def members(source: Source) -> dict[str, Annotation] | None:
-    """Return the arguments of a class's constructor, or None if the source does not tell them all.
+    """Return the arguments of a class's constructor, or None if the source does not list them all.
 
     ``**kwargs`` adds the arguments of the base classes.
     """

@@ -31,7 +31,7 @@ class Module:
         """What the file defines or imports at its top level: name -> statement.
 
         A name that is defined twice, in different ways, is there with a statement that says nothing. A file that is
-        not Python holds ``*`` alone: it may hold any name, and importing it will tell.
+        not Python holds ``*`` alone: it may hold any name, and only an import shows which.
         """
         try:
             state = self.path.stat()

@@ -40,7 +40,7 @@ class MegalightTrainer(pl.Trainer):
         limit_test_batches: the same for ``test``.
         limit_predict_batches: the same for ``predict``.
         cuda_graphs: ``auto``: replay steps from CUDA graphs if the first steps show that this is faster
-            (:class:`~megalight.callbacks.AutomaticCUDAGraph`); the log tells. ``off``: do not try.
+            (:class:`~megalight.callbacks.AutomaticCUDAGraph`); the log says which. ``off``: do not try.
 
     Attributes:
         shortened: lines for the log of ``fit``: intervals that were longer than the run, and what became of them.

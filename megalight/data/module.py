@@ -270,7 +270,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         if trainer is None:
             return 0, 0
         per_step = trainer.accumulate_grad_batches
-        # Every batch has the same size, so the step count tells the position, and no state need be saved.
+        # Every batch has the same size, so the step count gives the position, and no state need be saved.
         if self._whole_run:
             return 0, trainer.global_step * per_step
         batches, limit = self._sampler("train").num_batches, trainer.limit_train_batches
@@ -300,7 +300,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
     def _loader(self, name: str) -> TokenLoader | list[Any]:
         dataset = self._datasets[name]
         if dataset is None:
-            # `setup` has told what is empty; Lightning would tell again, and not what.
+            # `setup` has reported what is empty; Lightning would warn again without saying what.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero", UserWarning)
             return []
         sampler = self._sampler(name)

@@ -173,7 +173,7 @@ class Tokenizer:
         Tokenizers with equal identities give each id the same meaning, also if different libraries or versions wrote
         them.
         """
-        # The vocabulary alone does not tell how text is divided. The probe covers spaces,
+        # The vocabulary alone does not show how text is divided. The probe covers spaces,
         # code, accents and emoji.
         facts = [sorted(self._vocabulary.items(), key=lambda item: (item[1], item[0])), self.encode(PROBE)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -130,7 +130,7 @@ class Cache:
         """
         if not self.reversible:
             raise ConfigurationError(
-                "a layer keeps one state for all tokens of a slot, which cannot forget the last ones. Begin it anew."
+                "a layer keeps one state for all tokens of a slot, which cannot forget the last ones. Restart the slot."
             )
         # The rows stay, and are written over.
         self.lengths[slot] = length

@@ -84,7 +84,7 @@ def saved_model(
     # In the widest dtype that was saved, as a narrower one would round weights.
     model = _room(known, config, serving(described), device, dtype or widest(opened), mesh)
     if adapter is not None:
-        # Before weights are read: a wrong name is told at once.
+        # Before weights are read: a wrong name raises at once.
         activate(model.root, adapter)
     source = without_training_parts(opened, described)
     with _readers(mesh) as group:

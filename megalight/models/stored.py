@@ -102,7 +102,7 @@ def open_model(
             "format (megalight convert --to modelopt)."
         )
     if serving(described) or not holds_base(opened.common):
-        # The values of such weights do not tell what the model computes until the adapters are merged.
+        # The values of such weights are not what the model computes with until the adapters are merged.
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
     known = family(described["family"])
     config = known.config.from_dict(described["config"])
@@ -177,7 +177,7 @@ def save_model(
     if model.unread and optimizer:
         raise CheckpointError(
             f"the source holds optimizer state that cannot be imported: {model.unread}. Or take the weights alone "
-            "(--weights-only), with which training starts anew."
+            "(--weights-only), with which training starts from scratch."
         )
     described = {"family": model.family.name, "config": model.config.to_dict(), "transforms": [], BASE: True}
     names = [name for name in model.weights.tensors if name.startswith(PREFIX)]

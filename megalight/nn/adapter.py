@@ -190,7 +190,7 @@ class Adapter(nn.Module):
 
         They are ``||W||^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T``, so that no second matrix as large as ``W`` is made.
         The paper treats them as constants, which saves the gradient through them. A weight that is stored as codes is
-        decoded once more for them.
+        decoded again for them.
         """
         wide = torch.promote_types(weight.dtype, torch.float32)
         pairs = zip(self.A.split(self.width), self.B.split(self.sizes), strict=True)  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ class Counting(nn.Module, ABC):
 
 @torch.no_grad()
 def end_step(model: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
-    """End a training step: give each module the totals of its counts, and begin to count anew.
+    """End a training step: give each module the totals of its counts, and start counting from 0.
 
     Args:
         model: its modules with counts, in order, are the same on every device.

@@ -53,7 +53,7 @@ class TransformerLayer(nn.Module):
         mlp_post_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        # Names follow the mixer, so that checkpoints tell what a layer mixes with.
+        # Names follow the mixer, so that checkpoints show what a layer mixes with.
         self.names = f"{name}_norm", name, f"{name}_dropout", f"{name}_post_norm"
         for child, module in zip(self.names, (mixer_norm, mixer, nn.Dropout(dropout), mixer_post_norm), strict=True):
             self.add_module(child, module)

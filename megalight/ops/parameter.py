@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megalight.ops.stored import Codes
 
 
-def nobody() -> None:
+def do_nothing() -> None:
     """Do nothing: the default callback."""
 
 
@@ -56,9 +56,9 @@ class ParameterState:
 
     main_grad: Tensor | None = None
     untouched: bool = False
-    mark_grad_ready: Callable[[], None] = nobody
-    expect_late: Callable[[], None] = nobody
-    begin_late: Callable[[], None] = nobody
+    mark_grad_ready: Callable[[], None] = do_nothing
+    expect_late: Callable[[], None] = do_nothing
+    begin_late: Callable[[], None] = do_nothing
     landing: RemovableHandle | None = None
     precision: LowPrecision | None = None
     stack_precision: StackPrecision | None = None
@@ -136,7 +136,7 @@ def may_hide(x: Tensor, *parameters: Tensor | None) -> bool:
     return x.requires_grad and not torch.compiler.is_dynamo_compiling()
 
 
-def collect(parameter: Tensor, main_grad: Tensor, ready: Callable[[], None] = nobody) -> ParameterState:
+def collect(parameter: Tensor, main_grad: Tensor, ready: Callable[[], None] = do_nothing) -> ParameterState:
     """Let ops add the gradients of a parameter to ``main_grad`` from now on.
 
     A parameter has one main gradient at a time: an earlier one gets no further gradients.
@@ -161,7 +161,7 @@ def release(parameter: Tensor) -> None:
     if state.landing is not None:
         state.landing.remove()
     state.main_grad, state.untouched, state.landing = None, False, None
-    state.mark_grad_ready = state.expect_late = state.begin_late = nobody
+    state.mark_grad_ready = state.expect_late = state.begin_late = do_nothing
     del parameter.main_grad  # type: ignore[attr-defined]
     # It may be a view of the main gradient, in that one's dtype.
     parameter.grad = None

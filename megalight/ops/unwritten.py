@@ -26,7 +26,7 @@ Unwritten: TypeAlias = "Callable[[Scheme | None, Scheme | None, Tensor], Told]"
 
 
 def unwritten(shape: tuple[int, ...], like: Tensor, cast: Unwritten) -> Tensor:
-    """Return a tensor of this shape, with the dtype and device of ``like``, of which only the casts can be had."""
+    """Return a tensor of this shape, with the dtype and device of ``like``, of which only casts exist."""
     out = without_values(shape, like)
     annotate(out).unwritten = cast
     return out

@@ -174,7 +174,7 @@ def check_overlap(model: nn.Module, device: torch.device) -> None:
 def check_backends(model: nn.Module, device: torch.device) -> None:
     """Raise, before a model runs on ``device``, if a backend that was named for one of its modules cannot serve.
 
-    Modules that can tell have a method ``check_backend(device)``.
+    Modules that can answer have a method ``check_backend(device)``.
 
     Raises:
         BackendError: names the module, and gives the reason of each backend.

@@ -76,7 +76,7 @@ def shared_group(
 
     All members must ask for groups in the same order. Arguments and errors are those of :func:`new_group`.
     """
-    # Kept by the default group: when that one is destroyed and made anew, its groups are gone with it.
+    # Kept by the default group: when that one is destroyed and made again, its groups are gone with it.
     known = _SHARED.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
     if (purpose, *ranks) not in known:
         known[purpose, *ranks] = new_group(ranks, purpose, backend, max_ctas)

@@ -481,7 +481,7 @@ class MegatronStrategy(FolderCheckpoints):
         return self._evaluation_step("val", "validation_step", args)
 
     def replay(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Run a validation batch forward only once more, and log nothing, for callbacks that measure activations.
+        """Run a validation batch forward again, and log nothing, for callbacks that measure activations.
 
         Returns:
             sum and count of its losses over all ranks.

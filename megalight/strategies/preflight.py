@@ -73,9 +73,9 @@ def check(
 def _split_on_meta(strategy: MeshStrategy, module: Any, part: Part) -> None:
     """Build the model without memory, and split a part of it like its first rank.
 
-    This runs the module's ``build_model`` once more. We cannot keep this model: ``setup`` hooks, which may prepare what
-    ``build_model`` needs, have not run yet, and with ``start_method="fork"`` or ``"spawn"`` another process trains. On
-    the meta device the extra run needs no memory and little time.
+    This runs the module's ``build_model`` once more than training. We cannot keep this model: ``setup`` hooks, which
+    may prepare what ``build_model`` needs, have not run yet, and with ``start_method="fork"`` or ``"spawn"`` another
+    process trains. On the meta device the extra run needs no memory and little time.
     """
     built_elsewhere = getattr(type(module), "configure_model", None) is not MegalightModule.configure_model
     if built_elsewhere or module.model is not None:

@@ -91,7 +91,7 @@ def test_help_of_a_default_and_of_a_class_that_nobody_can_read(tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     assert page_of_class("fit", ["--model.help", "odd_module.Odd"]) is None
     assert page_of_class("fit", ["--trainer.max_steps=3"]) is None
-    assert "its class does not tell the options" in page("fit", ["--model=odd_module.Odd"])
+    assert "its class does not list the options" in page("fit", ["--model=odd_module.Odd"])
 
 
 def test_kinds():

@@ -164,7 +164,7 @@ def test_the_log_says_which_checkpoint_was_found(tmp_path: Path, caplog: pytest.
         resolve("auto", "fit", [tmp_path])
         resolve("last", "fit", [tmp_path])
     assert caplog.messages == [
-        f"--ckpt_path=auto: there is no finished checkpoint under {tmp_path}; the run starts anew",
+        f"--ckpt_path=auto: there is no finished checkpoint under {tmp_path}; the run starts from scratch",
         f"--ckpt_path=auto: the newest checkpoint is {tmp_path / 'run' / 'a.ckpt'}",
         f"--ckpt_path=last: the newest checkpoint is {tmp_path / 'run' / 'a.ckpt'}",
     ]

@@ -112,7 +112,7 @@ def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: Me
         if defines(owner, "on_before_backward"):
             yield f"{type(owner).__name__} defines on_before_backward, which a replay does not call"
     if getattr(module, "varying_carry", False) and strategy.mesh.pp > 1:
-        yield f"{type(module).__name__}.varying_carry lets stages tell each other shapes in the step, on the host"
+        yield f"{type(module).__name__}.varying_carry lets stages exchange shapes in the step, on the host"
     for chunk in strategy.chunks:
         yield from of_hooks(chunk.named_modules())
         yield from of_parameter_hooks(chunk.named_parameters())

@@ -76,7 +76,7 @@ def _second(trainer: pl.Trainer, note: Callable[[str], None], all_reads: bool) -
 
 
 class Index(int):
-    """An integer that tells when it is used."""
+    """An integer that records its use."""
 
     note: Callable[[str], None]
 
@@ -98,7 +98,7 @@ for _name in (
 
 
 def _steps(module: pl.LightningModule, note: Callable[[str], None]) -> dict[str, Any]:
-    """Return the module's own step, called with numbers that tell when they are used."""
+    """Return the module's own step, called with numbers that record their use."""
     step = module.training_step
 
     def training_step(batch: Any, *others: Any) -> Any:

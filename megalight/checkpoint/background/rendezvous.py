@@ -1,8 +1,8 @@
-"""How workers tell that their parts are written: one file per rank beside the data, gone before the seal.
+"""How workers report that their parts are written: one file per rank beside the data, gone before the seal.
 
 The worker locks ``parts/<rank>.json.writing`` as long as it lives. ``parts/<rank>.json`` says what it has written, or
 why it could not. Both begin with a line that names the machine: some file systems have locks that other machines do not
-see, so a lock that is not there tells of a death on the same machine only. Remote storage has no locks: there only the
+see, so a missing lock proves a death on the same machine only. Remote storage has no locks: there only the
 last file is written, and its trainer notices the death of a worker. No torch in here.
 """
 
@@ -29,12 +29,12 @@ WATCHED = 16
 
 
 def announcement(folder: Place, rank: int) -> Announcement:
-    """Begin to tell the others about the part of a rank."""
+    """Begin to report the part of a rank to the others."""
     return LockedAnnouncement(folder, rank) if isinstance(folder, Path) else Announcement(folder, rank)
 
 
 class Announcement:
-    """What one worker tells the others about one save."""
+    """What one worker reports to the others about one save."""
 
     def __init__(self, folder: Place, rank: int) -> None:
         self._done = folder / FOLDER / f"{rank}.json"
@@ -59,7 +59,7 @@ class LockedAnnouncement(Announcement):
         lock = locked(new)
         self._open = [self._descriptor, *([] if lock is None else [lock])]
         write_all(self._descriptor, f"{machine()}\n".encode())
-        os.rename(new, self._writing)  # locked before it can be seen: without a lock it tells of a death
+        os.rename(new, self._writing)  # locked before it can be seen: without a lock it would report a death
 
     def tell(self, outcome: Written | str) -> None:
         """See :class:`Announcement`."""
@@ -77,7 +77,7 @@ class LockedAnnouncement(Announcement):
 
 
 def collect(folder: Place, ranks: int) -> list[Written]:
-    """Wait for the parts of all ranks, and remove what told of them.
+    """Wait for the parts of all ranks, and remove their reports.
 
     Raises:
         CheckpointError: a worker failed or died.
@@ -86,7 +86,7 @@ def collect(folder: Place, ranks: int) -> list[Written]:
     found: dict[int, Written] = {}
     while len(found) < ranks:
         left = sorted(set(range(ranks)) - found.keys())
-        # One listing tells of all ranks: a store takes a fee for each question, and has many ranks to answer.
+        # One listing for all ranks: a store charges for each request, and many ranks ask it.
         there = None if isinstance(folder, Path) else _listed(folder / FOLDER)
         for rank in left if there is None else (rank for rank in left if f"{rank}.json" in there):
             written = _look(folder, rank, time.monotonic() - begun)

@@ -183,7 +183,7 @@ class Background:
 
         Raises:
             CheckpointError: on every rank, when any rank could not begin. Nothing is left behind, and the next save
-                begins anew. Also, on this rank alone, after an :meth:`abort` that came when all ranks had begun.
+                starts over. Also, on this rank alone, after an :meth:`abort` that came when all ranks had begun.
         """
         # Staging and handing over happen at one moment on all ranks: the checkpoint is of one step.
         assert self.pending is None, "finish the save under way first"
@@ -289,8 +289,8 @@ class Background:
 
     def abort(self) -> None:
         """Kill this rank's worker at once and forget the save under way. No collective: an in-process restarter calls
-        it, in any thread. Who waits in :meth:`settle` or begins in :meth:`save` is told so. What was published stays;
-        what was not leaves a folder that the next save cleans away.
+        it, in any thread. Callers that wait in :meth:`settle` or begin in :meth:`save` get an error. What was published
+        stays; what was not leaves a folder that the next save cleans away.
         """
         with self._lock:
             self._aborts += 1
@@ -320,7 +320,7 @@ class Background:
         return self._memory
 
     def _reserve(self, nbytes: int) -> Any:
-        # Those of a save that did not come to its end, into the same memory. Here, where an error is told to all ranks.
+        # Those of a save that did not end, into the same memory. Here, where all ranks learn of an error.
         self._end_copies()
         return self._own_memory().reserve(nbytes)
 

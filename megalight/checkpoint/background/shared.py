@@ -42,7 +42,7 @@ class SharedMemory:
         def make() -> None:
             if device is not None:
                 torch.cuda.set_device(device)  # a thread begins with the first one
-            with suppress(OSError):  # the save itself tells that there is none
+            with suppress(OSError):  # the save itself reports that there is none
                 self._grow(nbytes)
 
         self._making = threading.Thread(target=make, daemon=True)

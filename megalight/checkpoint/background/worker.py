@@ -67,7 +67,7 @@ def perform(job: Job, memory: int) -> None:
     """
     told = announcement(job.folder, job.part.rank)
     try:
-        # not closed here: a failed write still refers to it, and its error must be the one that is told
+        # not closed here: a failed write still refers to it, and its error must be the one that is reported
         view = memoryview(mmap.mmap(memory, 0, access=mmap.ACCESS_READ))
         told.tell(write_part(job.folder, job.part, _pieces(job, view)))
     except Exception as error:

@@ -108,7 +108,7 @@ def _complete(root: Any) -> manifests.Manifest | None:
     try:
         manifest = manifests.read(root)
         manifests.check_files(root, manifest)
-    # Removed meanwhile, or of others. A disk that fails is neither: a run must not start anew for it.
+    # Removed meanwhile, or of others. A disk that fails is neither: a run must not start from scratch for it.
     except (CheckpointError, FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     return manifest
@@ -203,7 +203,7 @@ def removed(path: Any) -> bool:
 def _taken(root: Path, path: Path, lock: int | None) -> bool:
     """Delete a folder that is locked; False if another run has put a new one in its place meanwhile, which stays.
 
-    The readers of the new one hold that one, and a lock tells nothing of them. So the folder gets another name first:
+    The readers of the new one hold that one, and a lock says nothing about them. So the folder gets another name first:
     what has it is either the one with the lock, or goes back. Until then it is found under this name by who asks for
     the checkpoint, and stays if this process is killed.
     """
@@ -363,7 +363,7 @@ def _dispose(folder: Path, path: Path) -> None:
 def clean(path: Path) -> None:
     """Delete what killed saves and removals left in the directory of ``path``.
 
-    A folder that a living process has locked stays. Where locks tell nothing (the file system has none, or another
+    A folder that a living process has locked stays. Where locks say nothing (the file system has none, or another
     machine works in the folder), only leftovers of ``path`` itself go, and those that nobody has touched for a day.
     A complete leftover stays as long as its path is missing: it *is* that checkpoint.
     """

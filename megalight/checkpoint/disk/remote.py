@@ -179,7 +179,7 @@ class Status:
 
 @files.located.register
 def _located(root: Address, name: str) -> Address:
-    """Without a question to the store: it has no links, and whoever reads a file is told if it is missing."""
+    """Sends no request: a store has no links, and reading a missing file raises an error."""
     return root / files.checked_name(name)
 
 
@@ -383,7 +383,7 @@ def _left_for_later(place: Address) -> Iterator[None]:
 def _sealed(save: Address) -> bool:
     """Whether a save has its manifest."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        # A listing also tells a folder from a file of this name.
+        # A listing also distinguishes a folder from a file of this name.
         return any(each.name == manifests.NAME for each in save.iterdir())
     return False
 
@@ -396,7 +396,7 @@ def _saves(path: Address) -> list[Address]:
 
 
 def _order(save: Address) -> tuple[int, str]:
-    """What tells older saves from newer ones; an unpublished one is the oldest."""
+    """Sorts saves by age; an unpublished one is the oldest."""
     try:
         return manifests.read(save).saved_at, save.url
     except (CheckpointError, FileNotFoundError):  # torn, or another process has just deleted it

@@ -10,7 +10,7 @@ import pickletools
 from collections.abc import Callable
 
 SIZES = {ord(each.code): each.arg.n if each.arg else 0 for each in pickletools.opcodes}
-"""Bytes of each instruction's argument; below zero where the argument itself tells."""
+"""Bytes of each instruction's argument; below zero where the argument begins with its length."""
 
 LENGTHS: dict[int, Callable[[bytes], int]] = {
     pickletools.TAKEN_FROM_ARGUMENT1: lambda field: field[0],
@@ -18,7 +18,7 @@ LENGTHS: dict[int, Callable[[bytes], int]] = {
     pickletools.TAKEN_FROM_ARGUMENT4U: lambda field: int.from_bytes(field[:4], "little"),
     pickletools.TAKEN_FROM_ARGUMENT8U: lambda field: int.from_bytes(field[:8], "little"),
 }
-"""How an argument that begins with its own length tells it, from its first 8 bytes."""
+"""How an argument gives its own length, from its first 8 bytes."""
 
 FIELDS = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,

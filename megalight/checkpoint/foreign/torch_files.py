@@ -117,7 +117,7 @@ class Archived:
 
     def write(self, data: memoryview) -> int:
         """Take the next bytes of the archive."""
-        # torch writes a record from where it lies: the address tells elements from all else
+        # torch writes a record from where it lies: the address shows which are elements
         if np.frombuffer(data, np.uint8).ctypes.data not in self._elements:
             self.frame += data
         elif self.first < 0:

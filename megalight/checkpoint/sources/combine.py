@@ -31,7 +31,7 @@ class Averaged(Wrapped):
 
     def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
-        # Once: a source that is made of others may list its names anew each time.
+        # Once: a source made of others may list its names again each time.
         floats = {name for name, held in self.tensors.items() if getattr(torch, held.dtype).is_floating_point}
         floating = [box for box in request.targets if box.name in floats]
         total: list[Target] = []

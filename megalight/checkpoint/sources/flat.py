@@ -68,7 +68,7 @@ class FlatStates(Wrapped):
         wholes = {}
         for name, parts in found.items():
             ends = [[o + n for o, n in zip(offset, size, strict=True)] for offset, size, _ in parts]
-            # Pieces tell where they lie. Their ends give the shape of the whole.
+            # Pieces have offsets. Their ends give the shape of the whole.
             shape = tuple(map(max, zip(*ends, strict=True)))
             if sum(prod(size) for _, size, _ in parts) != prod(shape) or any(
                 info.shape != (prod(size),) for _, size, info in parts

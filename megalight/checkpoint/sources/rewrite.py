@@ -32,7 +32,7 @@ def rewrite(
         path: the checkpoint.
         output: the folder to write.
         scheme: the format to write. Flat state (``dp_reshardable``) is written for weights that are not split.
-        watched: is given the source of all tensors, and returns one that tells of what is read.
+        watched: takes the source of all tensors, and returns one that reports what is read.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or ``output`` cannot be written.

@@ -29,7 +29,7 @@ def arguments_of(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr | Non
 
 
 def positional(source: Source) -> list[str]:
-    """Return the arguments of a class in their order, as far as the source tells it."""
+    """Return the arguments of a class in their order, as far as the source says."""
     found = method_of(source, "__init__")
     if found is not None:
         arguments = found[1].args

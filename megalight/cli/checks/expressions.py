@@ -61,7 +61,7 @@ KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 class Unknown(Exception):
-    """A value depends on something that the source alone does not tell."""
+    """A value depends on something that the source does not contain."""
 
 
 UNKNOWN: Any = object()
@@ -85,7 +85,7 @@ class Expressions:
         """Return the value of an expression.
 
         Raises:
-            Unknown: the source does not tell it.
+            Unknown: the source does not say.
         """
         match node:
             case ast.Constant():

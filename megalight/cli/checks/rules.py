@@ -82,7 +82,7 @@ def _check_data(given: Values) -> None:
     if isinstance(tokenizer, str) and not Path(tokenizer).exists():
         from megalight.data.tokenizer import Tokenizer
 
-        Tokenizer.load(tokenizer)  # it tells what is missing
+        Tokenizer.load(tokenizer)  # its error says what is missing
     for name in ("data", "train_data", "val_data", "test_data"):
         if isinstance(given.get(name), str):
             for prefix in Mixture.parse(given[name]).prefixes:
@@ -180,7 +180,7 @@ def _check_folder(key: str, folder: Any) -> None:
     if not above.is_dir():
         raise ConfigurationError(f"{key}={folder}: {above} is a file; name a folder for logs and checkpoints.")
     try:
-        # Only an attempt tells it, also of full and read-only disks, for root too. A rank need not try again.
+        # Only an attempt shows it, also for full and read-only disks, and for root. A rank need not try again.
         if not launched():
             tempfile.TemporaryDirectory(prefix=".megalight-", dir=above).cleanup()
     except OSError as error:

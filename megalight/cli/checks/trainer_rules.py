@@ -19,7 +19,7 @@ COUNTS = {
     "num_nodes": (1, "the number of machines"),
     "num_sanity_val_steps": (-1, "the validation batches before training: 0 for none, -1 for all"),
     "check_val_every_n_epoch": (1, "the epochs from one validation to the next, or null to count batches alone"),
-    "reload_dataloaders_every_n_epochs": (0, "the epochs after which loaders are made anew, or 0 to keep them"),
+    "reload_dataloaders_every_n_epochs": (0, "the epochs after which loaders are made again, or 0 to keep them"),
     "accumulate_grad_batches": (1, "the number of batches whose gradients are added up before each optimizer step"),
     "log_every_n_steps": (0, "the steps from one log to the next, or 0 for no logs"),
     "fast_dev_run": (0, "the batches of a trial run"),

@@ -152,7 +152,7 @@ class Walk(Expressions):
         raise _Ends
 
     def _error(self, name: str) -> type[MegalightError] | None:
-        """Return the class of an error that commands tell without a traceback, or None."""
+        """Return the class of an error that commands print without a traceback, or None."""
         source = class_of(self.module, name)
         if source is not None and source.name == "MisconfigurationException":
             return errors.ConfigurationError

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.plain and arguments.chat_template:
         raise ConfigurationError("--plain takes no template; leave out --plain or --chat-template.")
-    # Before the weights: a wrong file is then told at once.
+    # Before the weights: a wrong file then raises at once.
     questions = read_questions(arguments.questions)
     source = None if arguments.chat_template is None else read_template(arguments.chat_template)
 

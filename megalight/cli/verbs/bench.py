@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"--timeout is {arguments.timeout:g} seconds; it must be above 0.")
     bench = benchmarks()
     if arguments.peers and not (arguments.rows or arguments.list):
-        # `--peers hf tiny-cpu` takes the row for a peer; a list of rows would not tell why nothing ran.
+        # `--peers hf tiny-cpu` takes the row for a peer; a list of rows would not say why nothing ran.
         raise ConfigurationError(
             f"--peers {' '.join(arguments.peers)} leaves no row; name rows first: megalight bench ROW --peers "
             f"{arguments.peers[0]}. See: megalight bench --list"

@@ -154,7 +154,7 @@ def _print_plugins(device: str, brought: list[tuple[str, str, str, str]]) -> Non
         brought: ``(plugin, backend, op, answer)`` for every backend of a plugin.
     """
     rows: list[tuple[str, str, str]] = []
-    # Plugins that add no backend are told of, too: the user sees that they were found.
+    # Plugins that add no backend are listed too: the user sees that they were found.
     for name, error in load_plugins().items():
         found: dict[tuple[str, str], list[str]] = {}  # one line for all ops with one answer
         for plugin, backend, op, answer in brought:

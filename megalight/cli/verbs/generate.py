@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.inference import TextGenerator
     from megalight.inference.pictures import read
 
-    # Before the weights: a wrong path and a damaged file are then told at once, with their names.
+    # Before the weights: a wrong path and a damaged file then raise at once, with their names.
     files = [read(image, f"--image {number}") for number, image in enumerate(arguments.image, 1)]
     for number, (image, file) in enumerate(zip(arguments.image, files, strict=True), 1):
         decode(file, f"--image {number} ({image})")

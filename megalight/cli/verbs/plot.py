@@ -89,7 +89,7 @@ def panels(runs: Sequence[Run], wanted: Sequence[str] | None = None) -> dict[str
     losses = sorted(name for name in known if "loss" in name and name not in usual and not EXPERTS.fullmatch(name))
     found = {title: tuple(name for name in names if name in known) for title, names in PANELS.items()}
     found = {title: names for title, names in found.items() if names} | {name: (name,) for name in losses}
-    # A map of experts shows one run; several could not be told apart in it.
+    # A map of experts shows one run; several would look the same in it.
     found |= _of_experts(known, maps=len(runs) == 1)
     if not found and (error := missing(runs, ["train_loss"])):
         raise error
@@ -180,7 +180,7 @@ def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dic
             if name in run.curves:
                 parts = [run.name] if len(runs) > 1 or len(names) == 1 else []
                 label = " ".join([*parts, *([name] if len(names) > 1 else [])])
-                # With one run, colors tell its metrics apart; with several, the runs.
+                # With one run, colors distinguish its metrics; with several, the runs.
                 color = f"C{place if len(runs) > 1 else kind}"
                 style = {"color": color, "linestyle": LINES[kind % len(LINES)]}
                 yield label, style, run.trained, run.curves[name]

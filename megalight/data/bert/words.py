@@ -60,7 +60,7 @@ class Words:
         classify, separate, mask = (_find(vocabulary, names, purpose) for purpose, names in wanted.items())
         # Ids that no token has count as special: they are never masked, and replace nothing.
         inner, opens, special = np.zeros(size, bool), np.zeros(size, bool), np.ones(size, bool)
-        # One such token tells: vocabularies of other kinds mark no continuation.
+        # One such token is enough: vocabularies of other kinds mark no continuation.
         pieces = any(token.startswith("##") for token in vocabulary)
         letter = _letter_of_bytes if any(token.startswith(SPACE) for token in vocabulary) else str.isalnum
         names = {*CLASSIFY, *SEPARATE, *MASK, *OTHERS, tokenizer.eod_token, tokenizer.pad_token}

@@ -190,7 +190,7 @@ class PackedDataset:
 
 
 def collate(samples: Sequence[Sample]) -> TokenBatch:
-    """Stack samples to the rows of a batch, which tells what tokens count in the loss."""
+    """Stack samples to the rows of a batch, which holds the tokens that count in the loss."""
     return collate_text(samples).with_rows()
 
 

@@ -175,7 +175,7 @@ def prepare_chat(
 
 def _first_kind(files: Sequence[TextFile]) -> Kind:
     """Return the kind of the first row that can be read. Bad rows before it are reported when they are encoded."""
-    # Bad rows are skipped here, whatever the user chose: they are told of when they are encoded.
+    # Bad rows are skipped here, whatever the user chose: they are reported when they are encoded.
     for block in blocks(files, on_bad="skip"):
         for place, record in records_of(block):
             try:

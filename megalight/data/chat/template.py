@@ -127,7 +127,7 @@ class ChatTemplate:
             at = next((k for k, pair in enumerate(zip(text, wrong, strict=False)) if pair[0] != pair[1]), len(text))
             around = slice(max(0, at - 20), at + 20)
             raise DataError(
-                f"the chat template writes the text of message {index} differently once more follows: "
+                f"the chat template writes the text of message {index} differently if more messages follow: "
                 f"{wrong[around]!r} becomes {text[around]!r}. "
                 "So the assistant's part cannot be found. Put it between {% generation %} and {% endgeneration %} in "
                 "the template, or train on the last message only (--train-on last)."

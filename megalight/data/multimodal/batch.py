@@ -212,7 +212,7 @@ def with_cuts(text: TokenBatch, cuts: Sequence[Sequence[Cut]], image_token: int,
 
 
 def document_positions(lengths: Sequence[int], images: Sequence[tuple[int, tuple[int, int]]]) -> NDArray[np.int64]:
-    """Return positions ``[3, S]`` of the tokens of a row of documents, which begin anew in each document.
+    """Return positions ``[3, S]`` of the tokens of a row of documents, which start from 0 in each document.
 
     Args:
         lengths: of the documents.

@@ -49,7 +49,7 @@ def measure(data: bytes, place: str) -> tuple[int, int]:
 
 @contextmanager
 def _opened(data: bytes, place: str) -> Iterator[Any]:
-    """Give the Pillow image in the bytes of a file; what it raises inside tells the place."""
+    """Give the Pillow image in the bytes of a file; errors raised inside name the place."""
     pillow = _pillow()
     with warnings.catch_warnings():
         # Pillow warns of damage without a name. It warns of a bomb up to twice the limit, and only then raises.

@@ -40,7 +40,7 @@ class Weights:
         map: configuration -> the table of tensors for both directions.
         write_config: configuration and preferred ``model_type`` -> content of ``config.json``.
         without: configuration, and a function that returns the names of a folder's tensors -> the configuration
-            without parts that ``config.json`` tells of and the folder does not hold. None: folders hold all parts.
+            without parts that ``config.json`` names and the folder does not hold. None: folders hold all parts.
         processed: configuration, and the settings of a folder's image processor -> the configuration with what these
             say. None: models of this family read no images.
         processors: configuration, and content of ``config.json`` -> content of the files that say how images are

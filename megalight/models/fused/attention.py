@@ -17,7 +17,7 @@ class Rotary(Part):
     """Makes the tables of angles in float32, whatever the dtype of hidden states; the kernel rounds only its result."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines ``[B, S, D]`` of positions ``[B, S]``. ``x`` tells only the device."""
+        """Return cosines and sines ``[B, S, D]`` of positions ``[B, S]``. ``x`` gives only the device."""
         tables: tuple[Tensor, Tensor] = super().forward(x.new_empty(0, dtype=torch.float32), position_ids)
         return tables
 

@@ -123,7 +123,7 @@ def flops_per_token(config: GPTConfig, sequence_length: int, trained: float | No
     token passes through. Attention counts six for each query feature, each value feature and visible key:
     with a causal mask, half of the sequence on average; with a window, less. The scan of Mamba-2 and the rule of Gated
     DeltaNet count as their chunked products; see :func:`_scan_products` and :func:`_delta_products`. Each depth of
-    multi-token prediction counts its projection, its layers and the head once more. Not counted: the embedding (a
+    multi-token prediction counts its projection, its layers and the head a second time. Not counted: the embedding (a
     look-up) and recomputation.
 
     Args:

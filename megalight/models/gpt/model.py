@@ -385,7 +385,7 @@ class GPT(nn.Module):
 
     def context(self, sequences: PackedSequences, dtype: torch.dtype, rows: Tensor | None = None) -> LayerContext:
         """Make what layers share, for hidden states of ``dtype``. ``rows``: those that the head reads; None: all."""
-        # Made from the dtype of the hidden states, which tells how precise angles must be.
+        # Made from the dtype of the hidden states, which sets how precise angles must be.
         rotations = {ROTARY: self.rotary, LOCAL: self.local_rotary}
         tables = {
             name: rotary(sequences.rotary_positions, dtype) for name, rotary in rotations.items() if rotary is not None

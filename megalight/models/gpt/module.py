@@ -41,7 +41,7 @@ class GPTModule(FamilyModule[GPTConfig]):
     With multi-token prediction, depth ``k`` adds its mean cross entropy to the objective, times ``mtp.loss_scale``
     divided by the number of depths.
 
-    Where batches tell which tokens count in the loss (:meth:`~megalight.types.TokenBatch.with_rows`; those of
+    Where batches say which tokens count in the loss (:meth:`~megalight.types.TokenBatch.with_rows`; those of
     fine-tuning do), the others are skipped behind the last mixer: in the rest of the last layer, and in the head.
 
     Logs, besides those of :class:`~megalight.models.module.MegalightModule`:

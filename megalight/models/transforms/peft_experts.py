@@ -139,7 +139,7 @@ def cut(
         # The expert counts fastest there.
         up = pair["B"].reshape(len(pair["B"]), -1, count).permute(2, 0, 1)
         size, width = (up.shape[1], down.shape[2]), down.shape[1]
-        # The inner one of two stacks is called `base_layer`, whichever it is, but its shape tells.
+        # The inner one of two stacks is called `base_layer`, whichever it is, but its shape shows it.
         if size == shapes["down"] and width == rank:
             found = {"down": (down, up)}
         elif size == (2 * shapes["up"][0], shapes["up"][1]) and width == rank:

@@ -19,7 +19,7 @@ TOWER = Plan(
         LayerScale: SequenceRegion(),
         # Images are not cut for context parallelism: each rank reads the rows that its share of the text has.
         "*tower.layers.*.attention.inner": Dropout(split=True),
-        # Rows of patches begin anew where class tokens and registers are left out.
+        # Rows of patches start over where class tokens and registers are left out.
         "*projector.patches": Boundary(enter="join", leave="split"),
         "*projector.proj": SequenceRegion(),
         "*projector.up": Column(),

@@ -40,7 +40,7 @@ def stored(x: Tensor, weights: Tensor | None, function: Function) -> Tensor:
     """Return ``function(x, weights)``, and keep ``x`` as e4m3: one byte per element, and no other tensor of its size.
 
     The output is exact. Gradients are those at the rounded ``x``, and so is that of ``weights``. The backward pass
-    computes the function once more.
+    computes the function again.
     """
     if not torch.is_grad_enabled():
         return function(x, weights)

@@ -1,7 +1,7 @@
 """One Adam step with torch's fused kernels, piece by piece: for hosts, and for moments or gradients in fewer bits.
 
 A piece is scaled or widened, updated, and rounded while it is in the caches of the cores. Whole tensors would take the
-memory of a scaled gradient, which the host zeroes anew in each step, and one more pass for every such change.
+memory of a scaled gradient, which the host sets to zero in each step, and one more pass for every such change.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ CHUNK = 32
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sequences: PackedSequences) -> Tensor:
     """See :func:`megalight.ops.delta_rule.delta_rule`."""
-    # Positions tell where sequences begin, without a copy of offsets to the host.
+    # Positions show where sequences begin, without a copy of offsets to the host.
     starts = torch.arange(len(v), device=v.device) - sequences.positions
     with without_autocast(v):
         return scan(q, k, v, decay, beta, starts)[0]

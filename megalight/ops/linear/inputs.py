@@ -29,7 +29,7 @@ class Recipe:
     def read(self) -> Callable[..., Tensor]:
         """Return the function that computes the tensor from the ingredients, without a graph. It does not hold them."""
         self.on_read()
-        # `on_read` tells the producer that nothing needs the tensor itself: it may then free it.
+        # `on_read` says to the producer that nothing needs the tensor itself: it may then free it.
         return torch.no_grad()(self.function)
 
 

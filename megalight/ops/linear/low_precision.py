@@ -118,7 +118,7 @@ class LowPrecision:
 
     @property
     def covers(self) -> Tensor | None:
-        """The magnitude that the weight's scale must cover, 0-dim, if past steps tell; None: its values now do."""
+        """The magnitude that the weight's scale must cover, 0-dim, if past steps set it; None: its values now do."""
         return self.history.covers[WEIGHT] if self.history is not None and self.history.suffices else None
 
     @property
@@ -297,7 +297,7 @@ class LowPrecision:
             rows, columns = self._cast_both(weight.detach())
         if self._kept is not None:  # recorded graphs read this memory, so its address must not change
             rows, columns = self._kept[0].copy_(rows), self._kept[1].copy_(columns)
-        # Outside a step (evaluation), weights may change between two calls unseen, so each call casts anew.
+        # Outside a step (evaluation), weights may change between two calls unseen, so each call casts again.
         if self.session.inside:
             self._weight = rows, columns
         return rows, columns

@@ -17,7 +17,7 @@ class RotaryAxes:
         sections: number of pairs of each axis: ``(16, 24, 24)`` in Qwen2.5-VL (``mrope_section``).
         interleaved: the axes take turns, pair by pair, as long as each has pairs left; the pairs behind belong to the
             first axis (Qwen3-VL). False: the first axis has the first pairs, and so on.
-        restart: the frequencies of each axis begin anew, as if its pairs were all (towers of Qwen2.5-VL). False: they
+        restart: the frequencies of each axis start over, as if its pairs were all (towers of Qwen2.5-VL). False: they
             go on from axis to axis.
 
     Raises:

@@ -213,7 +213,7 @@ class _Products:
         plan = _plan(self.device, self.rows, self.columns, tokens, *self.dtypes, self.strides, align)
         product, (one, addend) = plan.product, self.factors
         # Scales stay on the device: cuBLASLt reads them through these pointers when the kernel runs. The plan is shared
-        # by all products of a shape, so the pointers are set anew for every call.
+        # by all products of a shape, so the pointers are set for every call.
         status = self.set_attribute(product, SCALE_OF_A, byref(c_void_p(right_scale)), POINTER_BYTES)
         status = status or self.set_attribute(product, SCALE_OF_B, byref(c_void_p(left_scale)), POINTER_BYTES)
         status = status or self.multiply(

@@ -73,7 +73,7 @@ def ssd(
 ) -> Tensor:
     """``s[t] = exp(dt[t] a) s[t - 1] + dt[t] x[t] b[t]^T`` and ``y[t] = s[t] c[t] + d x[t]``; ``s`` begins at 0.
 
-    Each head has its own state ``s [P, N]``. Every sequence begins anew. Half dtypes are summed in float32.
+    Each head has its own state ``s [P, N]``. Every sequence starts from zeros. Half dtypes are summed in float32.
 
     Args:
         x: ``[T, H, P]``.
@@ -90,7 +90,7 @@ def ssd(
         ``[T, H, P]`` in the dtype of ``x``.
     """
     spec = Spec(x.device.type, x.dtype, x.shape[-1], b.shape[-1])
-    # Positions tell where sequences begin, without a copy of offsets to the host.
+    # Positions show where sequences begin, without a copy of offsets to the host.
     return _choose(spec, backend)(x, dt, a, b, c, d, sequences.positions, bias)
 
 

@@ -296,7 +296,7 @@ class BridgeCommunicator:
         self._sending = [sending for sending in self._sending if not sending.done]
 
     def _remember(self, tensors: Mapping[str, Tensor], header: Header, rows: Rows) -> None:
-        # The header tells it: tensors that arrive do not require gradients yet.
+        # The header says it: tensors that arrive do not require gradients yet.
         wanted = {name: tensor for name, tensor in tensors.items() if header[name].gradient}
         if wanted:
             self._crossed.append(_Crossed(wanted, header, rows))

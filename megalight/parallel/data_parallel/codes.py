@@ -160,7 +160,7 @@ class Codes:
         """Return what scales by the values now cover, of all weights."""
         amax = torch.zeros_like(self.largest)
         if self.parts:
-            # Read anew each time: the masters may have moved to host memory and back.
+            # Read each time: the masters may have moved to host memory and back.
             largest = torch._foreach_norm([bucket.shard.part(*span) for _, bucket, *span in self.parts], float("inf"))
             # In float32: scales are, and the largest values of half-precision masters are exact there.
             amax[self._here] = torch.stack(largest).float()

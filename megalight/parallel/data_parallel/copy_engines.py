@@ -31,7 +31,7 @@ class CopyEngines:
         sums: sums gradients; None: collectives do.
 
     Raises:
-        ConfigurationError: copy engines were asked for by name, and cannot be had.
+        ConfigurationError: copy engines were asked for by name, and are not available.
     """
 
     def __init__(self, device: torch.device, level: Level, gathers: Choice, reductions: Choice) -> None:

@@ -69,7 +69,7 @@ class DataParallelEngine:
             engine learns from earlier steps how often each parameter's gradient arrives, so the very first step never
             overlaps.
         overlap_param_gather: let the gathering of updated parameters continue after :meth:`publish` returns.
-        device: device of numbers that ranks exchange, if there is no parameter to tell (a pipeline stage without any).
+        device: device of numbers that ranks exchange, if there are no parameters (a pipeline stage without any).
         replicate: number of groups of neighboring data-parallel ranks. Each group holds all shards, and gathers among
             itself; gradients are also summed over the groups (hybrid sharding).
         replicate_optimizer: whether each of these groups has all masters and optimizer state. If not, the groups divide
@@ -101,7 +101,7 @@ class DataParallelEngine:
 
     Raises:
         ConfigurationError: a level or reduction does not exist, or the two do not fit together; or ``max_ctas`` is set
-            and the backend is not NCCL; or ``nccl_ub``, ``gathers`` or ``reductions`` cannot be had; or
+            and the backend is not NCCL; or ``nccl_ub``, ``gathers`` or ``reductions`` is not available; or
             ``master_dtype`` can hold no parameter.
     """
 
@@ -419,7 +419,7 @@ class DataParallelEngine:
         self._parameters.recast()
 
     def widen(self) -> None:
-        """End training: gather all parameters and give them their own dtype again. Training may begin anew."""
+        """End training: gather all parameters and give them their own dtype again. Training may begin again."""
         self.sync_parameters()
         self._parameters.widen()
 
@@ -526,7 +526,7 @@ class DataParallelEngine:
     def memory(self) -> dict[str, int]:
         """Return bytes on this rank's device: ``parameters``, ``gradients``, ``masters`` (only those that are copies).
 
-        If there are masters in host memory, ``host`` tells the bytes there.
+        If there are masters in host memory, ``host`` is the number of bytes there.
         """
         with_parameters = (*self.buckets, *self.frozen_shards.all)
         return {

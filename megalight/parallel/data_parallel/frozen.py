@@ -82,7 +82,7 @@ class FrozenShards:
             old.setdefault(bucket.layout.kind.unit, []).append(bucket)
         infos = [info for info in self._kinds if stored_of(info.parameter) is None]
         layouts, rest = self._layouts([info for info in infos if id(info.parameter) not in weights])
-        # Not among the buffers that NCCL knows: ranks would tell it of them at different times.
+        # Not among the buffers that NCCL knows: ranks would register them at different times.
         memory = self._memory(layouts, nullcontext)
         # In the order of registration, which is the same on all ranks that gather together.
         for unit in dict.fromkeys(self._kinds[info].unit for info in infos):

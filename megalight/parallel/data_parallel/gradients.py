@@ -85,7 +85,7 @@ class MainGradients:
             yield
         finally:
             self._arrivals.stop()
-        # Not after an error: the gradients are incomplete then, and `zero` begins anew.
+        # Not after an error: the gradients are incomplete then, and `zero` starts over.
         self.of_units.close()
         self._arrivals.learn()
         self._first.end()

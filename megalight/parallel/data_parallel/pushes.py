@@ -32,7 +32,7 @@ class _Buffer:
     """Memory of a bucket, with the same memory of the peers.
 
     Attributes:
-        used: it holds values, so peers must be told when these are no longer needed.
+        used: it holds values, so peers must learn when these are no longer needed.
         first: its first element in the memory.
     """
 

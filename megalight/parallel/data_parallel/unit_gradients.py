@@ -175,7 +175,7 @@ class UnitGradients:
         unit = bucket.layout.kind.unit
 
         def begin() -> None:
-            # The unit was closed at the end of its backward pass, without this gradient. It opens once more.
+            # The unit was closed at the end of its backward pass, without this gradient. It opens again.
             if (alive := here()) is not None and unit is not None:
                 alive.open(unit)
                 alive._came_late = True

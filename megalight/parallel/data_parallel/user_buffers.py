@@ -31,7 +31,7 @@ def why_not(kind: Registration, device: torch.device) -> str | None:
     if not dist.is_initialized() or not speaks("nccl"):
         return "it needs the backend nccl"
     methods = [getattr(dist.ProcessGroupNCCL, name, None) for name in ("register_mem_pool", "mem_allocator")]
-    # Bound in C++, so the text that pybind writes is all that tells the arguments.
+    # Bound in C++, so the text that pybind writes is all that names the arguments.
     if None in methods or (kind == "symmetric" and "symm" not in str(methods[0].__doc__)):
         return f"torch {torch.__version__} cannot register pools of memory this way"
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ class UserBuffers:
         device: of the buffers.
 
     Raises:
-        ConfigurationError: it cannot be had here.
+        ConfigurationError: it is not available here.
     """
 
     def __init__(self, kind: Registration, device: torch.device) -> None:

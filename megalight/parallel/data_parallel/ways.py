@@ -21,7 +21,7 @@ class Choice:
 
     Attributes:
         option: name of the option, for messages.
-        way: its value: ``plain``, ``symmetric``, or ``auto``: copy engines where they can be had.
+        way: its value: ``plain``, ``symmetric``, or ``auto``: copy engines where they are available.
         against: why ``auto`` does without copy engines whatever the machine; None: it does not.
     """
 
@@ -33,7 +33,7 @@ class Choice:
         """Return why collectives carry all messages of a device; None: copy engines may.
 
         Raises:
-            ConfigurationError: copy engines were asked for by name, and cannot be had.
+            ConfigurationError: copy engines were asked for by name, and are not available.
         """
         if self.way == "plain":
             return "'plain' was asked for"
@@ -45,7 +45,7 @@ class Choice:
         Its ranks call this together, and get the same answer.
 
         Raises:
-            ConfigurationError: copy engines were asked for by name, and cannot be had.
+            ConfigurationError: copy engines were asked for by name, and are not available.
         """
         return self._judge(memory.unreachable(group))
 

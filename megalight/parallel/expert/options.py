@@ -56,7 +56,7 @@ class ExpertOptions:
             # Cleared, or each `replace` would warn again. The dataclass is frozen, hence past its guard.
             object.__setattr__(self, "moe_enable_deepep", None)
         try:
-            # Looked up now: a wrong name is told before any process group is made.
+            # Looked up now: a wrong name raises before any process group is made.
             DISPATCHERS[self.dispatcher]
         except MegalightError as error:
             raise LayoutError(f"ExpertOptions: {error}") from error

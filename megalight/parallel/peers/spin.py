@@ -70,7 +70,7 @@ def _row(flags: tuple[int, ...]) -> tuple[int, int]:
     return first, sum(1 << (flag - first) // 4 for flag in flags)
 
 
-# Not specialized: addresses and masks differ from call to call, and each would be compiled anew.
+# Not specialized: addresses and masks differ from call to call, and each would be compiled again.
 @triton.jit(do_not_specialize=["first", "which"])  # type: ignore[untyped-decorator]
 def _wait(first: Value, which: Value, WIDTH: constexpr) -> None:
     row = first.to(tl.pointer_type(tl.int32))

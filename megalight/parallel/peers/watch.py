@@ -29,7 +29,7 @@ def check_all() -> None:
         try:
             watch.check()
         except MegalightError:
-            # A run that begins anew in this process has watches of its own.
+            # A new run in this process has watches of its own.
             _WATCHES.discard(watch)
             raise
 

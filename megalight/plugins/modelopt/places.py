@@ -50,7 +50,7 @@ class Matrix:
 
     @property
     def weight(self) -> Tensor:
-        """The matrix. A sharded parameter has its values in other memory each time, so this is looked up anew."""
+        """The matrix. A sharded parameter has its values in other memory each time, so this is looked up each time."""
         return self.whole if self.index is None else self.whole[self.index]
 
 
@@ -101,7 +101,7 @@ class Place:
 
     @property
     def has_amax(self) -> bool:
-        """Whether it keeps an ``amax``: not those that find it anew for each token or block, or know it."""
+        """Whether it keeps an ``amax``: not those that compute it for each token or block, or know it."""
         quantizer = self.quantizer
         return bool(
             quantizer.is_enabled

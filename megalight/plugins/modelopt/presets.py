@@ -198,7 +198,7 @@ def _why_not(method: str | None, rules: list[dict[str, Any]]) -> str | None:
             # `{-1: None}` with dynamic scales: a scale for each token, found in the forward pass.
             of_rows = blocks.get("type") == "static" and set(blocks) == {-1, "type"}
             squares = set(blocks) == {-1, -2}
-            # Blocks of floating-point elements, whose scales are found anew in each pass.
+            # Blocks of floating-point elements, whose scales are computed in each pass.
             scaled = blocks.get("type") == "dynamic" and set(blocks) == {-1, "type", "scale_bits"}
             if of_rows or squares or scaled:
                 continue

@@ -47,7 +47,7 @@ class MegatronLowPrecision(MegatronPrecision):
         implementation: str = "own",
     ) -> None:
         super().__init__(precision)
-        # Asked at construction, so that a misspelled name is told before processes start.
+        # Asked at construction, so that a misspelled name raises before processes start.
         if implementation not in LOW_PRECISION:
             known = list(LOW_PRECISION)
             raise ConfigurationError(

@@ -197,7 +197,7 @@ class MegatronPrecision(Precision):
             self.loss_scale.update(finite)
         self._after_closure(model, optimizer)
         if finite:
-            # The closure has run: the optimizer gets its result, not the passes once more.
+            # The closure has run: the optimizer gets its result, and the passes do not run again.
             return optimizer.step(closure=lambda: result, **kwargs)
         if isinstance(optimizer, Adam):
             optimizer.grad_scale = None  # clipping was for gradients that are not used

@@ -196,7 +196,7 @@ def _parts_of(module: pl.LightningModule) -> tuple[dict[str, list[Part]], list[l
     """Return the canonical tensors in each parameter by its key in the ``state_dict``, and all keys of each."""
     model: nn.Module = module
     if isinstance(module, MegalightModule):
-        # Built once more: the module may be split already, and here it takes no memory.
+        # Built again: the module may be split already, and here it takes no memory.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = module.build_model()
             apply_transforms(model, module.transforms)

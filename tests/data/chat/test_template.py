@@ -73,7 +73,7 @@ def test_only_the_completion_counts(chat_tokenizer: Path) -> None:
 
 def test_a_template_that_rewrites_earlier_messages(chat_tokenizer: Path) -> None:
     tokenizer = Tokenizer.load(chat_tokenizer)
-    with pytest.raises(DataError, match=r"message 1 differently once more follows.*--train-on last"):
+    with pytest.raises(DataError, match=r"message 1 differently if more messages follow.*--train-on last"):
         learned(tokenizer, FORGETS, chat("a", "b", "c", "d"))
     assert learned(tokenizer, FORGETS, chat("a", "b", "c", "d"), train_on="last") == ["d<|im_end|>"]
 

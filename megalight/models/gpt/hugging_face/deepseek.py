@@ -116,7 +116,7 @@ def without_missing_depths(config: GPTConfig, names: Callable[[], Collection[str
         config: that of ``config.json``.
         names: returns the names of the folder's tensors.
     """
-    # One tensor that every depth has tells them all.
+    # One tensor that every depth has is enough to find them all.
     if config.mtp is None or any(f".{config.num_layers}.eh_proj." in f".{name}" for name in names()):
         return config
     log.info("the folder holds no tensors of multi-token prediction; the model is read without it")

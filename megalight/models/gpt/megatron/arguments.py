@@ -70,7 +70,7 @@ def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
             num_kv_heads=arguments["num_query_groups"] if get("group_query_attention") else heads,
             head_dim=get("kv_channels") or 0,
             ffn_hidden_size=arguments["ffn_hidden_size"],
-            # without a tokenizer's own size, rows of padding cannot be told from others, and are kept
+            # without a tokenizer's own size, rows of padding look like others, and are kept
             vocab_size=get("vocab_size") or arguments["padded_vocab_size"],
             max_sequence_length=get("max_position_embeddings") or arguments["seq_length"],
             activation=_activation(arguments),

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.ops.common import HALF
 from megalight.ops.linear.deferred import queue_for
-from megalight.ops.parameter import nobody, state_of
+from megalight.ops.parameter import do_nothing, state_of
 from megalight.ops.sum_terms import sum_terms
 from megalight.parallel.collectives import Pending, check_divides
 from megalight.parallel.peers import driver, memory
@@ -147,7 +147,7 @@ class Symmetric(Pipelined):
         """Let the gradient wait for the next message, if it goes into a main gradient that may get it later."""
         state = state_of(weight)
         # Gradients of units are reduced when the unit's backward pass ends, and other queues have their own order.
-        if state.main_grad is None or state.expect_late is not nobody or queue_for(weight) is not None:
+        if state.main_grad is None or state.expect_late is not do_nothing or queue_for(weight) is not None:
             return compute()
         self.cover.put_off(product_seconds(weight.shape[0], rows, weight.shape[1]), compute)
         return None
