@@ -19,6 +19,9 @@ from tests.test_imports import pyproject
 
 MAX_LINES = 600
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".ipynb", ".cfg", ".sh", ""}
+STEMS = ("initialis", "materialis", "normalis", "quantis", "tokenis", "synchronis", "vectoris", "specialis", "utilis")
+BRITISH = (*(f"{stem}{end}" for stem in STEMS for end in ("e", "in", "at")), "neighbour", "colour", "misspelt")
+"""Beginnings of words; torch, Lightning and Megatron spell them in the American way."""
 MACHINE = re.compile(
     r"(?<![\w.~])/(work|root|home)/|pypi\.org|pythonhosted|download\.pytorch|index-url|\bTODO\b|\bFIXME\b|\bXXX\b"
 )
@@ -66,6 +69,19 @@ def test_nothing_is_unfinished_or_of_one_machine() -> None:
         if MACHINE.search(line)
     ]
     assert not found, "\n" + "\n".join(found)
+
+
+def test_words_are_spelled_as_torch_does() -> None:
+    exempt = {Path(__file__).resolve(), ROOT / "CHANGELOG.md"}
+    found = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in tracked()
+        if path.suffix in (".py", ".md", ".yaml") and path not in exempt
+        for text in [path.read_text(encoding="utf-8").lower()]
+        for word in BRITISH
+        if word in text
+    ]
+    assert not found, "a user who searches for one spelling must find all (initialize, neighbor):\n" + "\n".join(found)
 
 
 def test_git_holds_no_ignored_file() -> None:

@@ -118,6 +118,25 @@ def test_scores_and_choices_are_those_of_modelopt(
     assert written["effective_bits"] <= BITS
 
 
+def scores_of_some(count: int, output: str) -> tuple[int, dict[str, dict[str, float]]]:
+    """The passes that scored, and what they found."""
+    strategy, passes = MegatronStrategy(), list[Any]()
+    probe = strategy.probe
+    strategy.probe = lambda batch: (passes.append(batch), probe(batch))[1]  # type: ignore[method-assign]
+    callback = AutoQuantize(("FP8_DEFAULT_CFG",), output, 16.0, score_batches=count)
+    runner = trainer(strategy, callbacks=[callback], use_distributed_sampler=False, limit_val_batches=BATCHES)
+    runner.validate(WithData(MODELS["gqa"], seed=SEED), verbose=False)
+    return len(passes), {path: dict(each.scores) for path, each in callback.found.items()}
+
+
+def test_scores_are_sums_over_the_batches_asked_for(tmp_path: Path) -> None:
+    (one, first), (every, whole) = (run(scores_of_some, 1, n, str(tmp_path / "f.json"))[0] for n in (1, BATCHES))
+    assert (one, every) == (1, BATCHES)
+    assert all(0 < first[path][name] < score for path, each in whole.items() for name, score in each.items())
+    with pytest.raises(ConfigurationError, match="score_batches=0; it must be at least 1"):
+        AutoQuantize(FORMATS, tmp_path / "f.json", score_batches=0)
+
+
 def stack_score_by_hand() -> float:
     """Of INT4 in the experts of a layer: rounded weights alone, so that this needs no quantizer."""
     model, rounded = plain("moe"), plain("moe")

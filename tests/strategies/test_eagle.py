@@ -307,6 +307,16 @@ def test_a_draft_that_does_not_fit_its_base_is_refused(base: Path, given: dict[s
         EagleModule(base, EagleConfig(**given))
 
 
+def test_the_vocabulary_of_a_draft_comes_from_a_file_or_its_configuration(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps(IDS))
+    given = EagleConfig(auxiliary_layers=LAYERS)
+    assert EagleModule(base, given, draft_vocabulary=file).config.draft_ids == IDS
+    assert EagleModule(base, replace(given, draft_ids=IDS)).config.draft_ids == IDS
+    with pytest.raises(ConfigurationError, match="draft_vocabulary and config both say which ids the draft predicts"):
+        EagleModule(base, config(), draft_vocabulary=file)
+
+
 def test_weights_of_a_draft_for_another_base_are_refused(base: Path, tmp_path: Path) -> None:
     large = replace(SERVED["dense"], num_layers=6)
     with torch.device("meta"):

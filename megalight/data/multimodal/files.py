@@ -1,4 +1,4 @@
-"""Image files to upright pictures in 8-bit colours, by Pillow."""
+"""Image files to upright pictures in 8-bit colors, by Pillow."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megalight.imports import require
 
 
 def decode(data: bytes, place: str) -> Any:
-    """Return the Pillow image in the bytes of a file: decoded as a whole, in 8-bit colours, upright as the file says.
+    """Return the Pillow image in the bytes of a file: decoded as a whole, in 8-bit colors, upright as the file says.
 
-    Grey pictures of 16 bits keep their upper 8. Of transparent ones the colours remain, as in ``transformers``.
+    Gray pictures of 16 bits keep their upper 8. Of transparent ones the colors remain, as in ``transformers``.
 
     Args:
         data: the file.
@@ -68,7 +68,7 @@ def _opened(data: bytes, place: str) -> Iterator[Any]:
 
 
 def _in_bytes(image: Any, place: str) -> Any:
-    """Return a Pillow image in grey or in red, green, blue, of 8 bits each."""
+    """Return a Pillow image in gray or in red, green, blue, of 8 bits each."""
     sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     if sixteen:  # Pillow's own conversion makes all above 255 white
         return _pillow().fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))

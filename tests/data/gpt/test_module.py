@@ -192,10 +192,11 @@ def test_evaluation_counts_every_token_once(tmp_path: Path) -> None:
         assert reader.tokens == 399
         rows = reader.rows[{"validate": "val"}.get(stage, stage)]
         assert [len(row) for row in rows] == [8] * 8  # 57 samples in 8 batches
-    reader = Reader()
-    data = module(tmp_path, split="0,1,0", val_samples=10)
-    trainer(limit_val_batches=1.0).validate(reader, data, verbose=False)
-    assert reader.tokens == 40
+    for stage, split in (("val", "0,1,0"), ("test", "0,0,1")):
+        reader = Reader()
+        data = module(tmp_path, split=split, **{f"{stage}_samples": 10})
+        getattr(trainer(limit_val_batches=1.0), {"val": "validate"}.get(stage, stage))(reader, data, verbose=False)
+        assert reader.tokens == 40
 
 
 def test_an_empty_split(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""From the bytes of a file to an upright picture in 8-bit colours."""
+"""From the bytes of a file to an upright picture in 8-bit colors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_png_files_may_say_it_in_xmp(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
-def test_grey_of_16_bits_keeps_the_upper_8(kind: str) -> None:
+def test_gray_of_16_bits_keeps_the_upper_8(kind: str) -> None:
     """Pillow's conversion to 8 bits makes all but the darkest pixels white."""
     wide = np.arange(0, 65536, 128, dtype=np.uint16).reshape(16, 32)
     found = decode(saved(Image.fromarray(wide), kind), "scan")
