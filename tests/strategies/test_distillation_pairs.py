@@ -144,6 +144,7 @@ def by_hand(
 
 
 def check(
+    ranks: int,
     folder: Path,
     layout: dict[str, Any],
     packed: bool,
@@ -152,6 +153,20 @@ def check(
     config: GPTConfig = STUDENT,
 ) -> None:
     """Train a student beside its teacher, and compare everything with torch alone."""
+    # Here, once for all ranks and layouts.
+    by_torch = by_hand(folder.name, packed, config=config, **loss)
+    run(_check, ranks, folder, layout, packed, options, loss, config, by_torch)
+
+
+def _check(
+    folder: Path,
+    layout: dict[str, Any],
+    packed: bool,
+    options: dict[str, Any],
+    loss: dict[str, Any],
+    config: GPTConfig,
+    by_torch: tuple[list[list[float]], Mapping[str, Any]],
+) -> None:
     module, micro_batch = Student(packed, config), loss.pop("micro_batch", 1)
     how = MegatronStrategy(micro_batch_size=micro_batch, **layout)
     names = [f"train_{name}" for name in ("loss", "divergence", *(f"pair_{n}" for n in range(len(loss["pairs"]))))]
@@ -168,7 +183,7 @@ def check(
         callbacks=[Distillation(folder, **options, **loss)],
     )
     runner.fit(module)
-    wanted_rows, wanted = by_hand(folder.name, packed, micro_batch=micro_batch, config=config, **loss)
+    wanted_rows, wanted = by_torch
     np.testing.assert_allclose(rows, [row[: len(rows[0])] for row in wanted_rows], rtol=1e-9)
     assert {f"val_pair_{n}" for n in range(len(loss["pairs"]))} <= runner.callback_metrics.keys()
     assert how.parallel_model is not None
@@ -216,13 +231,13 @@ BALANCED = {"pairs": PAIRS, "own_loss": True, "scale": 0.3, "balance": True}
 def test_a_student_learns_hidden_states_as_on_one_device(
     teacher: Path, ranks: int, layout: Any, packed: bool, options: Any, loss: Any
 ) -> None:
-    run(check, ranks, teacher, layout, packed, options, dict(loss))
+    check(ranks, teacher, layout, packed, options, loss)
 
 
 @pytest.mark.parametrize("teacher", ["untied"], indirect=True)
 def test_a_student_with_experts_learns_hidden_states_under_expert_parallelism(teacher: Path) -> None:
     config = replace(STUDENT, moe=MoEConfig(num_experts=4))
-    run(check, 2, teacher, {"expert_parallel": 2}, False, {}, dict(BALANCED), config)
+    check(2, teacher, {"expert_parallel": 2}, False, {}, BALANCED, config)
 
 
 INSIDE = {
@@ -270,7 +285,7 @@ def test_hybrids_and_transformers_teach_each_other(
 ) -> None:
     pairs = pairs_of(student, teacher.name) if hidden else ()
     loss = {"pairs": pairs, "own_loss": True, "scale": 0.3, "balance": balance}
-    run(check, ranks, teacher, layout, packed, options, loss, HYBRIDS.get(student, STUDENT))
+    check(ranks, teacher, layout, packed, options, loss, HYBRIDS.get(student, STUDENT))
 
 
 def _saved(folder: Path, saved: Path, layout: dict[str, Any], from_here: bool) -> dict[str, float]:
@@ -339,7 +354,7 @@ def test_balance_depends_on_the_size_of_micro_batches(teacher: Path) -> None:
     assert abs(losses[0][1][0] / losses[1][1][0] - 1) > 1e-9
     for size in (1, 2):
         loss = {"pairs": ATTENTION, "own_loss": True, "scale": 0.3, "balance": True, "micro_batch": size}
-        run(check, 2, teacher, SHARES, False, {}, loss)
+        check(2, teacher, SHARES, False, {}, loss)
 
 
 @pytest.mark.parametrize("teacher", ["untied"], indirect=True)

@@ -192,7 +192,10 @@ def by_hand(
     return rows, {name: leaf.detach().numpy() for name, leaf in leaves.items()}
 
 
-def check(base: Path, layout: dict[str, Any], packed: bool, count: int, draft: EagleConfig, options: Any) -> None:
+def check(
+    base: Path, layout: dict[str, Any], packed: bool, count: int, draft: EagleConfig, options: Any, by_torch: Any
+) -> None:
+    """Train a draft beside its base, and compare everything with torch alone."""
     module, rows = Drafter(base, packed, count, draft, **options), []
     how = MegatronStrategy(micro_batch_size=1, **layout)
 
@@ -205,7 +208,7 @@ def check(base: Path, layout: dict[str, Any], packed: bool, count: int, draft: E
     module.on_train_batch_end = keep  # type: ignore[method-assign]
     runner = trainer(how, max_steps=STEPS, use_distributed_sampler=False, num_sanity_val_steps=0)
     runner.fit(module)
-    wanted_rows, wanted = by_hand(packed, count, draft, base.name)
+    wanted_rows, wanted = by_torch
     np.testing.assert_allclose(rows, wanted_rows, rtol=1e-9)
     assert how.parallel_model is not None
     with how.parallel_model.full_parameters():
@@ -243,12 +246,13 @@ CHUNKS = {"pipeline_parallel": 2, "pipeline_layout": "Et|t|t|tL"}
 def test_a_draft_learns_as_by_hand(
     base: Path, ranks: int, layout: Any, packed: bool, draft: EagleConfig, options: Any
 ) -> None:
-    run(check, ranks, base, layout, packed, 4, draft, options)
+    run(check, ranks, base, layout, packed, 4, draft, options, by_hand(packed, 4, draft, base.name))
 
 
 def test_a_draft_learns_beside_experts_on_several_ranks(bases: Path) -> None:
     # Three micro-batches for two replicas of the base, which run two each.
-    run(check, 2, bases / "experts", TP, True, 3, config(), {"expert_parallel": 2})
+    by_torch = by_hand(True, 3, config(), "experts")
+    run(check, 2, bases / "experts", TP, True, 3, config(), {"expert_parallel": 2}, by_torch)
 
 
 def test_the_export_has_the_tensors_that_engines_read(base: Path, tmp_path: Path) -> None:
