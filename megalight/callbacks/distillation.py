@@ -53,10 +53,10 @@ class Distillation(pl.Callback):
             samples.
 
     Raises:
-        ConfigurationError: a value is out of range; before processes start: the vocabularies differ, a model lacks a
-            place of a pair, or the module is no :class:`~megalight.models.gpt.module.GPTModule`; in set-up: there are
-            two of these callbacks, recompute or CUDA graphs hide hidden states of pairs, or the data has no numbered
-            samples for ``teacher_logits``.
+        ConfigurationError: a value is out of range. Before processes start: the vocabularies differ, a model has no
+            module of a pair's name, or the module is no :class:`~megalight.models.gpt.module.GPTModule`. In ``setup``:
+            there are two of these callbacks, recompute or CUDA graphs hide hidden states of pairs, or the data has no
+            numbered samples for ``teacher_logits``.
         CheckpointError: the folder holds no complete model.
         DataError: before processes start: the data was made by another tokenizer than the teacher's, or its sequences
             are too long for the teacher, or ``teacher_logits`` is not complete; in set-up: it was written for other

@@ -134,8 +134,9 @@ def prepare(
         progress: whether to show a progress bar on standard error.
 
     Raises:
-        DataError: an input names no file, all are empty, none can have the ``text_key``, a text is bad, neither or both
-            ways to get a tokenizer are given, there is no end-of-document token to append, or the inputs hold no text.
+        DataError: an input names no file, or all files are empty or hold no text; none can have the ``text_key``; a
+            text is bad; not exactly one of ``tokenizer`` and ``train_tokenizer`` is given; or there is no
+            end-of-document token to append.
     """
     begin = time.monotonic()
     if (tokenizer is None) == (not train_tokenizer):

@@ -73,8 +73,8 @@ class InitConfig:
 
     Attributes:
         std: standard deviation.
-        scale_residual: whether to divide ``std`` by the square root of the number of sublayers (two per transformer
-            layer) in the projections that write to the residual stream, so that its variance does not grow with depth
+        scale_residual: whether to divide ``std`` of the projections that write to the residual stream by the square
+            root of the number of sublayers (two per transformer layer). Then its variance does not grow with depth
             (GPT-2).
     """
 

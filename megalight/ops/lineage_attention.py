@@ -1,7 +1,7 @@
 """Attention of tokens that are guessed one after another, for all places of a sequence at once.
 
-In step ``n`` the guess at place ``t`` sees the real tokens up to ``t``, which are the keys of step 0, and the guesses
-of earlier steps and of its own at the same place, its lineage: one more key per step
+In step ``n`` the guess at position ``t`` sees the real tokens up to ``t``, which are the keys of step 0. It also sees
+its lineage: the guesses of steps 1 to ``n`` at the same position, one key per step
 (https://arxiv.org/abs/2503.01840, figure 6). The real tokens are a causal block of attention; the few keys of the
 lineage are merged with it by log-sum-exp.
 """

@@ -1,8 +1,8 @@
 """Parts of rows whose gradients are joined without a copy where ops write them side by side.
 
-A gradient of rows that were divided is the parts' gradients, joined: a copy of all of them. Two ways around it:
-an op that computes the gradients of all parts writes them into one tensor, which :func:`joined` finds; an op that
-computes that of one part asks for its place beside the others, see :func:`place_of`.
+The gradient of rows that were divided is a concatenation of the parts' gradients, which copies all of them. There are
+two ways to avoid the copy. An op that computes the gradients of all parts writes them into one tensor, which
+:func:`joined` finds. An op that computes the gradient of one part asks :func:`place_of` where to write it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tensors that are cast without being written: the kernel that would make one writes its codes instead.
 
-A product in 8 bits reads codes. If it is the only reader of a tensor, and the scale is known beforehand, the maker of
-the tensor need not write it: it hands on a tensor without values, and a function that casts what would be in it. A cast
-then reads what the maker would have read, and writes codes.
+A product in 8 bits reads codes. If it is the only reader of a tensor, and the scale is known beforehand, the op that
+computes the tensor need not write it. The op returns a tensor without values, and a function that computes and casts
+them. That function reads the inputs of the op, and writes codes.
 """
 
 from __future__ import annotations

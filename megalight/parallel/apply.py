@@ -56,10 +56,10 @@ def parallelize(
         appears once, under its first name.
 
     Raises:
-        LayoutError: the model is parallel already; a size is not divisible; a pattern matches nothing; a style does not
-            fit its module; under sequence parallelism, a module with parameters has no rule; under context parallelism,
-            the plan names no attention, or a kind cannot serve a layer; with ``ep`` or ``etp``, it names no experts;
-            options of ``tensor`` or ``expert`` have no effect.
+        LayoutError: the model is parallel already, a size is not divisible, a pattern matches nothing, or a style does
+            not fit its module. Under sequence parallelism: a module with parameters has no rule. Under context
+            parallelism: the plan names no attention, or a kind cannot serve a layer. With ``ep`` or ``etp``: the plan
+            names no experts. Also if options of ``tensor`` or ``expert`` have no effect.
     """
     # A list of the model before the split: modules are replaced while it is walked through.
     modules = dict(model.named_modules())

@@ -19,9 +19,9 @@ class Loss:
     Attributes:
         sum: scalar with gradient: the sum of the token losses. It is divided by the token count of the whole global
             batch, so the result does not depend on the micro-batch size or on data parallelism.
-        auxiliary: name -> scalar with gradient, which is added to the objective. It is either a mean already (for
-            example a load-balancing loss) and is averaged over the micro-batches of all data-parallel ranks, or a sum
-            whose count the task's ``auxiliary_counts`` knows, and is divided by that of the whole global batch.
+        auxiliary: name -> scalar with gradient, which is added to the objective. A mean (for example a load-balancing
+            loss) is averaged over the micro-batches of all data-parallel ranks. A sum, whose count the task's
+            ``auxiliary_counts`` returns, is divided by the count of the whole global batch.
         metrics: name -> ``(sum, count)``, detached. They are logged as sums over all ranks, ``sum / count``.
     """
 

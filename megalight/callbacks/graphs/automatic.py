@@ -23,9 +23,9 @@ class AutomaticCUDAGraph(CUDAGraph):
 
     It does nothing without a GPU, with other strategies than ``MegatronStrategy``, where steps cannot be recorded, and
     beside a ``CUDAGraph`` or ``ActivationOffload`` of the trainer or of the module's ``configure_callbacks``.
-    Steps are tried as graphs if the host needs most of a step to launch kernels, or if split layers hide more of their
-    communication when a graph launches it, and there is memory for a second set of activations. If the replayed steps
-    are not faster, later ones run eagerly. The log gives the decision and both times. With
+    Steps are tried as graphs if there is memory for a second set of activations, and one of these holds: the host needs
+    most of a step to launch kernels, or split layers hide more of their communication when a graph launches it. If the
+    replayed steps are not faster, later ones run eagerly. The log shows the decision and both times. With
     ``micro_batch_size="auto"``, it waits until the number is found.
 
     Attributes:

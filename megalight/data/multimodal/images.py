@@ -27,9 +27,9 @@ class ImageForm:
         class_token: whether a row of zeros comes first, for the tower's class token. With ``merge``, rows are patches
             alone, and the tower's input gets those of class tokens later.
         merge: side of the squares of patches that are one token. Their rows are neighbors.
-        tiles: an image is stretched to up to so many squares, in the arrangement nearest to its shape, each of which is
-            an image of its own; where there are several, the whole image follows (InternVL,
-            https://arxiv.org/abs/2404.16821). 1: it is one square, by ``resize``.
+        tiles: largest number of square tiles of an image, in the grid nearest to its aspect ratio (InternVL,
+            https://arxiv.org/abs/2404.16821). Each tile is an image of its own. After several tiles comes the whole
+            image. 1: the image is one square, by ``resize``.
         newline: whether the tokens of an image end with one that stands for no patch, but for a learned row.
         axes: whether tokens have positions on several axes.
         mutual: whether the tokens of an image see each other in the language model.

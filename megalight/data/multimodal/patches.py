@@ -61,8 +61,8 @@ class Images:
     Attributes:
         pixels: ``[P, channels * height * width]``: a row per patch, uint8, or normalized in a floating-point type.
             Rows of class tokens are zeros.
-        positions: ``[P]`` int64: the row of each patch in the tower's table of positions; for images of any size
-            ``[2, P]``: its row and its column in the image; or ``[4, P]``: and the rows and columns of the image.
+        positions: int64. ``[P]``: the row of each patch in the tower's table of positions. For images of any size
+            ``[2, P]``: row and column of each patch; or ``[4, P]``: also the numbers of rows and columns of its image.
         lengths: rows of each image; of an image in tiles, of each tile.
         counts: images of each sample, where each tile is one.
         windows: for each image, the rows of its windows; empty: there are none.

@@ -43,9 +43,9 @@ def import_draft(
     Args:
         source: a folder with ``config.json`` and ``model.safetensors``.
         path: the checkpoint, which is not there yet.
-        base: the model that the draft serves. It is needed for a draft that does not say which hidden states it reads:
-            these are then the usual ones of this base; and for one without an output layer: it predicts with that of
-            the base.
+        base: the model that the draft serves. It is needed for a draft that does not say which hidden states it reads
+            (they are then the usual ones of this base), and for a draft without an output layer (it uses that of the
+            base).
 
     Raises:
         CheckpointError: a file is missing, or its tensors are not those of the configuration.

@@ -1,9 +1,8 @@
 """Our fused ops inside models of ``transformers``, whose modules, names and weights stay as they are.
 
-:func:`fuse` gives each known module a class of this package that is derived from its own and has another ``forward``:
-norms together with the sum before them, the gated activation, rotary embedding, causal attention, and the head together
-with its loss.
-Known are the families in :data:`FAMILIES`.
+:func:`fuse` gives each known module a subclass of its class with another ``forward``: norms together with the sum
+before them, the gated activation, rotary embedding, causal attention, and the head together with its loss. It knows the
+families in :data:`FAMILIES`.
 """
 
 from __future__ import annotations

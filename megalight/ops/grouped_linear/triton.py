@@ -1,7 +1,7 @@
 """Grouped products for Hopper: persistent programs walk the tiles of all groups, with loads by TMA.
 
-A program finds its tiles from the offsets on the device. Tiles of one group are numbered so that those which run at the
-same time share rows and weights in the L2 cache: with the usual number of rows per expert, a weight is read once.
+A program finds its tiles from the offsets on the device. Tiles of one group that run at the same time have rows and
+weights in common, which are then in the L2 cache. With the usual number of rows per expert, a weight is read once.
 """
 
 from __future__ import annotations

@@ -64,10 +64,13 @@ def permutation(
 ) -> Permutation:
     """Find the row of each pair of a token and an expert. Nothing here waits for the device.
 
-    Three forms: dropless, with groups as long as needed (one after the other, ``R = T k``); dropless, with the size of
-    each group rounded up to a multiple of ``alignment``, for products in 8 or 4 bits; or ``capacity`` rows for each
-    expert, in which case the shape of everything is known beforehand, and each expert keeps its first tokens (use
-    :func:`drop` to keep the most probable ones).
+    There are three forms:
+
+    - dropless: groups are as long as needed, one after the other, ``R = T k``;
+    - dropless and aligned: the size of each group is rounded up to a multiple of ``alignment``, for products in 8 or 4
+      bits;
+    - ``capacity`` rows for each expert: all shapes are known beforehand. Each expert keeps its first tokens; use
+      :func:`drop` to keep the most probable ones.
 
     Args:
         experts: ``[T, k]`` integers. Values outside ``[0, E)`` are pairs without a row: dropped, or of other ranks.

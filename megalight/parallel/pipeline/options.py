@@ -18,10 +18,10 @@ class Pipeline:
     """How the layers are divided over the pipeline, and in which order micro-batches go through it.
 
     Attributes:
-        schedule: ``1f1b``, ``interleaved`` (several chunks per rank), ``zero_bubble`` (weight gradients are computed
-            later, while a rank would wait), ``combined`` (messages of experts travel while another micro-batch
-            computes; with one chunk per rank or several, also without a pipeline). ``auto``: interleaved where a rank
-            has several chunks, else 1F1B.
+        schedule: ``1f1b``; ``interleaved``: several chunks per rank; ``zero_bubble``: weight gradients are computed
+            later, while a rank would wait; ``combined``: messages of experts travel while another micro-batch computes,
+            with one chunk per rank or several, also without a pipeline. ``auto``: interleaved where a rank has several
+            chunks, else 1F1B.
         messages: how activations and gradients travel between stages: ``plain`` (NCCL or gloo), or ``symmetric`` (GPUs
             of one host copy into each other's memory with their copy engines, which use no multiprocessor). ``auto``:
             ``symmetric`` between the neighbors that it can serve.

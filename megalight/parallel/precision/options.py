@@ -52,11 +52,12 @@ class LowPrecisionOptions:
         router_padding_for_quantization: fill up the tokens of each expert with zeros to a multiple of 16 (``mxfp8``:
             32, ``nvfp4``: 128) when they are brought to it. Casts then need no padding of their own.
         moe_router_padding_for_fp8: the old name. It acts, with a warning.
-        fp8_attention: attention of these layers multiplies in 8 bits, too: queries, keys, values and weights in e4m3,
-            the gradient of the output and of the scores in the format of gradients (e5m2, or with ``formats="e4m3"``
-            e4m3). Each tensor has one scale, by its current values, of each rank's own heads, whatever the recipe. For
-            equally long sequences without windows, soft caps, sinks, dropout or context parallelism, and heads of a
-            multiple of 16 up to 128. Its kernels are TransformerEngine's, from Blackwell on; elsewhere it is emulated.
+        fp8_attention: attention of these layers multiplies in 8 bits, too. Queries, keys, values and weights are in
+            e4m3. The gradients of the output and of the scores are in the format of gradients: e5m2, or e4m3 with
+            ``formats="e4m3"``. Whatever the recipe, each tensor has one scale, by the current values of each rank's
+            own heads. It needs equally long sequences without windows, soft caps, sinks, dropout or context
+            parallelism, and heads of a multiple of 16 features up to 128. Its kernels are TransformerEngine's, from
+            Blackwell on; elsewhere it is emulated.
         emulate: compute products in float64 from the decoded values, on machines without the real products.
 
     Raises:

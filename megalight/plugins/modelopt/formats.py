@@ -1,7 +1,8 @@
 """Search for a format of each layer: the least harm within a number of bits per weight (ModelOpt's ``auto_quantize``).
 
-A layer's score in a format is the sum of ``(g * d)^2`` over its outputs, where ``g`` is the gradient of the loss there
-and ``d`` is what the format changes: the loss's second-order change, with the Fisher information as its Hessian.
+A layer's score in a format is the sum of ``(g * d)^2`` over its outputs. ``g`` is the gradient of the loss with respect
+to an output, and ``d`` is the change of that output by the format. The score approximates the second-order change of
+the loss, with the Fisher information in place of the Hessian.
 """
 
 from __future__ import annotations

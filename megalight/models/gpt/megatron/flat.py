@@ -1,8 +1,8 @@
 """Optimizer state of the format ``fully_sharded_model_space``: flat pieces, as boxes of tensors shaped like parameters.
 
-A tensor of shape ``[X, Y]`` in chunks of ``[x, y]`` is stored with the shape ``[X / x, Y / y, x * y]``: the first dims
-count chunks, the last one is a chunk in row-major order, of which each data-parallel rank has written an interval. The
-shape ``[X, Y]`` stands in an attribute that Megatron-core adds to the metadata (``mcore_data``).
+A tensor of shape ``[X, Y]`` in chunks of ``[x, y]`` is stored with the shape ``[X / x, Y / y, x * y]``. The first dims
+count chunks. The last dim is a chunk in row-major order, and each data-parallel rank has written an interval of it. The
+shape ``[X, Y]`` is in an attribute that Megatron-core adds to the metadata (``mcore_data``).
 """
 
 from __future__ import annotations

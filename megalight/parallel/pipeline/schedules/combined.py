@@ -6,9 +6,9 @@ Weight gradients wait for such pauses too. DeepSeek-V3 does this in both directi
 (https://arxiv.org/abs/2412.19437, section 3.2.1); here the order is that of 1F1B, or of interleaved 1F1B with several
 chunks per rank.
 
-A pair begins when both of its inputs are there, and sends both results at its end. So a rank starts with
-``2 (pp - p - 1) + (vpp - 1) * group + 1`` forwards, and holds activations of as many chunks: with one chunk per rank
-that is up to twice as much as 1F1B. The bubble is that of the base schedule.
+A pair begins when both of its inputs are there, and sends both results at its end. So rank
+``p`` starts with ``2 (pp - p - 1) + (vpp - 1) * group + 1`` forwards, and holds activations of as many chunks. With one
+chunk per rank that is up to twice as much as 1F1B. The bubble is that of the base schedule.
 """
 
 from __future__ import annotations

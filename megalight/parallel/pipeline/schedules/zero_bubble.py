@@ -3,9 +3,9 @@
 It is built on 1F1B or interleaved 1F1B. Other ranks wait only for the gradient of a chunk's *input*. So each backward
 is split: the input gradient keeps its place, and the weight gradient comes later, when the rank would wait. Rank ``p``
 delays its weight gradients by ``p`` micro-batches. So it sends its first input gradients ``p`` weight gradients
-earlier, and the delayed weight gradients fill the end of the step. If a weight gradient ``W`` takes no longer than a
-forward ``F`` or an input gradient ``I``, the bubble falls from ``(pp - 1) (F + I + W)`` to ``(pp - 1) (F + I - W)``, in
-times of a chunk.
+earlier, and the delayed weight gradients fill the end of the step. Let a chunk take ``F`` forward, ``I`` for the input
+gradient and ``W`` for the weight gradient. If ``W`` is no longer than ``F`` or ``I``, the bubble falls from
+``(pp - 1) (F + I + W)`` to ``(pp - 1) (F + I - W)``.
 
 Activations stay in memory until their weight gradient is done. No rank holds more of them than the first rank does in
 the base schedule.
