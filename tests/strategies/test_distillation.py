@@ -31,7 +31,7 @@ from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer
-from tests.strategies.training import BASE, SEED, global_batch, whole
+from tests.strategies.training import BASE, SEED, assert_weights, global_batch, whole
 from tests.workers import run
 
 STEPS, LENGTH, LR = 2, 11, 1e-2
@@ -165,13 +165,7 @@ def check(
     np.testing.assert_allclose(rows, [row[: len(rows[0])] for row in wanted_rows], rtol=1e-9)
     found = [float(runner.callback_metrics[name]) for name in ("val_divergence", "val_loss")]
     np.testing.assert_allclose(found, after, rtol=1e-9)
-    assert how.parallel_model is not None
-    with how.parallel_model.full_parameters():
-        for name, tensor in how.parallel_model.tensors().items():
-            for piece in how.specs[name].pieces:
-                value = wanted[piece.name][piece.box]
-                error = np.linalg.norm(piece.view(tensor.detach()).numpy() - value) / max(np.linalg.norm(value), 1e-3)
-                assert error <= 1e-9, f"{piece.name} differs by {error:.1e}"
+    assert_weights(how, wanted)
     predicted = runner.predict(module)
     assert predicted is not None
     assert predicted[0].shape == (4 // how.mesh.dp, 12 if packed else LENGTH)

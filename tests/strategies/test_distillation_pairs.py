@@ -50,7 +50,7 @@ from tests.strategies.test_distillation import (
     batches_of,
     teacher_of,
 )
-from tests.strategies.training import BASE, SEED, whole
+from tests.strategies.training import BASE, SEED, assert_weights, whole
 from tests.workers import run
 
 WIDE = replace(BASE, num_layers=3)
@@ -186,15 +186,7 @@ def _check(
     wanted_rows, wanted = by_torch
     np.testing.assert_allclose(rows, [row[: len(rows[0])] for row in wanted_rows], rtol=1e-9)
     assert {f"val_pair_{n}" for n in range(len(loss["pairs"]))} <= runner.callback_metrics.keys()
-    assert how.parallel_model is not None
-    compared = set()
-    with how.parallel_model.full_parameters():
-        for name, tensor in how.parallel_model.tensors().items():
-            for piece in how.specs[name].pieces:
-                value = wanted[piece.name][piece.box]
-                error = np.linalg.norm(piece.view(tensor.detach()).numpy() - value) / max(np.linalg.norm(value), 1e-3)
-                assert error <= 1e-9, f"{piece.name} differs by {error:.1e}"
-                compared.add(piece.name)
+    compared = assert_weights(how, wanted)
     last = how.mesh.rank("pp") == how.mesh.pp - 1
     projected = bool(loss["pairs"]) and folder.name != "wide"
     assert ("model.distillation.projection" in compared) == (last and projected)

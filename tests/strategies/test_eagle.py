@@ -34,7 +34,7 @@ from megalight.parallel.model import check_split
 from megalight.parallel.options import ParallelOptions
 from megalight.strategies import DataParallel, MegatronStrategy
 from tests.environment import trainer
-from tests.strategies.training import BASE, SEED, global_batch
+from tests.strategies.training import BASE, SEED, assert_weights, global_batch
 from tests.workers import run
 
 STEPS, LR, DECAY, AHEAD = 2, 1e-2, 0.7, 3
@@ -210,13 +210,7 @@ def check(
     runner.fit(module)
     wanted_rows, wanted = by_torch
     np.testing.assert_allclose(rows, wanted_rows, rtol=1e-9)
-    assert how.parallel_model is not None
-    with how.parallel_model.full_parameters():
-        for name, tensor in how.parallel_model.tensors().items():
-            for piece in how.specs[name].pieces:
-                value = wanted[piece.name.removeprefix("model.")][piece.box]
-                error = np.linalg.norm(piece.view(tensor.detach()).numpy() - value) / max(np.linalg.norm(value), 1e-3)
-                assert error <= 1e-9, f"{piece.name} differs by {error:.1e}"
+    assert_weights(how, {f"model.{name}": value for name, value in wanted.items()})
     assert 0 <= float(runner.callback_metrics["val_step_0_accuracy"]) <= 1
     folder = base.parent / f"draft-{base.name}-{how.mesh.describe()}-{packed}-{draft.head}"
     runner.save_checkpoint(folder)

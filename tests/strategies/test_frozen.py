@@ -24,7 +24,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch, WithResults
 from tests.environment import trainer
-from tests.strategies.training import BASE, SEED, global_batch, whole
+from tests.strategies.training import BASE, SEED, assert_weights, global_batch, whole
 from tests.workers import run
 
 STEPS, LENGTH = 2, 11
@@ -118,12 +118,7 @@ def check(student: dict[str, Any], teacher: dict[str, Any], accelerator: str = "
     wanted_losses, after, wanted = by_hand(accelerator)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-9)
     assert float(runner.callback_metrics["val_loss"]) == pytest.approx(after, rel=1e-9)
-    assert how.parallel_model is not None
-    for name, tensor in how.parallel_model.tensors().items():
-        for piece in how.specs[name].pieces:
-            value = wanted[piece.name][piece.box]
-            error = np.linalg.norm(piece.view(tensor.detach()).cpu().numpy() - value) / max(np.linalg.norm(value), 1e-3)
-            assert error <= 1e-9, f"{piece.name} differs by {error:.1e}"
+    assert_weights(how, wanted)
     (frozen,) = how._stepper.step.frozen.values()  # type: ignore[union-attr]
     assert not frozen.model.root.training
     held = {id(parameter) for parameter in frozen.model.parameters()}

@@ -28,7 +28,7 @@ from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer
 from tests.strategies.test_distillation import LR, STUDENT, TEACHERS, Student, teacher_of
-from tests.strategies.training import SEED, whole
+from tests.strategies.training import SEED, assert_weights, whole
 from tests.workers import run
 
 STEPS, ROWS, LENGTH, K, TEMPERATURE = 2, 4, 12, 7, 1.5
@@ -117,13 +117,7 @@ def check(folder: Path, layout: dict[str, Any], packed: bool) -> None:
     other.trainer = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1)  # type: ignore[assignment]
     wanted_losses, wanted = by_hand(other)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-7)
-    assert how.parallel_model is not None
-    with how.parallel_model.full_parameters():
-        for name, tensor in how.parallel_model.tensors().items():
-            for piece in how.specs[name].pieces:
-                value = wanted[piece.name][piece.box]
-                error = np.linalg.norm(piece.view(tensor.detach()).numpy() - value) / max(np.linalg.norm(value), 1e-3)
-                assert error <= 1e-6, f"{piece.name} differs by {error:.1e}"
+    assert_weights(how, wanted, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,20 @@ def assert_same_run(found: dict[str, Any], expected: dict[str, Any], tolerance: 
         assert error <= tolerance, f"final {name} differs by {error:.2e}"
 
 
+def assert_weights(how: MegatronStrategy, expected: Mapping[str, Any], tolerance: float = 1e-9) -> set[str]:
+    """Compare what this rank holds of each weight, to a relative norm. Return the names of the weights."""
+    assert how.parallel_model is not None
+    compared = set()
+    with how.parallel_model.full_parameters():
+        for name, tensor in how.parallel_model.tensors().items():
+            for piece in how.specs[name].pieces:
+                value, found = expected[piece.name][piece.box], piece.view(tensor.detach()).cpu().numpy()
+                error = np.linalg.norm(found - value) / max(float(np.linalg.norm(value)), 1e-3)
+                assert error <= tolerance, f"{piece.name} differs by {error:.1e}"
+                compared.add(piece.name)
+    return compared
+
+
 def assert_same_gradients(
     found: Mapping[str, np.ndarray[Any, Any]], expected: Mapping[str, np.ndarray[Any, Any]], tolerance: float = 1e-9
 ) -> None:
