@@ -15,6 +15,7 @@ from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.newest import newest_in
 from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
 from megalight.data.multimodal.images import Resize
+from megalight.data.multimodal.marks import IMAGE_TOKEN, image_text_of
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError
 from megalight.inference.generate import generate
@@ -233,6 +234,7 @@ class TextGenerator:
         seed: int | None = None,
         ends: Collection[int] = (),
         images: Sequence[Sequence[ImageFile]] | None = None,
+        image_text: str | None = None,
         resize: Resize | None = None,
         draft: DraftModel | None = None,
         guesses: int = 4,
@@ -249,7 +251,9 @@ class TextGenerator:
             seed: seed of the sampling. None gives other results each time.
             ends: ids of further tokens that end a completion, such as the end of a chat model's answer.
             images: the images of each prompt, as paths or as the bytes of files. Each stands where the prompt has
-                :attr:`image_marker`.
+                ``<image>``, or :attr:`image_marker`.
+            image_text: what replaces ``<image>``, as in preparing the data; see
+                :func:`~megalight.data.multimodal.marks.image_text_of`.
             resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. The same
                 as in training.
             draft, guesses: see :func:`~megalight.inference.generate.generate`.
@@ -259,6 +263,9 @@ class TextGenerator:
                 images than of images; or see :func:`~megalight.inference.generate.generate`.
         """
         eod = self.tokenizer.eod_id
+        if images is not None:
+            mark = image_text_of(self.image_marker, self.tokenizer.vocabulary, image_text)
+            prompts = [text.replace(IMAGE_TOKEN, mark) for text in prompts]
         # An empty prompt still needs a token to continue from.
         ids = [self.tokenizer.encode(text) or ([] if eod is None else [eod]) for text in prompts]
         pictures, axes, device = None, None, next(self.model.parameters()).device

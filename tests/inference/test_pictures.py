@@ -9,6 +9,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -290,6 +291,29 @@ def test_the_command_shows_images_to_the_model(saved: str, tmp_path: Path, capsy
     (expected,) = writer.complete(["<|user|><image>fox<|endoftext|><|assistant|>"], images=[[red]], **options)
     assert main([*words, "--chat", "-p", "fox", "--image", str(red)]) == 0
     assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_images_stand_in_the_frame_of_their_model(saved: str, tmp_path: Path) -> None:
+    """As in training data, whose texts have ``<image>``, too."""
+    pytest.importorskip("PIL")
+    special = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+    tokenizer = Tokenizer.train([TEXT], 270, special_tokens=special)
+    model = one_device()
+    config = replace(CONFIG, image_token=tokenizer.vocabulary["<|image_pad|>"])
+    writer = TextGenerator(SimpleNamespace(config=config, parameters=model.parameters), tokenizer)  # type: ignore
+    for options, expected in (
+        ({}, "<|vision_start|><|image_pad|><|vision_end|>the fox"),
+        ({"image_text": "a<|image_pad|>b"}, "a<|image_pad|>bthe fox"),
+    ):
+        with mock.patch("megalight.inference.text.generate", return_value=[[]]) as generated:
+            writer.complete(["<image>the fox"], images=[[RED]], **options)
+        ids, places = generated.call_args.args[1][0], config.image_tokens
+        whole = tokenizer.encode(expected.replace("<|image_pad|>", "<|image_pad|>" * places))
+        assert ids == whole
+    words = ["generate", saved, "-p", "fox", "--image-text", "<image>"]
+    assert main(words) == 2
+    with pytest.raises(DataError, match="image_text is 'fox'; it must hold the image token"):
+        writer.complete(["<image>the fox"], images=[[RED]], image_text="fox")
 
 
 def test_the_command_takes_a_chat_template(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,8 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         type=Path,
-        help="an image file, for a model that reads images; repeat for several. They take the places of its image "
-        "token (such as <image>) in the prompts, in order. Prompts without any get all of them at their beginning",
+        help="an image file, for a model that reads images; repeat for several. They take the places of <image> in the "
+        "prompts, in order. Prompts without any get all of them at their beginning",
+    )
+    parser.add_argument(
+        "--image-text",
+        help="what replaces <image>, with the model's image token once, as in preparing the data (default: as the "
+        "published model with this image token has it, or the token alone)",
     )
     parser.add_argument(
         "--resize",
@@ -102,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.cli.ranks import check_ranks, joined
 
     _check_draft(arguments)
+    _check_images(arguments)
     source = _template(arguments)
     check_ranks(arguments)
 
@@ -150,6 +156,15 @@ def _check_draft(arguments: argparse.Namespace) -> None:
         raise ConfigurationError("--draft serves models of text; leave out --draft or --image.")
 
 
+def _check_images(arguments: argparse.Namespace) -> None:
+    """Refuse options of images without one. Before the weights are read."""
+    from megalight.errors import ConfigurationError
+
+    for option in ("resize", "image_text"):
+        if getattr(arguments, option) is not None and not arguments.image:
+            raise ConfigurationError(f"--{option.replace('_', '-')} is for images; give --image, too.")
+
+
 def _template(arguments: argparse.Namespace) -> str | None:
     """Return the text of the named chat template. Before the weights are read."""
     if arguments.chat_template is None:
@@ -195,6 +210,7 @@ def _complete(
         seed=arguments.seed,
         ends=ends,
         images=images,
+        image_text=arguments.image_text,
         resize=arguments.resize,
         draft=draft,
         **guessing,
@@ -202,16 +218,19 @@ def _complete(
 
 
 def _with_images(prompts: Sequence[str], files: Sequence[bytes], marker: str) -> tuple[list[str], list[list[bytes]]]:
-    """Return the prompts with a marker for each of their images, and the images of each prompt."""
+    """Return the prompts with a place for each of their images, and the images of each prompt."""
+    from megalight.data.multimodal.marks import IMAGE_TOKEN
     from megalight.errors import DataError
 
-    counts = [prompt.count(marker) for prompt in prompts]
+    # The model's own token is a place, too.
+    marks = {IMAGE_TOKEN, marker}
+    counts = [sum(prompt.count(mark) for mark in marks) for prompt in prompts]
     if not any(counts):
-        return [marker * len(files) + prompt for prompt in prompts], [list(files) for _ in prompts]
+        return [IMAGE_TOKEN * len(files) + prompt for prompt in prompts], [list(files) for _ in prompts]
     if sum(counts) != len(files):
         raise DataError(
-            f"the prompts hold {marker!r} {sum(counts)} times, and --image is given {len(files)} times; each image "
-            "needs one place. Leave all places out to put every image before each prompt."
+            f"the prompts hold {IMAGE_TOKEN!r} {sum(counts)} times, and --image is given {len(files)} times; each "
+            "image needs one place. Leave all places out to put every image before each prompt."
         )
     bounds = [0, *accumulate(counts)]
     return list(prompts), [list(files[first:last]) for first, last in pairwise(bounds)]

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--image-text",
         help="what replaces <image> in the texts, with the image token once, such as "
-        "'<img><IMG_CONTEXT></img>' (default: <image> stays)",
+        "'<img><IMG_CONTEXT></img>' (default: as the published model with this image token has it, or the token alone)",
     )
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's template)")
     parser.add_argument(
@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         which = "--chat" if arguments.chat else "--multimodal"
         _refuse(arguments, TEXT_ONLY, f"is for text, not for conversations; leave it or {which} out")
     if arguments.multimodal:
-        from megalight.data.multimodal.prepare import IMAGE_TOKEN, prepare_multimodal
+        from megalight.data.multimodal.marks import IMAGE_TOKEN
+        from megalight.data.multimodal.prepare import prepare_multimodal
 
         print(
             prepare_multimodal(

@@ -18,6 +18,7 @@ from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.meta import image_prefix, loss_prefix, tokenizer_path
 from megalight.data.multimodal.files import decode
+from megalight.data.multimodal.marks import IMAGE_TOKEN, image_text_of
 from megalight.data.multimodal.rows import KEYS, images_of, with_marks
 from megalight.data.multimodal.videos import TOKENS, videos_of
 from megalight.data.prepare import PrepareReport, find_inputs, publish_facts
@@ -26,9 +27,6 @@ from megalight.data.sink import Encoded
 from megalight.data.text_files import ROWS, Block, Format, OnBad
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
-
-IMAGE_TOKEN = "<image>"
-"""What stands for an image in the text of LLaVA's files."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class _ImageEncoder(ChatEncoder):
     """Turns a block of rows into tokens and the bytes of image files, each of which was decoded once as a check."""
 
     image_token: str = IMAGE_TOKEN
-    image_text: str | None = None
+    image_text: str = IMAGE_TOKEN
     folder: str = ""
 
     def __call__(self, block: Block) -> Encoded:
@@ -61,9 +59,8 @@ class _ImageEncoder(ChatEncoder):
         given = list[Any]()
         if isinstance(record, Mapping):
             given = images_of(record, place)
-            if self.image_text is not None:
-                record = {k: v if k in KEYS else _spelled(v, self.image_text) for k, v in record.items()}
-            record = with_marks(record, self.image_text or self.image_token)
+            record = {k: v if k in KEYS else _spelled(v, self.image_text) for k, v in record.items()}
+            record = with_marks(record, self.image_text)
         encoded = super().encode(record, place, aside)
         marker = self.tokenizer.vocabulary[self.image_token]
         count = sum(ids.count(marker) for ids, _ in encoded)
@@ -165,7 +162,8 @@ def prepare_multimodal(
         images: the folder that paths of images are relative to. None: the folder of the first input file.
         image_token: the special token that stands for an image in the text.
         image_text: what replaces ``<image>`` in the texts, with ``image_token`` once: models put tokens of their
-            own around images (``<img><IMG_CONTEXT></img>`` of InternVL). None: ``<image>`` stays.
+            own around images. None: as the published model with this image token writes it, such as
+            ``<img><IMG_CONTEXT></img>``, if the tokenizer has all of its tokens; else ``image_token``.
         chat_template: a Jinja file. None: the tokenizer's own template.
         train_on: ``all``: every message of the assistant counts. ``last``: only the last of each conversation.
         format: format of the inputs; ``auto`` goes by the suffix.
@@ -189,11 +187,7 @@ def prepare_multimodal(
             f"the tokenizer has no token {image_token!r} of its own; name another one with image_token "
             "(--image-token), or add it to the tokenizer as a special token."
         )
-    if image_text is not None and image_text.count(image_token) != 1:
-        raise DataError(
-            f"image_text is {image_text!r}; it must hold the image token {image_token!r} once (--image-text, "
-            "--image-token)."
-        )
+    image_text = image_text_of(image_token, chosen.vocabulary, image_text)
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar(progress))
         dtype = token_dtype(chosen.vocab_size)
