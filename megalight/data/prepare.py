@@ -27,7 +27,7 @@ TRAINING_BYTES_PER_TOKEN = 2 << 10
 """Text that the tokenizer is trained on, per token of its vocabulary."""
 
 DEFAULT_TEXT_KEY = "text"
-"""JSON key or Parquet column of the text, if none is given."""
+"""JSON key or column of the text, if none is given."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,15 @@ def prepare(
     on_bad: OnBad = "raise",
     progress: bool = True,
 ) -> PrepareReport:
-    """Turn text, JSON lines or Parquet into Megatron's token files.
+    """Turn text, JSON lines, CSV or Parquet into Megatron's token files.
 
     Writes ``<output>.bin``, ``<output>.idx``, ``<output>.json`` (counts and identities) and
     ``<output>.tokenizer.json``. All have temporary names until everything is written. The result does not depend on
     the number of workers.
 
     Args:
-        inputs: files, directories or globs; see :func:`megalight.data.text_files.find`. A text file, a JSON line and a
-            Parquet row are one document each. ``.gz`` files are decompressed.
+        inputs: files, directories or globs; see :func:`megalight.data.text_files.find`. A text file, a JSON line, and a
+            row of CSV or Parquet are one document each. ``.gz`` files are decompressed.
         output: the data prefix.
         tokenizer: a ``tokenizer.json`` file, or the folder of a tokenizer.
         train_tokenizer: train a byte-level BPE on the inputs instead, on an even sample of the documents with about
@@ -122,8 +122,9 @@ def prepare(
         vocab_size: size of the vocabulary to train.
         special_tokens: further special tokens of the vocabulary to train. BERT needs ``[CLS]``, ``[SEP]`` and
             ``[MASK]``.
-        text_key: JSON key or Parquet column that holds the text. None: ``text``.
-        format: format of the inputs. ``auto`` goes by the suffix: .jsonl, .ndjson, .parquet, and text for all others.
+        text_key: JSON key or column that holds the text. None: ``text``.
+        format: format of the inputs. ``auto`` goes by the suffix: .jsonl, .ndjson, .csv, .tsv, .parquet, and text for
+            all others; a .json file that is named itself needs a word: ``json`` for an array of rows, or ``text``.
         workers: number of processes that tokenize. Default: one per CPU, fewer for little text.
         append_eod: whether to end each document with the end-of-document token of the tokenizer.
         eod_token: the end-of-document token, if the configuration of the tokenizer does not name it.
@@ -190,7 +191,9 @@ def find_inputs(
     if workers is not None and workers < 1:
         raise DataError(f"workers (--workers) is {workers}; it must be at least 1.")
     prefix = os.fspath(paths(output)[0])[:-4]
-    files = _without_outputs(find(inputs, format, suffixes), inputs, prefix)
+    outputs = _outputs(prefix, inputs)
+    # Silently, as a second run of the same command finds its own files in the folder.
+    files = [file for file in find(inputs, format, suffixes) if file.path.resolve() not in outputs]
     num_bytes = sum(file.size for file in files)
     if not num_bytes:
         raise DataError(f"the inputs are empty ({_some(files)}), so nothing was written; check the inputs.")
@@ -214,8 +217,8 @@ def _some(files: Sequence[TextFile]) -> str:
     return f"{files[0].path}{more}" if files else "none"
 
 
-def _without_outputs(files: list[TextFile], inputs: Sequence[str], prefix: str) -> list[TextFile]:
-    """Leave out files that an earlier call with this output wrote into an input folder.
+def _outputs(prefix: str, inputs: Sequence[str]) -> set[Path]:
+    """Return the files that a call with this output writes.
 
     Raises:
         DataError: an input names such a file itself.
@@ -227,8 +230,7 @@ def _without_outputs(files: list[TextFile], inputs: Sequence[str], prefix: str) 
     for name in inputs:
         if Path(name).resolve() in written:
             raise DataError(f"input {name!r} is a file that this output would overwrite; choose another output.")
-    # Silently, as a second run of the same command finds its own files in the folder.
-    return [file for file in files if file.path.resolve() not in written]
+    return written
 
 
 def _train(

@@ -1,4 +1,4 @@
-"""Input files of ``prepare`` (plain text, JSON lines, JSON, Parquet, WebDataset), read in blocks of about a megabyte.
+"""Input files of ``prepare`` (text, JSON lines, JSON, CSV, Parquet, WebDataset), read in blocks of about a megabyte.
 
 One process finds and reads the files in a fixed order (:func:`find`, :func:`blocks`). Workers turn blocks into texts
 (:func:`texts_of`). So the result does not depend on the number of workers.
@@ -12,24 +12,35 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, TextIO, cast
 
-from megalight.data import shards
+from megalight.data import csv_files, shards
 from megalight.errors import DataError
 from megalight.imports import require
 
-Kind = Literal["text", "jsonl", "json", "parquet", "webdataset"]
-Format = Literal["auto", "text", "jsonl", "json", "parquet"]
+Kind = Literal["text", "jsonl", "json", "csv", "parquet", "webdataset"]
+Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet"]
 OnBad = Literal["raise", "skip"]
 BLOCK = 1 << 20
 LINES = "If each of its lines is a row, say so with format='jsonl' (--format jsonl)."
 
-SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+SKIP = "or skip bad files with on_bad='skip' (--skip-bad)."
+SKIP_ROWS = "Leave such rows out, or skip them with on_bad='skip' (--skip-bad)."
+
+SUFFIXES: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
 ROWS: dict[str, Kind] = {**SUFFIXES, ".json": "json", ".tar": "webdataset"}
 """Suffixes where inputs can only be rows: for text, a ``.json`` file is a document, and a ``.tar`` file is left out."""
+UNITS: dict[Kind, str] = {"json": "entry", "csv": "row"}
+"""What a row of such a file is called in messages; a line elsewhere."""
 READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
@@ -54,9 +65,10 @@ class Piece:
     Attributes:
         path: the file, for messages.
         kind: format of the file.
-        data: bytes of text or of whole JSON lines, one for each entry of a JSON array; the places of samples of a
-            WebDataset shard; empty for Parquet.
-        first: number of the first line (text, JSON lines), entry (JSON) or sample, or the row group (Parquet).
+        data: bytes of text or of whole JSON lines, one for each entry of a JSON array and each row of a CSV file; the
+            places of samples of a WebDataset shard; empty for Parquet.
+        first: number of the first line (text, JSON lines), entry (JSON), row (CSV) or sample, or the row group
+            (Parquet).
         ends: whether the document ends with this piece. Only a text file can have a document of several pieces.
         size: bytes of the input file that this piece accounts for, for the progress bar.
     """
@@ -92,7 +104,7 @@ def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Ki
         suffixes: suffix -> format. Other files are text.
 
     Raises:
-        DataError: an input names no file.
+        DataError: an input names no file, or a ``.json`` file whose format must be told.
     """
     found: dict[Path, TextFile] = {}
     # In the order of the inputs, which is the order of the documents.
@@ -101,6 +113,11 @@ def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Ki
         if place.is_dir():
             paths = _below(place, suffixes)
         elif place.exists():
+            if form == "auto" and _suffix(place) == ".json" and ".json" not in suffixes:
+                raise DataError(
+                    f"input {given!r} may be one document or an array of rows; say which with format='text' or "
+                    "'json' (--format)."
+                )
             paths = [place]
         else:
             paths = [Path(name) for name in sorted(glob.glob(given, recursive=True)) if os.path.isfile(name)]
@@ -189,15 +206,15 @@ def _pieces(file: TextFile) -> Iterator[Piece]:
             yield from _row_groups(file)
         elif file.kind == "json":
             yield from _entries(file)
+        elif file.kind == "csv":
+            yield from _table(file)
         elif file.kind == "webdataset":
             for first, places, size in shards.groups(file.path):
                 yield Piece(file.path, "webdataset", places, first, True, size)
         else:
             yield from _lines(file)
     except READ_ERRORS as error:
-        raise DataError(
-            f"{file.path} cannot be read ({error}); repair it, or skip bad files with on_bad='skip' (--skip-bad)."
-        ) from error
+        raise DataError(f"{file.path} cannot be read ({error}); repair it, {SKIP}") from error
 
 
 def _lines(source: TextFile) -> Iterator[Piece]:
@@ -231,16 +248,33 @@ def _entries(source: TextFile) -> Iterator[Piece]:
         raise DataError(
             f"{source.path} holds a {type(entries).__name__}; a .json file must hold an array of rows. {LINES}"
         )
+    yield from _joined(source, map(_dumped, entries), 0)
+
+
+def _dumped(entry: Any) -> bytes:
+    return json.dumps(entry).encode()
+
+
+def _table(source: TextFile) -> Iterator[Piece]:
+    """Pieces of about a megabyte of a CSV file, with a line of JSON for each row under the names of the columns."""
+    opener = gzip.open if source.compressed else open
+    # The codec takes a mark of byte order away; line breaks within quotes stay as they are.
+    with cast(TextIO, opener(source.path, "rt", encoding="utf-8-sig", newline="")) as file:
+        yield from _joined(source, csv_files.lines(file, source.path, _suffix(source.path)), 1)
+
+
+def _joined(source: TextFile, rows: Iterable[bytes], first: int) -> Iterator[Piece]:
+    """Join lines of JSON to pieces of about a megabyte. ``first`` is the number of the first row."""
     lines: list[bytes] = []
-    first, size = 0, 0
-    for number, entry in enumerate(entries):
-        lines.append(json.dumps(entry).encode())
-        size += len(lines[-1])
-        last = number + 1 == len(entries)
-        if size >= BLOCK or last:
-            # Progress counts bytes of the input, which are only known for the whole.
-            yield Piece(source.path, "json", b"\n".join(lines), first, last, source.size if last else 0)
-            lines, first, size = [], number + 1, 0
+    size = 0
+    for number, row in enumerate(rows, first + 1):
+        lines.append(row)
+        size += len(row)
+        if size >= BLOCK:
+            yield Piece(source.path, source.kind, b"\n".join(lines), first, True, 0)
+            lines, size, first = [], 0, number
+    # Progress counts bytes of the input, which are only known for the whole.
+    yield Piece(source.path, source.kind, b"\n".join(lines), first, True, source.size)
 
 
 def _chunk(file: BinaryIO) -> bytes:
@@ -262,11 +296,11 @@ def _parquet(path: Path) -> Any:
     try:
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-        raise DataError(f"{path} is not a readable Parquet file: {error}. Is it incomplete?") from error
+        raise DataError(f"{path} is not a readable Parquet file ({error}). Is it incomplete?") from error
 
 
 def texts_of(block: Block, text_key: str, on_bad: OnBad = "raise") -> tuple[list[Text], list[str]]:
-    """Return the texts of a block, and one message per line that was skipped.
+    """Return the texts of a block, and one message per row that was skipped.
 
     Raises:
         DataError: with ``on_bad="raise"``: a text is not UTF-8, a line is not a JSON object, or it has no string at
@@ -277,20 +311,51 @@ def texts_of(block: Block, text_key: str, on_bad: OnBad = "raise") -> tuple[list
     for piece in block:
         if piece.kind == "text":
             texts.append(Text(_decode(piece), piece.ends))
-        elif piece.kind == "parquet":
-            texts.extend(_column(piece, text_key))
-        else:
-            # At line feeds alone, as `_lines` counts them. `splitlines` divides at other characters, too.
-            for number, line in enumerate(piece.data.split(b"\n"), piece.first):
-                if not line.strip():
-                    continue
-                try:
-                    texts.append(Text(_json_text(piece.path, number, line, text_key), True))
-                except DataError as error:
-                    if on_bad == "raise":
-                        raise
-                    skipped.append(str(error))
+            continue
+        for text in (_column if piece.kind == "parquet" else _texts)(piece, text_key):
+            if isinstance(text, str):
+                texts.append(Text(text, True))
+            elif on_bad == "raise":
+                raise text
+            else:
+                skipped.append(str(text))
     return texts, skipped
+
+
+def _texts(piece: Piece, key: str) -> Iterator[str | DataError]:
+    """The texts of lines of JSON, or why there is none."""
+    for place, record in _json_rows(piece):
+        if isinstance(record, DataError):
+            yield record
+        elif not isinstance(record, dict) or key not in record:
+            keys = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+            yield DataError(f"{place} has no key {key!r}; it has: {keys}. Choose one with text_key (--text-key).")
+        else:
+            yield _text(place, key, record[key])
+
+
+def _json_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
+    """Each line of JSON, or why it is none, with its place for messages."""
+    unit = UNITS.get(piece.kind, "line")
+    # At line feeds alone, as `_lines` counts them. `splitlines` divides at other characters, too.
+    for number, line in enumerate(piece.data.split(b"\n"), piece.first):
+        if line.strip():
+            place = f"{piece.path} {unit} {number}"
+            try:
+                yield place, _json(place, number, line)
+            except DataError as error:
+                yield place, error
+
+
+def _text(place: str, key: str, value: Any) -> str | DataError:
+    if not isinstance(value, str):
+        name = "null" if value is None else f"of type {type(value).__name__}"
+        return DataError(f"{place}: {key!r} is {name}; it must be a string. {SKIP_ROWS}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair, which is no text
+        return DataError(f"{place}: {key!r} is not Unicode text ({error.reason}). {SKIP_ROWS}")
+    return value
 
 
 def _decode(piece: Piece) -> str:
@@ -300,10 +365,7 @@ def _decode(piece: Piece) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = piece.first + data.count(b"\n", 0, error.start)
-        raise DataError(
-            f"{piece.path} line {line} is not UTF-8 text ({error.reason}); convert it, or skip bad files with "
-            "on_bad='skip' (--skip-bad)."
-        ) from error
+        raise DataError(f"{piece.path} line {line} is not UTF-8 text ({error.reason}); convert it, {SKIP}") from error
 
 
 def records_of(block: Block) -> Iterator[tuple[str, Any]]:
@@ -317,8 +379,8 @@ def records_of(block: Block) -> Iterator[tuple[str, Any]]:
     for piece in block:
         if piece.kind == "text":
             raise DataError(
-                f"{piece.path} is plain text; conversations are rows of .jsonl or .parquet files. Say with format "
-                "(--format) if it is one under another name."
+                f"{piece.path} is plain text; conversations are rows of .jsonl, .csv or .parquet files. Say with "
+                "format (--format) if it is one under another name."
             )
         if piece.kind == "parquet":
             rows = _parquet(piece.path).read_row_group(piece.first).to_pylist()
@@ -330,25 +392,25 @@ def records_of(block: Block) -> Iterator[tuple[str, Any]]:
         if piece.kind == "webdataset":
             yield from shards.records(piece.path, piece.data)
             continue
-        unit = "entry" if piece.kind == "json" else "line"
-        for number, line in enumerate(piece.data.split(b"\n"), piece.first):
-            if line.strip():
-                try:
-                    yield f"{piece.path} {unit} {number}", _json(piece.path, number, line)
-                except DataError as error:
-                    yield f"{piece.path} {unit} {number}", error
+        yield from _json_rows(piece)
 
 
-def _json(path: Path, number: int, line: bytes) -> Any:
+def _json(place: str, number: int, line: bytes) -> Any:
     try:
-        return json.loads(line)
+        # Not `json.loads(bytes)`, which guesses an encoding for each line by itself.
+        return json.loads((line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode())
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place} is not UTF-8 text ({error.reason}); convert the file, or skip bad rows with on_bad='skip' "
+            "(--skip-bad)."
+        ) from error
     except (ValueError, RecursionError) as error:
         advice = "Is the file incomplete?"
         if _goes_on(error):
             advice = "Each line holds one value, and something follows it here. Is a line break missing?"
         elif number == 1 and line.lstrip().startswith(b"["):
             advice = "An array of rows is read with format='json' (--format json)."
-        raise DataError(f"{path} line {number} is not JSON ({error}). {advice}") from error
+        raise DataError(f"{place} is not JSON ({error}). {advice}") from error
 
 
 def _goes_on(error: Exception) -> bool:
@@ -356,38 +418,22 @@ def _goes_on(error: Exception) -> bool:
     return isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
 
 
-def _json_text(path: Path, number: int, line: bytes, key: str) -> str:
-    record = _json(path, number, line)
-    if not isinstance(record, dict) or key not in record:
-        keys = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
-        raise DataError(
-            f"{path} line {number} has no key {key!r}; it has: {keys}. Choose one with text_key (--text-key)."
-        )
-    text = record[key]
-    if not isinstance(text, str):
-        raise DataError(f"{path} line {number}: {key!r} is a {type(text).__name__}; it must be a string.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair, which is no text
-        raise DataError(f"{path} line {number}: {key!r} is not Unicode text ({error.reason}).") from error
-    return text
-
-
-def _column(piece: Piece, key: str) -> Iterator[Text]:
+def _column(piece: Piece, key: str) -> Iterator[str | DataError]:
+    """The texts of a row group, or why there is none."""
     file = _parquet(piece.path)
     names = file.schema_arrow.names
     if key not in names:
-        raise DataError(
-            f"{piece.path} has no column {key!r}; it has: {', '.join(names)}. Choose one with text_key (--text-key)."
-        )
+        if piece.first == 0:  # once for the file
+            yield DataError(
+                f"{piece.path} has no column {key!r}; it has: {', '.join(names)}. Choose one with text_key "
+                "(--text-key)."
+            )
+        return
+    place = f"{piece.path} row group {piece.first}"
     try:
         values = file.read_row_group(piece.first, columns=[key]).column(0).to_pylist()
     except (OSError, ValueError) as error:
-        raise DataError(f"{piece.path} row group {piece.first} cannot be read: {error}") from error
+        yield DataError(f"{place} cannot be read: {error}")
+        return
     for row, value in enumerate(values):
-        if not isinstance(value, str):
-            raise DataError(
-                f"{piece.path} row group {piece.first}, row {row}: {key!r} is a {type(value).__name__}; it must be a "
-                "string."
-            )
-        yield Text(value, True)
+        yield _text(f"{place}, row {row}", key, value)

@@ -98,7 +98,14 @@ def test_empty_documents_are_left_out(tokenizer_file: Path, tmp_path: Path) -> N
     [
         ("t.jsonl", b'{"text": "a"}\n{"text": "b', r"t\.jsonl line 2 is not JSON .*incomplete"),
         ("t.jsonl", b'{"text": "a"}\n\n{"body": "b", "id": 1}\n', r"line 3 has no key 'text'; it has: 'body', 'id'"),
-        ("t.jsonl", b'{"text": 7}', r"line 1: 'text' is a int; it must be a string"),
+        ("t.jsonl", b'{"text": 7}', r"line 1: 'text' is of type int; it must be a string"),
+        ("t.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', r"line 2 is not UTF-8 text \(invalid continuation byte\)"),
+        ("t.jsonl", '{"text": "a"}\n'.encode("utf-16"), r"line 1 is not UTF-8 text \(invalid start byte\)"),
+        ("t.csv", b"text,n\na,1,2\n", r"t\.csv line 2 has 3 values, but the first line names 2 columns \(text, n\)"),
+        ("t.csv", b'text\n"open', r"t\.csv line 2 is not CSV \(unexpected end of data\)"),
+        ("t.csv", b"text\ncaf\xe9\n", r"t\.csv is not UTF-8 text"),
+        ("t.csv", b"title;text\na;b\n", r"t\.csv row 1 has no key 'text'; it has: 'title;text'"),
+        ("t.json", b'[{"text": "a"}]', r"may be one document or an array of rows"),
         ("t.jsonl", rb'{"text": "half \ud800 a pair"}', r"line 1: 'text' is not Unicode text"),
         ("t.jsonl", b"[" * 200_000, r"line 1 is not JSON"),
         ("t.jsonl", b"[1]", r"line 1 has no key 'text'; it has: list"),
@@ -131,6 +138,29 @@ def test_bad_input_can_be_left_out(tmp_path: Path, tokenizer_file: Path) -> None
     assert "3 skipped" in str(report)
 
 
+def test_bad_rows_of_tables_can_be_left_out(tmp_path: Path, tokenizer_file: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"body": ["a", "b"]}), tmp_path / "b.parquet", row_group_size=1)
+    report = prepare([str(tmp_path)], tmp_path / "o", tokenizer=tokenizer_file, on_bad="skip", progress=False)
+    assert report.meta.num_documents == 2
+    assert [next(each for each in ("row 1", "no column") if each in text) for text in report.skipped] == [
+        "row 1", "no column",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "separator"), [("t.csv", ","), ("t.tsv", "\t"), ("t.csv.gz", ",")])
+def test_rows_of_csv_are_documents(tmp_path: Path, tokenizer_file: Path, name: str, separator: str) -> None:
+    # A mark of byte order, line breaks of Windows and in quotes, an empty line, and a value above Python's limit.
+    kept = ["the fox", f'a "quoted"{separator} dog\r\nin two lines', "x" * 200_000]
+    quoted = [value.replace('"', '""') for value in kept]
+    rows = [separator.join(("id", "text")), "", *(f'{k}{separator}"{value}"' for k, value in enumerate(quoted))]
+    content = ("\ufeff" + "\r\n".join(rows)).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content, mtime=0) if name.endswith(".gz") else content)
+    report = prepare([str(tmp_path / name)], tmp_path / "o", tokenizer=tokenizer_file, progress=False)
+    assert texts(report.prefix, Tokenizer.load(report.tokenizer)) == [text + "<|endoftext|>" for text in kept]
+
+
 def test_empty_files_are_the_cause_not_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "t.txt").touch()
     with pytest.raises(DataError, match="the inputs are empty"):
@@ -149,7 +179,7 @@ def test_a_missing_column_is_named(tmp_path: Path, tokenizer_file: Path) -> None
     given = {"tokenizer": tokenizer_file, "progress": False}
     with pytest.raises(DataError, match="no column 'content'; it has: body, text"):
         prepare([str(tmp_path / "t.parquet")], tmp_path / "o", text_key="content", **given)
-    with pytest.raises(DataError, match="row group 0, row 0: 'text' is a NoneType"):
+    with pytest.raises(DataError, match="row group 0, row 0: 'text' is null; it must"):
         prepare([str(tmp_path / "t.parquet")], tmp_path / "o", **given)
 
 

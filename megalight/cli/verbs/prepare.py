@@ -15,7 +15,7 @@ IMAGES_ONLY = ("images", "image_token", "image_text")
 
 def describe() -> str:
     """Return the line for the overview."""
-    return "turn text, JSON lines or Parquet into token files"
+    return "turn text, JSON lines, CSV or Parquet into token files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--special-tokens", nargs="+", default=(), metavar="TOKEN", help="more special tokens to train, such as [CLS]"
     )
-    parser.add_argument("--text-key", help="JSON key or Parquet column of the text (default: text)")
+    parser.add_argument("--text-key", help="JSON key or column of the text (default: text)")
     parser.add_argument(
-        "--format", default="auto", choices=("auto", "text", "jsonl", "json", "parquet"), help="format of the inputs"
+        "--format",
+        default="auto",
+        choices=("auto", "text", "jsonl", "json", "csv", "parquet"),
+        help="format of the inputs (default: by the suffix)",
     )
     parser.add_argument("--workers", type=int, help="processes that tokenize (default: one per CPU)")
     parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
@@ -58,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-on", choices=("all", "last"), help="messages of the assistant that count in the loss (default: all)"
     )
-    parser.add_argument("--skip-bad", action="store_true", help="skip unreadable files and lines, and count them")
+    parser.add_argument("--skip-bad", action="store_true", help="skip unreadable files and rows, and count them")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 

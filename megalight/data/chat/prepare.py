@@ -127,7 +127,7 @@ def prepare_chat(
     on_bad: OnBad = "raise",
     progress: bool = True,
 ) -> PrepareReport:
-    """Turn JSON lines or Parquet rows of conversations into token files with a loss mask.
+    """Turn JSON lines, CSV or Parquet rows of conversations into token files with a loss mask.
 
     Writes what :func:`megalight.data.prepare.prepare` writes, and ``<output>.loss.bin``, ``<output>.loss.idx``: 1 for
     each token that the assistant wrote and 0 for the others. The known shapes of rows are in

@@ -1,0 +1,50 @@
+"""CSV and TSV files as JSON lines: the first row names the columns, and each later one is a line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from megalight.errors import DataError
+
+SEPARATORS = {".tsv": "\t"}
+"""Suffix -> what stands between two values. A comma elsewhere."""
+
+
+def lines(file: TextIO, path: Path, suffix: str) -> Iterator[bytes]:
+    """Yield each row as a line of JSON, with the names of the columns as keys.
+
+    Args:
+        file: the text, opened with ``newline=""``.
+        path: the file, for messages.
+        suffix: of the name, without ``.gz``.
+
+    Raises:
+        DataError: the file is no CSV, has no UTF-8, or a row has more or fewer values than there are columns.
+    """
+    # Values may be longer than 128 KiB, Python's default.
+    csv.field_size_limit(sys.maxsize)
+    separator = SEPARATORS.get(suffix, ",")
+    reader = csv.reader(file, delimiter=separator, strict=True)
+    try:
+        names = next((row for row in reader if row), [])
+        for row in reader:
+            if not row:  # an empty line
+                continue
+            if len(row) != len(names):
+                raise DataError(
+                    f"{path} line {reader.line_num} has {len(row)} values, but the first line names {len(names)} "
+                    f"columns ({', '.join(names)}). Values with {separator!r} or line breaks stand in double quotes."
+                )
+            yield json.dumps(dict(zip(names, row, strict=True))).encode()
+    except csv.Error as error:
+        raise DataError(f"{path} line {reader.line_num} is not CSV ({error}). Is the file incomplete?") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text ({error.reason} after line {reader.line_num}); convert it, or skip bad files "
+            "with on_bad='skip' (--skip-bad)."
+        ) from error
