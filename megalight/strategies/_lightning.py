@@ -104,6 +104,11 @@ def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
         strategy._layer_sync.apply(module)
 
 
+def keep_loaders(trainer: pl.Trainer) -> None:
+    """Leave loaders as they are: Lightning would shuffle each whose ranks share losses, also if all read the same."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
 def zero_grad(trainer: pl.Trainer, optimizer: Any) -> None:
     """Call and count what Lightning does to zero gradients. It skips this when it skips the backward."""
     optimization = trainer.fit_loop.epoch_loop.automatic_optimization

@@ -230,6 +230,8 @@ class MegatronStrategy(FolderCheckpoints):
             if trainer.state.fn == TrainerFn.FITTING:
                 ordinary.check_early(self, model)
             refusals.check_callbacks(trainer)
+            if not self.divides_data:
+                _lightning.keep_loaders(trainer)
         # Another module needs a split of its own. The same one continues with the split model that it has.
         if model is not self._setup_of:
             self._setup_of = None

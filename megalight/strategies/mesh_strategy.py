@@ -154,6 +154,11 @@ class MeshStrategy(Collectives, ParallelStrategy):
         return mesh.dp * mesh.cp > 1
 
     @property
+    def divides_data(self) -> bool:
+        """Whether there are several replicas, which read different samples."""
+        return self.grid(self.num_nodes * self.num_processes).dp > 1
+
+    @property
     def run(self) -> Run:
         """The parts of the run that checkpoints save."""
         assert self.parallel_model is not None and self.streams is not None

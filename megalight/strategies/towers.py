@@ -119,6 +119,11 @@ class MegatronTowersStrategy(TowersStrategy):
         return self.divide(self.num_nodes * self.num_processes).lanes > 1
 
     @property
+    def divides_data(self) -> bool:
+        """Whether there are several lanes, which read different samples."""
+        return self.is_distributed
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """This lane's share of the data. All ranks of a lane read the same share."""
         return {"num_replicas": self.own.lanes, "rank": self.own.lane}

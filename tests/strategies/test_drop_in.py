@@ -20,8 +20,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from megalight import checkpoint
 from megalight.errors import CheckpointError, ConfigurationError
+from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, by_hand, dealt, fit, samples, strategy, weights
+from tests.strategies.training import ADAM, CONFIGS, WithData
 from tests.workers import run
 
 
@@ -374,6 +376,19 @@ def _sampler() -> str:
 def test_loaders_are_divided_over_several_replicas_only(ranks: int) -> None:
     kind = SequentialSampler.__name__ if ranks == 1 else "DistributedSampler"
     assert run(_sampler, ranks) == [kind] * ranks
+
+
+def _order(options: dict[str, Any]) -> str:
+    seen = Sampled()
+    trainer(MegatronStrategy(**options), callbacks=[seen], max_steps=1).fit(WithData(CONFIGS["gqa"], optimizer=ADAM))
+    return seen.kind
+
+
+@pytest.mark.parametrize(
+    "options", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}], ids=str
+)
+def test_one_replica_on_several_ranks_keeps_the_order_of_its_data(options: dict[str, Any]) -> None:
+    assert run(_order, 2, options) == ["From"] * 2
 
 
 class Sized(Plain):
