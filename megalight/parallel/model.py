@@ -200,8 +200,8 @@ class ParallelModel:
         kind = type(self.root).__name__
         if before != after:
             raise LayoutError(
-                f"{kind} was split for {before} already and cannot become {after}. Make a new module, and load a "
-                "checkpoint of this one into it."
+                f"{kind} was split already ({before}) and cannot become another ({after}). Make a new module, and load "
+                "a checkpoint of this one into it."
             )
         if options.plan is not None and options.plan != self.plan:
             raise LayoutError(

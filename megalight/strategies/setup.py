@@ -27,6 +27,7 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import _lightning, refusals
+from megalight.strategies.checkpoints.whole import unsplit
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.user_module import root_of, seed_of
 from megalight.strategies.whole_model import outline
@@ -52,7 +53,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     root = root_of(module)
     assert strategy.streams is not None
     seed = int(strategy.broadcast(torch.initial_seed()))
-    model = strategy.parallel_model = _split_before(strategy, module, root) or _split(strategy, module, root)
+    model = strategy.parallel_model = _split_before(strategy, module, root) or _split(strategy, module, root_of(module))
     precision = strategy.precision
     precision.device_type = strategy.root_device.type
     precision.plain = not isinstance(module, MegalightModule)
@@ -109,10 +110,17 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
 
 
 def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel | None:
-    """Return the model as an earlier Trainer in this process split it, or None. Training continues with it."""
+    """Return the model as an earlier Trainer in this process split it, and training continues with it.
+
+    None: it was not split, or it was for one rank and is whole again now, to be split as this Trainer wants it.
+    """
     model: ParallelModel | None = root.__dict__.get(SPLIT)
     if model is not None:
-        model.check_same(strategy.mesh, replace(strategy.options, transforms=tuple(getattr(module, "transforms", ()))))
+        options = replace(strategy.options, transforms=tuple(getattr(module, "transforms", ())))
+        alone = model.mesh.world_size == 1 < strategy.mesh.world_size
+        if alone and isinstance(module, MegalightModule) and unsplit(module, model):
+            return None
+        model.check_same(strategy.mesh, options)
         model.origin = None  # it may have been trained, so its values are no longer the initial ones
     return model
 

@@ -53,11 +53,12 @@ class Fails(pl.Callback):
             raise ArithmeticError(f"rank {self.rank} has had enough")
 
 
-def new_trainer(folder: Path, start: str, max_steps: int) -> pl.Trainer:
+def new_trainer(folder: Path, start: str, max_steps: int, devices: int = 2) -> pl.Trainer:
+    layout = {"tensor_parallel": devices, "sequence_parallel": devices > 1}
     return pl.Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=MegatronStrategy(tensor_parallel=2, sequence_parallel=True, micro_batch_size=2, start_method=start),
+        devices=devices,
+        strategy=MegatronStrategy(**layout, micro_batch_size=2, start_method=start),
         precision="64-true",
         max_steps=max_steps,
         limit_val_batches=1,
@@ -107,6 +108,12 @@ def main(folder: Path, start: str, again: bool) -> None:
         found = second.validate(module, verbose=False)
         found = {"validated": found, **facts(second, module)}
         (folder / "again" / "after.json").write_text(json.dumps(found))
+        # On one device, in this process, and on two again.
+        for name, devices in (("alone", 1), ("grown", 2)):
+            (folder / name).mkdir()
+            runner = new_trainer(folder / name, start, STEPS, devices)
+            runner.fit(module)
+            (folder / name / "after.json").write_text(json.dumps(facts(runner, module)))
 
 
 if __name__ == "__main__":

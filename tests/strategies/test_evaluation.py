@@ -166,5 +166,5 @@ def test_a_module_that_is_split_keeps_its_layout() -> None:
     pieces = {"tensor_parallel": 2, "tensor": TensorOptions(pieces=2)}
     for other, name in (({}, "2 ranks: dp2"), (pieces, "2 ranks: tp2, TensorOptions(")):
         for message in run(_other_layout, 2, other):
-            assert f"was split for 2 ranks: tp2 already and cannot become {name}" in message
+            assert f"was split already (2 ranks: tp2) and cannot become another ({name}" in message
             assert "Make a new module" in message

@@ -144,6 +144,16 @@ def test_a_second_fit_goes_on_from_the_weights_of_the_first(started: Any) -> Non
     assert again["validated"][0]["val_loss"] < first["metrics"]["val_loss"]
 
 
+def test_one_device_and_several_take_turns_in_a_notebook(started: Any) -> None:
+    run = started("fork")
+    before = run.json("again/after.json")["metrics"]["val_loss"]
+    for name, devices in (("alone", 1), ("grown", 2)):
+        seen, after = run.json(f"{name}/run.json"), run.json(f"{name}/after.json")
+        assert seen["world_size"] == devices
+        assert seen["losses"][0] == pytest.approx(before)  # the same batch
+        before = after["metrics"]["val_loss"]
+
+
 def test_torchrun_with_another_number_of_processes_is_refused_once(tmp_path: Path) -> None:
     codes, text = processes([*torchrun(1), "-m", "megalight", "fit", *CLI, f"--trainer.default_root_dir={tmp_path}"])
     assert codes == [1], text  # torchrun's own

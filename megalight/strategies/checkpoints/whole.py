@@ -13,6 +13,7 @@ from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.ranks import alone
 from megalight.models.module import MegalightModule
 from megalight.models.saved import holds_base, widest
+from megalight.ops.stored import stored_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
@@ -48,11 +49,7 @@ def _load(module: pl.LightningModule, path: str) -> Saved:
     check = getattr(module, "check_checkpoint", None)
     if check is not None:
         check(saved.common)
-    with torch.device("meta") if isinstance(module, MegalightModule) else nullcontext():
-        if isinstance(module, MegalightModule):
-            module.model, module.token_multiple = None, 1
-        module.configure_model()
-    model = ParallelModel(root_of(module), ParallelMesh(), ParallelOptions(plan=Plan()))
+    model = _fresh(module)
     model.place("cpu")
     # Everything is filled first: buffers that modules compute are in no checkpoint.
     model.draw(seed_of(module, 0))
@@ -69,3 +66,38 @@ def _load(module: pl.LightningModule, path: str) -> Saved:
             model.read(base_of(module, saved), process_group=group)
         model.read(saved, only_added=not whole, process_group=group)
     return saved
+
+
+def unsplit(module: MegalightModule, model: ParallelModel) -> bool:
+    """Make the model that was split for one rank anew, with its values, so that it can be split for more.
+
+    Args:
+        module: its model is replaced.
+        model: of that model; its mesh has one rank.
+
+    Returns:
+        Whether it could be made: not if its weights are codes, or if it has other tensors than the module builds.
+    """
+    before, multiple = module.model, module.token_multiple
+    values = model.tensors()
+    whole = _fresh(module)
+    if values.keys() - whole.tensors().keys() or any(stored_of(value) is not None for value in values.values()):
+        module.model, module.token_multiple = before, multiple
+        return False
+    whole.place(model.device)
+    whole.draw(seed_of(module, 0))
+    for name, tensor in whole.tensors().items():
+        if name in values:
+            # A copy, as the values lie in the flat memory of the run before.
+            tensor.data = values[name].detach().clone()
+            tensor.requires_grad_(values[name].requires_grad)
+    return True
+
+
+def _fresh(module: pl.LightningModule) -> ParallelModel:
+    """Build the whole model of a module anew, without values. A plain module keeps its layers."""
+    with torch.device("meta") if isinstance(module, MegalightModule) else nullcontext():
+        if isinstance(module, MegalightModule):
+            module.model, module.token_multiple = None, 1
+        module.configure_model()
+    return ParallelModel(root_of(module), ParallelMesh(), ParallelOptions(plan=Plan()))
