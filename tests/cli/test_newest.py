@@ -88,6 +88,16 @@ def test_a_folder_of_runs_means_its_newest_checkpoint(tmp_path: Path) -> None:
     assert newest_in(tmp_path / "empty") == tmp_path / "empty"
 
 
+def test_a_run_without_a_checkpoint_is_no_reason_to_name_another_run(tmp_path: Path) -> None:
+    save(tmp_path / "other", {})
+    (tmp_path / "run" / "lightning_logs").mkdir(parents=True)
+    (tmp_path / "torn" / "data").mkdir(parents=True)
+    for name, hint in (("run", False), ("torn", True), ("absent", True)):
+        with pytest.raises(CheckpointError, match="not a finished Megalight checkpoint") as error:
+            checkpoint.open(tmp_path / name)
+        assert ("beside it is" in str(error.value)) == hint, name
+
+
 def test_the_weights_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "run" / "a.ckpt", {})
     sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 8, "max_sequence_length": 8}

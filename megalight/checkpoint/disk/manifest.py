@@ -37,6 +37,8 @@ DP_RESHARDABLE = "dp_reshardable"
 FSDP_DTENSOR = "fsdp_dtensor"
 """The scheme of canonical tensors in files of torch's Distributed Checkpoint; see there."""
 
+RUN = frozenset({"lightning_logs", "checkpoints", "hparams.yaml", "run.yaml"})
+"""What the folder of a run may hold, beside checkpoints."""
 _SEAL = '{"checksum":"%s",\n'
 
 
@@ -67,6 +69,11 @@ class Manifest:
         # Without its first brace: the seal's line comes in front of it, and the whole is JSON again.
         body = dump_json(content)[1:]
         write_file(root / NAME, (_SEAL % checksum(body)).encode() + body)
+
+
+def is_run(root: Place) -> bool:
+    """Whether a folder is that of a run, and no checkpoint."""
+    return not (root / NAME).exists() and any((root / name).exists() for name in RUN)
 
 
 def read(root: Place) -> Manifest:
@@ -154,4 +161,5 @@ def _guess(root: Place) -> str:
         return "it looks like a folder of transformers. Start from it with weights=FOLDER, or use megalight convert."
     if "data" in found or "index.json" in found:
         return "it has no manifest, so the save never finished. Use another checkpoint."
-    return f"it has no manifest. It holds {', '.join(sorted(found)[:5]) or 'nothing'}."
+    held = ", ".join(sorted(found)[:5]) or "nothing"
+    return f"it has no manifest. It holds {held}. Give a checkpoint, or the folder of a run that has saved one."

@@ -39,6 +39,9 @@ def another(path: Place) -> str:
         held = newest_in(path)
         if held != path:
             return f" The newest finished checkpoint in it is {held}."
+        # What lies beside a run is another run.
+        if manifests.is_run(path):
+            return ""
         others = [other for other in publish.finished(path.parent) if other != path]
         return f" The newest finished checkpoint beside it is {others[-1]}." if others else ""
     return ""
