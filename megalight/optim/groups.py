@@ -107,11 +107,16 @@ def check_rules(names: Sequence[str], rules: Sequence[GroupRule]) -> None:
         rules: the rules.
 
     Raises:
-        ConfigurationError: there is no trainable parameter, or a pattern matches none.
+        ConfigurationError: there is no trainable parameter, a pattern matches none, or a rule is none.
     """
     if not names:
         raise ConfigurationError("no parameter requires gradients; unfreeze some, or train without an optimizer.")
     for rule in rules:
+        given: object = rule  # in Python nobody turns what a recipe has into a rule
+        if not isinstance(given, GroupRule):
+            raise ConfigurationError(
+                f"the optimizer's rule {given!r} is a {type(given).__name__}; write GroupRule(...)."
+            )
         if not any(fnmatch.fnmatchcase(name, rule.pattern) for name in names):
             raise ConfigurationError(
                 f"parameter pattern {rule.pattern!r} matches none of the {len(names)} trainable parameters."

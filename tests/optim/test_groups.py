@@ -6,6 +6,7 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.optim import GroupRule, parameter_groups
+from megalight.optim.groups import check_rules
 
 
 def _model() -> nn.ModuleDict:
@@ -66,6 +67,13 @@ def test_frozen_parameters_are_left_out() -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"'up\.wieght' matches none of the 5.*Did you mean 'up\.weight'"):
         parameter_groups(_model().named_parameters(), lr=1, weight_decay=0, rules=[GroupRule("up.wieght")])
+
+
+def test_a_rule_as_recipes_have_it_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"the optimizer's rule \{'pattern': 'up'\} is a dict; write GroupRule"
+    ):
+        check_rules(["up"], [{"pattern": "up"}])
 
 
 def test_every_part_of_a_model_has_the_same_groups() -> None:
