@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
+from megalight.parallel.plan import Plan
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -34,8 +36,19 @@ def options_for(module: pl.LightningModule, model: nn.Module, options: ParallelO
     if not isinstance(module, MegalightModule):
         return options
     # The user's plan on the strategy goes before the module's own.
-    plan = module.plan(model) if options.plan is None else options.plan
+    plan = _plan_of(module, model) if options.plan is None else options.plan
     return replace(options, plan=plan, transforms=tuple(module.transforms))
+
+
+def _plan_of(module: MegalightModule, model: nn.Module) -> Plan:
+    try:
+        inspect.signature(module.plan).bind(model)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{type(module).__name__}.plan{inspect.signature(module.plan)} does not take the model ({error}); write "
+            "plan(self, model), which returns the plan for what build_model returned."
+        ) from error
+    return module.plan(model)
 
 
 def own_steps(module: pl.LightningModule, method: str) -> bool:

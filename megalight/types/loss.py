@@ -8,6 +8,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from megalight.errors import ConfigurationError
+
 Totals: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
 """Metric name -> (sum, count); the metric is their :func:`mean`. ``"loss"`` is always among them."""
 
@@ -23,11 +25,25 @@ class Loss:
             loss) is averaged over the micro-batches of all data-parallel ranks. A sum, whose count the task's
             ``auxiliary_counts`` returns, is divided by the count of the whole global batch.
         metrics: name -> ``(sum, count)``, detached. They are logged as sums over all ranks, ``sum / count``.
+
+    Raises:
+        ConfigurationError: a metric is no pair of tensors, or another value is no tensor.
     """
 
     sum: Tensor
     auxiliary: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in (("sum", self.sum), *self.auxiliary.items()):
+            if not isinstance(value, Tensor):
+                raise ConfigurationError(f"Loss: {name!r} is a {type(value).__name__}; it must be a tensor.")
+        for name, pair in self.metrics.items():
+            if not isinstance(pair, tuple) or [isinstance(value, Tensor) for value in pair] != [True, True]:
+                raise ConfigurationError(
+                    f"Loss: the metric {name!r} is {pair!r}; it must be (sum, count), two tensors, whose sums over all "
+                    "ranks are divided. For a mean over micro-batches give (value, torch.tensor(1))."
+                )
 
     def detach(self) -> Loss:
         """Return the same values without the autograd graph."""

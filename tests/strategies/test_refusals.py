@@ -15,8 +15,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.models.module import MegalightModule
 from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.plan import Plan
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
+from megalight.types import Loss
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, fit, strategy
 from tests.workers import run
@@ -255,6 +258,41 @@ def test_tensor_parallelism_needs_a_plan() -> None:
 
 def _no_plan() -> None:
     fit(Plain(), batches(8, 2), MegatronStrategy(tensor_parallel=2))
+
+
+class Planned(MegalightModule):
+    def build_model(self) -> nn.Module:
+        return nn.Linear(2, 2)
+
+    def plan(self) -> Plan:  # type: ignore[override]
+        return Plan()
+
+
+def _planned() -> None:
+    trainer(MegatronStrategy()).fit(Planned(), batches(8, 2))
+
+
+def test_a_plan_takes_the_model() -> None:
+    message = refused(_planned)
+    assert "does not take the model" in message
+    assert "write plan(self, model)" in message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sum": 1.0}, "'sum' is a float; it must be a tensor"),
+        ({"auxiliary": {"a": 1}}, "'a' is a int; it must be a tensor"),
+        ({"metrics": {"a": torch.zeros(())}}, r"the metric 'a' is tensor\(0\.\); it must be \(sum, count\)"),
+        (
+            {"metrics": {"a": (1.0, torch.ones(()))}},
+            r"the metric 'a' is \(1\.0, tensor\(1\.\)\); it must be \(sum, count\)",
+        ),
+    ],
+)
+def test_losses_are_tensors_and_metrics_are_pairs(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Loss(**{"sum": torch.zeros(()), **values})
 
 
 class Wordy(Plain):
