@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megalight.imports import require
@@ -37,6 +38,7 @@ def cdiv(n: int, size: int) -> int:
     return -(-n // size)
 
 
+@lru_cache
 def next_power(n: int) -> int:
     """Return the smallest power of two that is at least ``n``: Triton's block shapes must be powers of two."""
     return 1 << (n - 1).bit_length() if n > 1 else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ def _backward(
         tl.store(grad_weights + first, tl.sum(total, 1).to(grad_weights.dtype.element_ty), mask=first < rows)
 
 
+@lru_cache
 def _tile(size: int) -> dict[str, int]:
     """Return the shape of a tile. Its width divides ``size`` if that is a multiple of 128."""
     # `size & -size` is the largest power of two that divides `size`: no tile is partly masked then.

@@ -110,15 +110,17 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
     Returns:
         None if the gradient goes into the main gradient, else the gradient in the weight's dtype.
     """
-    if main_grad_of(weight) is not None:
-        if (queue := queue_for(weight)) is not None:
-            held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor would keep its autograd graph alive
-            queue.put(weight, grad_y, lambda: lambda: held)
-        else:
-            wgrad.add(weight, grad_y, x)
-        return None
-    if (precision := precision_of(weight)) is not None:
-        return precision.weight_gradient(grad_y, x, weight)
+    state: ParameterState | None = getattr(weight, "megalight", None)
+    if state is not None:
+        if state.main_grad is not None:
+            if (queue := queue_for(weight)) is not None:
+                held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor would keep its autograd graph alive
+                queue.put(weight, grad_y, lambda: lambda: held)
+            else:
+                wgrad.add(weight, grad_y, x)
+            return None
+        if state.precision is not None:
+            return state.precision.weight_gradient(grad_y, x, weight)
     assert isinstance(x, Tensor)
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     # Under autocast, the saved input may still have its original dtype.

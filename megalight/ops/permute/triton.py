@@ -6,6 +6,7 @@ counts of earlier blocks, and the third numbers the pairs of a block. So rows ar
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -265,6 +266,7 @@ def _scatter_scaled(
             _zero(expert, sizes, offsets, grad_rows, None, num_experts, num_rows, start, size, False, BLOCK)
 
 
+@lru_cache
 def _tile(size: int) -> dict[str, int]:
     """Return the number of features per program, and of warps: 16 elements per thread."""
     block = min(BLOCK, next_power(size))

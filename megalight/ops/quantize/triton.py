@@ -288,14 +288,18 @@ def cast(
 ) -> tuple[Quantized | None, Quantized | None]:
     """Implement :func:`megalight.ops.quantize.cast`; ``width``: number of features of the codes, if there are more."""
     source = x
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    stride, step = x.stride()
+    if step != 1:
+        x = x.contiguous()
+        stride = x.stride(0)
     tokens, features = x.shape
     width = features if width is None else width
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
     whole = None if rows is None else empty_codes(x, rows, tokens, width)
-    transposed = None if columns is None else empty_codes(x, columns, width, padded)
-    # Both orientations of one matrix share a magnitude: find it once.
-    same = rows == columns and rows is not None and rows.tile == (0, 0) and amax_t is amax
+    # Both orientations of one matrix share a magnitude, and so a scale: find it once.
+    same = whole is not None and rows == columns and whole.scheme.tile == (0, 0) and amax_t is amax
+    shared = whole.scale if whole is not None and same else None
+    transposed = None if columns is None else empty_codes(x, columns, width, padded, shared)
     if rows is not None and amax is None:
         amax = _amax(x, rows, 1)
     if same:
@@ -304,7 +308,6 @@ def cast(
         amax_t = _amax(x, columns, 0)
         if amax_t is not None and amax_t.dim() and width > features:
             amax_t = F.pad(amax_t, (0, width - features))
-    stride = x.stride(0)
     # Most sizes are multiples: every layer comes here several times, and a call costs the host more than this.
     unit = UNIT if not (features | stride) % UNIT else math.gcd(features, stride, UNIT)
     one_scale = _one_scale(rows, columns)
@@ -376,10 +379,12 @@ def _one_scale(*schemes: Scheme | None) -> bool:
     return all(scheme is None or scheme.tile == (0, 0) for scheme in schemes)
 
 
-def empty_codes(x: Tensor, scheme: Scheme, rows: int, columns: int) -> Quantized:
-    """Make room for codes ``[rows, columns]`` and their scales, on the device of ``x``."""
+def empty_codes(x: Tensor, scheme: Scheme, rows: int, columns: int, scale: Tensor | None = None) -> Quantized:
+    """Make room for codes ``[rows, columns]`` and, if there are none yet, their scales, on the device of ``x``."""
     device, mode = x.device, MODES[scheme.tile]
     data = torch.empty(rows, columns, dtype=DTYPES[scheme.format], device=device)
+    if scale is not None:
+        return Quantized(data, scale, scheme)
     if mode == "whole":
         scale = torch.empty(1, 1, device=device)
     elif mode == "line":

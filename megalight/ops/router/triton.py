@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -251,6 +252,7 @@ def _statistics_backward(
         tl.store(grad_logits + place, out.to(grad_logits.dtype.element_ty), mask=known)
 
 
+@lru_cache
 def _tile(num_experts: int) -> dict[str, int]:
     width = max(2, next_power(num_experts))
     return {"ROWS": max(1, min(64, TILE // width)), "EXPERTS": width, "num_warps": 4}

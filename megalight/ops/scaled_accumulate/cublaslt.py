@@ -191,7 +191,8 @@ class _Products:
     """
 
     def __init__(self, out: Tensor, a: Tensor, b: Tensor, write: bool) -> None:
-        if out.stride(1) != 1 or a.stride(1) != 1 or b.stride(1) != 1:
+        left, right, target = a.stride(), b.stride(), out.stride()
+        if left[1] != 1 or right[1] != 1 or target[1] != 1:
             raise BackendError("cublaslt needs contiguous rows of both factors and of `out`; choose another backend.")
         device = out.device
         self.rows, self.columns = out.shape
@@ -199,7 +200,7 @@ class _Products:
         self.device = device.index
         self.dtypes = b.dtype, a.dtype
         # Column-major, the product is out^T = b a^T: the factors change places.
-        self.strides = b.stride(0), a.stride(0), out.stride(0)
+        self.strides = right[0], left[0], target[0]
         self.handle, library = _handle(device.index), _library()
         self.set_attribute, self.multiply = library.cublasLtMatmulDescSetAttribute, library.cublasLtMatmul
         # From torch's allocator, so that the memory belongs to the current stream and may be captured in a CUDA graph.
