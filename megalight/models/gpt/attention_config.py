@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Literal
 
 from megalight.models.config import require, require_choice
@@ -79,17 +80,17 @@ class AttentionConfig:
         )
         require(self.scale is None or self.scale > 0, f"attention.scale is {self.scale}; it must be above 0, or null.")
         require(
-            self.softcap is None or self.softcap > 0,
-            f"attention.softcap is {self.softcap}; it must be above 0, or null.",
+            self.softcap is None or 0 < self.softcap < inf,
+            f"attention.softcap is {self.softcap}; it must be above 0 and finite, or null.",
         )
         require(
-            self.window is None or self.window >= 0,
-            f"attention.window is {self.window}; it must be at least 0, or null.",
+            self.window is None or (isinstance(self.window, int) and self.window >= 0),
+            f"attention.window is {self.window}; it must be a whole number, at least 0, or null.",
         )
         require(bool(self.windowed), "attention.window_pattern is empty; give one entry per layer of the pattern.")
         require(
-            self.chunk is None or self.chunk >= 1,
-            f"attention.chunk is {self.chunk}; it must be at least 1 token, or null.",
+            self.chunk is None or (isinstance(self.chunk, int) and self.chunk >= 1),
+            f"attention.chunk is {self.chunk}; it must be a whole number, at least 1, or null.",
         )
         require(
             self.window is None or self.chunk is None,

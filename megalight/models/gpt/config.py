@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from megalight.models.config import MAX_BLOCKS, MAX_LAYERS, ModelConfig, require, require_choice
@@ -13,6 +14,7 @@ from megalight.models.gpt.delta_config import DeltaNetConfig
 from megalight.models.gpt.layer_pattern import check_pattern, check_symbols, spread
 from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.models.gpt.position_config import PositionConfig
+from megalight.models.gpt.reach import check_reach
 from megalight.models.heads import OR_HEAD_DIM, check_heads
 from megalight.nn.mlp import is_gated
 from megalight.nn.moe import MoEConfig
@@ -155,14 +157,15 @@ class GPTConfig(ModelConfig):
         self._check_positions()
         self._check_activation()
         require(
-            self.logit_softcap is None or self.logit_softcap > 0,
-            f"logit_softcap is {self.logit_softcap}; it must be above 0, or null.",
+            self.logit_softcap is None or 0 < self.logit_softcap < inf,
+            f"logit_softcap is {self.logit_softcap}; it must be above 0 and finite, or null.",
         )
         require(
             not (self.norm.after and self.layer_pattern),
             "norm.after=true with a layer_pattern, whose layers have no norm after them; leave one of them out.",
         )
         require(self.conv_kernel >= 2, f"conv_kernel is {self.conv_kernel}; it must be at least 2.")
+        check_reach(self)
 
     def _settle_heads(self) -> None:
         """Give heads their numbers and sizes, so that no other code need know what 0 means, and check them."""
@@ -187,7 +190,7 @@ class GPTConfig(ModelConfig):
         )
 
     def _check_positions(self) -> None:
-        """Check what rotates queries and keys, and what depends on the layers that do."""
+        """Check what rotates queries and keys."""
         require(
             self.position.kind != "rope" or self.rotary_dim >= 2,
             f"position.fraction {self.position.fraction} of head_dim {self.head_dim} is less than two features; "
@@ -199,17 +202,11 @@ class GPTConfig(ModelConfig):
             f"position.axes.sections are {axes and list(axes.sections)}; they must sum to {self.rotary_dim // 2}, the "
             "number of rotated pairs of a head.",
         )
-        rotated = all(self.position.rotates(layer) for layer in range(self.num_layers))
+        scaling = self.position.scaling
         require(
-            self.attention.temperature is None or not rotated,
-            "attention.temperature is set, and all layers rotate; it scales queries of layers that do not. Set "
-            "position.pattern or position.kind, or leave it out.",
-        )
-        local = any(self.attention.is_local(layer) for layer in range(self.num_layers))
-        require(
-            self.position.local_base is None or local,
-            f"position.local_base is {self.position.local_base}, and no layer has a window or chunks; set "
-            "attention.window, or leave it out.",
+            scaling is None or scaling.kind != "ntk" or self.rotary_dim >= 4,
+            f"position.scaling.kind is ntk with {self.rotary_dim} rotated features; it keeps the first of several "
+            "pairs and needs at least 4.",
         )
 
     def _check_activation(self) -> None:

@@ -39,14 +39,20 @@ def spread(num_layers: int, attention_ratio: float, mlp_ratio: float = 0.0) -> s
     replace Mamba-2 layers, so that equal runs of these come before each.
 
     Raises:
-        ConfigurationError: a ratio is negative, or both leave no layer for Mamba-2.
+        ConfigurationError: a ratio is negative, too small to give a layer, or both leave no layer for Mamba-2.
     """
+    for name, ratio in (("attention_ratio", attention_ratio), ("mlp_ratio", mlp_ratio)):
+        require(
+            ratio == 0 or 0.5 < num_layers * ratio < num_layers,
+            f"{name}={ratio} of {num_layers} layers gives none such, or no other; choose one from {1 / num_layers:.3g} "
+            f"to {1 - 1 / num_layers:.3g}, or leave it out.",
+        )
     # Rounded, so that the same ratio fits models of any depth.
     attention, mlp = round(num_layers * attention_ratio), round(num_layers * mlp_ratio)
     require(
-        attention_ratio >= 0 and mlp_ratio >= 0 and attention + mlp < num_layers,
-        f"attention_ratio={attention_ratio} and mlp_ratio={mlp_ratio} of {num_layers} layers; they must be at least 0 "
-        "and leave layers for Mamba-2. Lower one of them.",
+        attention + mlp < num_layers,
+        f"attention_ratio={attention_ratio} and mlp_ratio={mlp_ratio} of {num_layers} layers; they must leave "
+        "layers for Mamba-2. Lower one of them.",
     )
     pattern = ["M"] * num_layers
     # As Megatron-LM places them, so that its ratios give the same layers.

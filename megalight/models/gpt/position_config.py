@@ -51,6 +51,7 @@ class PositionConfig:
         )
         require_choice("position.kind", self.kind, ("rope", "learned", "none"))
         require(self.base > 1, f"position.base is {self.base}; it must be above 1.")
+        self._check_unrotated()
         require(
             self.local_base is None or (self.local_base > 1 and self.kind == "rope"),
             f"position.local_base is {self.local_base} with position.kind={self.kind}; it must be above 1, with rope.",
@@ -60,6 +61,16 @@ class PositionConfig:
             f"position.axes is set with position.kind={self.kind}; only rope has axes. Leave it out.",
         )
         require(0 < self.fraction <= 1, f"position.fraction is {self.fraction}; it must be above 0 and at most 1.")
+
+    def _check_unrotated(self) -> None:
+        """Refuse settings of a rotation without one."""
+        default = {"base": 10000.0, "scaling": None, "fraction": 1.0, "interleaved": False}
+        stated = [f"position.{name}" for name, value in default.items() if getattr(self, name) != value]
+        require(
+            self.kind == "rope" or not stated,
+            f"{', '.join(stated)} with position.kind={self.kind}; only rope rotates. Set position.kind=rope, or leave "
+            "it out.",
+        )
 
     def rotates(self, layer: int) -> bool:
         """Return whether the layer with this index rotates queries and keys."""

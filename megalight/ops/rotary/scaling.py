@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -63,7 +63,7 @@ class RotaryScaling:
             raise ConfigurationError(
                 f"rotary scaling kind is {self.kind!r}; choose {known}." + nearest(self.kind, KINDS)
             )
-        if self.factor < 1:
+        if not self.factor >= 1:
             raise ConfigurationError(
                 f"rotary scaling factor is {self.factor}; it must be at least 1 (1 changes nothing)."
             )
@@ -82,6 +82,13 @@ class RotaryScaling:
                 f"beta_slow is {self.beta_slow} and beta_fast is {self.beta_fast}; the first must be above 0 and at "
                 "most the second. The paper uses 1 and 32."
             )
+        for field in fields(self)[2:]:
+            if field.name not in USED[self.kind] and getattr(self, field.name) != field.default:
+                users = " and ".join(kind for kind, used in USED.items() if field.name in used)
+                raise ConfigurationError(
+                    f"{field.name} is {getattr(self, field.name)} with rotary scaling kind {self.kind!r}, which does "
+                    f"not use it; {users} do. Leave it out, or choose the kind."
+                )
         for name in ("mscale", "mscale_all_dim"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -170,3 +177,10 @@ KINDS: dict[str, Callable[[RotaryScaling, int, float, torch.device | str], Tenso
     "yarn": _yarn,
 }
 """Kind -> function that computes the scaled frequencies."""
+USED: dict[str, set[str]] = {
+    "linear": set(),
+    "ntk": set(),
+    "llama3": {"low_frequency_factor", "high_frequency_factor", "original_length"},
+    "yarn": {"original_length", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "round_range"},
+}
+"""Kind -> the fields that it uses, beside the factor."""

@@ -77,7 +77,8 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     experts = range(step - 1, layers, step) if experts is None else experts
     width = values["intermediate_size"]
     position = rotary_from({**values, "no_rope_layers": rotated})
-    normed = bool(values.get("use_qk_norm", True))
+    # Only layers that rotate have this norm.
+    normed = bool(values.get("use_qk_norm", True)) and any(rotated)
     # Their norm comes after the rotation and takes the factor out again. Ours comes before it.
     if normed and position.scaling is not None and position.scaling.concentration != 1.0:
         raise ConfigurationError(
@@ -97,7 +98,7 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
         max_sequence_length=values["max_position_embeddings"],
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
-        position=replace(position, interleaved=True),
+        position=replace(position, interleaved=position.kind == "rope"),
         attention=AttentionConfig(
             qk_l2_norm=normed,
             chunk=chunk if chunked else None,

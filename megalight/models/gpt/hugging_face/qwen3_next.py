@@ -109,7 +109,9 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"], around_zero=True),
         position=replace(rotary_from(values), fraction=fraction),
-        attention=AttentionConfig(qkv_bias=bias, proj_bias=bias, qk_norm=True, output_gate=True),
+        attention=AttentionConfig(qkv_bias=bias, proj_bias=bias, qk_norm=True, output_gate=True)
+        if "full_attention" in types
+        else AttentionConfig(),
         mixer_pattern=tuple(TYPES[kind] for kind in types),
         delta=DeltaNetConfig(
             num_heads=values["linear_num_value_heads"],

@@ -80,21 +80,9 @@ def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
                 kind="rms" if get("normalization") == "RMSNorm" else "layer",
                 eps=_norm_eps(arguments),
             ),
-            position=PositionConfig(
-                kind=kind,  # type: ignore[arg-type]
-                base=float(get("rotary_base") or 10000.0),
-                fraction=get("rotary_percent") or 1.0,
-                interleaved=bool(get("rotary_interleaved")),
-                scaling=RotaryScaling(factor=get("rope_scaling_factor") or 8.0) if get("use_rope_scaling") else None,
-                pattern=_rotating(get("no_rope_freq")),
-            ),
-            attention=AttentionConfig(
-                qkv_bias=bias or bool(get("add_qkv_bias")),
-                proj_bias=bias,
-                qk_norm=bool(get("qk_layernorm")),
-                softmax=get("softmax_type") or "vanilla",
-                **_windows(arguments),
-            ),
+            position=_position(arguments, kind),
+            # Biases of all layers are those of attention, too, where there is any.
+            attention=_attention(arguments, bias) if not pattern or "*" in symbols else AttentionConfig(),
             layer_pattern=pattern,
             mamba=_mamba(arguments) if "M" in symbols else None,
             moe=_experts(arguments) if get("num_experts") and (not pattern or "E" in symbols) else None,
@@ -102,6 +90,30 @@ def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
         )
     except KeyError as missing:
         raise CheckpointError(f"the arguments in {COMMON} lack {missing}; is it a GPT of Megatron-LM?") from None
+
+
+def _position(arguments: Mapping[str, Any], kind: str) -> PositionConfig:
+    """Return positions. The arguments state a rotation also where there is none."""
+    if kind != "rope":
+        return PositionConfig(kind=kind)  # type: ignore[arg-type]
+    get = arguments.get
+    return PositionConfig(
+        base=float(get("rotary_base") or 10000.0),
+        fraction=get("rotary_percent") or 1.0,
+        interleaved=bool(get("rotary_interleaved")),
+        scaling=RotaryScaling(factor=get("rope_scaling_factor") or 8.0) if get("use_rope_scaling") else None,
+        pattern=_rotating(get("no_rope_freq")),
+    )
+
+
+def _attention(arguments: Mapping[str, Any], bias: bool) -> AttentionConfig:
+    return AttentionConfig(
+        qkv_bias=bias or bool(arguments.get("add_qkv_bias")),
+        proj_bias=bias,
+        qk_norm=bool(arguments.get("qk_layernorm")),
+        softmax=arguments.get("softmax_type") or "vanilla",
+        **_windows(arguments),
+    )
 
 
 def _rotating(freq: int | Sequence[int] | None) -> tuple[bool, ...]:
@@ -122,7 +134,9 @@ def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
             f"window_size is {tuple(size)}; windows that end at the token itself can be imported: (earlier tokens, 0)."
         )
     pattern = (True,) if freq is None else freq if isinstance(freq, int) else tuple(map(bool, freq))
-    return {"window": left, "window_pattern": pattern}
+    # All but each single one are none.
+    nowhere = pattern == 1 if isinstance(pattern, int) else not any(pattern)
+    return {} if nowhere else {"window": left, "window_pattern": pattern}
 
 
 def _patterns(arguments: Mapping[str, Any]) -> tuple[str, list[str]]:
