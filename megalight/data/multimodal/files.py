@@ -61,7 +61,8 @@ def _opened(data: bytes, place: str) -> Iterator[Any]:
             raise
         except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
             raise DataError(
-                f"{place} is refused: {error} Raise PIL.Image.MAX_IMAGE_PIXELS if it is no attack."
+                f"{place} is refused: {error} If it is no attack, make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS "
+                "in a script that prepares the data and trains."
             ) from error
         except Exception as error:  # decoders raise any type for damaged files
             raise DataError(_unreadable(data, place, error)) from error

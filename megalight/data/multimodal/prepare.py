@@ -27,6 +27,7 @@ from megalight.data.sink import Encoded
 from megalight.data.text_files import ROWS, Block, Format, OnBad
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
+from megalight.imports import require
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,11 @@ class _ImageEncoder(ChatEncoder):
     image_token: str = IMAGE_TOKEN
     image_text: str = IMAGE_TOKEN
     folder: str = ""
+    most_pixels: int | None = None
 
     def __call__(self, block: Block) -> Encoded:
+        # Worker processes begin with Pillow's own limit.
+        require("PIL.Image", "images").MAX_IMAGE_PIXELS = self.most_pixels
         images: list[list[bytes]] = []
         found = self.encoded(block, images)
         return _WithImages(**vars(found), images=images)
@@ -192,7 +196,9 @@ def prepare_multimodal(
         bar = stack.enter_context(progress_bar(progress))
         dtype = token_dtype(chosen.vocab_size)
         folder = os.fspath(files[0].path.parent if images is None else images)
-        encoder = _ImageEncoder(chosen, template, "chat", train_on, on_bad, dtype, image_token, image_text, folder)
+        most = require("PIL.Image", "images").MAX_IMAGE_PIXELS
+        options = image_token, image_text, folder, most
+        encoder = _ImageEncoder(chosen, template, "chat", train_on, on_bad, dtype, *options)
         # Writers close in reverse order: the tokens' index, which readers need, is published last.
         writer = stack.enter_context(IndexedWriter(prefix, dtype))
         loss = stack.enter_context(IndexedWriter(loss_prefix(prefix), np.uint8))

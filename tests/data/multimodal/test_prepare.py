@@ -171,6 +171,16 @@ def test_a_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             decode(png(side, side), "here")
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_have_the_limit_of_the_process(
+    workers: int, prepared: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytest.importorskip("PIL.Image"), "MAX_IMAGE_PIXELS", 1000)
+    (tmp_path / "large.png").write_bytes(png(40, 40))
+    with pytest.raises(DataError, match=r"large\.png\) is refused: .* make it smaller, or raise PIL"):
+        prepared([row("large.png", "<image>")], workers=workers)
+
+
 def test_a_tokenizer_without_the_image_token_is_refused(
     prepared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
