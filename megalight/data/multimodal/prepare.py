@@ -48,7 +48,8 @@ class _ImageEncoder(ChatEncoder):
 
     def __call__(self, block: Block) -> Encoded:
         # Worker processes begin with Pillow's own limit.
-        require("PIL.Image", "images").MAX_IMAGE_PIXELS = self.most_pixels
+        pillow: Any = require("PIL.Image", "images")
+        pillow.MAX_IMAGE_PIXELS = self.most_pixels
         images: list[list[bytes]] = []
         found = self.encoded(block, images)
         return _WithImages(**vars(found), images=images)
