@@ -67,6 +67,11 @@ def check_trainer(arguments: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"trainer.devices is {devices}; give a number of at least 1, ids with commas (0,1), or auto for all."
         )
+    if arguments.get("barebones") is True:
+        raise ConfigurationError(
+            "trainer.barebones is True, but commands log and show progress, which Lightning refuses with it. Leave it "
+            "out and give --trainer.logger=false and --trainer.enable_checkpointing=false, or use a Trainer in Python."
+        )
     check_time("trainer.max_time", arguments.get("max_time"))
     logger = arguments.get("logger")
     # Others are names of classes, which the parser knows.

@@ -135,6 +135,7 @@ MISTAKES = [
         ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=a", "--trainer.callbacks.mode=maxx"],
         ["trainer.callbacks.mode = 'maxx'", "one of min, max. Did you mean 'max'?"],
     ),
+    (["--trainer.barebones=true"], ["trainer.barebones is True", "--trainer.logger=false"]),
     (["--trainer.max_time=noon"], ["trainer.max_time is 'noon'", "DD:HH:MM:SS"]),
     (
         [*SHORT, "--trainer.callbacks+=Distillation", "--trainer.callbacks.teacher_logits=absent"],
