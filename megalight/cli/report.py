@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -127,6 +127,14 @@ def _flag_alone(found: re.Match[str]) -> str:
     return flag if is_argument else found[0]
 
 
+def _nearest_option(option: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean '--x'?"`` for a misspelled option, or an empty string."""
+    # Without the dashes: all options have them, which makes none more like another.
+    words = {each.lstrip("-"): each for each in known}
+    hint = nearest(option.lstrip("-"), words)
+    return next((hint.replace(repr(word), repr(each)) for word, each in words.items() if repr(word) in hint), "")
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line with the nearest valid option. It takes no abbreviations.
 
@@ -158,7 +166,7 @@ class Parser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].split()
         if unknown:
             option = unknown[0].partition("=")[0]
-            message = f"unknown argument {unknown[0]!r}.{nearest(option, self._option_string_actions)}"
+            message = f"unknown argument {unknown[0]!r}.{_nearest_option(option, self._option_string_actions)}"
         elif "invalid choice: '" in message:
             choice, _, rest = message.partition("invalid choice: '")[2].partition("'")
             known = [word.strip(" '()") for word in rest.partition("choose from")[2].split(",")]

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from megalight.cli import report
-from megalight.cli.report import launch_rank, reported, tell
+from megalight.cli.report import Parser, launch_rank, reported, tell
 from megalight.errors import DataError, LayoutError
 
 
@@ -76,3 +76,16 @@ def test_a_full_disk_is_told_in_words(name, text, capsys, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", name)
     assert stop.value.code == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("--row=3", ""), ("--ot", " Did you mean '--out'?"), ("--hlep", " Did you mean '--help'?")]
+)
+def test_only_near_options_are_named(word, hint, capsys):
+    parser = Parser(prog="megalight x")
+    parser.add_argument("--out")
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([word])
+    told = capsys.readouterr().err
+    assert hint in told
+    assert ("Did you mean" in told) == bool(hint)
