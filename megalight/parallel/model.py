@@ -519,6 +519,21 @@ class ParallelModel:
         return twin
 
 
+def find_plan(root: nn.Module, mesh: ParallelMesh, options: ParallelOptions) -> Plan:
+    """Return the plan by which a whole model is split: the user's, or the one registered for its class.
+
+    Raises:
+        ConfigurationError: ``tp > 1``, but no plan says what to split.
+    """
+    plan = options.plan or plan_for(root) or Plan()
+    if mesh.tp > 1 and not plan.rules:
+        raise ConfigurationError(
+            f"tensor_parallel={mesh.tp}, but there is no plan for {type(root).__name__}, so nothing would be split. "
+            "Pass plan=..., or define plan(model) on your MegalightModule."
+        )
+    return plan
+
+
 def check_split(
     root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -540,12 +555,7 @@ def _split(
     root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, prefix: str
 ) -> tuple[Plan, dict[str, ShardSpec], PipelineLayout]:
     """Split the modules, but not the list of layers; return the plan, the specs, and the stages for the later cut."""
-    plan = options.plan or plan_for(root) or Plan()
-    if mesh.tp > 1 and not plan.rules:
-        raise ConfigurationError(
-            f"tensor_parallel={mesh.tp}, but there is no plan for {type(root).__name__}, so nothing would be split. "
-            "Pass plan=..., or define plan(model) on your MegalightModule."
-        )
+    plan = find_plan(root, mesh, options)
     for transform in options.transforms:
         plan = transform.plan(root, plan)
     # Stages are decided on the whole model, and cut later: rules of the plan name modules of the whole model.

@@ -17,6 +17,7 @@ from megalight.parallel.transform import apply_transforms
 from megalight.strategies.checkpoints.resuming import open_saved
 from megalight.strategies.mesh_strategy import MeshStrategy, Part
 from megalight.strategies.process_group import backend_of
+from megalight.strategies.setup import check_plain
 from megalight.strategies.user_module import options_for
 from megalight.types.zigzag import check_length
 
@@ -51,7 +52,10 @@ def check(
     for part in parts:
         strategy.check_module(module, part.mesh)
         if strategy.num_nodes * strategy.num_processes > 1:
-            _split_on_meta(strategy, module, part)
+            if isinstance(module, MegalightModule):
+                _split_on_meta(strategy, module, part)
+            else:
+                check_plain(strategy, module, part.mesh)
     mesh = parts[-1].mesh
     size = getattr(data, "global_batch_size", None)
     if isinstance(size, int):
@@ -77,7 +81,7 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, part: Part) -> None:
     may prepare what ``build_model`` needs, have not run yet, and with ``start_method="fork"`` or ``"spawn"`` another
     process trains. On the meta device the extra run needs no memory and little time.
     """
-    built_elsewhere = getattr(type(module), "configure_model", None) is not MegalightModule.configure_model
+    built_elsewhere = type(module).configure_model is not MegalightModule.configure_model
     if built_elsewhere or module.model is not None:
         return
     # The state of the generator stays, so that the later real build draws the same values

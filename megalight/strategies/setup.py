@@ -23,11 +23,12 @@ from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen import FrozenRun
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.model import ParallelModel
+from megalight.parallel.model import ParallelModel, find_plan
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.whole import unsplit
+from megalight.strategies.hooks import defines
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.user_module import root_of, seed_of
 from megalight.strategies.whole_model import outline
@@ -107,6 +108,20 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
     model = root.__dict__[SPLIT] = strategy.split(module, root)
     model.outline = whole
     return model
+
+
+def check_plain(strategy: MeshStrategy, module: pl.LightningModule, mesh: ParallelMesh) -> None:
+    """Refuse, before there are ranks, a plain module that they could not split.
+
+    Raises:
+        LayoutError: an earlier Trainer in this process split it in another way.
+        ConfigurationError: no plan says what to split.
+    """
+    before: ParallelModel | None = module.__dict__.get(SPLIT)
+    if before is not None:
+        before.check_same(mesh, strategy.options)
+    elif not any(map(partial(defines, module), ("configure_model", "setup"))):  # these may add what has a plan
+        find_plan(module, mesh, strategy.options)
 
 
 def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel | None:

@@ -12,12 +12,15 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 import megalight.parallel.model
-from megalight.errors import BackendError, ConfigurationError
+from megalight.errors import BackendError, ConfigurationError, LayoutError
 from megalight.models.gpt import AttentionConfig, BackendConfig, GPTConfig, MambaConfig, NormConfig
 from megalight.models.gpt.module import GPTModule
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import Column, Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import DataParallel, MegatronStrategy, preflight
+from tests.strategies.regression import Plain, batches
 from tests.strategies.training import CONFIGS, WithData
 from tests.workers import run
 
@@ -73,6 +76,40 @@ def test_a_norm_backend_that_cannot_serve_is_refused_before_the_first_step(
     )  # fmt: skip
     with pytest.raises(BackendError, match=message):
         runner.fit(module)
+
+
+def of_ranks(ranks: int, **options: Any) -> pl.Trainer:
+    """A Trainer that would start so many ranks."""
+    return pl.Trainer(
+        strategy=MegatronStrategy(start_method="popen", **options), accelerator="cpu", devices=ranks, max_steps=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+def start_nothing(*_: Any, **__: Any) -> None:
+    raise AssertionError("a process was started")
+
+
+def test_a_plain_module_without_a_plan_is_refused_before_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", start_nothing)
+    with pytest.raises(ConfigurationError, match=r"^tensor_parallel=2, but there is no plan for Plain"):
+        of_ranks(2, tensor_parallel=2).fit(Plain(), batches(8, 2))
+    with pytest.raises(AssertionError, match="a process was started"):
+        of_ranks(2, tensor_parallel=2, plan=Plan({"net.0": Column(), "net.2": Row()})).fit(Plain(), batches(8, 2))
+
+
+def _one_device_then_two() -> str:
+    module = Plain().double()
+    of_ranks(1).fit(module, batches(8, 2))
+    two = MegatronStrategy(parallel_devices=[torch.device("cpu")] * 2, cluster_environment=LightningEnvironment())
+    with pytest.raises(LayoutError) as caught:
+        preflight.check(two, None, lambda model: None, module)
+    return str(caught.value)
+
+
+def test_a_plain_module_that_was_trained_on_one_device_is_refused_before_there_are_more() -> None:
+    (message,) = run(_one_device_then_two, 1)
+    assert message.startswith("Plain was split already (1 rank: one device) and cannot become another (2 ranks: dp2)")
 
 
 def limited(ctas: int | None, device: str, backend: str | None = None) -> list[MegatronStrategy]:
