@@ -45,6 +45,7 @@ USED = {
     "trainer.fit_loop.epoch_loop.automatic_optimization._optimizer_zero_grad": "the module's hook, and a counter",
     "trainer._signal_connector._sigterm_notifier_fn": "issues a collective inside a signal handler",
     "trainer._signal_connector._slurm_sigusr_handler_fn": "saves and requeues the job, inside a signal handler",
+    "trainer._accelerator_connector.use_distributed_sampler": "turned off where all ranks read the same loader",
     "trainer.received_sigterm": "read and set at step boundaries",
     "trainer._signal_connector.received_sigterm": "the field behind trainer.received_sigterm",
     "lightning.fabric.utilities.imports._IS_INTERACTIVE": "whether this is a notebook",
