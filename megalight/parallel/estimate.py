@@ -22,7 +22,7 @@ from megalight.parallel.data_parallel.layout import level_of
 from megalight.parallel.data_parallel.memory import GRADIENT_TURNS
 from megalight.parallel.data_parallel.options import DTYPES
 from megalight.parallel.data_parallel.route import Route
-from megalight.parallel.units import owned_alone, units_of
+from megalight.parallel.units import Unit, owned_alone, units_of
 
 ADAM = 8.0
 """Bytes per element of Adam's two moments in float32."""
@@ -67,6 +67,14 @@ class _Kind(NamedTuple):
     casts: bool
 
 
+class _Bytes(NamedTuple):
+    """Bytes of one element: of a gradient, of a shard that sums gradients, and of a master that is a copy."""
+
+    gradient: int
+    summed: int
+    master: int
+
+
 def estimate(
     model: nn.Module,
     ranks: int,
@@ -94,35 +102,12 @@ def estimate(
         raise ConfigurationError(f"{ranks} ranks are no multiple of data_parallel.replicate={options.replicate}.")
     level = level_of(options.level)
     units = units_of(model, options.units) if options.has_units else []
-    numbers = owned_alone(model, units)
     shards = ranks // options.replicate
     holders = 1 if options.level == "no_shard" else shards if options.replicate_optimizer else ranks
-    wanted = DTYPES.get(options.master_dtype or "")
-    buffered = DTYPES.get(options.gradient_dtype or "") or torch.promote_types(dtype, torch.float32)
-    gradient = buffered.itemsize
-    # Shards of units sum over ranks and micro-batches, in the wider dtype of buffer and message.
-    summed = torch.promote_types(buffered, DTYPES.get(options.reduce_dtype or "", buffered))
-    if options.reduce_scatter_with_fp32_accumulation:
-        summed = torch.promote_types(summed, torch.float32)
-    # Masters in the parameters' own dtype lie in the parameters' memory.
-    master = 0 if dtype.itemsize >= 4 or wanted == dtype else (wanted or torch.float32).itemsize
-
-    # Codes are cast from masters on the device that hold at least what the parameters hold.
-    alone = level.state and options.replicate > 1 and not options.replicate_optimizer
-    narrow = wanted is not None and wanted.itemsize < 4
-    may_be_codes = not (alone or options.optimizer_offload_fraction or narrow)
-    spared = dtype.itemsize < 4 or (level.state and shards > 1)
-
-    inside: defaultdict[_Kind, Counter[int]] = defaultdict(Counter)
-    outside: Counter[_Kind] = Counter()
-    for parameter in {id(p): p for p in model.parameters()}.values():
-        trained, cast = parameter.requires_grad, precision_of(parameter) is not None
-        codes = trained and may_be_codes and codes_of(parameter, spared) is not None
-        kind, number = _Kind(trained, codes, cast), numbers.get(id(parameter))
-        if number is None:
-            outside[kind] += parameter.numel()
-        else:
-            inside[kind][number] += parameter.numel()
+    bytes_of = _bytes_of(options, dtype)
+    inside, outside = _elements(
+        model, units, _may_be_codes(options), dtype.itemsize < 4 or (level.state and shards > 1)
+    )
 
     turns = Route().turns(units, (1 if options.prefetch is None else options.prefetch) + 1)
     gradient_turns = Route().turns(units, GRADIENT_TURNS, backward_only=True)
@@ -141,24 +126,75 @@ def estimate(
         if not kind.trained:
             continue
         if reduced:
-            buffers = gradient * _largest_of_turns(inside[kind], gradient_turns)
-            gradients += summed.itemsize * divided / holders + buffers + gradient * whole
+            buffers = bytes_of.gradient * _largest_of_turns(inside[kind], gradient_turns)
+            gradients += bytes_of.summed * divided / holders + buffers + bytes_of.gradient * whole
             gradient_buffers += buffers
         else:
-            gradients += gradient * (divided + whole)
+            gradients += bytes_of.gradient * (divided + whole)
         learned += (divided + whole) / holders
-        masters += (max(dtype.itemsize, 4) if kind.codes else master) * (divided + whole) / holders
+        masters += (max(dtype.itemsize, 4) if kind.codes else bytes_of.master) * (divided + whole) / holders
+    # A master that lies in host memory is a copy, also in the dtype of the parameters.
+    copied = bytes_of.master or dtype.itemsize
+    moved = dtype.itemsize if bytes_of.master else 0
     return Estimate(
         parameters,
         gradients,
         masters * (1 - away),
         moments * learned * (1 - away),
-        # A master that lies in host memory is a copy, also in the dtype of the parameters.
-        away * learned * ((master or dtype.itemsize) + moments + gradient + (dtype.itemsize if master else 0)),
+        away * learned * (copied + moments + bytes_of.gradient + moved),
         parameter_buffers,
         gradient_buffers,
         casts,
     )
+
+
+def _bytes_of(options: DataParallel, dtype: torch.dtype) -> _Bytes:
+    """Return the sizes of one element, by the dtypes that the options choose for parameters of ``dtype``."""
+    wanted = DTYPES.get(options.master_dtype or "")
+    gradient = DTYPES.get(options.gradient_dtype or "") or torch.promote_types(dtype, torch.float32)
+    # Shards of units sum over ranks and micro-batches, in the wider dtype of buffer and message.
+    summed = torch.promote_types(gradient, DTYPES.get(options.reduce_dtype or "", gradient))
+    if options.reduce_scatter_with_fp32_accumulation:
+        summed = torch.promote_types(summed, torch.float32)
+    # Masters in the parameters' own dtype lie in the parameters' memory.
+    master = 0 if dtype.itemsize >= 4 or wanted == dtype else (wanted or torch.float32).itemsize
+    return _Bytes(gradient.itemsize, summed.itemsize, master)
+
+
+def _may_be_codes(options: DataParallel) -> bool:
+    """Whether codes may be kept: they are cast from masters on the device that hold what the parameters hold."""
+    alone = level_of(options.level).state and options.replicate > 1 and not options.replicate_optimizer
+    wanted = DTYPES.get(options.master_dtype or "")
+    narrow = wanted is not None and wanted.itemsize < 4
+    return not (alone or options.optimizer_offload_fraction or narrow)
+
+
+def _elements(
+    model: nn.Module, units: Sequence[Unit], may_be_codes: bool, spared: bool
+) -> tuple[defaultdict[_Kind, Counter[int]], Counter[_Kind]]:
+    """Count the elements of a model, tied ones once.
+
+    Args:
+        units: of the model.
+        may_be_codes: whether trained parameters may be kept as codes at all.
+        spared: as :func:`.codes.codes_of` takes it.
+
+    Returns:
+        for each kind, number of each unit -> elements of the parameters that it alone owns; for each kind, elements of
+        all other parameters.
+    """
+    numbers = owned_alone(model, units)
+    inside: defaultdict[_Kind, Counter[int]] = defaultdict(Counter)
+    outside: Counter[_Kind] = Counter()
+    for parameter in model.parameters():
+        trained, cast = parameter.requires_grad, precision_of(parameter) is not None
+        codes = trained and may_be_codes and codes_of(parameter, spared) is not None
+        kind, number = _Kind(trained, codes, cast), numbers.get(id(parameter))
+        if number is None:
+            outside[kind] += parameter.numel()
+        else:
+            inside[kind][number] += parameter.numel()
+    return inside, outside
 
 
 def _largest_of_turns(sizes: Mapping[int, int], turns: Sequence[int]) -> int:
