@@ -18,7 +18,7 @@ from megalight.parallel.exchange import Route, exchange
 from megalight.parallel.graphs.static import tensors_of, with_tensors
 from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.model import ParallelModel, check_split
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.carry import Carry, Entry, Form, form_of, signature
 from megalight.parallel.pipeline.executor import Executor
@@ -26,6 +26,7 @@ from megalight.parallel.pipeline.timetable import Timetable
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Renamed, Source
+from megalight.parallel.splitting import check_split
 
 
 class FrozenTask(Protocol):

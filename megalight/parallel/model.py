@@ -34,20 +34,19 @@ from torch.utils.hooks import RemovableHandle
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.nn.moe import Dispatcher
 from megalight.ops.stored import stored_of
-from megalight.parallel.apply import check_backends, check_overlap, parallelize
+from megalight.parallel.apply import check_backends, check_overlap
 from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.layout import PipelineLayout, Stage
+from megalight.parallel.pipeline.layout import Stage
 from megalight.parallel.pipeline.stages import cut
-from megalight.parallel.plan import Plan
-from megalight.parallel.plans import plan_for
-from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
+from megalight.parallel.recompute import Recompute, apply_recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Filled, Source, Target, clear_outside, parameter_targets, shard_targets
+from megalight.parallel.splitting import split, warn_of_undeferred
 from megalight.parallel.storage import has_memory, unknown
 from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to
 
@@ -119,12 +118,12 @@ class ParallelModel:
         self.made = [
             frozenset(f"{name}.{each}" for each in made) for made in apply_transforms(root, self.options.transforms)
         ]
-        self.plan, self.specs, self.layout = _split(root, mesh, self.options, f"{name}.")
+        self.plan, self.specs, self.layout = split(root, mesh, self.options, f"{name}.")
         # Before the cut, because all stages run the same number of micro-batches, also those without experts.
         self.coupling = Coupling(mesh) if couples(self.specs.values(), mesh, root.modules()) else None
         self.chunks = [root]
         if self.options.pipeline.schedule in ("zero_bubble", "combined") and mesh.global_rank == 0:
-            _warn_of_undeferred(root, self.options.pipeline.schedule)
+            warn_of_undeferred(root, self.options.pipeline.schedule)
         # Cut after the split: plans name modules of the whole model, and tied weights are visible only there.
         if mesh.pp > 1:
             log.info("pipeline layout %s\n%s", self.layout, self.layout.draw())
@@ -260,9 +259,10 @@ class ParallelModel:
         for refusal in self._refusals:
             refusal.remove()
         self._refusals.clear()
+        sharded = self._sharded
         for parameter in self.parameters():
             # Codes hold the values of some, which need no memory of their own.
-            if id(parameter) not in self._sharded and not has_memory(parameter) and stored_of(parameter) is None:
+            if id(parameter) not in sharded and not has_memory(parameter) and stored_of(parameter) is None:
                 parameter.data = unknown(parameter, self.device)
 
     def _refuse_to_run(self) -> None:
@@ -320,7 +320,8 @@ class ParallelModel:
         self.clear_padding()
         self.origin = Origin(None, source)
         # Whole tensors are read in place. Of sharded ones, each rank reads its shard into flat memory.
-        whole = ((name, tensor) for name, tensor in self.tensors().items() if id(tensor) not in self._sharded)
+        sharded = self._sharded
+        whole = ((name, tensor) for name, tensor in self.tensors().items() if id(tensor) not in sharded)
         flat = [] if self.shards is None else self.shards.buckets
         shards = shard_targets([bucket.weights for bucket in flat], [bucket.shard for bucket in flat])
         targets: Iterator[Target] = chain(parameter_targets(whole, self.specs), shards)
@@ -517,83 +518,3 @@ class ParallelModel:
         twin.__dict__.update(self.__dict__)
         twin.root, twin.chunks = copy.deepcopy((self.root, self.chunks), memo)
         return twin
-
-
-def find_plan(root: nn.Module, mesh: ParallelMesh, options: ParallelOptions) -> Plan:
-    """Return the plan by which a whole model is split: the user's, or the one registered for its class.
-
-    Raises:
-        ConfigurationError: ``tp > 1``, but no plan says what to split.
-    """
-    plan = options.plan or plan_for(root) or Plan()
-    if mesh.tp > 1 and not plan.rules:
-        raise ConfigurationError(
-            f"tensor_parallel={mesh.tp}, but there is no plan for {type(root).__name__}, so nothing would be split. "
-            "Pass plan=..., or define plan(model) on your MegalightModule."
-        )
-    return plan
-
-
-def check_split(
-    root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Check that a model on meta can be split, by splitting it as one rank would. No process group is needed.
-
-    Raises:
-        BackendError: a backend that was named for a module cannot serve on ``device``.
-        LayoutError: its sizes are not divisible, or it cannot run on ``device``.
-        ConfigurationError: no plan says what to split; or recompute of a layer or module that does not exist.
-    """
-    # No mesh is asked for a group here, so this runs before there are processes.
-    apply_transforms(root, options.transforms)
-    _split(root, mesh, options, "")
-    check_backends(root.to(dtype=dtype), device)
-    check_overlap(root, device)
-
-
-def _split(
-    root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, prefix: str
-) -> tuple[Plan, dict[str, ShardSpec], PipelineLayout]:
-    """Split the modules, but not the list of layers; return the plan, the specs, and the stages for the later cut."""
-    plan = find_plan(root, mesh, options)
-    for transform in options.transforms:
-        plan = transform.plan(root, plan)
-    # Stages are decided on the whole model, and cut later: rules of the plan name modules of the whole model.
-    layout = options.layout(root, mesh)
-    if options.pipeline.schedule == "combined" and mesh.ep * mesh.etp == 1:
-        raise LayoutError(
-            "pipeline.schedule='combined' hides the messages of experts, and with ep=1 and etp=1 there are none. Raise "
-            "expert_parallel, or choose another schedule."
-        )
-    # Checked before anything is split, so that an error leaves the model as it was.
-    check_recompute(root, options.recompute, [stage.layers for stage in layout.stages if mesh.pp > 1])
-    specs = parallelize(
-        root,
-        plan,
-        mesh,
-        sequence_parallel=options.sequence_parallel,
-        context=options.context,
-        expert=options.expert,
-        tensor=options.tensor,
-        prefix=prefix,
-    )
-    return plan, specs, layout
-
-
-def _warn_of_undeferred(root: nn.Module, schedule: str) -> None:
-    """Warn of linear layers of the whole model whose weight gradients cannot be delayed: those of torch."""
-    names = [
-        name
-        for name, module in root.named_modules()
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module.weight.requires_grad
-    ]
-    if names:
-        log.warning(
-            "schedule %r: %d linear layer%s weight gradients at once, where they fill no pause: %s%s; use "
-            "megalight.nn.Linear, or another schedule",
-            schedule,
-            len(names),
-            "s compute" if len(names) > 1 else " computes",
-            ", ".join(names[:3]),
-            " ..." if names[3:] else "",
-        )

@@ -12,7 +12,7 @@ import torch
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.models.module import MegalightModule
 from megalight.parallel.groups import check_max_ctas
-from megalight.parallel.model import check_split
+from megalight.parallel.splitting import check_split
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies.checkpoints.resuming import open_saved
 from megalight.strategies.mesh_strategy import MeshStrategy, Part

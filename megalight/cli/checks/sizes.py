@@ -2,8 +2,8 @@
 
 Importing Lightning as well would take twice as long.
 
-The configuration's own class, the mesh and :func:`megalight.parallel.model.check_split` decide, as they do again before
-a run. What depends on more than plain values is left to the run.
+The configuration's own class, the mesh and :func:`megalight.parallel.splitting.check_split` decide, as they do again
+before a run. What depends on more than plain values is left to the run.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _check_split(known: Any, config: Any, world_size: int, degrees: Mapping[str,
     import torch
 
     from megalight.parallel.mesh import ParallelMesh
-    from megalight.parallel.model import check_split
     from megalight.parallel.options import ParallelOptions
+    from megalight.parallel.splitting import check_split
 
     mesh = ParallelMesh(
         world_size,
