@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.files import sync_directory, write_file
+from megalight.checkpoint.disk.files import Place, sync_directory, write_file
 from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new
 from megalight.checkpoint.foreign.transformers_folder import CONFIG, WEIGHTS
 from megalight.checkpoint.sources.combine import Held
@@ -79,28 +80,54 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
     table = weights.map(config)
     held = tuple(f"{place.name}." for place in places(model.root))
     plain = {name: tensor for name, tensor in canonical_tensors(model.root).items() if not name.startswith(held)}
-    layers: dict[str, Any] = {}
-    stacks = _stacks(table, model.root)
-    scales = dict[str, Tensor]()
-    for stack in stacks.values():
-        scales |= _put_stack(plain, layers, table, stack, model.root)
-    for module_path, module in model.root.named_modules():
-        if isinstance(module, LatentAttention):
-            _join_scales(model.root, module_path, module)
-    tensors = table.write(plain) | scales
-    count = sum(map(len, stacks.values()))
-    for matrix in matrices(model.root):
-        if matrix.weight_quantizer.is_enabled and (matrix.path, matrix.parameter) not in stacks:
-            count += _put(tensors, layers, table, matrix, model.root)
-    # Layers that keep their dtype are named too: readers must not take them for quantized ones.
-    for layer_path, module in model.root.named_modules():
-        if isinstance(module, MATRICES):
-            for name in _names(layer_path, module):
-                layers.setdefault(f"{_module(table, name)}.quantization", None)
+    tensors, layers, count = _pack(plain, table, model.root)
     cache = _put_scales(tensors, table, model.root)
     stored = StoredModel(known, config, Held({}), companions_of(path))
     values = config_values(stored, {tensor.dtype for tensor in plain.values()})
-    quantization = {
+    _write(target, tensors, files_beside(stored, values), _described(layers, cache))
+    return count
+
+
+def _pack(
+    plain: dict[str, Tensor], table: WeightMap, root: torch.nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+    """Round all quantized matrices, those of stacked experts before the others.
+
+    Args:
+        plain: canonical tensors of the model; those of stacks are replaced by codes.
+
+    Returns:
+        tensors as files hold them; what ModelOpt describes layers by; the number of quantized matrices.
+    """
+    layers: dict[str, Any] = {}
+    stacks = _stacks(table, root)
+    scales = dict[str, Tensor]()
+    for stack in stacks.values():
+        scales |= _put_stack(plain, layers, table, stack, root)
+    for module_path, module in root.named_modules():
+        if isinstance(module, LatentAttention):
+            _join_scales(root, module_path, module)
+    tensors = table.write(plain) | scales
+    count = sum(map(len, stacks.values()))
+    for matrix in matrices(root):
+        if matrix.weight_quantizer.is_enabled and (matrix.path, matrix.parameter) not in stacks:
+            count += _put(tensors, layers, table, matrix, root)
+    # Layers that keep their dtype are named too: readers must not take them for quantized ones.
+    for layer_path, module in root.named_modules():
+        if isinstance(module, MATRICES):
+            for name in _names(layer_path, module):
+                layers.setdefault(f"{_module(table, name)}.quantization", None)
+    return tensors, layers, count
+
+
+def _described(layers: dict[str, Any], cache: str | None) -> dict[str, Any]:
+    """Return the description of a quantized model, in ModelOpt's form.
+
+    Args:
+        layers: what it describes layers by.
+        cache: format of keys and values; None: they are not rounded.
+    """
+    return {
         "producer": {"name": "modelopt", "version": version("nvidia-modelopt")},
         "quantization": {
             "quant_algo": None,
@@ -109,13 +136,24 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
             **({"kv_cache_quant_algo": cache} if cache else {}),
         },
     }
+
+
+def _write(
+    target: Place, tensors: Mapping[str, Tensor], beside: Mapping[str, bytes], quantization: dict[str, Any]
+) -> None:
+    """Write the folder, which appears when it is complete.
+
+    Args:
+        beside: name of each file beside the weights -> its content. The configuration gets the description, too.
+        quantization: the description of the quantized model.
+    """
     converted = modelopt("torch.export.convert_hf_config").convert_hf_quant_config_format(quantization)
     partial = begin_folder(target)
     try:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         write_file(partial.folder / WEIGHTS, save(whole, {"format": "pt"}))
         write_file(partial.folder / QUANT_CONFIG, _json(quantization))
-        for name, content in files_beside(stored, values).items():
+        for name, content in beside.items():
             if name == CONFIG:
                 content = _json({**json.loads(content), "quantization_config": converted})
             write_file(partial.folder / name, content)
@@ -124,7 +162,6 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
     except BaseException:
         partial.discard()
         raise
-    return count
 
 
 def _put(
