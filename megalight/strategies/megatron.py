@@ -229,6 +229,7 @@ class MegatronStrategy(FolderCheckpoints):
         if trainer is not None:  # without one there is nothing to check yet
             if trainer.state.fn == TrainerFn.FITTING:
                 ordinary.check_early(self, model)
+                refusals.check_pruning(trainer, model, self.grid(self.num_nodes * self.num_processes))
             refusals.check_callbacks(trainer)
             if not self.divides_data:
                 _lightning.keep_loaders(trainer)

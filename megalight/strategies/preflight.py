@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.models.module import MegalightModule
@@ -17,6 +18,7 @@ from megalight.parallel.transform import apply_transforms
 from megalight.strategies.checkpoints.resuming import open_saved
 from megalight.strategies.mesh_strategy import MeshStrategy, Part
 from megalight.strategies.process_group import backend_of
+from megalight.strategies.refusals import check_pruning
 from megalight.strategies.setup import check_plain
 from megalight.strategies.user_module import options_for
 from megalight.types.zigzag import check_length
@@ -34,7 +36,8 @@ def check(
     method ``attach(module)`` can change the model that the module will build.
 
     Raises:
-        ConfigurationError: there is a limit on multiprocessors, but messages are not sent with NCCL.
+        ConfigurationError: there is a limit on multiprocessors, but messages are not sent with NCCL; no plan says how
+            to split the module; or a callback would prune layers that it cannot see whole.
         LayoutError: the model or the batch does not divide over the ranks.
         DataError: the data does not fit the model or the division of sequences.
         CheckpointError: the checkpoint is incomplete, has an unknown format, or is of another model.
@@ -51,6 +54,8 @@ def check(
     parts = strategy.parts(strategy.num_nodes * strategy.num_processes)
     for part in parts:
         strategy.check_module(module, part.mesh)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            check_pruning(trainer, module, part.mesh)
         if strategy.num_nodes * strategy.num_processes > 1:
             if isinstance(module, MegalightModule):
                 _split_on_meta(strategy, module, part)

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import CheckpointIO
 from torch import nn
 
 from megalight.errors import ConfigurationError
+from megalight.models.module import MegalightModule
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 
 
@@ -32,6 +35,25 @@ def check_callbacks(trainer: pl.Trainer) -> None:
                 "knows none of its classes. Use lightning.pytorch throughout: pytorch_lightning is another package "
                 "with equal names."
             )
+
+
+def check_pruning(trainer: pl.Trainer, module: pl.LightningModule, mesh: ParallelMesh) -> None:
+    """Refuse Lightning's ``ModelPruning`` where it would find no layers, or prune each part by a bound of its own."""
+    if not any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        return
+    name = type(module).__name__
+    if isinstance(module, MegalightModule):
+        raise ConfigurationError(
+            f"ModelPruning looks for layers before {name} has built its model, and finds none. Remove it. To prune a "
+            "trained model, read its checkpoint in one process, load_weights(module, path), and call "
+            "torch.nn.utils.prune on module.model."
+        )
+    split = [f"{axis}={mesh.size(axis)}" for axis in ("tp", "ep") if mesh.size(axis) > 1]
+    if split:
+        raise ConfigurationError(
+            f"ModelPruning compares the weights of whole layers, but {' and '.join(split)} divide those of {name}. "
+            "Leave these degrees at 1, where replicas and sharded weights are pruned as on one device."
+        )
 
 
 @contextmanager

@@ -220,6 +220,22 @@ def test_pruned_models_are_trained_and_saved(tmp_path: Path) -> None:
     assert "model.net.0.weight" in saved
 
 
+def _pruned_by_two(sharded: bool) -> list[list[float]]:
+    module = Plain("SGD").double()
+    pruning = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)
+    how = strategy("optim_grads_params" if sharded else "optim")
+    fit(module, batches(8, 4), how, callbacks=[pruning], max_epochs=2)
+    return [*weights(module), [float((module.net[0].weight == 0).sum() + (module.net[2].weight == 0).sum())]]
+
+
+def test_replicas_prune_alike_and_shards_as_replicas() -> None:
+    """Half of the 49 weights first, then half of what remains: Lightning prunes anew after each epoch."""
+    replicas, sharded = run(_pruned_by_two, 2, False), run(_pruned_by_two, 2, True)
+    close(replicas[0], replicas[1])
+    close(sharded[0], replicas[0])
+    assert replicas[0][-1][0] >= 24
+
+
 class Replaces(pl.Callback):
     """Gives a parameter other memory."""
 

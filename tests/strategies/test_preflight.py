@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
@@ -78,11 +79,12 @@ def test_a_norm_backend_that_cannot_serve_is_refused_before_the_first_step(
         runner.fit(module)
 
 
-def of_ranks(ranks: int, **options: Any) -> pl.Trainer:
+def of_ranks(ranks: int, callbacks: Any = (), **options: Any) -> pl.Trainer:
     """A Trainer that would start so many ranks."""
     return pl.Trainer(
         strategy=MegatronStrategy(start_method="popen", **options), accelerator="cpu", devices=ranks, max_steps=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=list(callbacks), logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
 
 
@@ -96,6 +98,17 @@ def test_a_plain_module_without_a_plan_is_refused_before_there_are_ranks(monkeyp
         of_ranks(2, tensor_parallel=2).fit(Plain(), batches(8, 2))
     with pytest.raises(AssertionError, match="a process was started"):
         of_ranks(2, tensor_parallel=2, plan=Plan({"net.0": Column(), "net.2": Row()})).fit(Plain(), batches(8, 2))
+
+
+def test_pruning_without_whole_layers_is_refused_before_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", start_nothing)
+    pruning = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)
+    for layout in ({}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+        with pytest.raises(ConfigurationError, match=r"before WithData has built its.*load_weights\(module, path"):
+            of_ranks(2, [pruning], **layout).fit(WithData(CONFIGS["gqa"]))
+    plan = Plan({"net.0": Column(), "net.2": Row()})
+    with pytest.raises(ConfigurationError, match=r"whole layers, but tp=2 divide those of Plain\. Leave these"):
+        of_ranks(2, [pruning], tensor_parallel=2, plan=plan).fit(Plain(), batches(8, 2))
 
 
 def _one_device_then_two() -> str:
