@@ -140,11 +140,26 @@ def _check_weights(values: Values, classes: Mapping[str, Source | None]) -> None
         ours = source is not None and source.module.name.startswith("megalight.")
         for name in WEIGHTS if ours else ():
             wanted = values.get(f"{key}.{name}")
-            if isinstance(wanted, str) and "://" not in wanted and _is_path(source, name) and not Path(wanted).exists():
+            if not isinstance(wanted, str) or "://" in wanted or not _is_path(source, name):
+                continue
+            if not Path(wanted).exists():
                 raise CheckpointError(
                     f"{key}.{name}={wanted}: nothing is there. Give a checkpoint, a run's folder, or a folder of "
                     "transformers."
                 )
+            _check_run(f"{key}.{name}", Path(wanted))
+
+
+def _check_run(key: str, folder: Path) -> None:
+    """Refuse the folder of a run that has saved no checkpoint. What other folders hold is seen when they are read."""
+    from megalight.checkpoint.disk.manifest import is_run
+    from megalight.checkpoint.disk.newest import newest_in
+
+    if folder.is_dir() and is_run(folder) and not (folder / "config.json").exists() and newest_in(folder) == folder:
+        raise CheckpointError(
+            f"{key}={folder}: this run has saved no finished checkpoint. Give the folder of one that has, or train it "
+            "until it saves (ModelCheckpoint)."
+        )
 
 
 def _check_taught(values: Values, classes: Mapping[str, Source | None]) -> None:
@@ -235,6 +250,8 @@ def _check_checkpoint(verb: str, values: Values) -> None:
     # remote storage is asked later, once: it may be slow
     if wanted != "last" and not wanted.startswith("registry:") and "://" not in wanted and not Path(wanted).exists():
         newest.check_is_one(Path(wanted))
+    if "://" not in wanted:
+        _check_run("ckpt_path", Path(wanted))
     callbacks = [
         value for key, value in values.items() if key.startswith("trainer.callbacks") and key.endswith("dirpath")
     ]
