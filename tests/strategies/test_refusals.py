@@ -83,6 +83,11 @@ def test_checkpoint_plugins() -> None:
         MegatronStrategy(checkpoint_io=TorchCheckpointIO())
 
 
+def test_checkpoint_plugins_of_the_trainer() -> None:
+    with pytest.raises(ConfigurationError, match="TorchCheckpointIO cannot be used"):
+        pl.Trainer(strategy=MegatronStrategy(), accelerator="cpu", plugins=[TorchCheckpointIO()], logger=False)
+
+
 def refused(act: Any, *args: Any) -> str:
     """The message with which both ranks refuse."""
     first, second = run(_message, 2, act, *args)

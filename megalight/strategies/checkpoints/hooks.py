@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from megalight import checkpoint as folders
@@ -29,6 +30,7 @@ from megalight.strategies.checkpoints.hyperparameters import keep_plain
 from megalight.strategies.checkpoints.resuming import Resumed, newer_than_last, open_saved
 from megalight.strategies.checkpoints.saving import save, views
 from megalight.strategies.mesh_strategy import MeshStrategy
+from megalight.strategies.refusals import check_checkpoint_io
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,16 @@ class FolderCheckpoints(MeshStrategy):
     _in_fit: bool = False
     _beside: SavesBeside | None = None
     _only_updates_write: bool = False
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Lightning's plugin for single files, which is not used."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
+        # The Trainer sets what it finds among its plugins.
+        check_checkpoint_io(plugin)
 
     def sync_parameters(self) -> None:
         """Wait until every parameter has the values of the last optimizer step."""
