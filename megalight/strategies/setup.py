@@ -121,7 +121,8 @@ def check_plain(strategy: MeshStrategy, module: pl.LightningModule, mesh: Parall
     before: ParallelModel | None = module.__dict__.get(SPLIT)
     if before is not None:
         before.check_same(mesh, strategy.options)
-    elif not any(map(partial(defines, module), ("configure_model", "setup"))):  # these may add what has a plan
+    elif module.automatic_optimization and not any(map(partial(defines, module), ("configure_model", "setup"))):
+        # These hooks may add what has a plan, and manual optimization is refused later, with any plan.
         find_plan(module, mesh, strategy.options)
 
 
