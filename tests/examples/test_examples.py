@@ -16,14 +16,16 @@ EXAMPLES = ROOT / "examples"
 LEARNED = {
     "plain_lightning": 0.1,
     "own_model": 0.2,
+    "own_transformer": 0.2,
     "transformers_llama": 0.6,
     "llama_pipeline": 0.6,
     "gpt_from_python": 5.5,
     "fully_shard_trainer": 0.2,
 }
-"""Validation loss below which an example has learned; untrained they are at 0.5, 1.1, 4.2, 4.2, 6.2 and 4.2."""
+"""Validation loss below which an example has learned; untrained they are at 0.5, 1.1, 4.2, 4.2, 4.2, 6.2 and 4.2."""
 SPLIT = {
     "own_model": "--tensor-parallel 2",
+    "own_transformer": "--tensor-parallel 2 --sequence-parallel",
     "transformers_llama": "--tensor-parallel 2 --sequence-parallel",
     "llama_pipeline": "--pipeline-parallel 2 --virtual-pipeline 2",
     "gpt_from_python": "--tensor-parallel 2",
@@ -74,6 +76,25 @@ def test_it_learns_on_two_devices(name: str, tmp_path: Path, one_device: float) 
     assert loss < LEARNED[name]
     if name in SPLIT:  # the same global batches, split otherwise
         assert loss == pytest.approx(one_device, rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["own_transformer"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--devices 2 --pipeline-parallel 2 --virtual-pipeline 2",
+        "--devices 2 --context-parallel 2",
+        "--devices 4 --tensor-parallel 2 --sequence-parallel --context-parallel 2",
+        "--devices 4 --tensor-parallel 2 --pipeline-parallel 2",
+    ],
+)
+def test_an_own_transformer_is_the_same_in_every_layout(
+    name: str, layout: str, tmp_path: Path, one_device: float
+) -> None:
+    printed = run_program(f"{EXAMPLES / name}.py", "--accelerator", "cpu", *layout.split(), folder=tmp_path)
+    (loss,) = map(float, LOSS.findall(printed))
+    assert loss == pytest.approx(one_device, rel=1e-3)
 
 
 def test_no_example_is_left_out() -> None:
