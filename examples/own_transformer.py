@@ -68,7 +68,7 @@ class Model(nn.Module):
         self.head: nn.Module | None = LMHead(nn.LayerNorm(WIDTH), Linear(WIDTH, VOCABULARY))
 
     def forward(self, tokens: Tensor, labels: Tensor, sequences: PackedSequences, hidden: Tensor | None) -> Tensor:
-        """Ids ``[T]`` and what the stage before returned to hidden states ``[T, h]``, or to losses ``[T]`` at the end."""
+        """Ids ``[T]`` and what the stage before returned to hidden states ``[T, h]``, at the end to losses ``[T]``."""
         if self.embed is not None:
             hidden = self.embed(tokens, sequences.positions)
         for layer in self.layers.values():
