@@ -26,7 +26,7 @@ from megalight.parallel.pipeline.timetable import Timetable
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Renamed, Source
-from megalight.parallel.splitting import check_split
+from megalight.parallel.split_by_options import check_split
 
 
 class FrozenTask(Protocol):

@@ -46,7 +46,7 @@ from megalight.parallel.pipeline.stages import cut
 from megalight.parallel.recompute import Recompute, apply_recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Filled, Source, Target, clear_outside, parameter_targets, shard_targets
-from megalight.parallel.splitting import split, warn_of_undeferred
+from megalight.parallel.split_by_options import split, warn_of_undeferred
 from megalight.parallel.storage import has_memory, unknown
 from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to
 

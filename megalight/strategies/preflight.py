@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.models.module import MegalightModule
 from megalight.parallel.groups import check_max_ctas
-from megalight.parallel.splitting import check_split
+from megalight.parallel.split_by_options import check_split
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies.checkpoints.resuming import open_saved
 from megalight.strategies.mesh_strategy import MeshStrategy, Part

@@ -25,7 +25,7 @@ from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
-from megalight.parallel.splitting import find_plan
+from megalight.parallel.split_by_options import find_plan
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.whole import unsplit

@@ -14,7 +14,7 @@ from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
 from megalight.models.family import families
 from megalight.parallel.recompute import Recompute
-from megalight.parallel.splitting import check_split
+from megalight.parallel.split_by_options import check_split
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.user_module import options_for
 

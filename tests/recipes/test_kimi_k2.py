@@ -12,7 +12,7 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.models.gpt.presets import preset
 from megalight.parallel.apply import parallelize
 from megalight.parallel.recompute import Recompute
-from megalight.parallel.splitting import check_split
+from megalight.parallel.split_by_options import check_split
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.user_module import options_for
 from tests.recipes.test_pipeline import RECIPES

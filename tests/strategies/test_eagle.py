@@ -31,7 +31,7 @@ from megalight.nn.moe import MoEConfig, RouterConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.splitting import check_split
+from megalight.parallel.split_by_options import check_split
 from megalight.strategies import DataParallel, MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.training import BASE, SEED, assert_weights, global_batch

@@ -321,7 +321,7 @@ def _own_layers() -> MegalightModule:
 )
 def test_layers_that_defer_nothing_are_told_once(module: Any, schedule: Any, told: str | None) -> None:
     options = {"micro_batch_size": 1, "pipeline": Pipeline(schedule=schedule)}
-    first, second = run(functools.partial(_warnings, **options), 2, "splitting", module)
+    first, second = run(functools.partial(_warnings, **options), 2, "split_by_options", module)
     assert second == []
     assert len(first) == (told is not None)
     assert all(re.search(str(told), text) for text in first), first

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
-import megalight.parallel.splitting
+import megalight.parallel.split_by_options
 from megalight.errors import BackendError, ConfigurationError, LayoutError
 from megalight.models.gpt import AttentionConfig, BackendConfig, GPTConfig, MambaConfig, NormConfig
 from megalight.models.gpt.module import GPTModule
@@ -37,7 +37,7 @@ def test_overlap_is_chosen_for_weights_of_the_run(
 ) -> None:
     seen: list[set[torch.dtype]] = []
     checked = lambda model, device: seen.append({p.dtype for p in nn.Module.parameters(model)})  # noqa: E731
-    monkeypatch.setattr(megalight.parallel.splitting, "check_overlap", checked)
+    monkeypatch.setattr(megalight.parallel.split_by_options, "check_overlap", checked)
     strategy = MegatronStrategy(
         tensor_parallel=2, precision_plugin=MegatronPrecision(precision), parallel_devices=[torch.device("cpu")] * 2
     )

@@ -2,7 +2,7 @@
 
 Importing Lightning as well would take twice as long.
 
-The configuration's own class, the mesh and :func:`megalight.parallel.splitting.check_split` decide, as they do again
+The configuration's own class, the mesh and :func:`megalight.parallel.split_by_options.check_split` decide, as they do again
 before a run. What depends on more than plain values is left to the run.
 """
 
@@ -97,7 +97,7 @@ def _check_split(known: Any, config: Any, world_size: int, degrees: Mapping[str,
 
     from megalight.parallel.mesh import ParallelMesh
     from megalight.parallel.options import ParallelOptions
-    from megalight.parallel.splitting import check_split
+    from megalight.parallel.split_by_options import check_split
 
     mesh = ParallelMesh(
         world_size,
