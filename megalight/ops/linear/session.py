@@ -49,16 +49,21 @@ class Session:
         """
         if number is not None:
             self.begin(number)
+        with self._casting():
+            yield
+        if last:
+            self._roll()
+
+    @contextmanager
+    def _casting(self) -> Iterator[None]:
+        """Let layers keep casts of their weights. At the end none may stay: the weights are about to change."""
         self.inside = True
         try:
             yield
         finally:
-            # The optimizer is about to change the weights: no cast of the old ones may stay.
             self.inside = False
             for layer in self.layers:
                 layer.forget()
-        if last:
-            self._roll()
 
     def _roll(self) -> None:
         """End an optimizer step in the histories of all layers."""
@@ -89,13 +94,11 @@ class Session:
         histories = {layer.history.stack: None for layer in self.layers if layer.history is not None}
         # Restored by copy, not by replacing the tensor: recorded graphs hold its address.
         kept = [(history.current, history.current.clone()) for history in histories if history.current is not None]
-        self.inside = True
         try:
-            yield
+            with self._casting():
+                yield
         finally:
-            self.inside = False
             for layer in self.layers:
-                layer.forget()
                 layer.met = False
             for current, before in kept:
                 current.copy_(before)
