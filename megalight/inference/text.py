@@ -14,8 +14,8 @@ from megalight import checkpoint
 from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.newest import newest_in
 from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
+from megalight.data.multimodal.image_text import IMAGE_TOKEN, image_text_of
 from megalight.data.multimodal.images import Resize
-from megalight.data.multimodal.marks import IMAGE_TOKEN, image_text_of
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError
 from megalight.inference.generate import generate
@@ -253,7 +253,7 @@ class TextGenerator:
             images: the images of each prompt, as paths or as the bytes of files. Each stands where the prompt has
                 ``<image>``, or :attr:`image_marker`.
             image_text: what replaces ``<image>``, as in preparing the data; see
-                :func:`~megalight.data.multimodal.marks.image_text_of`.
+                :func:`~megalight.data.multimodal.image_text.image_text_of`.
             resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. The same
                 as in training.
             draft, guesses: see :func:`~megalight.inference.generate.generate`.

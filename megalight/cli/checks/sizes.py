@@ -2,8 +2,8 @@
 
 Importing Lightning as well would take twice as long.
 
-The configuration's own class, the mesh and :func:`megalight.parallel.split_by_options.check_split` decide, as they do again
-before a run. What depends on more than plain values is left to the run.
+The configuration's own class, the mesh and :func:`megalight.parallel.split_by_options.check_split` decide, as they do
+again before a run. What depends on more than plain values is left to the run.
 """
 
 from __future__ import annotations

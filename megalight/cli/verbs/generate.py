@@ -219,7 +219,7 @@ def _complete(
 
 def _with_images(prompts: Sequence[str], files: Sequence[bytes], marker: str) -> tuple[list[str], list[list[bytes]]]:
     """Return the prompts with a place for each of their images, and the images of each prompt."""
-    from megalight.data.multimodal.marks import IMAGE_TOKEN
+    from megalight.data.multimodal.image_text import IMAGE_TOKEN
     from megalight.errors import DataError
 
     # The model's own token is a place, too.

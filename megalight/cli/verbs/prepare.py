@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         which = "--chat" if arguments.chat else "--multimodal"
         _refuse(arguments, TEXT_ONLY, f"is for text, not for conversations; leave it or {which} out")
     if arguments.multimodal:
-        from megalight.data.multimodal.marks import IMAGE_TOKEN
+        from megalight.data.multimodal.image_text import IMAGE_TOKEN
         from megalight.data.multimodal.prepare import prepare_multimodal
 
         print(

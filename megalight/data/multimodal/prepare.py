@@ -18,7 +18,7 @@ from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.meta import image_prefix, loss_prefix, tokenizer_path
 from megalight.data.multimodal.files import decode
-from megalight.data.multimodal.marks import IMAGE_TOKEN, image_text_of
+from megalight.data.multimodal.image_text import IMAGE_TOKEN, image_text_of
 from megalight.data.multimodal.rows import KEYS, images_of, with_marks
 from megalight.data.multimodal.videos import TOKENS, videos_of
 from megalight.data.prepare import PrepareReport, find_inputs, publish_facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalight.data.multimodal.marks import FRAMES, image_text_of
+from megalight.data.multimodal.image_text import FRAMES, image_text_of
 
 
 @pytest.mark.parametrize(
