@@ -8,8 +8,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from megalight.cli import explain, signatures
+from megalight.cli import signatures
 from megalight.cli.checks.early import START, STRATEGY, Classes, named_classes
+from megalight.cli.given import each_option
 from megalight.cli.options import options
 from megalight.cli.schema import CHOICES, ROOT, plain, proposed
 from megalight.cli.sources import Source, find_class
@@ -44,7 +45,7 @@ def page(verb: str, words: Sequence[str]) -> str:
         ConfigurationError: a class that the words name does not exist.
     """
     classes: Classes = {key: find_class(path) for key, path in DEFAULTS.items()}
-    for part in explain.parts(words):
+    for part in each_option(words):
         classes |= named_classes(part, classes)
     lines = [
         f"usage: megalight {verb} -c FILE [-c FILE ...] [--KEY=VALUE ...]",

@@ -22,7 +22,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from megalight.callbacks import OptimizerMonitor, Preemption, RunRecord, StepProgress, Throughput, WholeModelSummary
 from megalight.cli import newest, strategies
-from megalight.cli.explain import Given, explain, rules
+from megalight.cli.explain import explain, rules
+from megalight.cli.given import Given
 from megalight.cli.report import PREEMPTED, debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
 from megalight.data.bert.module import BertDataModule

@@ -17,7 +17,7 @@ from megalight.callbacks import AutomaticCUDAGraph
 from megalight.callbacks.run_record import log_folder
 from megalight.cli.checks.lightning_rules import check_strategy
 from megalight.cli.checks.trainer_rules import check_loggers, check_trainer, half_on_cpu
-from megalight.cli.explain import subclasses
+from megalight.cli.classes import subclasses
 from megalight.cli.run_folder import claim
 from megalight.imports import has
 from megalight.loggers import JSONLogger

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalight.cli.explain import _class_in, members
+from megalight.cli.classes import class_in, members
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.trainer import MegalightTrainer
 from megalight.data.gpt.module import GPTDataModule
@@ -68,7 +68,7 @@ def exists(key: str) -> bool:
         known = members(cls) if cls is not None else {}
         if part not in known:
             return False
-        cls = _class_in(known[part])
+        cls = class_in(known[part])
     return True
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from megalight.cli.explain import Given, explain, find_class, members
-from tests.cli.samples import SampleModule, SampleStrategy
+from megalight.cli.explain import explain
+from megalight.cli.given import Given
 
 OPTIONS = ("trainer", "trainer.max_steps", "trainer.strategy", "model", "data", "ckpt_path")
 UNION = (
@@ -14,35 +14,10 @@ def given(*words: str) -> Given:
     return Given.read(["--model=tests.cli.samples.SampleModule", *words])
 
 
-def test_given_reads_words_and_files_alike(tmp_path):
-    file = tmp_path / "recipe.yaml"
-    file.write_text(
-        "model:\n  class_path: M\n  init_args:\n    config: {size: 3}\n"
-        "trainer:\n  callbacks:\n    - class_path: EMA\n      init_args: {decay: 0.5}\n"
-    )
-    found = Given.read(["-c", str(file), "--trainer.max_steps=3", "--data", "D", "--flag", "--data.path", "x"])
-    assert found.values == {
-        "model": "M",
-        "model.config.size": 3,
-        "trainer.callbacks.0": "EMA",
-        "trainer.callbacks.0.decay": 0.5,
-        "trainer.max_steps": "3",
-        "data": "D",
-        "flag": "",
-        "data.path": "x",
-    }
-
-
 def test_a_value_that_begins_with_a_dot_is_no_class():
     assert "decay = '.2' is not valid" in explain(
         "Parser key \"model.decay\": Expected a <class 'int'>. Got value: .2", given("--model.decay=.2"), OPTIONS
     )
-    assert find_class(".2") is None
-
-
-def test_given_leaves_a_broken_file_to_the_parser(tmp_path):
-    (tmp_path / "torn.yaml").write_text("a: [1,\n b: :")
-    assert Given.read(["-c", str(tmp_path / "torn.yaml"), "-c", str(tmp_path / "absent.yaml")]).values == {}
 
 
 @pytest.mark.parametrize(
@@ -114,12 +89,3 @@ def test_messages_name_key_value_rule_and_remedy(message, words, parts):
         assert part in text, text
     assert len(text) < 700
     assert "<class" not in text
-
-
-def test_members_follow_kwargs_to_base_classes():
-    class Below(SampleModule):
-        def __init__(self, extra: int, **kwargs):
-            super().__init__(**kwargs)
-
-    assert list(members(Below)) == ["extra", "config", "learning_rate"]
-    assert list(members(SampleStrategy)) == ["tensor_parallel", "sequence_parallel"]

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalight.cli import explain, signatures
+from megalight.cli import messages, signatures
 from megalight.cli.annotations import UNKNOWN, Annotation, read_word
 from megalight.cli.checks import constructors, lightning_rules, rules, sizes
+from megalight.cli.given import each_option
 from megalight.cli.sources import Source, find_class, find_module
 from megalight.errors import ConfigurationError, nearest
 
@@ -81,7 +82,7 @@ def check(verb: str, words: Sequence[str]) -> None:
     values: dict[str, Any] = {}
     strategy = None
     # In order: a later class or value replaces an earlier one, as it does for the parser.
-    for part in explain.parts(words):
+    for part in each_option(words):
         strategy = part.get(STRATEGY, strategy)
         lightning_rules.check_bare(strategy, part)
         found = named_classes(part, classes)
@@ -143,15 +144,15 @@ def _check_module(key: str, name: str) -> None:
         return
     hint = nearest(attribute, [each for each in module.names if each[0].isupper()]).replace("'", f"'{where}.", 1)
     reason = f"module {where!r} has no attribute {attribute!r}"
-    raise ConfigurationError(explain.no_class(key, name, reason, hint))
+    raise ConfigurationError(messages.no_class(key, name, reason, hint))
 
 
 def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str) -> None:
     """Follow the parts of a key through the arguments of classes, as far as these are known."""
     if key.partition(".")[0] not in ROOT:
-        _refuse(verb, explain.unknown_key(key.partition(".")[0], value, "the configuration", ROOT, _all(classes)))
+        _refuse(verb, messages.unknown_key(key.partition(".")[0], value, "the configuration", ROOT, _all(classes)))
     if key in ROOT and not ROOT[key].accepts(value):
-        _refuse(verb, explain.not_valid(key, value, ROOT[key].describe()))
+        _refuse(verb, messages.not_valid(key, value, ROOT[key].describe()))
     prefix = key
     # The longest prefix with a known class decides. Without one the parser must.
     while (prefix := prefix.rpartition(".")[0]) not in classes:
@@ -164,11 +165,11 @@ def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str
             return
         prefix = f"{prefix}.{part}"
         if part not in arguments:
-            _refuse(verb, explain.unknown_key(prefix, value, _called(owner, prefix), arguments, _all(classes)))
+            _refuse(verb, messages.unknown_key(prefix, value, _called(owner, prefix), arguments, _all(classes)))
         accepted = arguments[part]
         if index == len(parts) - 1 and not accepted.accepts(value):
             choices = [str(choice) for choice in accepted.choices]
-            _refuse(verb, explain.not_valid(prefix, value, accepted.describe(), choices))
+            _refuse(verb, messages.not_valid(prefix, value, accepted.describe(), choices))
         source = accepted.source if accepted.complete else None  # else it may also be a list or a dict of them
         owner = source if source is not None and source.is_dataclass else None
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megalight.cli import explain
+from megalight.cli import messages
 from megalight.cli.checks.declarations import default_of, method_of
 from megalight.cli.checks.trainer_rules import check_time
 from megalight.cli.checks.walk import KNOWN, Walk
@@ -160,7 +160,7 @@ def _check_classes(values: Mapping[str, Any], modules: tuple[str, ...]) -> None:
         if part is None or not isinstance(name, str) or not name.isidentifier() or not name[0].isupper():
             continue
         if find_class(name, modules) is None:
-            raise ConfigurationError(explain.no_class(key, name, "", nearest(name, _classes(modules, part))))
+            raise ConfigurationError(messages.no_class(key, name, "", nearest(name, _classes(modules, part))))
 
 
 def _classes(modules: tuple[str, ...], part: str) -> list[str]:
@@ -176,7 +176,9 @@ def _check_words(key: str, source: Source, values: Mapping[str, Any]) -> None:
     for name, choices in words.items():
         value = values.get(f"{key}.{name}")
         if isinstance(value, str) and value not in choices:
-            raise ConfigurationError(explain.not_valid(f"{key}.{name}", value, f"one of {', '.join(choices)}", choices))
+            raise ConfigurationError(
+                messages.not_valid(f"{key}.{name}", value, f"one of {', '.join(choices)}", choices)
+            )
 
 
 def _check_missing(key: str, source: Source, values: Mapping[str, Any]) -> None:
@@ -193,7 +195,7 @@ def _check_missing(key: str, source: Source, values: Mapping[str, Any]) -> None:
     inner = (f"{key}.{name}" for name in needed)
     missing = [each for each in inner if not any(given == each or given.startswith(f"{each}.") for given in values)]
     if missing and not any(given.startswith(f"{key}.dict_kwargs") for given in values):
-        raise ConfigurationError(explain.missing(missing))
+        raise ConfigurationError(messages.missing(missing))
 
 
 def _check_duration(key: str, source: Source, values: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megalight.cli import explain
+from megalight.cli import messages
 from megalight.cli.checks.lightning_rules import only_known
 from megalight.cli.checks.trainer_rules import check_trainer
 from megalight.cli.recipe_names import PRESETS, preset_names
@@ -42,7 +42,7 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
 
     Args:
         verb: the command.
-        values: dotted key -> value; see :class:`megalight.cli.explain.Given`.
+        values: dotted key -> value; see :class:`megalight.cli.given.Given`.
         classes: the classes that fill keys.
 
     Raises:
@@ -131,7 +131,7 @@ def _check_preset(values: Values, classes: Mapping[str, Source | None]) -> None:
     others = (entry for entry in entry_points(group=PLUGIN_GROUP) if not entry.value.startswith("megalight."))
     if name not in known and only_known(values, classes) and not any(others):
         expected = "the name of a preset (megalight recipes lists them), or sizes of a model"
-        raise ConfigurationError(explain.not_valid("model.config", name, expected, known))
+        raise ConfigurationError(messages.not_valid("model.config", name, expected, known))
 
 
 def _check_weights(values: Values, classes: Mapping[str, Source | None]) -> None:

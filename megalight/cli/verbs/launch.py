@@ -71,7 +71,7 @@ def _count(arguments: argparse.Namespace) -> None:
         ConfigurationError: an option of the command gives another number.
     """
     from megalight.cli.annotations import read_word
-    from megalight.cli.explain import Given
+    from megalight.cli.given import Given
     from megalight.errors import ConfigurationError
 
     words = arguments.command[1:]

@@ -20,7 +20,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
 from megalight.cli.checks import early, lightning_rules, rules
-from megalight.cli.explain import subclasses
+from megalight.cli.classes import subclasses
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megalight.cli import explain
 from megalight.cli.checks import early
+from megalight.cli.given import Given
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.sources import find_module
 from megalight.errors import CheckpointError
@@ -243,7 +243,7 @@ def test_values_that_no_reader_of_yaml_takes_are_words():
 
 def test_given_reads_whole_sections():
     words = ["-c", "{trainer: {max_steps: 3}}", "--model=section.yaml", "--trainer={devices: 2}", "--x=[a, {b: 1}]"]
-    assert explain.Given.read(words).values == {
+    assert Given.read(words).values == {
         "trainer.max_steps": 3,
         "model": "odd_of_user.Model",
         "model.size": 2,

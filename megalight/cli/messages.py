@@ -1,0 +1,50 @@
+"""Messages about keys and values: the key, its value, the rule, and the nearest valid one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from megalight.errors import nearest
+
+
+def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], known: Iterable[str] = ()) -> str:
+    """Say that a key does not exist.
+
+    Args:
+        key: the key, in full.
+        value: its value, if there is one.
+        owner: what has no such argument.
+        choices: the arguments that it has.
+        known: keys of the whole configuration. One that ends with the same name is suggested, before one that is
+            spelled alike: for ``max_steps``, ``trainer.max_steps``.
+    """
+    name = key.rpartition(".")[2]
+    shown = f" (value {str(value)!r})" if value is not None else ""
+    listing = f" Known: {', '.join(sorted(choices))}." if choices and len(choices) <= 24 else ""
+    # The one nearest to the top: ``model.config.num_layers``, not that of recompute.
+    same = sorted((option for option in known if option.rpartition(".")[2] == name), key=lambda each: each.count("."))
+    begun = [choice for choice in choices if choice.startswith(name)]  # ``seed``: ``seed_everything``
+    better = [*begun, *same] if len(begun) == 1 else same
+    hint = f" Did you mean {better[0]!r}?" if better else nearest(name, choices)
+    return f"unknown key {key!r}{shown}: {owner} has no such argument.{hint}{listing}"
+
+
+def not_valid(key: str, value: Any, expected: str, choices: Iterable[str] = ()) -> str:
+    """Say that a key has a value of another kind than expected, with the nearest of the choices."""
+    shown = f"{key} = {str(value)!r}" if value is not None else key
+    hint = nearest(str(value), choices) if value is not None else ""
+    return f"{shown} is not valid; expected: {expected or 'see --help'}.{hint}"
+
+
+def no_class(key: str, name: str, reason: str, hint: str) -> str:
+    """Say that a name means no class."""
+    return (
+        f"{key} = {name!r} names no known class{f' ({reason})' if reason else ''}.{hint} "
+        "Give the name of an imported class, or its import path (package.module.Class)."
+    )
+
+
+def missing(keys: Iterable[str]) -> str:
+    """Say that values are missing."""
+    return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in a file after -c."
