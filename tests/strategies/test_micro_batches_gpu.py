@@ -14,19 +14,24 @@ from torch.utils.data import DataLoader, TensorDataset
 from megalight.strategies import MegatronStrategy
 
 pytestmark = pytest.mark.gpu
-BYTES_PER_SAMPLE = 64 * 2**20
+LAYERS = 8
+BYTES_PER_LAYER = 8 * 2**20
 
 
 class Wide(pl.LightningModule):
-    """Keeps about 64 MiB of activations per sample."""
+    """Keeps about 128 MiB of activations per sample, in many tensors, as models do.
+
+    Were there a single large one, the workspace of the first product could take a corner of its freed block for good,
+    and a resumed run, which begins with as many samples as fit, would need one block more than was measured.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(1, 1)
+        self.net = nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(1, 1), nn.Tanh())))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        wide = batch[0].expand(-1, BYTES_PER_SAMPLE // 4, -1)
-        return self.net(wide).tanh().mean()
+        wide = batch[0].expand(-1, BYTES_PER_LAYER // 4, -1)
+        return self.net(wide).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
