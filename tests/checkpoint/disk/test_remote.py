@@ -21,11 +21,11 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from megalight import checkpoint
 from megalight.checkpoint.background import rendezvous
 from megalight.checkpoint.background.saves import KINDS, Background, Kind
-from megalight.checkpoint.disk import publish, remote
+from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import FileRecord, write_file
 from megalight.checkpoint.disk.newest import newest_in
 from megalight.checkpoint.disk.part import Written
-from megalight.checkpoint.disk.remote import Address
+from megalight.checkpoint.disk.remote import Address, saves
 from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.inspect import describe
 from megalight.checkpoint.inspection.verify import verify
@@ -214,7 +214,7 @@ def test_leftovers_of_others_go_after_a_day(folder: Address, monkeypatch: pytest
     simple.save(folder / "b.ckpt", 1)
     assert names(folder) == sorted(left + one("b.ckpt"))  # it may be under way
     now = time.time()
-    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    monkeypatch.setattr(saves.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
     simple.save(folder / "b.ckpt", 2)
     assert names(folder) == one("b.ckpt")
 
@@ -241,7 +241,7 @@ def test_leftovers_do_not_pile_up(folder: Address, monkeypatch: pytest.MonkeyPat
 def test_a_save_that_ends_meanwhile_is_no_leftover(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process publishes it and ends while another looks for leftovers."""
     simple.save(folder / "a.ckpt", 1)
-    (save,) = remote._saves(folder / "a.ckpt")
+    (save,) = saves._saves(folder / "a.ckpt")
     manifest = save / "manifest.json"
     contents = manifest.read_bytes()
     manifest.store.rm_file(manifest.key)  # not published yet
@@ -251,7 +251,7 @@ def test_a_save_that_ends_meanwhile_is_no_leftover(folder: Address, monkeypatch:
             write_file(manifest, contents)
         return found == save
 
-    monkeypatch.setattr(remote, "_dead", ended)
+    monkeypatch.setattr(saves, "_dead", ended)
     simple.save(folder / "b.ckpt", 1)
     assert simple.step_of(folder / "a.ckpt") == 1
 
@@ -265,11 +265,11 @@ def test_a_save_of_the_same_path_may_end_meanwhile(
     path = folder / "a.ckpt"
     for step in (1, 2):
         simple.save(folder / f"{step}", step)
-        (save,) = remote._saves(folder / f"{step}")
+        (save,) = saves._saves(folder / f"{step}")
         path.store.mv(save.key, f"{path.key}/{save.name}", recursive=True)
     other = path / save.name
     manifest = other / "manifest.json"
-    contents, sealed, asked = manifest.read_bytes(), remote._sealed, 0
+    contents, sealed, asked = manifest.read_bytes(), saves._sealed, 0
     answers = {"_dead": lambda save: asked >= at and save == other, "_sealed": sealed}
 
     def ends(found: Address) -> bool:
@@ -281,11 +281,11 @@ def test_a_save_of_the_same_path_may_end_meanwhile(
         return answer
 
     for name, answer in {**answers, question: ends}.items():
-        monkeypatch.setattr(remote, name, answer)
+        monkeypatch.setattr(saves, name, answer)
     for at in range(1, 9):
         manifest.store.rm_file(manifest.key)  # not published yet
         asked = 0
-        remote._clean(path)
+        saves._clean(path)
         if asked < at:
             break
         assert simple.step_of(path) == 2
@@ -298,13 +298,13 @@ def test_a_removal_leaves_what_another_run_is_writing(folder: Address, monkeypat
     simple.save(path, 1)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(publish, "machine", lambda: "another")
-        partial = remote.RemotePartial(path)
+        partial = saves.RemotePartial(path)
     write_file(partial.folder / "data/0-0.safetensors", b"half")
     assert checkpoint.remove(path)
     assert names(folder) == ["a.ckpt/*/data/0-0.safetensors"]
     assert not checkpoint.is_complete(path)
     now = time.time()
-    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    monkeypatch.setattr(saves.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
     assert checkpoint.remove(path)
     assert not path.exists()
 
@@ -314,7 +314,7 @@ def test_a_save_under_way_costs_others_one_question(folder: Address, monkeypatch
     """Not one for each of its files, which are many on many ranks."""
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(publish, "machine", lambda: "another")
-        partial = remote.RemotePartial(folder / "a.ckpt")
+        partial = saves.RemotePartial(folder / "a.ckpt")
     for rank in range(50):
         write_file(partial.folder / f"data/{rank}-0.safetensors", b"half")
     asked, ask = [], Address.ask
@@ -380,7 +380,7 @@ def test_a_published_save_is_not_discarded(folder: Address) -> None:
     """An abort, or the death of a worker, may come after the manifest, when what was before is gone."""
     path = folder / "a.ckpt"
     simple.save(path, 1)
-    partial = remote.RemotePartial(path)
+    partial = saves.RemotePartial(path)
     saved = publish.resolve(path)
     path.store.mv(saved.key, partial.folder.key, recursive=True)
     partial.discard()
@@ -453,7 +453,7 @@ def test_a_save_of_another_machine_is_a_leftover_after_a_day(folder: Address, mo
     simple.save(folder / "a.ckpt", 1)
     assert names(folder) == sorted(left + one("a.ckpt"))
     now = time.time()
-    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    monkeypatch.setattr(saves.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
     simple.save(folder / "a.ckpt", 2)
     assert names(folder) == one("a.ckpt")
 
@@ -476,12 +476,12 @@ def test_copies_of_a_store_are_refused() -> None:
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
 def test_two_saves_of_a_path_leave_the_newer(folder: Address) -> None:
     """Two runs that write the same path may both write their manifests before either deletes."""
-    path, saves = folder / "a.ckpt", [folder / f"a.ckpt/save-{number}" for number in (1, 0)]
-    for step, save in enumerate(saves):
+    path, both = folder / "a.ckpt", [folder / f"a.ckpt/save-{number}" for number in (1, 0)]
+    for step, save in enumerate(both):
         simple.save(folder / "b.ckpt", step)
         found = publish.resolve(folder / "b.ckpt")
         path.store.mv(found.key, save.key, recursive=True)
-    for save in saves:
+    for save in both:
         publish.publish(save, path)
     assert simple.step_of(path) == 1
     assert names(folder) == one("a.ckpt")
@@ -530,7 +530,7 @@ def test_a_save_deletes_what_was_copied_there(folder: Address, tmp_path: Any, mo
 def test_a_copied_one_that_is_newer_stays(folder: Address, tmp_path: Any) -> None:
     """Two people at one path: what was saved last is the checkpoint."""
     path = folder / "a.ckpt"
-    partial = remote.RemotePartial(path)
+    partial = saves.RemotePartial(path)
     simple.save(folder / "b.ckpt", 1)
     folder.store.mv(publish.resolve(folder / "b.ckpt").key, partial.folder.key, recursive=True)
     simple.save(tmp_path / "a.ckpt", 2)
