@@ -23,7 +23,7 @@ from megalight.nn.moe import MoEConfig
 from megalight.parallel import activation_offload
 from megalight.parallel.activation_offload import ActivationOffloading, Away, check_patterns, chosen
 from megalight.parallel.aliases import translated
-from megalight.parallel.data_parallel.buffers import host_memory
+from megalight.parallel.host_memory import host_memory
 from megalight.types import PackedSequences
 from tests.parallel.data_parallel.helpers import assert_close
 from tests.strategies.training import BASE

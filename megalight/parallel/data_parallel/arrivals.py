@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from megalight.errors import MegalightError
 from megalight.ops.parameter import state_of
-from megalight.parallel.data_parallel.buffers import Bucket, land_gradients
+from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.landing import land_gradients
 from megalight.parallel.data_parallel.streams import SideStream
 
 log = logging.getLogger(__name__)

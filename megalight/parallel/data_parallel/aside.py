@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalight.parallel.data_parallel.buffers import Bucket, host_memory
+from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.residency import Residency
+from megalight.parallel.host_memory import host_memory
 
 
 class SetAside:

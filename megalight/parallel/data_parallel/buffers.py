@@ -4,48 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype, torch_distributed
-from megalight.ops.parameter import cast_of, collect, release, state_of
+from megalight.ops.parameter import cast_of, release, state_of
+from megalight.parallel.data_parallel.flat_shard import FlatShard
 from megalight.parallel.data_parallel.layout import BucketLayout
-from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.data_parallel.param_info import ParamInfo
+from megalight.parallel.host_memory import host_memory
 from megalight.parallel.storage import has_memory, without_memory
 
 Allocating = Callable[[], AbstractContextManager[object]]
 """Returns a context inside of which tensors are allocated in a certain way."""
 
 all_gather = torch_distributed("all_gather_single", "all_gather_into_tensor")
-
-
-@dataclass(frozen=True)
-class ParamInfo:
-    """A parameter, with what the engine needs to know about it.
-
-    Attributes:
-        name: its name in the local model, for messages.
-        parameter: the object. It keeps its identity; its storage moves into a flat buffer. It may have no memory yet:
-            its values may come after the engine is built.
-        spec: the canonical pieces that it holds.
-        group: index of its optimizer parameter group.
-        chunk: index of the model chunk on this rank that holds it, in model order.
-        mesh: the mesh over which its model is split; None: the engine's mesh.
-        unit: number of the unit that holds it; None: none does. See :mod:`~megalight.parallel.data_parallel.units`.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    spec: ShardSpec
-    group: int
-    chunk: int = 0
-    mesh: ParallelMesh | None = None
-    unit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,66 +37,6 @@ class Groups:
     data: ProcessGroup | None
     shards: ProcessGroup | None
     replicas: ProcessGroup | None
-
-
-@dataclass(eq=False)
-class FlatShard:
-    """The interval of one bucket for which this rank holds the optimizer state.
-
-    Attributes:
-        group: index of the optimizer's parameter group.
-        start, stop: the interval, in elements of the bucket.
-        master: ``[stop - start]`` leaf tensor that the optimizer updates. ``master.grad`` is set once gradients are
-            reduced. If it has the parameters' own dtype, it shares their storage; its state (``master_copy``) says so.
-        slots: ``(spec, first element in the bucket)`` of every parameter in the bucket.
-        replicas: ranks that hold this same shard. They divide the work that must be done only once: counting for the
-            norm, writing to a checkpoint.
-        place: index of this rank in ``replicas``.
-    """
-
-    group: int
-    start: int
-    stop: int
-    master: Tensor
-    slots: Sequence[tuple[ShardSpec, int]] = field(repr=False)
-    replicas: tuple[int, ...] = (0,)
-    place: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Number of elements, padding included."""
-        return self.stop - self.start
-
-    def part(self, start: int, stop: int) -> Tensor:
-        """Return a view of the master at elements ``[start, stop)`` of the bucket, which must lie in this shard."""
-        return self.master.detach()[start - self.start : stop - self.start]
-
-    def fill(self, offset: int, values: Tensor) -> None:
-        """Copy the part of ``values`` that lies in this shard; ``values`` start at element ``offset`` of the bucket."""
-        low, high = max(self.start, offset), min(self.stop, offset + values.numel())
-        if low < high:
-            part = values.reshape(-1)[low - offset : high - offset]
-            self.master[low - self.start : high - self.start] = part
-
-    def multiply(self, offset: int, factors: Tensor) -> None:
-        """Multiply the part that ``factors`` meet in this shard; they start at element ``offset`` of the bucket."""
-        low, high = max(self.start, offset), min(self.stop, offset + factors.numel())
-        if low < high:
-            part = self.part(low, high)
-            part.copy_(part * factors.reshape(-1)[low - offset : high - offset].to(part.device))
-
-    def intervals(self) -> Iterator[tuple[Piece, int, int, int]]:
-        """Yield the parts of canonical pieces that lie in this shard.
-
-        Yields:
-            piece, first, last, shard_start: elements ``[first, last)`` of the flattened piece lie at ``shard_start`` of
-            the shard. Elements that no interval covers are padding.
-        """
-        for spec, offset in self.slots:
-            low, high = max(self.start, offset), min(self.stop, offset + spec.numel)
-            if low < high:
-                for piece, first, last in spec.cut(low - offset, high - offset):
-                    yield piece, first, last, offset + piece.start + first - self.start
 
 
 class FlatParameters:
@@ -402,62 +318,3 @@ class Bucket(FlatParameters):
     def rounds_masters(self) -> bool:
         """Whether the parameters are the masters rounded to a narrower dtype (and not codes with scales)."""
         return not (self.master_is_own_params or self.holds_codes)
-
-
-def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return host memory for values of a device: pinned for a GPU, which then copies without the host's help."""
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
-
-
-def distinct(infos: Sequence[ParamInfo]) -> list[ParamInfo]:
-    """Return the parameters in order; a tied parameter comes once.
-
-    Raises:
-        MegalightError: those that need gradients have no storage yet, or live on several devices.
-    """
-    seen: dict[int, ParamInfo] = {}
-    for info in infos:
-        seen.setdefault(id(info.parameter), info)
-    devices = {info.parameter.device: info.name for info in seen.values() if info.parameter.requires_grad}
-    if len(devices) > 1 or torch.device("meta") in devices:
-        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise MegalightError(f"parameters must have storage on one device: {where}. Materialize the model first.")
-    return list(seen.values())
-
-
-def land_gradients(
-    parameter: nn.Parameter,
-    main_grad: Tensor,
-    arrived: Callable[[], None],
-    announced: Callable[[], None],
-    autograd_adds: bool,
-) -> None:
-    """Collect every gradient of ``parameter`` in ``main_grad``, and report each arrival.
-
-    Args:
-        parameter: already a view of the buffer. An earlier engine gets no further gradients of it.
-        arrived: called after every backward of autograd through the parameter, also when the gradient is None.
-        announced: called by ops that have added a gradient to ``main_grad`` themselves.
-        autograd_adds: see :attr:`Bucket.autograd_adds`. If ``parameter.grad`` is None or may not be the buffer's view,
-            autograd leaves the gradient there, and the hook adds it to the buffer.
-    """
-    state = collect(parameter, main_grad, announced)
-
-    def after_accumulation(accumulated: Tensor) -> None:
-        gradient = accumulated.grad
-        # Autograd has put the gradient into a tensor of its own, because `.grad` was None or has another dtype.
-        if gradient is not None and gradient is not main_grad:
-            if torch.is_grad_enabled():  # then autograd has accumulated out of place, into a new tensor
-                raise MegalightError(
-                    "backward(create_graph=True) reached a parameter whose gradients live in a flat buffer; "
-                    "use torch.autograd.grad for gradients of gradients."
-                )
-            state.add(gradient)
-            accumulated.grad = main_grad if autograd_adds else None
-        arrived()
-
-    if autograd_adds:
-        if main_grad.dtype != parameter.dtype:
-            parameter.grad_dtype = None  # any dtype: autograd adds to the wider buffer without a cast first
-        parameter.grad = main_grad
-    state.landing = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]

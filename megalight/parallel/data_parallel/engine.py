@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.ops.adam.coded import Coded
-from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, ParamInfo, distinct
+from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.communicators import groups_of
 from megalight.parallel.data_parallel.copy_engines import CopyEngines
 from megalight.parallel.data_parallel.finite import check_finite
+from megalight.parallel.data_parallel.flat_shard import FlatShard
 from megalight.parallel.data_parallel.frozen import FrozenShards, can_be_sharded
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
@@ -21,6 +22,7 @@ from megalight.parallel.data_parallel.kinds import Kinds
 from megalight.parallel.data_parallel.layout import BucketLayout, level_of, plan_buckets
 from megalight.parallel.data_parallel.masters import check_masters, masters_of
 from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers, UnitMemory, choose, free_memory
+from megalight.parallel.data_parallel.param_info import ParamInfo, distinct
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.route import Route

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.stored import Codes, stored_of
-from megalight.parallel.data_parallel.buffers import ParamInfo
 from megalight.parallel.data_parallel.layout import SHARD_ALIGNMENT, BucketLayout, Kind, align
+from megalight.parallel.data_parallel.param_info import ParamInfo
 
 PART_ALIGNMENT = 256
 """Alignment of codes and of scales in bytes, so that kernels may read any dtype there."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from megalight.ops.stored import stored_of
-from megalight.parallel.data_parallel.buffers import Allocating, FlatParameters, Groups, ParamInfo
+from megalight.parallel.data_parallel.buffers import Allocating, FlatParameters, Groups
 from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.flat_codes import FlatCodes
 from megalight.parallel.data_parallel.layout import BucketLayout, Kind, plan_buckets
 from megalight.parallel.data_parallel.memory import Room, TurnBuffers
+from megalight.parallel.data_parallel.param_info import ParamInfo
 from megalight.parallel.data_parallel.residency import Residency
 
 Store: TypeAlias = Callable[[nn.Parameter], None]

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalight.parallel.data_parallel.buffers import Bucket, host_memory
+from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.data_parallel.streams import side_stream
+from megalight.parallel.host_memory import host_memory
 
 
 def offloaded(layouts: Sequence[BucketLayout], fraction: float) -> set[int]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel.buffers import ParamInfo
 from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.layout import Kind, Level
 from megalight.parallel.data_parallel.masters import masters_of
+from megalight.parallel.data_parallel.param_info import ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 

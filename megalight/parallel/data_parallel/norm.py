@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.parallel.data_parallel.buffers import FlatShard
+from megalight.parallel.data_parallel.flat_shard import FlatShard
 
 
 def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel.buffers import ParamInfo
 from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.data_parallel.layout import level_of
+from megalight.parallel.data_parallel.param_info import ParamInfo
 from megalight.parallel.data_parallel.route import Route
 from megalight.parallel.data_parallel.user_buffers import Registration
 from megalight.parallel.data_parallel.ways import Way

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.imports import torch_distributed
-from megalight.parallel.data_parallel.buffers import Bucket, FlatShard
+from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.flat_shard import FlatShard
 from megalight.parallel.data_parallel.pushed_sums import PushedSums
 
 REDUCTIONS = ("sum", "accumulate_fp32")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
-from megalight.parallel.data_parallel.buffers import FlatShard
+from megalight.parallel.data_parallel.flat_shard import FlatShard
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec

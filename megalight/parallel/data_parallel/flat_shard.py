@@ -1,0 +1,70 @@
+"""The interval of a bucket that this rank's optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megalight.parallel.shard import Piece, ShardSpec
+
+
+@dataclass(eq=False)
+class FlatShard:
+    """The interval of one bucket for which this rank holds the optimizer state.
+
+    Attributes:
+        group: index of the optimizer's parameter group.
+        start, stop: the interval, in elements of the bucket.
+        master: ``[stop - start]`` leaf tensor that the optimizer updates. ``master.grad`` is set once gradients are
+            reduced. If it has the parameters' own dtype, it shares their storage; its state (``master_copy``) says so.
+        slots: ``(spec, first element in the bucket)`` of every parameter in the bucket.
+        replicas: ranks that hold this same shard. They divide the work that must be done only once: counting for the
+            norm, writing to a checkpoint.
+        place: index of this rank in ``replicas``.
+    """
+
+    group: int
+    start: int
+    stop: int
+    master: Tensor
+    slots: Sequence[tuple[ShardSpec, int]] = field(repr=False)
+    replicas: tuple[int, ...] = (0,)
+    place: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, padding included."""
+        return self.stop - self.start
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Return a view of the master at elements ``[start, stop)`` of the bucket, which must lie in this shard."""
+        return self.master.detach()[start - self.start : stop - self.start]
+
+    def fill(self, offset: int, values: Tensor) -> None:
+        """Copy the part of ``values`` that lies in this shard; ``values`` start at element ``offset`` of the bucket."""
+        low, high = max(self.start, offset), min(self.stop, offset + values.numel())
+        if low < high:
+            part = values.reshape(-1)[low - offset : high - offset]
+            self.master[low - self.start : high - self.start] = part
+
+    def multiply(self, offset: int, factors: Tensor) -> None:
+        """Multiply the part that ``factors`` meet in this shard; they start at element ``offset`` of the bucket."""
+        low, high = max(self.start, offset), min(self.stop, offset + factors.numel())
+        if low < high:
+            part = self.part(low, high)
+            part.copy_(part * factors.reshape(-1)[low - offset : high - offset].to(part.device))
+
+    def intervals(self) -> Iterator[tuple[Piece, int, int, int]]:
+        """Yield the parts of canonical pieces that lie in this shard.
+
+        Yields:
+            piece, first, last, shard_start: elements ``[first, last)`` of the flattened piece lie at ``shard_start`` of
+            the shard. Elements that no interval covers are padding.
+        """
+        for spec, offset in self.slots:
+            low, high = max(self.start, offset), min(self.stop, offset + spec.numel)
+            if low < high:
+                for piece, first, last in spec.cut(low - offset, high - offset):
+                    yield piece, first, last, offset + piece.start + first - self.start
