@@ -110,8 +110,9 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
-    """Start every test from the same random state, independent of earlier tests."""
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # commands of earlier tests in this process may have set them
+    """Start every test from the same random state, and as no rank of a run, independent of earlier tests."""
+    # Commands and Trainers of earlier tests in this process may have set them.
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     random.seed(0)
     np.random.seed(0)

@@ -1,3 +1,4 @@
+import os
 import random
 import socket
 from pathlib import Path
@@ -23,6 +24,16 @@ def unanswered() -> str:
 
 def test_no_name_server_is_asked() -> None:
     assert [unanswered(), *run(unanswered, 2)] == ["not asked"] * 3
+
+
+@pytest.fixture(scope="module")
+def _left_by_a_run() -> None:
+    os.environ["LOCAL_RANK"] = "1"
+
+
+@pytest.mark.usefixtures("_left_by_a_run")
+def test_a_test_is_no_rank_of_an_earlier_run() -> None:
+    assert "LOCAL_RANK" not in os.environ
 
 
 @pytest.mark.usefixtures("poison")
