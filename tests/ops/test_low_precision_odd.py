@@ -131,8 +131,9 @@ def test_weights_stored_as_codes(name: str) -> None:
     other, _, _ = made(name, (52, 87), session)
     rows, _ = cast(other.detach(), recipe(name).weight, None)
     assert rows is not None
-    precision = state_of(weight).precision
+    precision, plain = state_of(weight).precision, state_of(other).precision
     assert precision is not None
+    assert plain is not None
     precision.scale = rows.scale
     with session.step(0):
         expected = linear(x, other)
@@ -141,8 +142,11 @@ def test_weights_stored_as_codes(name: str) -> None:
         weight.data = rows.data
         y = precision.product(x.detach(), weight, None)
         found = precision.input_gradient(grad_y, weight)
+        for held, made_of in zip(precision._cast_weight(weight), plain._cast_weight(other), strict=True):
+            assert torch.equal(held.dequantize(), made_of.dequantize())
     assert torch.equal(y, expected)
-    assert torch.equal(found, wanted)
+    # One of the two transposes is a view: on some CPUs products of the same numbers round otherwise then.
+    assert error(found, wanted) < 1e-14
 
 
 def test_shares_of_tokens_have_the_codes_of_the_whole() -> None:
