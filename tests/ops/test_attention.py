@@ -178,30 +178,6 @@ def test_auto_takes_the_kernels_for_hopper_where_they_are_faster(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("lengths", "key_heads", "causal", "full"),
-    [
-        ((4096,), 8, True, True),
-        ((4096,), 4, True, False),  # split over two ranks
-        ((4096,), 4, False, True),  # all programs take equally long
-        ((4096, 4096), 2, True, False),
-        ((4096, 4096), 4, True, True),
-        ((8192,), 8, True, True),
-        ((4096, 512, 512), 4, True, False),
-    ],
-)
-def test_few_programs_leave_multiprocessors_idle(
-    lengths: tuple[int, ...], key_heads: int, causal: bool, full: bool
-) -> None:
-    assert ops.hopper.fills(lengths, causal, key_heads, 132) == full
-    sees = [min(length - first, length) if causal else length for length in lengths for first in range(0, length, 128)]
-    work = sorted(sees * key_heads, reverse=True)
-    busy = [0] * 132
-    for each in work:  # the longest first, each to the first that is free
-        busy[busy.index(min(busy))] += each
-    assert (max(busy) < 1.55 * sum(work) / 132) == full
-
-
-@pytest.mark.parametrize(
     ("fast", "dropout", "full", "swift"),
     [
         (True, 0.0, True, True),
@@ -220,4 +196,5 @@ def test_backends_are_told_of_fast_kernels(
     assert "cpu" not in ops.hopper.DEVICES
     monkeypatch.setattr(ops.hopper, "DEVICES", ("cpu",))
     attention(*inputs(UNIFORM, 2, 2), UNIFORM, dropout=dropout)
-    assert [spec.swift for spec in found] == [swift]
+    attention(*inputs(RAGGED, 2, 2), RAGGED, dropout=dropout)  # which cuDNN does not serve
+    assert [spec.swift for spec in found] == [swift, False]

@@ -108,10 +108,50 @@ def test_small_blocks_of_a_window_are_divided_where_that_is_even(monkeypatch: py
     assert programs.programs((8192,), (8192,), True, 2047, 8, 1, cpu).parts == 1
     # More turns of all multiprocessors even themselves out.
     assert programs.programs((65536,), (65536,), True, 2047, 8, 4, cpu).parts == 1
-    # Four programs of two steps each on two multiprocessors, then one of one.
-    assert programs.fullest([(128, 1)] * 4 + [(64, 2)], 2, 2) == pytest.approx(
-        2 * (4 + programs.BEGIN) + 1 + programs.MEET
-    )
+    # Four programs on two multiprocessors, then one.
+    assert programs.fullest([5.0] * 4 + [7.0], 2) == 17
+    # The longest of them, or the mean, is all that must be known.
+    assert programs.fullest([5.0] * 4 + [7.0], 2, 7.0) == 13.5
+    assert programs.fullest([5.0] * 2 + [17.0], 2, 17.0) == 17
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("lengths", "key_heads", "group", "causal", "parts", "full"),
+    [
+        ((4096,), 4, 4, True, 2, 1.1),  # split over two ranks
+        ((4096, 4096), 2, 4, True, 2, 1.1),
+        ((8192,), 1, 4, True, 4, 1.1),
+        ((4096,), 4, 8, True, 2, 1.1),
+        ((4096,), 2, 4, False, 2, 1.1),
+        ((4096,), 5, 4, False, 4, 1.15),
+        ((3907, 2559, 1280, 446), 4, 4, True, 2, 1.1),
+        ((2048,), 8, 4, True, 2, 1.25),
+        ((4096,), 4, 1, True, 1, 2.1),  # no heads to divide by
+        ((4096,), 8, 4, True, 1, 1.05),
+        ((4096,), 4, 4, False, 1, 1.05),
+        ((8192,), 8, 4, True, 1, 1.05),
+    ],
+)
+def test_long_blocks_are_divided_where_there_are_few(
+    lengths: tuple[int, ...], key_heads: int, group: int, causal: bool, parts: int, full: float
+) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from megalight.ops.attention.hopper import programs
+
+    options = (lengths, lengths, causal, None, key_heads, group, 132)
+    rows, fullest = programs.plan(*options)
+    assert full - 0.1 < fullest < full
+    assert max(row[8] for row in rows) == parts
+    # Every block of every head is there once, or in all parts, which lie side by side and share a slot of their own.
+    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for row in rows:
+        found.setdefault((*row[:5], row[6]), []).append(row[7:])
+    assert len(found) == sum(-(-length // 128) for length in lengths) * key_heads
+    shared = [turns[0][2] for turns in found.values() if turns[0][1] > 1]
+    assert shared == list(range(len(shared)))
+    assert all(turns == [(part, turns[0][1], turns[0][2]) for part in range(turns[0][1])] for turns in found.values())
+    assert hopper.fills(lengths, causal, None, key_heads, group, 132) == (full < 2)
 
 
 @needs_triton

@@ -37,7 +37,8 @@ class Spec(NamedTuple):
         few: whether there are fewer queries than keys, and only a few of each sequence, as in decoding.
         near: whether a query sees fewer than ``NEAR`` keys, because of its window.
         swift: whether the kernels for Hopper serve both passes, and are faster than cuDNN's for these lengths and heads
-            (:data:`megalight.ops.attention.hopper.LONGER`, :data:`megalight.ops.attention.hopper.UNEVEN`).
+            (:data:`megalight.ops.attention.hopper.LONGER`, :data:`megalight.ops.attention.hopper.UNEVEN`). Not asked
+            where cuDNN cannot serve.
     """
 
     device: str
@@ -239,13 +240,14 @@ def attention(
         keys = sequences.keys
         if rows is not None:
             k, v = k.index_select(0, rows), v.index_select(0, rows)
+    uniform = sequences.uniform is not None and (keys is None or keys.uniform is not None)
     spec = Spec(
         q.device.type,
         q.dtype,
         q.shape[-1],
         v.shape[-1],
         heads != kv_heads,
-        sequences.uniform is not None and (keys is None or keys.uniform is not None),
+        uniform,
         keys is None,
         causal,
         window is not None,
@@ -255,10 +257,12 @@ def attention(
         keys is not None and sequences.num_tokens < FEW * len(sequences.lengths),
         window is not None and window + 1 < NEAR,
         # torch's compiler knows cuDNN's operator, and not these kernels.
-        q.device.type in hopper.DEVICES
+        uniform
+        and keys is None
+        and q.device.type in hopper.DEVICES
         and not (dropout or torch.compiler.is_dynamo_compiling())
         and hopper.serves_backward(q, v, sequences, causal, window, hopper.LONGER)
-        and hopper.fills(sequences.lengths, causal, kv_heads, num_multiprocessors(q.device)),
+        and hopper.fills(sequences.lengths, causal, window, kv_heads, heads // kv_heads, num_multiprocessors(q.device)),
     )
     # backends that have no sinks do not take one
     more = () if sink is None else (sink,)

@@ -30,16 +30,18 @@ LONGER = 480
 """The same beside cuDNN, whose launches cost less. Kernels were 1.07 to 1.12 times as fast from 128 to 384 keys, 1.08
 at 512, and 1.16 at 1024 and 4096."""
 
-UNEVEN = 1.5
-"""How many times longer than the mean of all multiprocessors the longest program of the backward pass may take, beside
-cuDNN. On H200s, one sequence of 4096 tokens: forward and backward in 0.86 of cuDNN's time with 8 key heads (1.03 times
-the mean), in 1.16 with 4 (2.06 times)."""
+UNEVEN = 1.75
+"""How many times more work than the mean of undivided programs the fullest multiprocessor may have in the backward
+pass, beside cuDNN. On an H200, with groups of 4, forward and backward took 0.76 of cuDNN's time for one sequence of
+4096 tokens and 4 key heads (1.09 times the mean), 0.92 for 1024 tokens and 8 (1.72), and undivided 1.08 for 2048 and 8
+(1.96)."""
 
 KEYS = 128
 """Keys of a program of the backward pass."""
 
 run_forward = lazy("megalight.ops.attention.hopper.forward", "run")
 run_backward = lazy("megalight.ops.attention.hopper.backward", "run")
+_plan = lazy("megalight.ops.attention.hopper.programs", "plan")
 
 
 @lru_cache
@@ -66,14 +68,24 @@ def seen(lengths: tuple[int, ...], keys: tuple[int, ...], causal: bool, window: 
     return pairs / max(1, sum(lengths))
 
 
-@lru_cache(maxsize=64)
-def fills(lengths: tuple[int, ...], causal: bool, key_heads: int, processors: int) -> bool:
-    """Return whether the programs of the backward pass keep all multiprocessors busy: one for each block and key head.
+def fills(
+    lengths: tuple[int, ...], causal: bool, window: int | None, key_heads: int, group: int, processors: int
+) -> bool:
+    """Return whether the programs of the backward pass keep all multiprocessors busy.
 
-    With a causal mask, the first keys of a sequence are seen by all of its queries, and the last by few.
+    There is one for each block and key head, or several where these are few. With a causal mask, the first keys of a
+    sequence are seen by all of its queries, and the last by few.
+
+    Args:
+        lengths: of the sequences; their keys are the same tokens.
+        causal: whether a query sees no later key.
+        window: number of earlier tokens that a query sees besides itself.
+        key_heads: number of heads of keys.
+        group: heads of queries of a head of keys.
+        processors: number of multiprocessors.
     """
-    pairs = sum(length * length for length in lengths) * key_heads / (2 if causal else 1)
-    return KEYS * max(lengths, default=0) * processors <= UNEVEN * pairs
+    found: float = _plan(lengths, lengths, causal, window, key_heads, group, processors).fullest
+    return found <= UNEVEN
 
 
 def serves(
