@@ -430,6 +430,15 @@ def often(*more: str) -> list[Any]:
     return ["llama", "hybrid with depths", "depths", *(pytest.param(each, marks=pytest.mark.full) for each in more)]
 
 
+def assert_held(opened: checkpoint.Checkpoint, expected: dict[str, dict[str, Tensor]]) -> None:
+    """Check that a checkpoint holds these tensors by the names of optimizer state and of parameters, bit by bit."""
+    named = {f"optimizer.{state}.model.{n}": tensor for state, each in expected.items() for n, tensor in each.items()}
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in named.items()}
+    opened.fill([Target(n, tuple(t.shape), (0,) * t.ndim, t) for n, t in found.items()], strict=False)
+    for name, tensor in named.items():
+        assert torch.equal(found[name], tensor), name
+
+
 @pytest.mark.parametrize("case", often("llama, layers stacked", "experts", "hybrid"))
 def test_optimizer_state_is_imported(case: str, tmp_path: Path) -> None:
     """Dense models have one optimizer, those with experts two, of which each has some of the parameters."""
@@ -451,12 +460,7 @@ def test_optimizer_state_is_imported(case: str, tmp_path: Path) -> None:
     opened = checkpoint.open(tmp_path / "a.ckpt")
     assert opened.common["global_step"] == 10
     assert opened.common["optimizer"]["groups"]["scalars"]["step"] == 9
-    for key, state in STATES.items():
-        for name, tensor in states[key].items():
-            canonical = f"optimizer.{state}.model.{name}"
-            found = torch.empty_like(tensor)
-            opened.fill([Target(canonical, tuple(tensor.shape), (0,) * tensor.ndim, found)], strict=False)
-            assert torch.equal(found, tensor), canonical
+    assert_held(opened, {STATES[key]: tensors for key, tensors in states.items()})
     assert opened.tensors["model.embed.word.weight"].dtype == "bfloat16"
     # Models of which weights alone are asked for.
     assert main(["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"), "--to", "checkpoint", "--quiet"]) == 0
@@ -508,12 +512,7 @@ def test_optimizer_state_in_flat_pieces_is_imported(case: str, tmp_path: Path) -
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.ckpt"), "--quiet"]) == 0
     opened = checkpoint.open(tmp_path / "a.ckpt")
     assert opened.common["optimizer"]["groups"]["scalars"]["step"] == 9
-    for key, state in states.items():
-        for name, tensor in values[key].items():
-            found = torch.full_like(tensor, torch.nan)
-            box = Target(f"optimizer.{state}.model.{name}", tuple(tensor.shape), (0,) * tensor.ndim, found)
-            opened.fill([box], strict=False)
-            assert torch.equal(found, tensor), (state, name)
+    assert_held(opened, {states[key]: tensors for key, tensors in values.items()})
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (24,), (4, 5), (4, -6), "x", (4.0, 6.0)])

@@ -21,8 +21,7 @@ from megalight.cli.main import main
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.megatron.buckets import _Bucket, _ranges, _rounds
 from megalight.models.gpt.megatron.order import Held, Part
-from megalight.parallel.source import Target
-from tests.models.test_gpt_megatron import EXPERTS, GPT2, LLAMA, arguments, save, stacked, theirs, weights
+from tests.models.test_gpt_megatron import EXPERTS, GPT2, LLAMA, arguments, assert_held, save, stacked, theirs, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -260,12 +259,7 @@ def test_buckets_are_imported(case: str, tmp_path: Path) -> None:
     values = written(tmp_path / "run", config, run, layers=case in ("several buckets", "tp2"))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.ckpt"), "--quiet"]) == 0
     opened = checkpoint.open(tmp_path / "a.ckpt")
-    for key, state in STATES.items():
-        for name, tensor in values[key].items():
-            found = torch.full_like(tensor, torch.nan)
-            box = Target(f"optimizer.{state}.model.{name}", tuple(tensor.shape), (0,) * tensor.ndim, found)
-            opened.fill([box], strict=False)
-            assert torch.equal(found, tensor), (state, name)
+    assert_held(opened, {STATES[key]: tensors for key, tensors in values.items()})
 
 
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
