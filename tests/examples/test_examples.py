@@ -31,8 +31,11 @@ SPLIT = {
     "gpt_from_python": "--tensor-parallel 2",
 }
 """How those that split their model do it over two devices."""
-OFTEN = ("plain_lightning", "own_model", "llama_pipeline", "fully_shard_trainer")
-"""Those that always run on two devices, too: replicas, split tensors, a pipeline, sharded parameters."""
+OFTEN = ("plain_lightning", "llama_pipeline", "fully_shard_trainer")
+"""Those that always run on two devices, too: replicas, a pipeline, sharded parameters.
+
+A module with a plan of its own runs so in ``docs/from-lightning.md``.
+"""
 LOSS = re.compile(r"^validation loss: (.*)$", re.MULTILINE)
 
 pytestmark = pytest.mark.filterwarnings(

@@ -198,7 +198,9 @@ OWN = {"own_loss": True, "scale": 0.3, "temperature": 2.0}
             *(4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, OWN),
             marks=pytest.mark.full,
         ),
-        (4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, OWN),
+        pytest.param(
+            *(4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, OWN), marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_student_learns_as_on_one_device(

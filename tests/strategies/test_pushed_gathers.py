@@ -53,7 +53,9 @@ def _pushed(config: str, layers: int, level: str, options: dict[str, Any]) -> di
     return found
 
 
-@pytest.mark.parametrize("case", SELECTED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.full if case == "zero bubble" else ()) for case in SELECTED]
+)
 def test_equals_one_device(case: str) -> None:
     world, config, layers, level, options = SELECTED[case]
     expected = _expected(config, layers)

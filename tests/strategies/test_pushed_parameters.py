@@ -80,7 +80,10 @@ def test_pipelines_equal_one_device(schedule: str) -> None:
         assert_same_run(found, expected)
 
 
-@pytest.mark.parametrize("what", ["average", "adapters", "eight bits tensorwise", "eight bits delayed"])
+@pytest.mark.parametrize(
+    "what",
+    ["average", "adapters", pytest.param("eight bits tensorwise", marks=pytest.mark.full), "eight bits delayed"],
+)
 def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
     """Averaged weights in validation, frozen weights, and codes, whose weights have their own dtype in the end."""
     check_beside(what, "optim")

@@ -29,7 +29,6 @@ COVER = {
     ("dp2", "optim"),
     ("dp2", "optim_grads"),
     ("hsdp over both", FULL),
-    ("hsdp over both", "optim"),
     ("ep edp", FULL),
     ("accumulation", FULL),
 }
