@@ -20,13 +20,13 @@ STEPS = 4
 
 
 def _rank(
-    folder: str, layout: dict[str, Any], stop: int, resume: str | None, config: str, precision: str
+    folder: str, layout: dict[str, Any], stop: int, resume: str | None, config: str, precision: str, every: int = 1
 ) -> tuple[list[float], dict[str, Any]]:
     level = layout.get("level", "optim")
     options = {key: value for key, value in layout.items() if key != "level"}
     strategy = MegatronStrategy(micro_batch_size=1, data_parallel=DataParallel(level=level), **options)
     losses = Losses()
-    save = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
+    save = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=every, save_top_k=-1, save_last=True)
     module = WithData(CONFIGS[config], optimizer=ADAM, seed=SEED)
     module.steps = STEPS
     runner: pl.Trainer = trainer(
@@ -59,10 +59,10 @@ def ranks(layout: dict[str, Any], data: int, *args: Any) -> tuple[list[float], d
 )
 def test_the_same_layout_resumes_bit_for_bit(tmp_path: Path, data: int, precision: str) -> None:
     layout = {"tensor_parallel": 2, "sequence_parallel": True}
-    whole = ranks(layout, data, str(tmp_path / "a"), layout, STEPS, None, "tied", precision)
     at = random.Random(data).randrange(1, STEPS)
+    whole = ranks(layout, data, str(tmp_path / "a"), layout, STEPS, None, "tied", precision, at)
     path = str(tmp_path / "a" / f"step={at}.ckpt")
-    losses, final = ranks(layout, data, str(tmp_path / "b"), layout, STEPS, path, "tied", precision)
+    losses, final = ranks(layout, data, str(tmp_path / "b"), layout, STEPS, path, "tied", precision, STEPS)
     assert losses == whole[0][at:]
     for name, value in whole[1].items():
         assert np.array_equal(final[name], value), name
@@ -88,9 +88,9 @@ SOME = [(change, ("gqa", "gpt2")[index % 2]) for index, change in enumerate(CHAN
 )
 def test_another_layout_goes_on_with_the_same_losses(tmp_path: Path, change: Any, config: str) -> None:
     (before, data), (after, data_after) = change
-    whole = ranks(before, data, str(tmp_path / "a"), before, STEPS, None, config, "64-true")
+    whole = ranks(before, data, str(tmp_path / "a"), before, STEPS, None, config, "64-true", 2)
     path = str(tmp_path / "a" / "step=2.ckpt")
-    losses, final = ranks(after, data_after, str(tmp_path / "b"), after, STEPS, path, config, "64-true")
+    losses, final = ranks(after, data_after, str(tmp_path / "b"), after, STEPS, path, config, "64-true", STEPS)
     np.testing.assert_allclose(losses, whole[0][2:], rtol=1e-9)
     for name, value in whole[1].items():
         error = np.linalg.norm(final[name] - value) / max(float(np.linalg.norm(value)), 1e-3)
