@@ -102,7 +102,8 @@ def test_a_run_killed_in_a_save_resumes(tmp_path: Path, whole: list[float], seed
     assert all(checkpoint.is_complete(tmp_path / name) for name in names - {"other"})
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raises_ends_the_run_and_says_why(tmp_path: Path, rank: int) -> None:
     file = tmp_path / "raised"
     command = [
