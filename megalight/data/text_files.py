@@ -12,10 +12,10 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TextIO, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, cast
 
 from megalight.data import csv_files, shards
 from megalight.errors import DataError
@@ -179,8 +179,7 @@ def blocks(files: Sequence[TextFile], on_bad: OnBad = "raise", skipped: list[str
                 _check(file)
             for piece in _pieces(file):
                 block.append(piece)
-                # Row groups and samples have no bytes here, and count as a whole block.
-                size += len(piece.data) if piece.kind not in ("parquet", "webdataset") else BLOCK
+                size += len(piece.data) if READERS[piece.kind].holds_bytes else BLOCK
                 if size >= BLOCK:
                     yield tuple(block)
                     block, size = [], 0
@@ -202,17 +201,7 @@ def _check(file: TextFile) -> None:
 
 def _pieces(file: TextFile) -> Iterator[Piece]:
     try:
-        if file.kind == "parquet":
-            yield from _row_groups(file)
-        elif file.kind == "json":
-            yield from _entries(file)
-        elif file.kind == "csv":
-            yield from _table(file)
-        elif file.kind == "webdataset":
-            for first, places, size in shards.groups(file.path):
-                yield Piece(file.path, "webdataset", places, first, True, size)
-        else:
-            yield from _lines(file)
+        yield from READERS[file.kind].pieces(file)
     except READ_ERRORS as error:
         raise DataError(f"{file.path} cannot be read ({error}); repair it, {SKIP}") from error
 
@@ -291,6 +280,11 @@ def _row_groups(source: TextFile) -> Iterator[Piece]:
         yield Piece(source.path, "parquet", b"", group, True, size)
 
 
+def _samples(source: TextFile) -> Iterator[Piece]:
+    for first, places, size in shards.groups(source.path):
+        yield Piece(source.path, "webdataset", places, first, True, size)
+
+
 def _parquet(path: Path) -> Any:
     parquet = require("pyarrow.parquet", f"reading {path.name}")
     try:
@@ -309,12 +303,9 @@ def texts_of(block: Block, text_key: str, on_bad: OnBad = "raise") -> tuple[list
     texts: list[Text] = []
     skipped: list[str] = []
     for piece in block:
-        if piece.kind == "text":
-            texts.append(Text(_decode(piece), piece.ends))
-            continue
-        for text in (_column if piece.kind == "parquet" else _texts)(piece, text_key):
-            if isinstance(text, str):
-                texts.append(Text(text, True))
+        for text in READERS[piece.kind].texts(piece, text_key):
+            if isinstance(text, Text):
+                texts.append(text)
             elif on_bad == "raise":
                 raise text
             else:
@@ -322,9 +313,14 @@ def texts_of(block: Block, text_key: str, on_bad: OnBad = "raise") -> tuple[list
     return texts, skipped
 
 
-def _texts(piece: Piece, key: str) -> Iterator[str | DataError]:
-    """The texts of lines of JSON, or why there is none."""
-    for place, record in _json_rows(piece):
+def _document(piece: Piece, key: str) -> Iterator[Text | DataError]:
+    """The text of a piece that is nothing else."""
+    yield Text(_decode(piece), piece.ends)
+
+
+def _texts(piece: Piece, key: str) -> Iterator[Text | DataError]:
+    """The texts of rows, or why there is none."""
+    for place, record in READERS[piece.kind].rows(piece):
         if isinstance(record, DataError):
             yield record
         elif not isinstance(record, dict) or key not in record:
@@ -347,7 +343,7 @@ def _json_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
                 yield place, error
 
 
-def _text(place: str, key: str, value: Any) -> str | DataError:
+def _text(place: str, key: str, value: Any) -> Text | DataError:
     if not isinstance(value, str):
         name = "null" if value is None else f"of type {type(value).__name__}"
         return DataError(f"{place}: {key!r} is {name}; it must be a string. {SKIP_ROWS}")
@@ -355,7 +351,7 @@ def _text(place: str, key: str, value: Any) -> str | DataError:
         value.encode()
     except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair, which is no text
         return DataError(f"{place}: {key!r} is not Unicode text ({error.reason}). {SKIP_ROWS}")
-    return value
+    return Text(value, True)
 
 
 def _decode(piece: Piece) -> str:
@@ -377,22 +373,26 @@ def records_of(block: Block) -> Iterator[tuple[str, Any]]:
         DataError: a file is neither, or is damaged.
     """
     for piece in block:
-        if piece.kind == "text":
-            raise DataError(
-                f"{piece.path} is plain text; conversations are rows of .jsonl, .csv or .parquet files. Say with "
-                "format (--format) if it is one under another name."
-            )
-        if piece.kind == "parquet":
-            rows = _parquet(piece.path).read_row_group(piece.first).to_pylist()
-            for row, record in enumerate(rows):
-                # absent keys of a row are nulls in its table
-                kept = {key: value for key, value in record.items() if value is not None}
-                yield f"{piece.path} row group {piece.first}, row {row}", kept
-            continue
-        if piece.kind == "webdataset":
-            yield from shards.records(piece.path, piece.data)
-            continue
-        yield from _json_rows(piece)
+        yield from READERS[piece.kind].rows(piece)
+
+
+def _no_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
+    raise DataError(
+        f"{piece.path} is plain text; conversations are rows of .jsonl, .csv or .parquet files. Say with "
+        "format (--format) if it is one under another name."
+    )
+
+
+def _parquet_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
+    rows = _parquet(piece.path).read_row_group(piece.first).to_pylist()
+    for row, record in enumerate(rows):
+        # absent keys of a row are nulls in its table
+        kept = {key: value for key, value in record.items() if value is not None}
+        yield f"{piece.path} row group {piece.first}, row {row}", kept
+
+
+def _sample_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
+    return shards.records(piece.path, piece.data)
 
 
 def _json(place: str, number: int, line: bytes) -> Any:
@@ -418,7 +418,7 @@ def _goes_on(error: Exception) -> bool:
     return isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
 
 
-def _column(piece: Piece, key: str) -> Iterator[str | DataError]:
+def _column(piece: Piece, key: str) -> Iterator[Text | DataError]:
     """The texts of a row group, or why there is none."""
     file = _parquet(piece.path)
     names = file.schema_arrow.names
@@ -437,3 +437,30 @@ def _column(piece: Piece, key: str) -> Iterator[str | DataError]:
         return
     for row, value in enumerate(values):
         yield _text(f"{place}, row {row}", key, value)
+
+
+class Reader(NamedTuple):
+    """How files of one kind are read.
+
+    Attributes:
+        pieces: divides a file into pieces.
+        texts: the texts of a piece, by the key of its rows, or why there is none.
+        rows: the rows of a piece, each with its place for messages.
+        holds_bytes: whether pieces hold the bytes that they stand for. Others (row groups, samples) hold their places,
+            and count as a whole block.
+    """
+
+    pieces: Callable[[TextFile], Iterator[Piece]]
+    texts: Callable[[Piece, str], Iterator[Text | DataError]]
+    rows: Callable[[Piece], Iterator[tuple[str, Any]]]
+    holds_bytes: bool = True
+
+
+READERS: dict[Kind, Reader] = {
+    "text": Reader(_lines, _document, _no_rows),
+    "jsonl": Reader(_lines, _texts, _json_rows),
+    "json": Reader(_entries, _texts, _json_rows),
+    "csv": Reader(_table, _texts, _json_rows),
+    "parquet": Reader(_row_groups, _column, _parquet_rows, holds_bytes=False),
+    "webdataset": Reader(_samples, _texts, _sample_rows, holds_bytes=False),
+}
