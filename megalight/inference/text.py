@@ -14,7 +14,7 @@ from megalight import checkpoint
 from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.newest import newest_in
 from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
-from megalight.data.multimodal.image_text import IMAGE_TOKEN, image_text_of
+from megalight.data.multimodal.image_text import ImageText, image_text_of
 from megalight.data.multimodal.images import Resize
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError
@@ -205,6 +205,14 @@ class TextGenerator:
             )
         return found
 
+    def image_text(self, given: str | None = None) -> ImageText:
+        """Return how the place of an image is written; see :func:`~megalight.data.multimodal.image_text.image_text_of`.
+
+        Raises:
+            DataError: see :attr:`image_marker`; or the text that is given does not hold the image token once.
+        """
+        return image_text_of(self.image_marker, self.tokenizer.vocabulary, given)
+
     def _reader(self) -> VLMConfig:
         # VLM keeps its own configuration in the place of the language model's.
         config: object = self.model.config
@@ -264,8 +272,8 @@ class TextGenerator:
         """
         eod = self.tokenizer.eod_id
         if images is not None:
-            mark = image_text_of(self.image_marker, self.tokenizer.vocabulary, image_text)
-            prompts = [text.replace(IMAGE_TOKEN, mark) for text in prompts]
+            image = self.image_text(image_text)
+            prompts = [image.framed(image.marked(text))[0] for text in prompts]
         # An empty prompt still needs a token to continue from.
         ids = [self.tokenizer.encode(text) or ([] if eod is None else [eod]) for text in prompts]
         pictures, axes, device = None, None, next(self.model.parameters()).device

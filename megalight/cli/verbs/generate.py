@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megalight.cli import weights_keys
 
 if TYPE_CHECKING:
+    from megalight.data.multimodal.image_text import ImageText
     from megalight.inference import TextGenerator
 
 
@@ -193,16 +195,23 @@ def _complete(
         draft = load_draft(arguments.draft, writer.model, writer.tokenizer)
         if arguments.guesses is not None:
             guessing["guesses"] = arguments.guesses
-    texts, images = (prompts, None) if not files else _with_images(prompts, files, writer.image_marker)
+    contents: Sequence[str | list[dict[str, str]]] = prompts
+    images, image = None, None
+    if files:
+        image = writer.image_text(arguments.image_text)
+        contents, images = _with_images(prompts, files, writer.image_marker, image, parts=arguments.chat)
     ends: list[int] = []
     if arguments.chat:
         from megalight.data.chat.template import ChatTemplate
+        from megalight.data.multimodal.template import ImageTemplate
 
         template = ChatTemplate.of(writer.tokenizer, source)
-        texts = [template.render([{"role": "user", "content": text}], answer=True) for text in texts]
+        if image is not None:
+            template = replace(ImageTemplate.of(writer.tokenizer, source), image=image)
+        contents = [template.render([{"role": "user", "content": each}], answer=True) for each in contents]
         ends = template.ends(writer.tokenizer)
     return writer.complete(
-        texts,
+        cast(Sequence[str], contents),
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -217,16 +226,26 @@ def _complete(
     )
 
 
-def _with_images(prompts: Sequence[str], files: Sequence[bytes], marker: str) -> tuple[list[str], list[list[bytes]]]:
-    """Return the prompts with a place for each of their images, and the images of each prompt."""
+def _with_images(
+    prompts: Sequence[str], files: Sequence[bytes], marker: str, image: ImageText, *, parts: bool
+) -> tuple[Sequence[str | list[dict[str, str]]], list[list[bytes]]]:
+    """Return the prompts with a place for each of their images, and the images of each prompt.
+
+    Args:
+        marker: the model's image token.
+        image: how a place is written.
+        parts: whether prompts without a place become the parts of a message.
+    """
     from megalight.data.multimodal.image_text import IMAGE_TOKEN
     from megalight.errors import DataError
 
-    # The model's own token is a place, too.
-    marks = {IMAGE_TOKEN, marker}
-    counts = [sum(prompt.count(mark) for mark in marks) for prompt in prompts]
+    counts = [image.framed(image.marked(prompt))[0].count(marker) for prompt in prompts]
     if not any(counts):
-        return [IMAGE_TOKEN * len(files) + prompt for prompt in prompts], [list(files) for _ in prompts]
+        every = [list(files) for _ in prompts]
+        if parts:
+            places = [{"type": "image"} for _ in files]
+            return [[*places, {"type": "text", "text": prompt}] for prompt in prompts], every
+        return [IMAGE_TOKEN * len(files) + prompt for prompt in prompts], every
     if sum(counts) != len(files):
         raise DataError(
             f"the prompts hold {IMAGE_TOKEN!r} {sum(counts)} times, and --image is given {len(files)} times; each "

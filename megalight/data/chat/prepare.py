@@ -70,11 +70,15 @@ class ChatEncoder:
             np.concatenate(masks),
         )
 
+    def conversations(self, record: Any, place: str) -> tuple[Conversation, ...]:
+        """Return the conversations of a row."""
+        return conversations(record, place)
+
     def encode(self, record: Any, place: str, aside: list[Any]) -> list[tuple[list[int], NDArray[np.uint8]]]:
         """Return the ids and the loss mask of each conversation of a row."""
         if isinstance(record, DataError):
             raise record
-        found = conversations(record, place)
+        found = self.conversations(record, place)
         # Pairs have two sequences per document, so a reader takes all documents for the same kind.
         if (kind := _kind(found)) != self.kind:
             raise DataError(

@@ -49,17 +49,19 @@ class Conversation:
     first: int = 0
 
 
-def conversations(record: Any, place: str) -> tuple[Conversation, ...]:
+def conversations(record: Any, place: str, beside: Callable[[Any], bool] | None = None) -> tuple[Conversation, ...]:
     """Return the conversation of a row, or the preferred and the rejected one of a preference pair.
 
     Args:
         record: the row.
         place: file and line, for messages.
+        beside: whether a part of a message is known besides text. If given, contents that are lists stay lists; else
+            they become one text.
 
     Raises:
         DataError: the row has none of the known shapes, or a value in it has a wrong type. The message names the key.
     """
-    row = _Row(record, place)
+    row = _Row(record, place, beside)
     for keys, read in SHAPES.items():
         if all(key in row.record for key in keys):
             return read(row)
@@ -77,6 +79,7 @@ def conversations(record: Any, place: str) -> tuple[Conversation, ...]:
 class _Row:
     record: Mapping[str, Any]
     place: str
+    beside: Callable[[Any], bool] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.record, Mapping):
@@ -109,10 +112,13 @@ class _Row:
         content, calls = message.get("content"), message.get("tool_calls")
         if isinstance(content, list):
             for index, part in enumerate(content):
+                if self.beside is not None and self.beside(part):
+                    continue
                 if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
                     self.fail(f"{where}.content[{index}]", part, 'text, such as {"type": "text", "text": "..."}')
-            # Many templates write a list as Python prints it.
-            message = {**message, "content": "".join(part["text"] for part in content)}
+            if self.beside is None:
+                # Many templates write a list as Python prints it.
+                message = {**message, "content": "".join(part["text"] for part in content)}
         elif not isinstance(content, str) and not (content is None and calls):
             self.fail(f"{where}.content", content, "a string (only a message with 'tool_calls' has no content)")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):

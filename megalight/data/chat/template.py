@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jinja2  # torch requires it
 import numpy as np
@@ -22,6 +23,8 @@ TrainOn = Literal["all", "last"]
 Span = tuple[int, int]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASSISTANT = "assistant"
+PROBE = "What is this?"
+"""A content that is rendered to see what a template does with it."""
 REFUSALS = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -41,7 +44,7 @@ class ChatTemplate:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
+    def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self:
         """Return a template with the special tokens of a tokenizer. Default: the tokenizer's own template.
 
         Raises:
@@ -65,6 +68,18 @@ class ChatTemplate:
                     f"the chat template has a syntax error in line {error.lineno}: {error.message}."
                 ) from error
         return template
+
+    @cached_property
+    def parts_only(self) -> bool:
+        """Whether it writes contents that are lists of parts, but none that are strings, as those of LLaVA."""
+        return PROBE not in self.probe(PROBE) and PROBE in self.probe([{"type": "text", "text": PROBE}])
+
+    def probe(self, content: Any) -> str:
+        """Return the text of a user's message with this content; empty if the template refuses it."""
+        try:
+            return self._run([{"role": "user", "content": content}], None)[0]
+        except DataError:
+            return ""
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None, *, answer: bool = False
@@ -135,6 +150,18 @@ class ChatTemplate:
         return len(before), len(until)
 
     def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, **options: Any
+    ) -> tuple[str, list[Span]]:
+        if self.parts_only:
+            messages = [
+                {**each, "content": [{"type": "text", "text": each["content"]}]}
+                if isinstance(each.get("content"), str)
+                else each
+                for each in messages
+            ]
+        return self._run(messages, tools, **options)
+
+    def _run(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, **options: Any
     ) -> tuple[str, list[Span]]:
         # Outside of the block: an error here is not one of the template.

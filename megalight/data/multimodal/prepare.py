@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from megalight.data.chat.prepare import ChatEncoder, ChatSink
-from megalight.data.chat.template import ChatTemplate, TrainOn, read_template
+from megalight.data.chat.rows import Conversation, conversations
+from megalight.data.chat.template import TrainOn, read_template
 from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.meta import image_prefix, loss_prefix, tokenizer_path
 from megalight.data.multimodal.files import decode
 from megalight.data.multimodal.image_text import IMAGE_TOKEN, image_text_of
-from megalight.data.multimodal.rows import KEYS, images_of, with_marks
+from megalight.data.multimodal.rows import images_of, is_image
+from megalight.data.multimodal.template import ImageTemplate
 from megalight.data.multimodal.videos import TOKENS, videos_of
 from megalight.data.prepare import PrepareReport, find_inputs, publish_facts
 from megalight.data.progress import progress_bar
@@ -42,7 +44,6 @@ class _ImageEncoder(ChatEncoder):
     """Turns a block of rows into tokens and the bytes of image files, each of which was decoded once as a check."""
 
     image_token: str = IMAGE_TOKEN
-    image_text: str = IMAGE_TOKEN
     folder: str = ""
     most_pixels: int | None = None
 
@@ -54,6 +55,9 @@ class _ImageEncoder(ChatEncoder):
         found = self.encoded(block, images)
         return _WithImages(**vars(found), images=images)
 
+    def conversations(self, record: Any, place: str) -> tuple[Conversation, ...]:
+        return conversations(record, place, is_image)
+
     def encode(self, record: Any, place: str, aside: list[Any]) -> list[tuple[list[int], Any]]:
         if isinstance(record, DataError):
             raise record
@@ -64,8 +68,6 @@ class _ImageEncoder(ChatEncoder):
         given = list[Any]()
         if isinstance(record, Mapping):
             given = images_of(record, place)
-            record = {k: v if k in KEYS else _spelled(v, self.image_text) for k, v in record.items()}
-            record = with_marks(record, self.image_text)
         encoded = super().encode(record, place, aside)
         marker = self.tokenizer.vocabulary[self.image_token]
         count = sum(ids.count(marker) for ids, _ in encoded)
@@ -103,15 +105,6 @@ class _ImageEncoder(ChatEncoder):
             raise DataError(f"{where} is {str(given)[:40]!r}; it must be the path of a file, or the bytes of one.")
         decode(data, where)
         return data
-
-
-def _spelled(value: Any, text: str) -> Any:
-    """Return a part of a row with ``text`` for each ``<image>``."""
-    if isinstance(value, str):
-        return value.replace(IMAGE_TOKEN, text)
-    if isinstance(value, list):
-        return [_spelled(each, text) for each in value]
-    return {k: _spelled(v, text) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
 class _ImageSink(ChatSink):
@@ -185,20 +178,20 @@ def prepare_multimodal(
     begin = time.monotonic()
     prefix, files, num_bytes = find_inputs(inputs, output, format, workers, ROWS)
     chosen = Tokenizer.load(tokenizer)
-    template = ChatTemplate.of(chosen, None if chat_template is None else read_template(chat_template))
+    template = ImageTemplate.of(chosen, None if chat_template is None else read_template(chat_template))
     chosen.chat_template = template.source
     if image_token not in chosen.vocabulary or chosen.encode(image_token) != [chosen.vocabulary[image_token]]:
         raise DataError(
             f"the tokenizer has no token {image_token!r} of its own; name another one with image_token "
             "(--image-token), or add it to the tokenizer as a special token."
         )
-    image_text = image_text_of(image_token, chosen.vocabulary, image_text)
+    template = replace(template, image=image_text_of(image_token, chosen.vocabulary, image_text))
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar(progress))
         dtype = token_dtype(chosen.vocab_size)
         folder = os.fspath(files[0].path.parent if images is None else images)
         most = require("PIL.Image", "images").MAX_IMAGE_PIXELS
-        options = image_token, image_text, folder, most
+        options = image_token, folder, most
         encoder = _ImageEncoder(chosen, template, "chat", train_on, on_bad, dtype, *options)
         # Writers close in reverse order: the tokens' index, which readers need, is published last.
         writer = stack.enter_context(IndexedWriter(prefix, dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megalight.errors import DataError
@@ -28,16 +28,8 @@ def images_of(record: Mapping[str, Any], place: str) -> list[Any]:
     return own if given is None else given if isinstance(given, list) else [given]
 
 
-def with_marks(record: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Return a row with ``text`` in the place of each part of a message that is an image."""
-
-    def marked(part: Any) -> Any:
-        return {"type": "text", "text": text} if _is_image(part) else part
-
-    return {key: value if key in KEYS else _mapped(value, marked) for key, value in record.items()}
-
-
-def _is_image(part: Any) -> bool:
+def is_image(part: Any) -> bool:
+    """Return whether a part of a message is an image."""
     return isinstance(part, Mapping) and part.get("type") in TYPES
 
 
@@ -47,20 +39,7 @@ def _held(part: Mapping[str, Any]) -> Any:
 
 
 def _parts(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    found = list[Any]()
     for key, value in record.items():
-        if key not in KEYS:
-            _mapped(value, found.append)
-    yield from filter(_is_image, found)
-
-
-def _mapped(messages: Any, change: Callable[[Any], Any]) -> Any:
-    """Return messages with each part of their contents changed; anything else as it is."""
-    if not isinstance(messages, list):
-        return messages
-    return [
-        {**each, "content": [change(part) for part in each["content"]]}
-        if isinstance(each, Mapping) and isinstance(each.get("content"), list)
-        else each
-        for each in messages
-    ]
+        for message in value if key not in KEYS and isinstance(value, list) else ():
+            content = message.get("content") if isinstance(message, Mapping) else None
+            yield from filter(is_image, content if isinstance(content, list) else ())
