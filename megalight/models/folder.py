@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
+import torch
 from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.boxes import in_threads
@@ -28,7 +29,7 @@ from megalight.checkpoint.foreign.transformers_folder import (
 from megalight.checkpoint.memory import host_buffer
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
-from megalight.models.packed import Stored, stored
+from megalight.models.packed import Open, Stored, stored
 from megalight.models.weights import Theirs, WeightMap
 from megalight.parallel.source import Filled, Target
 
@@ -60,6 +61,11 @@ COMPANIONS = (
     "video_preprocessor_config.json",
 )
 """Files that go with the weights of a model, in a folder and in our checkpoints. None of them is code."""
+
+
+ROWS = 16
+"""Rows at which a tensor and its copy are compared, from the first to the last. A head that was trained apart from the
+embedding differs in all of them."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class Folder:
             found = tensors[theirs.name]
             self.tensors[prefix + name] = Kept(theirs.shape(found.shape), found.dtype, found, theirs)
         self._check_fused()
+        self._check_copies(tensors)
 
     def fill(
         self,
@@ -175,6 +182,19 @@ class Folder:
                 kept.place.read(partial(kept.stored.read, files), target.offset, target.data)
         return sum(each.count for each in opened.values())
 
+    def _check_copies(self, tensors: Mapping[str, Stored]) -> None:
+        """Check at a few rows that weights are equal which the files hold twice, and the model once."""
+        with ExitStack() as stack:
+            files = cache(lambda name: stack.enter_context(OpenFile(self.path / name, f"{self.path}/{name}")))
+            for copy, original in self._weights.twice(tensors):
+                pair = tensors[copy], tensors[original]
+                if pair[0].shape != pair[1].shape or not all(_equal_rows(files, *pair)):
+                    raise CheckpointError(
+                        f"{self.path}: {copy} differs from {original}, and the configuration says that they are one "
+                        f"weight. To use both, as transformers does, set tie_word_embeddings to false in {CONFIG}; "
+                        f"else remove {copy} from the files."
+                    )
+
     def _check_fused(self) -> None:
         """Check that the parts of each fused tensor cover all its rows, and those of a stack all its entries."""
         last: dict[str, int] = {}
@@ -201,6 +221,17 @@ class Folder:
             return f"{name!r} ({self._weights.theirs(name.removeprefix(self._prefix)).name})"
         except CheckpointError:
             return repr(name)
+
+
+def _equal_rows(files: Open, one: Stored, other: Stored) -> Iterator[bool]:
+    """Yield whether two tensors of one shape are equal at ``ROWS`` rows, in the narrower of their dtypes."""
+    count, *rest = one.shape
+    dtype = min((getattr(torch, each.dtype) for each in (one, other)), key=lambda kind: kind.itemsize)
+    for row in sorted({(count - 1) * step // (ROWS - 1) for step in range(ROWS)}):
+        found = torch.empty(2, 1, *rest, dtype=dtype)
+        for each, data in zip((one, other), found, strict=True):
+            each.read(files, [row] + [0] * len(rest), data)
+        yield torch.equal(*found)
 
 
 def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -248,10 +248,7 @@ class WeightMap:
         for ours, place in self.places.items():
             # a name of theirs may have fixed numbers beside those of our tensor
             reverse.setdefault(_template(place.name)[0], []).append((ours, place))
-        # Old and new names of a tensor fall together.
-        # look up names in the spelling of the tables, but remember the names in the file
-        spelled = {self._spelled(name, reverse): name for name in names}
-        spelled = {modern: name for modern, name in spelled.items() if not re.fullmatch(self.left_out, modern)}
+        spelled = self._spellings(names, reverse)
         # a file may hold a tied tensor twice, or only the copy: keep one of them
         for copy, original in self.copies.items():
             if copy in spelled:
@@ -276,6 +273,14 @@ class WeightMap:
                     if self.held is None or self.held(canonical):
                         found[canonical] = replace(place, name=name, index=index)
         return found
+
+    def twice(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield each tied weight outside the layers, and the tensor it is a copy of, if both are among ``names``."""
+        spelled = self._spellings(names, {_template(place.name)[0] for place in self.places.values()})
+        for copy, original in self.copies.items():
+            # A bias that nothing reads may have values of its own, as BERT's does.
+            if {copy, original} <= spelled.keys() and copy.endswith(".weight") and not NUMBER.search(copy):
+                yield spelled[copy], spelled[original]
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert their tensors to canonical tensors.
@@ -322,7 +327,13 @@ class WeightMap:
                     view.copy_(values)
         return written
 
-    def _spelled(self, name: str, known: Mapping[str, object]) -> str:
+    def _spellings(self, names: Iterable[str], known: Container[str]) -> dict[str, str]:
+        """Return the names that are read, in the spelling of the tables -> as they are in the files."""
+        # Old and new names of a tensor fall together.
+        spelled = {self._spelled(name, known): name for name in names}
+        return {modern: name for modern, name in spelled.items() if not re.fullmatch(self.left_out, modern)}
+
+    def _spelled(self, name: str, known: Container[str]) -> str:
         """Return their name in the spelling of the current release."""
         for pattern, replacement in self.renamed.items():
             name = re.sub(pattern, replacement, name)

@@ -125,6 +125,37 @@ def test_names_as_files_of_base_models_have_them(folders: Callable[[str], Path],
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+def test_a_head_that_is_tied_only_in_the_configuration_is_refused(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers uses both weights then, and warns; what the message says does the same here."""
+
+    def two(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[-1] += 1
+        return {**tensors, "lm_head.weight": head}
+
+    folder = rewritten(folders("llama_tied_scaled"), tmp_path / "two", two)
+    message = r"lm_head\.weight differs from model\.embed_tokens\.weight.*set tie_word_embeddings to false in config"
+    with pytest.raises(CheckpointError, match=message):
+        GPTModule(weights=folder).configure_model()
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": False}))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    found = whole(folder)
+    assert torch.equal(found["head.output_layer.weight"], expected.lm_head.weight)
+    assert not torch.equal(expected.lm_head.weight, expected.model.embed_tokens.weight)
+
+
+def test_a_tied_head_may_be_there_in_a_narrower_type(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].bfloat16()}
+
+    expected = whole(folders("llama_tied_scaled"))
+    found = whole(rewritten(folders("llama_tied_scaled"), tmp_path / "rounded", rounded))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_several_files_that_are_links(folders: Callable[[str], Path], tmp_path: Path) -> None:
     """As the cache of the Hub has them."""
     theirs("llama").float().save_pretrained(tmp_path / "blobs", max_shard_size="10KB")
