@@ -66,11 +66,7 @@ def parallelize(
     for name, module in modules.items():
         if isinstance(module, ContextAttention) or isinstance(getattr(module, "shared", None), Shared):
             raise LayoutError(f"{name} ({type(module).__name__}) is parallel already; parallelize a model once.")
-    for pattern in plan.unmatched(modules):
-        raise LayoutError(
-            f"pattern {pattern!r} of the plan matches no module of {type(model).__name__}; correct or remove it."
-            + nearest(pattern, modules)
-        )
+    styles = styles_for(model, plan, mesh)
     shared = Shared(
         mesh,
         sequence_parallel and mesh.tp > 1,
@@ -79,11 +75,8 @@ def parallelize(
         tensor or TensorOptions(),
         expert or ExpertOptions(),
     )
-    # Once, as every rule is tried on every module.
-    styles = {name: plan.styles_of(name, module) for name, module in modules.items()}
     _check_context(shared, styles)
     _check_tensor(shared, styles)
-    _check_experts(shared, styles)
     # Checks come before: nothing has changed in the model if one of them raises.
     splitter = Splitter(model, shared, prefix)
     unknown = []
@@ -105,6 +98,29 @@ def parallelize(
     if shared.expert.shared_expert_overlap:
         _set_overlap(model, mesh)
     return splitter.specs
+
+
+def styles_for(model: nn.Module, plan: Plan, mesh: ParallelMesh) -> dict[str, Sequence[Style]]:
+    """Return the rules of a plan for each module.
+
+    Raises:
+        LayoutError: a pattern of the plan matches no module; or it names no experts to divide over ``ep`` and ``etp``.
+    """
+    modules = dict(model.named_modules())
+    for pattern in plan.unmatched(modules):
+        raise LayoutError(
+            f"pattern {pattern!r} of the plan matches no module of {type(model).__name__}; correct or remove it."
+            + nearest(pattern, modules)
+        )
+    styles: dict[str, Sequence[Style]] = {name: plan.styles_of(name, each) for name, each in modules.items()}
+    divided = any(style.axis == "ep" for found in styles.values() for style in found)
+    for axis, degree in {"ep": mesh.ep, "etp": mesh.etp}.items():
+        if degree > 1 and not divided:
+            raise LayoutError(
+                f"{axis}={degree} divides experts over ranks, but the plan has Expert() for no module, so there are "
+                f"none. Add the rule, or set {axis}=1."
+            )
+    return styles
 
 
 def _check_padding(model: nn.Module, shared: Shared) -> None:
@@ -139,18 +155,6 @@ def _check_context(shared: Shared, styles: Mapping[str, Sequence[Style]]) -> Non
             "attention, so none would look at the other shares. Add the rule, or set cp=1."
         )
     shared.context.check(regions)
-
-
-def _check_experts(shared: Shared, styles: Mapping[str, Sequence[Style]]) -> None:
-    """Check that there are experts to divide over ``ep`` and ``etp``."""
-    divided = any(style.axis == "ep" for found in styles.values() for style in found)
-    degrees = {"ep": shared.mesh.ep, "etp": shared.mesh.etp}
-    for axis, degree in degrees.items():
-        if degree > 1 and not divided:
-            raise LayoutError(
-                f"{axis}={degree} divides experts over ranks, but the plan has Expert() for no module, so there are "
-                f"none. Add the rule, or set {axis}=1."
-            )
 
 
 def _check_tensor(shared: Shared, styles: Mapping[str, Sequence[Style]]) -> None:

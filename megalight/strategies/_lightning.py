@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
-from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelSummary, RichProgressBar
 from lightning.pytorch.loops.progress import _OptimizationProgress
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
@@ -29,6 +29,8 @@ __all__ = [
     "SigtermAgreement",
     "SubprocessScriptLauncher",
     "WorkerOutput",
+    "attribute_for_batch",
+    "attributes_for_rate",
     "fire",
     "format_summary",
     "log",
@@ -67,6 +69,9 @@ USED = {
     "lightning.pytorch.callbacks.RichProgressBar._get_train_description": "counts Epoch 0/-2 where steps end the run",
     "lightning.pytorch.callbacks.ModelSummary._summary": "counts what one rank holds",
     "lightning.pytorch.utilities.model_summary.model_summary._format_summary_table": "the table of ModelSummary",
+    "learning_rate_finder._update_attr": "whether it changes the module",
+    "learning_rate_finder._attr_name": "the attribute that it changes",
+    "batch_size_finder._batch_arg_name": "the attribute that it changes",
     "module._trainer": "the field behind module.trainer, which may be None",
     "module._current_fx_name": "the hook that is running; part of the name under which a value is kept",
 }
@@ -97,6 +102,18 @@ def log(module: pl.LightningModule, name: str, value: Tensor, prog_bar: bool = F
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """Return the module's trainer, or None. ``module.trainer`` would raise."""
     return module._trainer
+
+
+def attributes_for_rate(finder: LearningRateFinder) -> tuple[str, ...]:
+    """Return the attributes of a module, any of which takes the rate that is found; none if it is only reported."""
+    if not finder._update_attr:
+        return ()
+    return (finder._attr_name,) if finder._attr_name else ("lr", "learning_rate")
+
+
+def attribute_for_batch(finder: BatchSizeFinder) -> str:
+    """Return the attribute of a module, or of its data, that takes the size of a batch."""
+    return finder._batch_arg_name
 
 
 def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule) -> None:

@@ -228,8 +228,9 @@ class MegatronStrategy(FolderCheckpoints):
         trainer = _lightning.trainer_of(model)
         if trainer is not None:  # without one there is nothing to check yet
             if trainer.state.fn == TrainerFn.FITTING:
-                ordinary.check_early(self, model)
-                refusals.check_pruning(trainer, model, self.grid(self.num_nodes * self.num_processes))
+                mesh = self.grid(self.num_nodes * self.num_processes)
+                ordinary.check_early(self, trainer, model, mesh)
+                refusals.check_pruning(trainer, model, mesh)
             refusals.check_callbacks(trainer)
             if not self.divides_data:
                 _lightning.keep_loaders(trainer)
@@ -242,7 +243,7 @@ class MegatronStrategy(FolderCheckpoints):
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether checkpoints are read after :meth:`setup`: ``WeightAveraging`` writes weights when it is read."""
         # Not for StochasticWeightAveraging: read by then, it would come too late to take the schedule away.
-        averaging = None if self.lightning_module is None else ordinary.averager(self.lightning_module)
+        averaging = None if self.lightning_module is None else ordinary.averager(self.lightning_module.trainer)
         return isinstance(averaging, WeightAveraging)
 
     @contextmanager

@@ -30,21 +30,21 @@ def is_needed(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> bo
         not module.automatic_optimization
         or len(optimizers) > 1
         or not all(map(is_elementwise, optimizers))
-        or averager(module) is not None
+        or averager(module.trainer) is not None
     )
 
 
-def averager(module: pl.LightningModule) -> pl.Callback | None:
+def averager(trainer: pl.Trainer) -> pl.Callback | None:
     """Return Lightning's callback that averages the module's own parameters, if there is one."""
-    callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
 
 
-def check_early(strategy: MeshStrategy, module: pl.LightningModule) -> None:
+def check_early(strategy: MeshStrategy, trainer: pl.Trainer, module: pl.LightningModule, mesh: ParallelMesh) -> None:
     """Refuse manual optimization and averaging callbacks where they cannot work, before anything is built."""
-    what = _reason(module, ())
+    what = _reason(trainer, module, ())
     if what is not None:
-        _check(strategy, module, what, strategy.grid(strategy.num_nodes * strategy.num_processes))
+        _check(strategy, trainer, module, what, mesh)
 
 
 def check(strategy: MeshStrategy, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
@@ -53,10 +53,11 @@ def check(strategy: MeshStrategy, module: pl.LightningModule, optimizers: Sequen
     Raises:
         ConfigurationError: the message names what to change.
     """
-    what = _reason(module, optimizers)
+    trainer = module.trainer
+    what = _reason(trainer, module, optimizers)
     assert what is not None
-    _check(strategy, module, what, strategy.mesh)
-    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+    _check(strategy, trainer, module, what, strategy.mesh)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if getattr(callback, "needs_shards", False):
             raise ConfigurationError(
                 f"{what}, so there are no flat shards, which {type(callback).__name__} works on. Remove this callback, "
@@ -64,14 +65,14 @@ def check(strategy: MeshStrategy, module: pl.LightningModule, optimizers: Sequen
             )
 
 
-def _reason(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str | None:
+def _reason(trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str | None:
     """Return what needs whole parameters; None: nothing does."""
     other = next((type(optimizer).__name__ for optimizer in optimizers if not is_elementwise(optimizer)), None)
-    averaging = averager(module)
+    averaging = averager(trainer)
     if not module.automatic_optimization:
         return f"{type(module).__name__} uses manual optimization"
     if averaging is not None:
-        return f"{type(averaging).__name__} averages whole parameters (megalight.callbacks.EMA averages shards)"
+        return f"{type(averaging).__name__} averages whole parameters"
     if other is not None:
         return (
             f"{other} is not known to update each element only from its own gradient (set elementwise = True on the "
@@ -80,17 +81,22 @@ def _reason(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str 
     return f"{type(module).__name__} has {len(optimizers)} optimizers" if len(optimizers) > 1 else None
 
 
-def _check(strategy: MeshStrategy, module: pl.LightningModule, what: str, mesh: ParallelMesh) -> None:
+def _check(
+    strategy: MeshStrategy, trainer: pl.Trainer, module: pl.LightningModule, what: str, mesh: ParallelMesh
+) -> None:
+    averaged = module.automatic_optimization and averager(trainer) is not None
+    instead = "megalight.callbacks.EMA" if averaged else "one element-wise optimizer with automatic optimization"
     split = [f"{axis}={mesh.size(axis)}" for axis in ("tp", "pp", "cp", "ep") if mesh.size(axis) > 1]
     if split:
         raise ConfigurationError(
             f"{what}, which needs whole parameters and gradients, but {' and '.join(split)} divide the model or its "
-            "tokens. Use one element-wise optimizer with automatic optimization, or leave these degrees at 1."
+            f"tokens. Use {instead}, or leave these degrees at 1."
         )
     if mesh.dp > 1 and strategy.data_parallel.level != "no_shard":
         raise ConfigurationError(
             f"{what}, which needs whole gradients and optimizer state on every rank, but data_parallel.level="
-            f"{strategy.data_parallel.level!r} divides them. Pass data_parallel=DataParallel(level='no_shard')."
+            f"{strategy.data_parallel.level!r} divides them. Pass data_parallel=DataParallel(level='no_shard'), or use "
+            f"{instead}."
         )
     if strategy.micro_batch_size is not None:
         raise ConfigurationError(
@@ -100,22 +106,21 @@ def _check(strategy: MeshStrategy, module: pl.LightningModule, what: str, mesh: 
     if strategy.precision.loss_scale is not None:
         raise ConfigurationError(
             f"{what}, which is not run with loss scaling (precision={strategy.precision.precision!r}). Use bf16-mixed, "
-            "or one element-wise optimizer with automatic optimization."
+            f"or {instead}."
         )
     if isinstance(module, MegalightModule):
-        if isinstance(averager(module), StochasticWeightAveraging):
+        if isinstance(averager(trainer), StochasticWeightAveraging):
             raise ConfigurationError(
-                f"{what}, and it copies {type(module).__name__} before its model is built. Use megalight.callbacks.EMA."
+                f"{what}, and it copies {type(module).__name__} before its model is built. Use {instead}."
             )
         if mesh.dp > 1 and type(module).training_step is MegalightModule.training_step:
             raise ConfigurationError(
-                f"{what}, so each replica would count its own tokens only. Use one element-wise optimizer with "
-                "automatic optimization, or one device."
+                f"{what}, so each replica would count its own tokens only. Use {instead}, or one device."
             )
         if strategy.precision.dtype.itemsize < 4:
             raise ConfigurationError(
                 f"{what}, which would step on {strategy.precision.dtype} weights without float32 masters. Use "
-                "precision='32-true', or one element-wise optimizer with automatic optimization."
+                f"precision='32-true', or {instead}."
             )
 
 

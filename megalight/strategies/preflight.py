@@ -17,8 +17,9 @@ from megalight.parallel.split_by_options import check_split
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies.checkpoints.resuming import open_saved
 from megalight.strategies.mesh_strategy import MeshStrategy, Part
+from megalight.strategies.ordinary import check_early
 from megalight.strategies.process_group import backend_of
-from megalight.strategies.refusals import check_pruning
+from megalight.strategies.refusals import check_pruning, check_tuners
 from megalight.strategies.setup import check_plain
 from megalight.strategies.user_module import options_for
 from megalight.types.zigzag import check_length
@@ -51,12 +52,17 @@ def check(
             callback.attach(module)
     check_max_ctas("data_parallel.max_ctas", strategy.data_parallel.max_ctas, backend_of(strategy))
     check_max_ctas("TensorOptions.max_ctas", strategy.tensor.max_ctas, backend_of(strategy))
-    parts = strategy.parts(strategy.num_nodes * strategy.num_processes)
+    ranks = strategy.num_nodes * strategy.num_processes
+    parts = strategy.parts(ranks)
+    fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+    if trainer is not None and fitting:
+        check_tuners(trainer, module, data, ranks)
     for part in parts:
         strategy.check_module(module, part.mesh)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if trainer is not None and fitting:
+            check_early(strategy, trainer, module, part.mesh)
             check_pruning(trainer, module, part.mesh)
-        if strategy.num_nodes * strategy.num_processes > 1:
+        if ranks > 1:
             if isinstance(module, MegalightModule):
                 _split_on_meta(strategy, module, part)
             else:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning.pytorch.plugins import CheckpointIO
 from torch import nn
 
@@ -15,6 +15,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
+from megalight.strategies import _lightning
 
 
 def check_checkpoint_io(plugin: CheckpointIO | None) -> None:
@@ -45,8 +46,8 @@ def check_pruning(trainer: pl.Trainer, module: pl.LightningModule, mesh: Paralle
     if isinstance(module, MegalightModule):
         raise ConfigurationError(
             f"ModelPruning looks for layers before {name} has built its model, and finds none. Remove it. To prune a "
-            "trained model, read its checkpoint in one process, load_weights(module, path), and call "
-            "torch.nn.utils.prune on module.model."
+            "trained model, read its checkpoint in one process, megalight.strategies.load_weights(module, path), and "
+            "call torch.nn.utils.prune on module.model."
         )
     split = [f"{axis}={mesh.size(axis)}" for axis in ("tp", "ep") if mesh.size(axis) > 1]
     if split:
@@ -54,6 +55,49 @@ def check_pruning(trainer: pl.Trainer, module: pl.LightningModule, mesh: Paralle
             f"ModelPruning compares the weights of whole layers, but {' and '.join(split)} divide those of {name}. "
             "Leave these degrees at 1, where replicas and sharded weights are pruned as on one device."
         )
+
+
+def check_tuners(trainer: pl.Trainer, module: pl.LightningModule, data: Any, ranks: int) -> None:
+    """Refuse callbacks of Lightning that change an attribute, or a layer, of modules that have none.
+
+    Args:
+        data: the data module, or None.
+        ranks: the number of processes.
+    """
+    name, ours = type(module).__name__, isinstance(module, MegalightModule)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BackboneFinetuning) and ours:
+            raise ConfigurationError(
+                f"BackboneFinetuning freezes module.backbone before {name} has built its model, and finds none. "
+                "Remove it. To train a part of the model, write build_model in a subclass, and there call "
+                "requires_grad_(False) on the others; or train adapters (megalight.callbacks.Adapters)."
+            )
+        if isinstance(callback, LearningRateFinder) and ours:
+            wanted = _lightning.attributes_for_rate(callback)
+            if wanted and not any(_has(module, each) for each in wanted):
+                raise ConfigurationError(
+                    f"LearningRateFinder writes the rate that it finds to {' or '.join(wanted)} of {name}, which has "
+                    "none. Pass LearningRateFinder(update_attr=False): callback.optimal_lr.suggestion() then says what "
+                    "to give to the optimizer of a new run."
+                )
+        if isinstance(callback, BatchSizeFinder):
+            size = _lightning.attribute_for_batch(callback)
+            if ranks > 1:
+                raise ConfigurationError(
+                    f"BatchSizeFinder tries batches in one process, and there are {ranks}. Remove it, and use "
+                    "MegatronStrategy(micro_batch_size='auto'), which finds the samples that fit into each GPU."
+                )
+            if ours and not any(_has(owner, size) for owner in (module, data)):
+                raise ConfigurationError(
+                    f"BatchSizeFinder changes {size} of {name} or its data, and there is none. Remove it, and use "
+                    "MegatronStrategy(micro_batch_size='auto'), which finds the samples that fit into the GPU and "
+                    "leaves the global batch as it is."
+                )
+
+
+def _has(owner: object, name: str) -> bool:
+    """Return whether a module, or its data, has an attribute or a hyperparameter."""
+    return hasattr(owner, name) or name in getattr(owner, "hparams", ())
 
 
 @contextmanager

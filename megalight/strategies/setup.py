@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from megalight.models.module import MegalightModule
 from megalight.optim import shard_optimizer
+from megalight.parallel.apply import styles_for
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen import FrozenRun
 from megalight.parallel.initial_values import broadcast_values
@@ -115,7 +116,8 @@ def check_plain(strategy: MeshStrategy, module: pl.LightningModule, mesh: Parall
     """Refuse, before there are ranks, a plain module that they could not split.
 
     Raises:
-        LayoutError: an earlier Trainer in this process split it in another way.
+        LayoutError: an earlier Trainer in this process split it in another way; or the plan names a module that is not
+            there, or no experts for ``ep`` and ``etp``.
         ConfigurationError: no plan says what to split.
     """
     before: ParallelModel | None = module.__dict__.get(SPLIT)
@@ -123,7 +125,7 @@ def check_plain(strategy: MeshStrategy, module: pl.LightningModule, mesh: Parall
         before.check_same(mesh, strategy.options)
     elif module.automatic_optimization and not any(map(partial(defines, module), ("configure_model", "setup"))):
         # These hooks may add what has a plan, and manual optimization is refused later, with any plan.
-        find_plan(module, mesh, strategy.options)
+        styles_for(module, find_plan(module, mesh, strategy.options), mesh)
 
 
 def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel | None:

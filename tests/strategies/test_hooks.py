@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
+from lightning.pytorch.callbacks import BatchSizeFinder, LambdaCallback, LearningRateFinder, LearningRateMonitor
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -227,6 +227,8 @@ def _resolve(name: str, runner: pl.Trainer) -> Any:
         "trainer": runner,
         "strategy": runner.strategy,
         "module": pl.LightningModule(),
+        "learning_rate_finder": LearningRateFinder(),
+        "batch_size_finder": BatchSizeFinder(),
         "call": importlib.import_module("lightning.pytorch.trainer.call"),
         "strategies": importlib.import_module("lightning.pytorch.strategies"),
         "lightning": importlib.import_module("lightning"),

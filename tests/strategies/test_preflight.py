@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
@@ -21,6 +29,7 @@ from megalight.parallel.styles import Column, Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import DataParallel, MegatronStrategy, preflight
+from megalight.strategies.refusals import check_tuners
 from tests.strategies.regression import Plain, batches
 from tests.strategies.training import CONFIGS, WithData
 from tests.workers import run
@@ -100,6 +109,24 @@ def test_a_plain_module_without_a_plan_is_refused_before_there_are_ranks(monkeyp
         of_ranks(2, tensor_parallel=2, plan=Plan({"net.0": Column(), "net.2": Row()})).fit(Plain(), batches(8, 2))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_parallel": 2}, r"^ep=2 divides experts.*no module.*Add the rule, or set ep=1\."),
+        (
+            {"plan": Plan({"net.o": Column()})},
+            r"^pattern 'net\.o' of the plan matches no module of Plain.*Did you mean 'net",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_a_plain_module_is_refused_before_there_are_ranks(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", start_nothing)
+    with pytest.raises(LayoutError, match=message):
+        of_ranks(2, **options).fit(Plain(), batches(8, 2))
+
+
 def test_pruning_without_whole_layers_is_refused_before_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", start_nothing)
     pruning = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)
@@ -109,6 +136,52 @@ def test_pruning_without_whole_layers_is_refused_before_there_are_ranks(monkeypa
     plan = Plan({"net.0": Column(), "net.2": Row()})
     with pytest.raises(ConfigurationError, match=r"whole layers, but tp=2 divide those of Plain\. Leave these"):
         of_ranks(2, [pruning], tensor_parallel=2, plan=plan).fit(Plain(), batches(8, 2))
+
+
+@pytest.mark.parametrize("averager", [EMAWeightAveraging(), StochasticWeightAveraging(0.1)])
+def test_averaging_without_whole_weights_is_refused_before_there_are_ranks(
+    averager: pl.Callback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", start_nothing)
+    with pytest.raises(ConfigurationError, match=r"but ep=2 divide the model.*Use megalight\.callbacks\.EMA, or leave"):
+        of_ranks(2, [averager], expert_parallel=2).fit(Plain(), batches(8, 2))
+    with pytest.raises(ConfigurationError, match=r"level='no_shard'\), or use megalight\.callbacks\.EMA\."):
+        of_ranks(2, [averager]).fit(Plain(), batches(8, 2))
+
+
+class Rated(WithData):
+    """Has what the finder of a rate changes."""
+
+    lr = 0.1
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (BackboneFinetuning(), r"module\.backbone before WithData has built its.*write build_model in a subclass"),
+        (LearningRateFinder(), r"to lr or learning_rate of WithData, which has none\. Pass.*update_attr=False"),
+        (LearningRateFinder(attr_name="rate"), "to rate of WithData, which has none"),
+        (BatchSizeFinder(), r"BatchSizeFinder changes batch_size of WithData.*there is none.*micro_batch_size='auto'"),
+    ],
+)
+def test_tuners_that_find_nothing_to_change_are_refused(callback: pl.Callback, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        of_ranks(1, [callback]).fit(WithData(CONFIGS["gqa"]))
+
+
+def test_tuners_that_find_what_they_change_are_not_refused() -> None:
+    for finder, module in ((LearningRateFinder(), Rated), (LearningRateFinder(update_attr=False), WithData)):
+        check_tuners(of_ranks(1, [finder]), module(CONFIGS["gqa"]), None, 1)
+    module = WithData(CONFIGS["gqa"])
+    module.save_hyperparameters({"learning_rate": 0.1})
+    check_tuners(of_ranks(1, [LearningRateFinder()]), module, None, 1)
+    check_tuners(of_ranks(1, [BatchSizeFinder()]), WithData(CONFIGS["gqa"]), SimpleNamespace(batch_size=2), 1)
+
+
+def test_a_search_for_the_batch_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", start_nothing)
+    with pytest.raises(ConfigurationError, match=r"in one process, and there are 2\. Remove it.*='auto'\)"):
+        of_ranks(2, [BatchSizeFinder()]).fit(Plain(), batches(8, 2))
 
 
 def _one_device_then_two() -> str:
