@@ -37,6 +37,29 @@ def test_sums_equal_the_reference(backend: str, gradient: Any, write: bool, shap
     assert error(out, expected) < 2e-3
 
 
+@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize("tile", [(1, 0), (1, 128)], ids=str)
+def test_products_in_bf16_are_added_without_a_copy(tile: tuple[int, int], write: bool) -> None:
+    """Rows and blocks have products that are rounded to bf16. No bit changes, and no copy in float32 is made."""
+    scheme = Scheme("e4m3", tile)
+    reasons = {row.name: reason for row, reason in SCALED_ACCUMULATE.table(Spec("cuda", scheme, scheme, torch.float32))}
+    if reasons["product_add"] is not None:
+        pytest.skip(reasons["product_add"])
+    rows, columns = 1024, 2048
+    left, right = (cast(torch.randn(512, size, device="cuda").bfloat16(), None, scheme)[1] for size in (rows, columns))
+    assert left is not None
+    assert right is not None
+    out = torch.randn(rows, columns, device="cuda")
+    product = scaled_mm(left, right, torch.bfloat16)
+    expected = product.float() if write else out + product
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    scaled_accumulate(out, left, right, write=write)
+    assert torch.equal(out, expected)
+    assert torch.cuda.max_memory_allocated() - before < rows * columns * 3  # bytes
+
+
 def test_an_h200_adds_in_the_products_own_epilogue() -> None:
     """The interface is called without a compiler's help, so a refusal shall be seen."""
     spec = Spec("cuda", Scheme("e5m2"), Scheme("e4m3"), torch.float32)

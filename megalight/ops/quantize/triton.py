@@ -300,16 +300,19 @@ def cast(
     same = whole is not None and rows == columns and whole.scheme.tile == (0, 0) and amax_t is amax
     shared = whole.scale if whole is not None and same else None
     transposed = None if columns is None else empty_codes(x, columns, width, padded, shared)
+    # Most sizes are multiples: every layer comes here several times, and a call costs the host more than this.
+    unit = UNIT if not (features | stride) % UNIT else math.gcd(features, stride, UNIT)
+    given = amax_t is not None
+    if amax is None and not given and _lines(rows, columns) and x.numel():
+        amax, amax_t = _line_maxima(x, stride, unit)
     if rows is not None and amax is None:
         amax = _amax(x, rows, 1)
     if same:
         amax_t = amax
     elif columns is not None and amax_t is None:
         amax_t = _amax(x, columns, 0)
-        if amax_t is not None and amax_t.dim() and width > features:
-            amax_t = F.pad(amax_t, (0, width - features))
-    # Most sizes are multiples: every layer comes here several times, and a call costs the host more than this.
-    unit = UNIT if not (features | stride) % UNIT else math.gcd(features, stride, UNIT)
+    if not given and amax_t is not None and amax_t.dim() and width > features:
+        amax_t = F.pad(amax_t, (0, width - features))
     one_scale = _one_scale(rows, columns)
     tile = WHOLE if one_scale else SQUARES
     # Rounded up.
@@ -379,6 +382,12 @@ def _one_scale(*schemes: Scheme | None) -> bool:
     return all(scheme is None or scheme.tile == (0, 0) for scheme in schemes)
 
 
+@lru_cache
+def _lines(rows: Scheme | None, columns: Scheme | None) -> bool:
+    """Return whether each row and each column has a scale of its own."""
+    return rows is not None and columns is not None and MODES[rows.tile] == MODES[columns.tile] == "line"
+
+
 def empty_codes(x: Tensor, scheme: Scheme, rows: int, columns: int, scale: Tensor | None = None) -> Quantized:
     """Make room for codes ``[rows, columns]`` and, if there are none yet, their scales, on the device of ``x``."""
     device, mode = x.device, MODES[scheme.tile]
@@ -404,6 +413,31 @@ def _amax(x: Tensor, scheme: Scheme, dim: int) -> Tensor | None:
     dims = None if mode == "whole" else dim
     found: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=dims, dtype=torch.float32)
     return found
+
+
+@jit
+def _maxima(
+    x: Value, rows: Value, columns: Value, tokens: Value, features: Value, x_stride: Value, UNIT: constexpr,
+    BLOCK: constexpr,
+) -> None:  # fmt: skip
+    """Raise the magnitudes of rows and columns by those of a tile. They are bits of floats, ordered as integers are."""
+    features, x_stride = features * UNIT, x_stride * UNIT
+    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    f = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (t < tokens)[:, None] & (f < features)[None, :]
+    tile = tl.abs(tl.load(x + t.to(tl.int64)[:, None] * x_stride + f[None, :], mask=inside, other=0.0).to(tl.float32))
+    tl.atomic_max(rows + t, tl.max(tile, 1).to(tl.int32, bitcast=True), mask=t < tokens, sem="relaxed")
+    tl.atomic_max(columns + f, tl.max(tile, 0).to(tl.int32, bitcast=True), mask=f < features, sem="relaxed")
+
+
+def _line_maxima(x: Tensor, stride: int, unit: int) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitudes of rows ``[T]`` and of columns ``[F]``, float32, in one pass."""
+    tokens, features = x.shape
+    bits = torch.zeros(tokens + features, dtype=torch.int32, device=x.device)
+    rows, columns = bits[:tokens], bits[tokens:]
+    grid = cdiv(features, BLOCK), cdiv(tokens, BLOCK)
+    _maxima[grid](x, rows, columns, tokens, features // unit, stride // unit, UNIT=unit, BLOCK=BLOCK, num_warps=8)
+    return rows.view(torch.float32), columns.view(torch.float32)
 
 
 def codes_arguments(x: Tensor, cast: Quantized | None, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

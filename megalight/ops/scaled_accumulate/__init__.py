@@ -12,7 +12,7 @@ from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.parameter import put
 from megalight.ops.quantize import Quantized, Scheme
 from megalight.ops.scaled_accumulate import cublaslt
-from megalight.ops.scaled_mm import SCALED_MM, Spec, multiply_into
+from megalight.ops.scaled_mm import SCALED_MM, Spec, multiply_into, writes_products
 from megalight.ops.scaled_mm import choose as choose_product
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -53,12 +53,12 @@ def _reference(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
 def _product_add(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     """Multiply, then add: needs a temporary matrix of the size of ``out``."""
     # A write needs no temporary where the library can put the product straight into `out`.
-    if not (write and multiply_into(out, a, b)):
-        put(
-            out,
-            choose_product(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))(a, b, out.dtype, False, None),
-            write,
-        )
+    if write and multiply_into(out, a, b):
+        return
+    product = choose_product(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))
+    # Other products have been rounded to bf16: a copy of them in the dtype of `out` would hold the same values.
+    dtype = out.dtype if writes_products(product) else torch.bfloat16
+    put(out, product(a, b, dtype, False, None), write)
 
 
 def _product_add_why_not(spec: Spec) -> str | None:
