@@ -39,7 +39,7 @@ HEADLINES = (
     "8b-16l-bf16", "8b-16l-fp8", "8b-16l-fp8-delayed", "2b-24l", "mixtral-4l-mbs2", "qwen3-moe-8l", "125m-graph",
     "8b-16l-dp2", "8b-16l-tp2-symmetric", "llama3-16l-dp2-full", "llama3-16l-dp2-full-copies", "llama3-8b-dp4",
     "llama3-8b-dp4-fp8", "llama3-8b-dp4-graph-flash", "llama3-8b-dp4-fp8-delayed-graph-flash",
-    "llama3-8b-tp4-graph-flash", "llama3-8b-tp2dp2-graph", "llama3-8b-pp4-vpp4", "llama3-8b-pp4-vpp4-zb-flash",
+    "llama3-8b-tp4-graph-flash", "llama3-8b-tp2dp2-graph-copies", "llama3-8b-pp4-vpp4", "llama3-8b-pp4-vpp4-zb-flash",
     "llama3-8b-cp4-128k-all-gather-flash-grads", "llama3-8b-cp4-256k-all-gather-flash-grads",
 )  # fmt: skip
 """Rows of the README's table."""
