@@ -48,7 +48,8 @@ def checksum(value: Any, start: int = 0) -> int:
     """Return 32 bits for the tensors, numbers and texts of a nested batch; other objects are ignored."""
     if isinstance(value, Tensor):
         # Bits, not numbers: NaN differs from itself, and rounding would hide differences.
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        # A copy, because strides of no or one element may be 0, as NumPy's are.
+        data = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         return zlib.crc32(data.numpy().tobytes(), zlib.crc32(repr(tuple(value.shape)).encode(), start))
     if isinstance(value, bool | int | float | str | bytes):
         return zlib.crc32(repr(value).encode(), start)

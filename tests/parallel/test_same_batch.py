@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -93,3 +94,7 @@ def test_a_checksum_sees_every_value() -> None:
         {**nested, "b": torch.tensor([2.0], dtype=torch.bfloat16)},
     ]
     assert len({checksum(value) for value in [nested, *others]}) == 6
+    # NumPy's strides of arrays without an element are 0, and so are those of one that was expanded.
+    nothing = torch.from_numpy(np.zeros(0, np.int64))
+    assert checksum(nothing) == checksum(torch.zeros(0, dtype=torch.int64)) != checksum(torch.zeros(0, 3))
+    assert checksum(tokens.new_ones(()).expand(1)) == checksum(tokens.new_ones(1))
