@@ -19,7 +19,7 @@ def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], know
         known: keys of the whole configuration. One that ends with the same name is suggested, before one that is
             spelled alike: for ``max_steps``, ``trainer.max_steps``.
     """
-    name = key.rpartition(".")[2]
+    name = key.rpartition(".")[2].replace("-", "_")  # flags of other programs have dashes
     shown = f" (value {str(value)!r})" if value is not None else ""
     listing = f" Known: {', '.join(sorted(choices))}." if choices and len(choices) <= 24 else ""
     # The one nearest to the top: ``model.config.num_layers``, not that of recompute.

@@ -102,3 +102,14 @@ def test_top_keys_are_the_commands() -> None:
                 return
 
     assert set(TOP) <= Parsed(args=["fit", "--model=tests.cli.samples.SampleModule"]).known
+
+
+def test_each_seed_is_an_argument_of_what_it_seeds() -> None:
+    """The order of data and the initial weights do not depend on ``seed_everything``."""
+    (cell,) = [right for left, right in ROWS["from-megatron.md"] if left == "`--seed`"]
+    keys = {what: key for key, what in re.findall(r"`([\w.]+)` \(([^)]*)\)", cell)}
+    assert keys.pop("dropout") == "seed_everything"
+    assert {what: key.partition(".")[0] for what, key in keys.items()} == {
+        "order of data": "data",
+        "initial weights": "model",
+    }

@@ -52,6 +52,7 @@ MISTAKES = [
     (["--trainer.max_step=3"], ["unknown key 'trainer.max_step' (value '3')", "'trainer' has no", "'max_steps'"]),
     (["--max_steps=3"], ["unknown key 'max_steps'", "Did you mean 'trainer.max_steps'?"]),
     (["--num_layers=3"], ["unknown key 'num_layers'", "Did you mean 'model.config.num_layers'?"]),
+    (["--micro-batch-size", "3"], ["'micro-batch-size' (value '3')", "'trainer.strategy.micro_batch_size'?"]),
     (["--seed=3"], ["unknown key 'seed'", "Did you mean 'seed_everything'?"]),
     (["--data.micro_batch_size=2"], ["GPTDataModule has no", "Did you mean 'trainer.strategy.micro_batch_size'?"]),
     (["--trainer.max_steps=abc"], ["trainer.max_steps = 'abc' is not valid; expected: int."]),
