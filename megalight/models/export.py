@@ -27,6 +27,7 @@ from megalight.checkpoint.memory import dtype_name
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.sources.streaming import Wanted, stream
 from megalight.checkpoint.writer import host_blocks
+from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.family import Family
@@ -207,7 +208,7 @@ def files_beside(model: StoredModel, values: dict[str, Any]) -> dict[str, bytes]
     files = {name: content for name, content in model.files.items() if name != CONFIG}
     generation = json_object(files.get(GENERATION, b"{}"), GENERATION)
     known = {key: generation[key] for key in SPECIAL if generation.get(key) is not None}
-    if not known and "tokenizer.json" in files:
+    if not known and TOKENIZER in files:
         tokenizer = Tokenizer.of_files(files)
         known = {"eos_token_id": tokenizer.eod_id, "pad_token_id": tokenizer.pad_id}
     # What the model has said itself comes first.
@@ -217,7 +218,10 @@ def files_beside(model: StoredModel, values: dict[str, Any]) -> dict[str, bytes]
     processors = _weights(model.family).processors
     # A folder that training began with has said it itself.
     if processors is not None and not files.keys() & {IMAGE_PROCESSOR, PROCESSOR}:
-        files |= {name: _json(content) for name, content in processors(model.config, values).items()}
+        vocabulary = Tokenizer.of_files(files).vocabulary if TOKENIZER in files else {}
+        own = processors(model.config, values, vocabulary)
+        # What the tokenizer has said itself stays.
+        files |= {name: _json(content | json_object(files.get(name, b"{}"), name)) for name, content in own.items()}
     return {**files, CONFIG: _json(values)}
 
 

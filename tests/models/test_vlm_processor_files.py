@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ import pytest
 import torch
 from PIL import Image
 
+from megalight.data.multimodal.image_text import FRAMES, ImageText
 from megalight.data.multimodal.models import form_of
 from megalight.data.tokenizer import Tokenizer
-from megalight.models.export import export
+from megalight.models.export import SPECIAL, export, files_beside
 from megalight.models.family import family
 from megalight.models.stored import held_model
 from megalight.models.vision.pixels import normalized
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_to_transformers
-from megalight.models.vlm.hugging_face.processor_files import processor_files
+from megalight.models.vlm.hugging_face.processor_files import TOKENS, processor_files
 from megalight.models.vlm.presets import PRESETS
 from tests.models.vlm_samples import CONFIG, small
 
@@ -124,6 +126,33 @@ def test_an_exported_model_has_a_processor(tmp_path: Path) -> None:
     assert found["pixel_values"].shape == (1, 3, 12, 12)
     (image_id,) = {tokenizer.encode("<image>")[0]}
     assert (found["input_ids"] == image_id).sum() == config.vision.num_patches
+
+
+@pytest.mark.parametrize(("preset", "frame"), [("gemma3_4b", FRAMES[1]), ("internvl3_1b", FRAMES[2])], ids=str)
+def test_the_tokenizer_names_what_their_class_asks_for(preset: str, frame: ImageText, tmp_path: Path) -> None:
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+
+    config = PRESETS[preset]
+    values = config_to_transformers(config)
+    tokens = TOKENS[values["model_type"]]
+    for special in (list(tokens.values()), [frame.mark]):
+        tokenizer = Tokenizer.train(["what is this in the picture"], 275, special_tokens=special)
+        files = {each.name: each.read_bytes() for each in tokenizer.save(tmp_path / "tokenizer").iterdir()}
+        model = SimpleNamespace(config=config, family=family("vlm"), files=files)
+        for name, content in files_beside(model, {**values, **dict.fromkeys(SPECIAL)}).items():  # type: ignore[arg-type]
+            (tmp_path / name).write_bytes(content)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        assert (theirs.eos_token, len(theirs)) == (tokenizer.eod_token, 275)
+        named = {name: getattr(theirs, f"{name}_id", None) for name in tokens}
+        whole = special == list(tokens.values())
+        assert named == {name: tokenizer.vocabulary[token] if whole else None for name, token in tokens.items()}
+        if whole and preset == "gemma3_4b":  # that of InternVL needs torchvision for its videos
+            from transformers.models.auto.processing_auto import AutoProcessor
+
+            processor = AutoProcessor.from_pretrained(tmp_path, backend="pil")
+            image = Image.new("RGB", (30, 12), (200, 30, 30))
+            found = processor(images=image, text="<start_of_image> what", return_tensors="pt")
+            assert (found["input_ids"] == tokenizer.vocabulary["<image_soft_token>"]).sum() == config.image_tokens
 
 
 def test_settings_of_a_folder_stay(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from megalight.errors import CheckpointError
 CONFIG = "config.json"
 IMAGE_PROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 """Settings of the image processor: in a file of its own, or in newer folders among those of all processors."""
+TOKENIZER_SETTINGS = "tokenizer_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 

@@ -43,8 +43,8 @@ class Weights:
             without parts that ``config.json`` names and the folder does not hold. None: folders hold all parts.
         processed: configuration, and the settings of a folder's image processor -> the configuration with what these
             say. None: models of this family read no images.
-        processors: configuration, and content of ``config.json`` -> content of the files that say how images are
-            prepared, by name. None: models of this family read no images.
+        processors: configuration, content of ``config.json``, and vocabulary of the tokenizer -> content of the files
+            that say how images are prepared, by name. None: models of this family read no images.
     """
 
     kinds: tuple[str, ...]
@@ -53,7 +53,7 @@ class Weights:
     write_config: Callable[[Any, str | None], dict[str, Any]]
     without: Callable[[Any, Callable[[], Collection[str]]], Any] | None = None
     processed: Callable[[Any, Mapping[str, Any]], Any] | None = None
-    processors: Callable[[Any, Mapping[str, Any]], dict[str, dict[str, Any]]] | None = None
+    processors: Callable[[Any, Mapping[str, Any], Collection[str]], dict[str, dict[str, Any]]] | None = None
 
     def config_of(self, folder: str | os.PathLike[str]) -> Any:
         """Return the configuration of the model in a folder that ``save_pretrained`` wrote.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from megalight.checkpoint.foreign.transformers_folder import IMAGE_PROCESSOR, PROCESSOR
+from megalight.checkpoint.foreign.transformers_folder import IMAGE_PROCESSOR, PROCESSOR, TOKENIZER_SETTINGS
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.hugging_face.processor import FILTERS
 
@@ -28,14 +28,31 @@ PROCESSORS = {
     "qwen3_vl": "Qwen3VLProcessor",
 }
 """``model_type`` -> the class that joins images and text."""
+TOKENS = {
+    "gemma3": {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    },
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+}
+"""``model_type`` -> tokens that this class asks its tokenizer for, by name."""
 
 
-def processor_files(config: VLMConfig, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def processor_files(
+    config: VLMConfig, values: Mapping[str, Any], vocabulary: Collection[str] = ()
+) -> dict[str, dict[str, Any]]:
     """Return the content of the files that say how images are prepared, by name.
 
     Args:
         config: the model.
         values: its ``config.json``.
+        vocabulary: of the tokenizer, whose settings name tokens of images where it has them.
     """
     kind, vision = values["model_type"], config.vision
     name = {"processor_class": PROCESSORS[kind]}
@@ -50,7 +67,12 @@ def processor_files(config: VLMConfig, values: Mapping[str, Any]) -> dict[str, d
         "image_std": list(vision.std),
     }
     own = _of_any_size(config) if vision.dynamic is not None else _of_squares(config, kind, values)
-    return {IMAGE_PROCESSOR: settings | own, PROCESSOR: name | _joined(config, kind, values)}
+    found = {IMAGE_PROCESSOR: settings | own, PROCESSOR: name | _joined(config, kind, values)}
+    tokens = TOKENS.get(kind, {})
+    # A token that the tokenizer lacks would become a new one.
+    if tokens and all(token in vocabulary for token in tokens.values()):
+        found[TOKENIZER_SETTINGS] = {"extra_special_tokens": tokens}
+    return found
 
 
 def _of_any_size(config: VLMConfig) -> dict[str, Any]:
