@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -84,7 +85,7 @@ def _answers(step: Step, batches: list[Any]) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in {**found, **whole}.items()}
 
 
-def _found(degrees: dict[str, int], options: dict[str, Any], count: int) -> tuple[int, dict[str, Any]]:
+def found(degrees: dict[str, int], options: dict[str, Any], count: int) -> tuple[int, dict[str, Any]]:
     """Number of replicas, and loss, norm and gradients of a layout."""
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     step = _stepper(mesh, ParallelOptions(sequence_parallel=mesh.tp > 1, **options))
@@ -92,11 +93,14 @@ def _found(degrees: dict[str, int], options: dict[str, Any], count: int) -> tupl
     return mesh.dp, {name: value.numpy() for name, value in answers.items()}
 
 
-def assert_equal(ranks: int, degrees: dict[str, int], options: dict[str, Any], count: int = 3) -> None:
-    for replicas, found in run(_found, ranks, degrees, options, count):
+def assert_equal(
+    ranks: int, degrees: dict[str, int], options: dict[str, Any], count: int = 3, job: Callable[..., Any] = found
+) -> None:
+    """Compare with one device what ``job``, which is :func:`found` or calls it, gives on each rank."""
+    for replicas, answers in run(job, ranks, degrees, options, count):
         wanted = expected(replicas, count)
-        errors = {name: relative_error(torch.from_numpy(found[name]), value) for name, value in wanted.items()}
-        assert found.keys() == wanted.keys()
+        errors = {name: relative_error(torch.from_numpy(answers[name]), value) for name, value in wanted.items()}
+        assert answers.keys() == wanted.keys()
         wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
         assert not wrong, wrong
         assert {"loss", "norm", "router_aux_loss"} < errors.keys()

@@ -42,14 +42,14 @@ def test_steps_equal_one_device(ranks: int, degrees: dict[str, int]) -> None:
         assert not wrong, wrong
 
 
-def _turns(options: dict[str, Any]) -> dict[str, float]:
+def _turns(degrees: dict[str, int], options: dict[str, Any], count: int) -> tuple[int, dict[str, Any]]:
     with symmetric_on_cpu():
-        return test_overlap._compare({"ep": 2}, {"expert": ExpertOptions("symmetric"), **options}, 4)
+        return test_overlap.found(degrees, options, count)
 
 
 def test_slots_of_two_passes_in_turns() -> None:
-    for errors in run(_turns, 2, test_overlap.COMBINED):
-        assert all(error <= 1e-9 for error in errors.values()), errors
+    options = {"expert": ExpertOptions("symmetric"), **test_overlap.COMBINED}
+    test_overlap.assert_equal(2, {"ep": 2}, options, 4, _turns)
 
 
 def _routed() -> dict[tuple[str, bool], list[torch.Tensor]]:
