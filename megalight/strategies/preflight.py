@@ -54,14 +54,14 @@ def check(
     check_max_ctas("TensorOptions.max_ctas", strategy.tensor.max_ctas, backend_of(strategy))
     ranks = strategy.num_nodes * strategy.num_processes
     parts = strategy.parts(ranks)
-    fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-    if trainer is not None and fitting:
-        check_tuners(trainer, module, data, ranks)
+    fitting = trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None
+    if fitting is not None:
+        check_tuners(fitting, module, data, ranks)
     for part in parts:
         strategy.check_module(module, part.mesh)
-        if trainer is not None and fitting:
-            check_early(strategy, trainer, module, part.mesh)
-            check_pruning(trainer, module, part.mesh)
+        if fitting is not None:
+            check_early(strategy, fitting, module, part.mesh)
+            check_pruning(fitting, module, part.mesh)
         if ranks > 1:
             if isinstance(module, MegalightModule):
                 _split_on_meta(strategy, module, part)

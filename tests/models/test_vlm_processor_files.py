@@ -51,7 +51,7 @@ CASES = {
 def written(config: VLMConfig, folder: Path) -> dict[str, Any]:
     values = config_to_transformers(config)
     (folder / "config.json").write_text(json.dumps(values))
-    for name, content in processor_files(config, values).items():
+    for name, content in processor_files(config, values, ()).items():
         (folder / name).write_text(json.dumps(content))
     return values
 

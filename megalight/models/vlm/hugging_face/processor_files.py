@@ -45,14 +45,14 @@ TOKENS = {
 
 
 def processor_files(
-    config: VLMConfig, values: Mapping[str, Any], vocabulary: Collection[str] = ()
+    config: VLMConfig, values: Mapping[str, Any], vocabulary: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """Return the content of the files that say how images are prepared, by name.
 
     Args:
         config: the model.
         values: its ``config.json``.
-        vocabulary: of the tokenizer, whose settings name tokens of images where it has them.
+        vocabulary: of the tokenizer, whose settings name tokens of images where it has them; empty if there is none.
     """
     kind, vision = values["model_type"], config.vision
     name = {"processor_class": PROCESSORS[kind]}
