@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import gc
+import importlib
 import multiprocessing as mp
 import os
 import queue
@@ -93,6 +94,7 @@ def _answer(rank: int, job: bytes) -> bytes:
 def _serve(rank: int, jobs: Any, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank))
     rank_zero_only.rank = rank  # Lightning reads the variable when it is imported, which was before
+    importlib.import_module("tests.one_loop")  # here, as threads do not survive a fork
     tests = mp.parent_process()  # not the server that forks ranks, which does not end as long as they live
     while True:
         try:
