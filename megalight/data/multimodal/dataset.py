@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -76,8 +77,8 @@ class ImageDataset(PackedDataset):
     corpora, may be among them.
 
     Raises:
-        DataError: no conversation can be used, one is too long and ``too_long`` is ``raise``, or (in reading) an image
-            is damaged, or a conversation has a video.
+        DataError: no conversation can be used, one is too long and ``too_long`` is ``raise``, one of a corpus without
+            images has the token of images, or (in reading) an image is damaged, or a conversation has a video.
     """
 
     options: ImagePackOptions
@@ -86,14 +87,18 @@ class ImageDataset(PackedDataset):
         return _rebuild, self._arguments
 
     def measured(self) -> dict[str, Any]:
-        """See :class:`~megalight.data.chat.dataset.PackedDataset`: earlier rows took sizes of other turned images."""
-        by_size = self.corpus.images is not None and self.options.form.fixed_tokens is None
-        return {"upright": 2} if by_size else {}
+        """Return which images are measured: texts of other corpora, or of earlier files, may be as long as these."""
+        images = self.corpus.images
+        if images is None:
+            return {}
+        facts = (images.documents.tobytes(), images.lengths.tobytes())
+        return {"images": hashlib.blake2b(b"".join(facts), digest_size=16).hexdigest()}
 
     def pieces(self, documents: range) -> NDArray[np.int64]:
         """Return sequence, first token and number of positions of each conversation, with the tokens of images."""
         corpus, options = self.corpus, self.options
         if corpus.images is None:
+            self._check_without_images(documents)
             return super().pieces(documents)
         sequences = np.arange(documents.start, documents.stop, dtype=np.int64)
         of_images, strange = self._image_tokens(documents)
@@ -121,6 +126,18 @@ class ImageDataset(PackedDataset):
                 f"{options.sequence_length}, where {size} tokens. Raise sequence_length, or prepare more data."
             )
         return np.stack([sequences, np.zeros_like(sequences), positions], axis=1)[kept]
+
+    def _check_without_images(self, documents: range) -> None:
+        """Refuse conversations with places of images that nobody has read. In text of others, they may mean nothing."""
+        corpus, token = self.corpus, self.options.image_token
+        if corpus.loss is None:
+            return
+        for sequence in documents:
+            if (corpus.data.get(sequence) == token).any():
+                raise DataError(
+                    f"{corpus.data.prefix}: conversation {sequence} has the token {token} of images, and these files "
+                    "have no images. Prepare them again with megalight prepare --multimodal; --chat reads no images."
+                )
 
     def _image_tokens(self, documents: range) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the tokens of the images of each conversation, and whether one of these has a shape that is not read.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +188,40 @@ def test_images_of_any_size_have_as_many_tokens_as_they_need(sized: Any, caplog:
         dataset(sized.prefix, form=SIZED, too_long="raise")
     with pytest.raises(DataError, match="with sequence_length 5, where images of one have up to 16 tokens"):
         dataset(sized.prefix, form=SIZED, length=5)
+
+
+def test_rows_are_of_their_own_images(sized: Any, prepared: Callable[..., Any], tmp_path: Path) -> None:
+    """Not those that the cache has of a corpus with the same texts: of images of other sizes, of fewer, or of none."""
+
+    def lengths(prefix: Any) -> list[int]:
+        found = dataset(str(prefix), form=SIZED)
+        for number in range(len(found)):
+            found[number]
+        return sorted(found.items[:, 2].tolist())
+
+    talks = [
+        row(None, "what is this"),
+        row("0.png", "<image>what is this"),
+        row(["0.png", "1.png"], "<image><image>is"),
+    ]
+    small = lengths(prepared(talks, "small").prefix)
+    (tmp_path / "0.png").write_bytes(png(32, 32))
+    large = lengths(prepared(talks, "large").prefix)
+    assert [each - other for each, other in zip(large, small, strict=True)] == [0, 15, 15]
+    again = lengths(prepared(talks, "small").prefix)
+    assert again == large
+
+
+def test_conversations_that_lost_their_images_are_refused(prefix: str, tmp_path: Path, image_tokenizer: Path) -> None:
+    """Also where rows of the same conversations with their images are in the cache."""
+    assert dataset(prefix)[0].cuts
+    lines = json.loads((tmp_path / "talk.json").read_text())
+    (tmp_path / "lost.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    lost = prepare_chat(
+        [str(tmp_path / "lost.jsonl")], tmp_path / "out" / "lost", tokenizer=image_tokenizer, progress=False
+    )
+    with pytest.raises(DataError, match=r"conversation 0 has the token 2 of images, .* prepare --multimodal; --chat"):
+        dataset(lost.prefix)
 
 
 def test_the_model_says_that_images_have_any_size(sized: Any) -> None:
