@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,8 @@ def _attend(link: socket.socket) -> None:
 
 def _become(words: list[str]) -> None:
     """Be an interpreter from here to its end."""
+    # For those before this process to do at their end. torch would take 200 operators apart, as long as a fork takes.
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has made it an empty file
     status = 1
     try:
