@@ -321,7 +321,10 @@ def _add_magnitudes(past: dict[str, Tensor], state: Mapping[str, Any] | None) ->
 
 def _way_out(saved: Saved) -> str:
     if saved.scheme != DP_RESHARDABLE:
-        return ""
+        return (
+            " Parameters that were frozen in that run have no such state. Freeze the same ones, or begin another run "
+            "with its weights alone (--model.weights)."
+        )
     return (
         f" It was saved as {DP_RESHARDABLE}, which no run with another tensor or expert parallelism reads. Resume with "
         f"the layout it was saved in, or convert it: megalight convert {saved.path} OUTPUT --to {FULLY_RESHARDABLE}."

@@ -17,6 +17,20 @@ PICTURES, DATA = "runs/vlm/pictures", "runs/vlm/data"
 ASK = (f"{EXAMPLES / 'picture_answers.py'}", "runs/vlm/checkpoints", PICTURES)
 
 
+def test_the_template_reads_parts_as_places_in_a_text(tmp_path: Path) -> None:
+    """As processors of ``transformers`` give them to the template of an exported folder."""
+    pytest.importorskip("PIL")
+    transformers = pytest.importorskip("transformers")
+    run_program(f"{EXAMPLES / 'pictures.py'}", PICTURES, "--count", "2", "--held-out", "1", folder=tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / PICTURES / "tokenizer")
+    parts = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": each}], add_generation_prompt=True, tokenize=False)
+        for each in (parts, "<image>What is this?")
+    ]
+    assert texts == ["<|user|><image>What is this?<|endoftext|><|assistant|>"] * 2
+
+
 def test_right_answers_are_counted(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     run_program(f"{EXAMPLES / 'pictures.py'}", PICTURES, "--count", "8", "--held-out", "4", folder=tmp_path)
