@@ -103,12 +103,13 @@ class PackedDataset:
             "seed": seed,
             # Ids of padding and of the vocabulary do not change rows.
             **{key: value for key, value in asdict(options).items() if key not in ("pad_id", "vocab_size")},
+            **self.measured(),
         }
         self.order = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
         arrays = build_once(
             cache_dir or os.path.join(os.path.dirname(corpus.data.prefix), "cache"),
             f"{type(self).__name__}-{label}",
-            description | self.measured(),
+            description,
             lambda: self._build(documents),
         )
         self.items, self.bounds = arrays["items"], arrays["bounds"]
@@ -168,7 +169,7 @@ class PackedDataset:
         return Sample(np.maximum(tokens, 0), np.maximum(labels, 0), mask, tuple(lengths))
 
     def measured(self) -> dict[str, Any]:
-        """Return how conversations are measured: cached rows of another way are not used."""
+        """Return what else the lengths of conversations depend on; rows of other facts are others."""
         return {}
 
     def pieces(self, documents: range) -> NDArray[np.int64]:

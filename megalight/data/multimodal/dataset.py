@@ -87,7 +87,7 @@ class ImageDataset(PackedDataset):
         return _rebuild, self._arguments
 
     def measured(self) -> dict[str, Any]:
-        """Return which images are measured: texts of other corpora, or of earlier files, may be as long as these."""
+        """Return which images are measured: texts with others, or of earlier files, may be as long as these."""
         images = self.corpus.images
         if images is None:
             return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -11,11 +12,20 @@ from typing import Any
 
 import pytest
 
+from megalight.callbacks import EMA
+from megalight.data.chat.prepare import prepare_chat
 from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.data.tokenizer import Tokenizer
 from megalight.models.vlm.module import VLMModule
 from megalight.optim import AdamConfig
-from megalight.strategies import MegatronStrategy, MegatronTowersBesideStrategy, MegatronTowersStrategy, Side
+from megalight.parallel.pipeline.options import Pipeline
+from megalight.strategies import (
+    MegatronFSDPStrategy,
+    MegatronStrategy,
+    MegatronTowersBesideStrategy,
+    MegatronTowersStrategy,
+    Side,
+)
 from tests.data.multimodal.conftest import png, row
 from tests.data.multimodal.test_module import dataset
 from tests.environment import trainer
@@ -36,12 +46,25 @@ def model(name: str) -> Any:
 
 
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
+PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
 LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dp": (MegatronStrategy, {"micro_batch_size": 1}),
     "tp": (MegatronStrategy, SP),
     "towers": (MegatronTowersStrategy, {"tower": Side(), "micro_batch_size": 1}),
     "beside": (MegatronTowersBesideStrategy, {"tower": Side(), **SP}),
+    "cp": (MegatronStrategy, {"context_parallel": 2}),
+    "pp": (MegatronStrategy, {**PP, "pipeline": Pipeline(schedule="zero_bubble")}),
 }
+STAGES: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "context": (2, MegatronStrategy, {"context_parallel": 2}),
+    "interleaved": (2, MegatronStrategy, {**PP, "virtual_pipeline": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
+    "apart": (3, MegatronTowersStrategy, {"tower": Side(ranks=2, context_parallel=2), "micro_batch_size": 1}),
+    "tower a stage": (2, MegatronStrategy, {**PP, "pipeline_layout": "E|ttttL"}),
+    "beside": (2, MegatronTowersBesideStrategy, {"tower": Side(context_parallel=2), "context_parallel": 2}),
+    "sharded": (2, MegatronFSDPStrategy, {"micro_batch_size": 1}),
+    "alone": (1, MegatronStrategy, {}),
+}
+"""Layouts of a model with four layers."""
 
 
 def _train(prefix: str, name: str, layout: str | None) -> dict[str, float]:
@@ -52,6 +75,57 @@ def _train(prefix: str, name: str, layout: str | None) -> dict[str, float]:
     runner = trainer(kind(**options), max_steps=4, gradient_clip_val=1.0)
     runner.fit(module, datamodule=data)
     return {name: float(value) for name, value in runner.callback_metrics.items()}
+
+
+def _go_on(blends: list[Any], name: str, layout: str, steps: int, save: str, resume: str | None) -> dict[str, float]:
+    """Train up to a step, validate averaged weights after each, and save."""
+    _, kind, options = STAGES[layout]
+    train, held_out = blends
+    data = MultimodalDataModule(train_data=train, val_data=held_out, global_batch_size=2, sequence_length=LENGTH)
+    config = model(name)
+    module = VLMModule(replace(config, language=replace(config.language, num_layers=4)), optimizer=AdamConfig(), seed=3)
+    runner = trainer(kind(**options), max_steps=steps, callbacks=[EMA(0.8)], val_check_interval=1, limit_val_batches=2)
+    runner.fit(module, datamodule=data, ckpt_path=resume)
+    runner.save_checkpoint(save)
+    return {name: float(value) for name, value in runner.callback_metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("qwen", ("context", "interleaved", "apart")),
+        pytest.param("llava", ("context", "interleaved", "apart"), marks=pytest.mark.full),
+        pytest.param("qwen", ("tower a stage", "beside", "sharded"), marks=pytest.mark.full),
+        pytest.param("llava", ("sharded", "tower a stage", "beside"), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_blend_goes_on_in_other_layouts(
+    name: str,
+    order: tuple[str, ...],
+    rows: dict[str, list[Any]],
+    prepared: Callable[..., Any],
+    image_tokenizer: Path,
+    tmp_path: Path,
+) -> None:
+    """Images and conversations without any, also of other files; validation has images of other sizes."""
+    odd, none = (str(prepared(rows[kind], kind[:3]).prefix) for kind in ("odd", "no image"))
+    for number, size in enumerate([(50, 9), (9, 50), (30, 30), (64, 2)]):
+        (tmp_path / f"{number}.png").write_bytes(png(*size))
+    held_out = str(prepared([row(f"{number}.png", "<image>what") for number in range(4)], "held_out").prefix)
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps(row(None, 'what'))}\n" * 20)
+    chat = prepare_chat(
+        [str(tmp_path / "chat.jsonl")], tmp_path / "chat", tokenizer=image_tokenizer, progress=False
+    ).prefix
+    blends = [[2, odd, 1, str(chat), 1, none], [held_out, str(chat)]]
+    expected = run(_go_on, 1, blends, name, "alone", 3, str(tmp_path / "alone"), None)[0]
+    resume = None
+    for number, layout in enumerate(order, 1):
+        save = str(tmp_path / layout)
+        found = run(_go_on, STAGES[layout][0], blends, name, layout, number, save, resume)
+        resume = save
+    for rank in found:
+        assert rank == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.fixture
