@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import glob
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megalight.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megalight.data.prepare import PrepareReport
 
 TEXT_ONLY = ("train_tokenizer", "text_key", "no_eod", "eod_token", "split_sentences", "special_tokens")
 CHAT_ONLY = ("chat_template", "train_on")
@@ -61,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-on", choices=("all", "last"), help="messages of the assistant that count in the loss (default: all)"
     )
-    parser.add_argument("--skip-bad", action="store_true", help="skip unreadable files and rows, and count them")
+    parser.add_argument("--skip-bad", action="store_true", help="skip unreadable files and rows; count and list them")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
@@ -77,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         from megalight.data.multimodal.image_text import IMAGE_TOKEN
         from megalight.data.multimodal.prepare import prepare_multimodal
 
-        print(
+        _print(
             prepare_multimodal(
                 inputs,
                 arguments.output,
@@ -97,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.chat:
         from megalight.data.chat.prepare import prepare_chat
 
-        print(
+        _print(
             prepare_chat(
                 inputs,
                 arguments.output,
@@ -131,8 +136,15 @@ def run(arguments: argparse.Namespace) -> int:
         on_bad="skip" if arguments.skip_bad else "raise",
         progress=not arguments.quiet,
     )
-    print(report)
+    _print(report)
     return 0
+
+
+def _print(report: PrepareReport) -> None:
+    """Print a summary, and on standard error what was skipped."""
+    print(report)
+    for message in report.skipped:
+        print(f"skipped: {message}", file=sys.stderr)
 
 
 def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], rule: str) -> None:

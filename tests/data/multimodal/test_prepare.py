@@ -258,3 +258,19 @@ def test_the_command(tmp_path: Path, image_tokenizer: Path, capsys: pytest.Captu
     assert "3 documents" in capsys.readouterr().out
     assert main([*words, "--chat", "--images", "x"]) != 0
     assert "--images is for images; add --multimodal" in capsys.readouterr().err
+
+
+def test_the_command_lists_what_it_skips(
+    tmp_path: Path, image_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*GOOD, row("nowhere.png", "<image>what"), row(None, "what", "a"), row(["nowhere.png"], "no place")]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    words = ["prepare", str(tmp_path / "rows.json"), "-o", str(tmp_path / "p"), "-q", "--skip-bad"]
+    assert main([*words, "--tokenizer", str(image_tokenizer), "--multimodal"]) == 0
+    said = capsys.readouterr()
+    assert "2 skipped" in said.out
+    first, second = said.err.splitlines()
+    assert first.startswith("skipped: ")
+    assert "entry 3, image 0" in first
+    assert "nowhere.png) cannot be read" in first
+    assert "entry 5: the text holds '<image>' 0 times" in second
