@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 
-# One program walks a whole row; blocks are wide so that few steps depend on each other.
-STATISTICS_BLOCK = 8192
+# One program walks a whole row. Threads do not meet on the way, so small programs serve, many at a time.
+STATISTICS_BLOCK = 2048
 # Here blocks are independent, so one row is spread over several programs.
 GRADIENT_BLOCK = 4096
 
@@ -34,20 +34,24 @@ def _statistics(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    largest = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
+    # Eight neighbors, which one thread loads at once, share a maximum and a sum: threads need not meet before the end.
+    group = 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)[None, :]
+    # Finite, so that the difference to a maximum of nothing is not NaN.
+    largest = tl.full((BLOCK // 8,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK // 8,), tl.float32)
     for start in range(0, real, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+        column = start + group
         x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
         if CAPPED:
             x = capped(x, softcap)
         # After the cap: capping -inf would give -softcap, which is a real probability.
         x = tl.where(column < real, x, float("-inf"))
         # Online softmax: rescale the sum whenever the maximum grows.
-        larger = tl.maximum(largest, tl.max(x, 0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
+        larger = tl.maximum(largest, tl.max(x, 1))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[:, None]), 1)
         largest = larger
-    tl.store(logsumexp + row, largest + tl.log(total))
+    most = tl.max(largest, 0)
+    tl.store(logsumexp + row, most + tl.log(tl.sum(total * tl.exp(largest - most), 0)))
     # The label's logit is read directly instead of searched for in every block.
     label = tl.load(labels + row)
     inside = (label >= 0) & (label < real)
