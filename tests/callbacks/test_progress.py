@@ -1,5 +1,6 @@
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import LENGTH, Tiny, tiny_trainer
+
+
+@pytest.fixture(autouse=True)
+def _no_notebook(monkeypatch):
+    """A test that starts a notebook imports this too, and may come before in this process."""
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
 
 
 def fit(**options):
