@@ -158,10 +158,14 @@ def _attend(link: socket.socket) -> None:
     os._exit(0)
 
 
+def leave_ends() -> None:
+    """Leave to earlier processes what they do at their end. In each fork, torch would take 200 operators apart."""
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+
+
 def _become(words: list[str]) -> None:
     """Be an interpreter from here to its end."""
-    # For those before this process to do at their end. torch would take 200 operators apart, as long as a fork takes.
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    leave_ends()
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has made it an empty file
     status = 1
     try:

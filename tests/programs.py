@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.interpreters import environment
+from tests.interpreters import environment, leave_ends
 from tests.workers import Forked
 
 SECONDS = 240
@@ -53,6 +53,7 @@ def forked(target: Callable[..., None], *args: Any, output: Path, seconds: float
 
 
 def _program(program: str, words: tuple[str, ...], folder: Path, environment: dict[str, str]) -> None:
+    leave_ends()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
