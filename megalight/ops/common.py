@@ -72,6 +72,19 @@ def heads_why_not(dtype: torch.dtype, head_dim: int, value_dim: int, widest: int
     return None
 
 
+@lru_cache
+def triton_heads_why_not(device: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
+    """Return why the Triton kernels of attention cannot serve heads of these sizes, or None."""
+    sizes = (head_dim, value_dim)
+    if dtype not in HALF or max(sizes) > 256 or any(size % 8 for size in sizes):
+        return f"needs heads of multiples of 8 up to 256 in half types, not {sizes} in {dtype}"
+    if (reason := cuda_why_not(device) or triton_why_not(device, dtype)) is not None:
+        return reason
+    # Loads by descriptors; blocks are chosen for Hopper.
+    major, minor = torch.cuda.get_device_capability()
+    return None if major >= 9 else f"needs a GPU of compute capability 9.0, not {major}.{minor}"
+
+
 def whole_why_not(divided: bool) -> str | None:
     """Return why a kernel cannot norm a row that is a part (``divided``) of what is normalized together, or None."""
     return "norms whole rows, and these are parts of rows that are divided over devices" if divided else None

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from megalight.errors import BackendError, LayoutError
+from megalight.ops import attention_block as ops
+from megalight.ops.attention import hopper
 from megalight.ops.attention import reference as whole
 from megalight.ops.attention_block import (
     ATTENTION_BLOCK,
+    ATTENTION_BLOCK_BACKWARD,
     EXAMPLE,
     REGISTRIES,
     block_attention,
@@ -170,3 +173,38 @@ def test_varlen_cuts_what_it_padded(packed: bool, monkeypatch: pytest.MonkeyPatc
 def test_cudnn_says_what_it_lacks(change: dict[str, object], reason: str) -> None:
     table = ATTENTION_BLOCK.table(EXAMPLE._replace(device="cuda", **change))
     assert reason in next(why or "" for backend, why in table if backend.name == "cudnn")
+
+
+def test_auto_takes_the_kernels_for_hopper_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuda_why_not", "triton_heads_why_not"):
+        monkeypatch.setattr(ops, name, lambda *_: None)
+    monkeypatch.setattr(torch._C, "_get_cudnn_sdp_enabled", lambda: True)
+    dense = EXAMPLE._replace(device="cuda")
+    for registry, swift in ((ATTENTION_BLOCK, "cudnn"), (ATTENTION_BLOCK_BACKWARD, "triton")):
+        assert registry.select(dense).name == "cudnn"
+        assert registry.select(dense._replace(swift=True)).name == swift
+        assert registry.select(dense._replace(swift=True), "cudnn").name == "cudnn"
+        assert registry.select(dense, "triton").name == "triton"
+        assert registry.select(dense._replace(dense=False)).name == "triton"
+        assert registry.select(dense._replace(window=True)).name == "triton"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_backends_are_told_of_fast_kernels(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of dense blocks, with as many keys as they have."""
+    asked: list[tuple[tuple[int, ...], ...]] = []
+
+    def serves(q: Tensor, v: Tensor, sequences: PackedSequences, *options: Any) -> bool:
+        asked.append((sequences.lengths, (sequences.keys or sequences).lengths))
+        return fast and options == (False, None, ops.LONG)
+
+    found: list[Any] = []
+    monkeypatch.setattr(ops, "_choose", lambda _, spec, __: found.append(spec) or reference.forward)
+    monkeypatch.setattr(hopper, "serves_backward", serves)
+    monkeypatch.setattr(hopper, "fills", lambda *_: True)
+    monkeypatch.setattr(hopper, "DEVICES", ("cpu",))
+    q, k, v = (t.detach() for t in leaves(2, 7, 11))
+    block_attention(q, k, v, causal=False)
+    block_attention(q[:1], k[:1, :7], v[:1, :7], PackedSequences.of_lengths([4, 3]), causal=True)
+    assert [spec.swift for spec in found] == [fast, False]
+    assert asked == [((7, 7), (11, 11))]

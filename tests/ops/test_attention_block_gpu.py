@@ -17,6 +17,7 @@ from tests.ops.checks import TOLERANCE, check_merge, error, poisoned
 pytestmark = pytest.mark.gpu
 
 HEADS = [(8, 8, 64), (8, 2, 128), (4, 1, 80)]
+SHAPES = [(2, 126, 126), (1, 512, 256), (1, 256, 512), (2, 250, 500), (1, 1024, 2048), (2, 1090, 1090)]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -34,27 +35,32 @@ def check_block(
     sequences: PackedSequences | None,
     causal: bool,
     scale: float | None = None,
+    window: int | None = None,
 ) -> None:
     """Output, log-sum-exp and gradients of one block."""
     dtype = tensors[0].dtype
     exact = [t.double() for t in tensors]
-    wanted, wanted_lse = reference.forward(*exact, sequences, causal, scale)
-    out, lse = block_attention(*tensors, sequences, causal=causal, scale=scale, backend=backend)
+    wanted, wanted_lse = reference.forward(*exact, sequences, causal, scale, window)
+    options = {"causal": causal, "scale": scale, "window": window, "backend": backend}
+    out, lse = block_attention(*tensors, sequences, **options)
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (dtype, torch.float32, wanted.shape, wanted_lse.shape)
     assert error(out, wanted) <= TOLERANCE[dtype]
     assert error(lse, wanted_lse) <= 1e-4
     grad = torch.randn_like(out)
-    expected = reference.backward(grad.double(), *exact, wanted, wanted_lse, sequences, causal, scale)
-    grads = block_attention_backward(grad, *tensors, out, lse, sequences, causal=causal, scale=scale, backend=backend)
+    expected = reference.backward(grad.double(), *exact, wanted, wanted_lse, sequences, causal, scale, window)
+    grads = block_attention_backward(grad, *tensors, out, lse, sequences, **options)
     for name, found, exactly in zip("qkv", grads, expected, strict=True):
         assert found.shape == exactly.shape
         assert found.dtype == dtype
         assert error(found, exactly) <= 1.5 * TOLERANCE[dtype], (name, error(found, exactly))
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "varlen"])
+@pytest.mark.parametrize("backend", ["cudnn", "triton", "varlen"])
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("batch", "queries", "keys"), [(2, 126, 126), (1, 512, 256), (1, 256, 512), (2, 250, 500)])
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys"),
+    [(2, 126, 126), (1, 512, 256), (1, 256, 512), (2, 250, 500), (1, 1024, 2048), (2, 1090, 1090)],
+)
 @pytest.mark.parametrize("causal", [True, False])
 def test_dense(backend: str, heads: tuple[int, int, int], batch: int, queries: int, keys: int, causal: bool) -> None:
     if causal and queries != keys:
@@ -62,21 +68,32 @@ def test_dense(backend: str, heads: tuple[int, int, int], batch: int, queries: i
     check_block(backend, inputs(batch, queries, keys, heads, torch.bfloat16), None, causal)
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "varlen"])
+@pytest.mark.parametrize("backend", ["cudnn", "triton", "varlen"])
 def test_float16_and_a_scale(backend: str) -> None:
     check_block(backend, inputs(1, 192, 192, HEADS[1], torch.float16), None, True, 0.2)
 
 
+@pytest.mark.parametrize("backend", ["triton", "varlen"])
 @pytest.mark.parametrize("heads", HEADS)
-def test_packed(heads: tuple[int, int, int]) -> None:
-    """Single queries and keys among them."""
+def test_packed(backend: str, heads: tuple[int, int, int]) -> None:
+    """Single queries and keys among them; the last two are long enough for kernels with roles for warps."""
     queries = PackedSequences.of_lengths([63, 1, 500, 130], "cuda")
-    check_block("varlen", inputs(1, 694, 694, heads, torch.bfloat16), queries, True)
-    for lengths in ([31, 7, 250, 65], [126, 1, 1, 300]):
+    check_block(backend, inputs(1, 694, 694, heads, torch.bfloat16), queries, True)
+    for lengths in ([31, 7, 250, 65], [126, 1, 1, 300], [1260, 1, 701, 300]):
         sequences = replace(queries, keys=PackedSequences.of_lengths(lengths, "cuda"))
-        check_block("varlen", inputs(1, 694, sum(lengths), heads, torch.bfloat16), sequences, False)
+        check_block(backend, inputs(1, 694, sum(lengths), heads, torch.bfloat16), sequences, False)
+    sequences = replace(queries, keys=PackedSequences.of_lengths([1260, 1, 701, 300], "cuda"))
+    check_block(backend, inputs(1, 694, 2262, heads, torch.bfloat16), sequences, True)
     single = replace(PackedSequences.of_uniform(4, 1, "cuda"), keys=PackedSequences.of_lengths([3, 70, 200, 9], "cuda"))
     check_block("auto", inputs(1, 4, 282, heads, torch.bfloat16), single, False)
+
+
+@pytest.mark.parametrize("backend", ["triton", "varlen"])
+@pytest.mark.parametrize("window", [5, 100, 900])
+def test_windows(backend: str, window: int) -> None:
+    sequences = PackedSequences.of_lengths([1063, 1, 500], "cuda")
+    sequences = replace(sequences, keys=PackedSequences.of_lengths([1700, 9, 500], "cuda"))
+    check_block(backend, inputs(1, 1564, 2209, HEADS[1], torch.bfloat16), sequences, True, window=window)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -88,7 +105,7 @@ def test_values_narrower_than_keys(causal: bool) -> None:
     check_block("varlen", packed, PackedSequences.of_lengths([63, 1, 307, 129], "cuda"), causal, 0.135)
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "varlen"])
+@pytest.mark.parametrize("backend", ["cudnn", "triton", "varlen"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_gradients_of_merged_blocks_add_up(backend: str, heads: tuple[int, int, int], batch: int) -> None:
@@ -138,16 +155,29 @@ def check_merged_blocks(backend: str, heads: tuple[int, int, int], batch: int) -
 
 
 def test_choices() -> None:
-    """Dense half types go to cuDNN, packed ones to the packed kernel, others to the reference."""
+    """Dense half types go to cuDNN, packed ones to our kernels, others to the reference."""
     q, k, v = inputs(1, 64, 64, HEADS[1], torch.bfloat16)
     sequences = PackedSequences.of_lengths([30, 34], "cuda")
     with pytest.raises(BackendError, match="cudnn: needs equally long sequences"):
         block_attention(q, k, v, sequences, causal=True, backend="cudnn")
-    for described, backend in ((None, "cudnn"), (sequences, "varlen")):
+    for described, backend in ((None, "cudnn"), (sequences, "triton")):
         chosen = block_attention(q, k, v, described, causal=True)
         named = block_attention(q, k, v, described, causal=True, backend=backend)
         assert all(torch.equal(a, b) for a, b in zip(chosen, named, strict=True))
     assert block_attention(*(t.double() for t in (q, k, v)), causal=True)[1].dtype == torch.float64
+
+
+def test_backward_kernels_take_what_cudnn_found() -> None:
+    """As long blocks have them."""
+    q, k, v = inputs(1, 1024, 2048, (8, 2, 128), torch.bfloat16)
+    found = block_attention(q, k, v, causal=False, backend="cudnn")
+    grad = torch.randn_like(q)
+    exact = [t.double() for t in (q, k, v)]
+    expected = reference.backward(
+        grad.double(), *exact, *reference.forward(*exact, None, False, None), None, False, None
+    )
+    grads = block_attention_backward(grad, q, k, v, *found, causal=False, backend="triton")
+    assert all(error(one, other) <= 1.5 * TOLERANCE[torch.bfloat16] for one, other in zip(grads, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(1, 500, 8, 128), (2, 63, 5, 80), (3, 8, 1, 64)])

@@ -151,7 +151,7 @@ def test_long_blocks_are_divided_where_there_are_few(
     shared = [turns[0][2] for turns in found.values() if turns[0][1] > 1]
     assert shared == list(range(len(shared)))
     assert all(turns == [(part, turns[0][1], turns[0][2]) for part in range(turns[0][1])] for turns in found.values())
-    assert hopper.fills(lengths, causal, None, key_heads, group, 132) == (full < 2)
+    assert hopper.fills(PackedSequences.of_lengths(lengths), causal, None, key_heads, group, 132) == (full < 2)
 
 
 @needs_triton

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -166,6 +167,38 @@ def test_gated_norm(rows: int, groups: int, group: int) -> None:
 def test_attention(lengths: list[int], keys: Any, causal: bool, window: Any, softcap: Any, sunk: bool) -> None:
     module, sizes = kernels("attention"), (2, 1, 24, 16) if sunk else (4, 2, 16, 16)
     checks.check_attention(module, "cpu", torch.float32, lengths, keys, causal, window, softcap, sizes, sunk)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 0 / 0 in rows of a program behind the last query
+@pytest.mark.parametrize(
+    ("batch", "lengths", "keys", "causal", "window"),
+    [
+        (2, None, 40, True, None),
+        (2, None, 90, False, None),
+        (1, None, 33, False, None),
+        (1, [30, 1, 9], [30, 1, 9], True, None),
+        (1, [30, 1, 9], [70, 64, 2], False, None),
+        (1, [30, 10], [40, 64], True, 12),
+    ],
+)
+def test_attention_blocks(batch: int, lengths: Any, keys: Any, causal: bool, window: int | None) -> None:
+    """Of 40 queries. Keys and values lie beside one another, and are a part of their sequences."""
+    from megalight.ops.attention_block import reference
+
+    module, sequences, count = kernels("attention_block"), None, keys
+    if lengths is not None:
+        sequences = replace(PackedSequences.of_lengths(lengths), keys=PackedSequences.of_lengths(keys))
+        count = sum(keys)
+    q, both = torch.randn(batch, 50, 4, 16)[:, 10:], torch.randn(batch, count + 5, 2, 32)[:, :count]
+    given = (q, both[..., :16], both[..., 16:])
+    options = (sequences, causal, 0.3, window)
+    found, expected = module.forward(*given, *options), reference.forward(*given, *options)
+    grad = torch.randn(batch, 40, 4, 16)
+    found += module.backward(grad, *given, *expected, *options)
+    expected += reference.backward(grad, *given, *expected, *options)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert checks.error(one, other) < 1e-5
 
 
 @pytest.mark.parametrize(

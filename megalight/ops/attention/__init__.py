@@ -13,7 +13,15 @@ from megalight.errors import LayoutError
 from megalight.ops.attention import bounded, cudnn, flex, hopper, reference, sdpa, sink, varlen
 from megalight.ops.attention.chunks import chunked
 from megalight.ops.attention.mutual import mutual_attention as mutual_attention
-from megalight.ops.common import HALF, cuda_why_not, heads_why_not, lazy, num_multiprocessors, serve_all, triton_why_not
+from megalight.ops.common import (
+    HALF,
+    cuda_why_not,
+    heads_why_not,
+    lazy,
+    serve_all,
+    triton_heads_why_not,
+    triton_why_not,
+)
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
@@ -125,14 +133,7 @@ def _triton_why_not(spec: Spec) -> str | None:
         return "has no dropout"
     if spec.few:
         return "has one program for all keys of a query, which is slow where queries are few"
-    sizes = (spec.head_dim, spec.value_dim)
-    if spec.dtype not in HALF or max(sizes) > 256 or any(size % 8 for size in sizes):
-        return f"needs heads of multiples of 8 up to 256 in half types, not {sizes} in {spec.dtype}"
-    if (reason := cuda_why_not(spec.device) or triton_why_not(spec.device, spec.dtype)) is not None:
-        return reason
-    # Loads by descriptors; blocks are chosen for Hopper.
-    major, minor = torch.cuda.get_device_capability()
-    return None if major >= 9 else f"needs a GPU of compute capability 9.0, not {major}.{minor}"
+    return triton_heads_why_not(spec.device, spec.dtype, spec.head_dim, spec.value_dim)
 
 
 def _triton_slower(spec: Spec) -> str | None:
@@ -256,13 +257,7 @@ def attention(
         sink is not None,
         keys is not None and sequences.num_tokens < FEW * len(sequences.lengths),
         window is not None and window + 1 < NEAR,
-        # torch's compiler knows cuDNN's operator, and not these kernels.
-        uniform
-        and keys is None
-        and q.device.type in hopper.DEVICES
-        and not (dropout or torch.compiler.is_dynamo_compiling())
-        and hopper.serves_backward(q, v, sequences, causal, window, hopper.LONGER)
-        and hopper.fills(sequences.lengths, causal, window, kv_heads, heads // kv_heads, num_multiprocessors(q.device)),
+        uniform and keys is None and not dropout and hopper.beats_cudnn(q, k, v, sequences, causal, window),
     )
     # backends that have no sinks do not take one
     more = () if sink is None else (sink,)

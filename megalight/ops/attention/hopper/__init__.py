@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalight.imports import version
-from megalight.ops.common import HALF, cuda_why_not, lazy
+from megalight.ops.common import HALF, cuda_why_not, lazy, num_multiprocessors
 from megalight.types import PackedSequences
 
 VERSIONS = ("3.6",)
@@ -69,7 +69,7 @@ def seen(lengths: tuple[int, ...], keys: tuple[int, ...], causal: bool, window: 
 
 
 def fills(
-    lengths: tuple[int, ...], causal: bool, window: int | None, key_heads: int, group: int, processors: int
+    sequences: PackedSequences, causal: bool, window: int | None, key_heads: int, group: int, processors: int
 ) -> bool:
     """Return whether the programs of the backward pass keep all multiprocessors busy.
 
@@ -77,14 +77,15 @@ def fills(
     sequence are seen by all of its queries, and the last by few.
 
     Args:
-        lengths: of the sequences; their keys are the same tokens.
+        sequences: how tokens divide into sequences.
         causal: whether a query sees no later key.
         window: number of earlier tokens that a query sees besides itself.
         key_heads: number of heads of keys.
         group: heads of queries of a head of keys.
         processors: number of multiprocessors.
     """
-    found: float = _plan(lengths, lengths, causal, window, key_heads, group, processors).fullest
+    lengths, keys = sequences.lengths, (sequences.keys or sequences).lengths
+    found: float = _plan(lengths, keys, causal, window, key_heads, group, processors).fullest
     return found <= UNEVEN
 
 
@@ -105,3 +106,32 @@ def serves_backward(
 ) -> bool:
     """Return whether they also serve the backward pass, which adds gradients of queries in any order."""
     return not torch.are_deterministic_algorithms_enabled() and serves(q, v, sequences, causal, window, least)
+
+
+def beats_cudnn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    causal: bool,
+    window: int | None,
+    least: int = LONGER,
+) -> bool:
+    """Return whether these kernels serve both passes, and are faster than cuDNN's for the lengths and heads.
+
+    Args:
+        q: ``[..., H, D]``.
+        k: ``[..., Hkv, D]``.
+        v: ``[..., Hkv, Dv]``.
+        sequences: how tokens divide into sequences.
+        causal: whether a query sees no later key.
+        window: number of earlier tokens that a query sees besides itself.
+        least: keys that a query sees on average from which they are faster.
+    """
+    # torch's compiler knows cuDNN's operator, and not these kernels.
+    if q.device.type not in DEVICES or torch.compiler.is_dynamo_compiling():
+        return False
+    heads, key_heads = q.shape[-2], k.shape[-2]
+    return serves_backward(q, v, sequences, causal, window, least) and fills(
+        sequences, causal, window, key_heads, heads // key_heads, num_multiprocessors(q.device)
+    )
