@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from megalight.cli.other_names import ours
 from megalight.errors import nearest
 
 
@@ -16,18 +17,23 @@ def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], know
         value: its value, if there is one.
         owner: what has no such argument.
         choices: the arguments that it has.
-        known: keys of the whole configuration. One that ends with the same name is suggested, before one that is
-            spelled alike: for ``max_steps``, ``trainer.max_steps``.
+        known: keys of the whole configuration. One is named that another program calls so, or ends with the same
+            name, before one that is spelled alike: for ``train-iters`` and ``max_steps``, ``trainer.max_steps``.
     """
-    name = key.rpartition(".")[2].replace("-", "_")  # flags of other programs have dashes
-    shown = f" (value {str(value)!r})" if value is not None else ""
+    known = [*known]
+    name = key.rpartition(".")[2]
+    shown = f" (value {str(value)!r})" if value not in (None, "") else ""
+    unknown = f"unknown key {key!r}{shown}: {owner} has no such argument."
+    if (meant := ours(name, [*known, *choices])) is not None:
+        return f"{unknown} Here it is {meant}."
     listing = f" Known: {', '.join(sorted(choices))}." if choices and len(choices) <= 24 else ""
+    name = name.replace("-", "_")  # flags of other programs have dashes
     # The one nearest to the top: ``model.config.num_layers``, not that of recompute.
     same = sorted((option for option in known if option.rpartition(".")[2] == name), key=lambda each: each.count("."))
     begun = [choice for choice in choices if choice.startswith(name)]  # ``seed``: ``seed_everything``
     better = [*begun, *same] if len(begun) == 1 else same
     hint = f" Did you mean {better[0]!r}?" if better else nearest(name, choices)
-    return f"unknown key {key!r}{shown}: {owner} has no such argument.{hint}{listing}"
+    return f"{unknown}{hint}{listing}"
 
 
 def not_valid(key: str, value: Any, expected: str, choices: Iterable[str] = ()) -> str:

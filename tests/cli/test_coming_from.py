@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from megalight.cli.checks import early
 from megalight.cli.classes import class_in, members
 from megalight.cli.lightning import MegalightCLI
+from megalight.cli.other_names import MEGATRON, OURS
 from megalight.cli.trainer import MegalightTrainer
 from megalight.data.gpt.module import GPTDataModule
+from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
@@ -113,3 +116,39 @@ def test_each_seed_is_an_argument_of_what_it_seeds() -> None:
         "order of data": "data",
         "initial weights": "model",
     }
+
+
+def test_the_command_line_knows_the_flags_of_the_page() -> None:
+    shown = {}
+    for left, right in ROWS["from-megatron.md"]:
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", right).replace("`", "")  # links read as their text
+        shown |= {flag.replace("-", "_"): text for flag in re.findall(r"`--([\w-]+)`", left)}
+    assert shown == MEGATRON
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_a_name_of_another_program_stands_for_a_key_that_exists(name: str) -> None:
+    assert exists(OURS[name].split()[0].strip(","))
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--train-iters", "5"], "trainer.max_steps"),
+        (["--bf16"], "trainer.precision"),
+        (["--load=a"], "ckpt_path"),
+        (["--num-attention-heads", "5"], "model.config.num_heads"),
+        (["--model=GPTModule", "--model.config.num_attention_heads=8"], "model.config.num_heads"),
+        (["--model=GPTModule", "--learning_rate=1e-3"], "model.optimizer.lr"),
+        (["--trainer.strategy.tensor_model_parallel_size=2"], "trainer.strategy.tensor_parallel"),
+    ],
+)
+def test_a_flag_of_another_program_is_answered_with_our_key(words: list[str], key: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"has no such argument\. Here it is {re.escape(key)}\b"):
+        early.check("fit", words)
+
+
+def test_a_flag_is_not_answered_with_a_key_that_the_model_does_not_have() -> None:
+    with pytest.raises(ConfigurationError, match="unknown key 'num-experts'") as caught:
+        early.check("fit", ["--model=BertModule", "--num-experts=8"])
+    assert "Here it is" not in str(caught.value)

@@ -53,7 +53,10 @@ MISTAKES = [
     (["--max_steps=3"], ["unknown key 'max_steps'", "Did you mean 'trainer.max_steps'?"]),
     (["--num_layers=3"], ["unknown key 'num_layers'", "Did you mean 'model.config.num_layers'?"]),
     (["--micro-batch-size", "3"], ["'micro-batch-size' (value '3')", "'trainer.strategy.micro_batch_size'?"]),
-    (["--seed=3"], ["unknown key 'seed'", "Did you mean 'seed_everything'?"]),
+    (
+        ["--seed=3"],
+        ["unknown key 'seed'", "Here it is data.seed (order of data), model.seed (initial weights), seed_everything"],
+    ),
     (["--data.micro_batch_size=2"], ["GPTDataModule has no", "Did you mean 'trainer.strategy.micro_batch_size'?"]),
     (["--trainer.max_steps=abc"], ["trainer.max_steps = 'abc' is not valid; expected: int."]),
     (["--trainer.max_steps=1.5"], ["trainer.max_steps = '1.5'"]),
