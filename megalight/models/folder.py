@@ -63,9 +63,8 @@ COMPANIONS = (
 """Files that go with the weights of a model, in a folder and in our checkpoints. None of them is code."""
 
 
-ROWS = 16
-"""Rows at which a tensor and its copy are compared, from the first to the last. A head that was trained apart from the
-embedding differs in all of them."""
+ROWS = 1024
+"""Rows of a tensor and its copy that are compared at a time, which bounds the memory."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ class Folder:
         return sum(each.count for each in opened.values())
 
     def _check_copies(self, tensors: Mapping[str, Stored]) -> None:
-        """Check at a few rows that weights are equal which the files hold twice, and the model once."""
+        """Check that weights are equal which the files hold twice, and the model once."""
         with ExitStack() as stack:
             files = cache(lambda name: stack.enter_context(OpenFile(self.path / name, f"{self.path}/{name}")))
             for copy, original in self._weights.twice(tensors):
@@ -224,11 +223,14 @@ class Folder:
 
 
 def _equal_rows(files: Open, one: Stored, other: Stored) -> Iterator[bool]:
-    """Yield whether two tensors of one shape are equal at ``ROWS`` rows, in the narrower of their dtypes."""
+    """Yield whether two tensors of one shape are equal, for ``ROWS`` rows after another.
+
+    They are compared in the narrower of their dtypes.
+    """
     count, *rest = one.shape
     dtype = min((getattr(torch, each.dtype) for each in (one, other)), key=lambda kind: kind.itemsize)
-    for row in sorted({(count - 1) * step // (ROWS - 1) for step in range(ROWS)}):
-        found = torch.empty(2, 1, *rest, dtype=dtype)
+    for row in range(0, count, ROWS):
+        found = torch.empty(2, min(ROWS, count - row), *rest, dtype=dtype)
         for each, data in zip((one, other), found, strict=True):
             each.read(files, [row] + [0] * len(rest), data)
         yield torch.equal(*found)

@@ -125,16 +125,18 @@ def test_names_as_files_of_base_models_have_them(folders: Callable[[str], Path],
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+@pytest.mark.parametrize("row", [1, -1])
 def test_a_head_that_is_tied_only_in_the_configuration_is_refused(
-    folders: Callable[[str], Path], tmp_path: Path
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int
 ) -> None:
     """transformers uses both weights then, and warns; what the message says does the same here."""
 
     def two(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         head = tensors["model.embed_tokens.weight"].clone()
-        head[-1] += 1
+        head[row] += 1  # one row alone, as where a token was added
         return {**tensors, "lm_head.weight": head}
 
+    monkeypatch.setattr("megalight.models.folder.ROWS", 5)
     folder = rewritten(folders("llama_tied_scaled"), tmp_path / "two", two)
     message = r"lm_head\.weight differs from model\.embed_tokens\.weight.*set tie_word_embeddings to false in config"
     with pytest.raises(CheckpointError, match=message):
