@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -29,29 +28,6 @@ OWNED = {
     "reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
 }
 """Options of data parallelism that are arguments of the strategy."""
-
-_RECOMPUTE = "recompute=Recompute(granularity='full', num_layers=1)"
-_NOTHING = "leave it out"
-INSTEAD = {
-    "activation_checkpointing": _RECOMPUTE,
-    "activation_checkpointing_policy": _RECOMPUTE,
-    "backward_prefetch": "data_parallel=DataParallel(prefetch=...), the number of units that are gathered ahead",
-    "cpu_offload": "data_parallel=DataParallel(optimizer_offload_fraction=1.0), which keeps masters and optimizer "
-    "state in host memory; parameters are too slow there",
-    "device_id": "Trainer(devices=...)",
-    "forward_prefetch": "data_parallel=DataParallel(prefetch=...), the number of units that are gathered ahead",
-    "ignored_modules": "auto_wrap_policy with the classes to shard; everything outside of these stays whole",
-    "ignored_states": "auto_wrap_policy with the classes to shard; everything outside of these stays whole",
-    "limit_all_gathers": f"{_NOTHING}: buffers are fixed, and gathers wait for them",
-    "mixed_precision": "Trainer(precision='bf16-mixed'), and data_parallel=DataParallel(gradient_dtype=...)",
-    "param_init_fn": f"{_NOTHING}: modules on the meta device are drawn shard by shard",
-    "process_group": "device_mesh, or tensor_parallel and the like: the mesh makes all groups",
-    "state_dict_type": f"{_NOTHING}: each checkpoint is a folder that any number of ranks reads, whole or in shards",
-    "sync_module_states": f"{_NOTHING}: all ranks begin from the same values",
-    "timeout": "timeout_seconds",
-    "use_orig_params": f"{_NOTHING}: parameters keep their identity, so optimizers may have any groups",
-}
-"""Arguments of Lightning's and torch's FSDP that mean something else here, or nothing -> what to write instead."""
 
 
 class MegatronFSDPStrategy(MegatronStrategy):
@@ -87,12 +63,6 @@ class MegatronFSDPStrategy(MegatronStrategy):
         data_parallel: DataParallel | None = None,
         **options: Any,
     ) -> None:
-        known = inspect.signature(MegatronStrategy).parameters
-        for name in options:
-            if name not in known:
-                # torch's own names first: they are no misspelled ones of ours.
-                use = INSTEAD.get(name, f"see its documentation.{nearest(name, known)}")
-                raise ConfigurationError(f"MegatronFSDPStrategy has no argument {name!r}. Instead: {use}")
         if sharding_strategy not in LEVELS:
             raise ConfigurationError(
                 f"sharding_strategy={sharding_strategy!r}; it must be one of {', '.join(LEVELS)}."

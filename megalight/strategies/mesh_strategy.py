@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +25,7 @@ from megalight.parallel.recompute import Recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
+from megalight.strategies.arguments import check_arguments
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.collectives import Collectives
 from megalight.strategies.micro_batches import MicroBatchSize
@@ -89,6 +90,11 @@ class MeshStrategy(Collectives, ParallelStrategy):
     engine: DataParallelEngine | None
     streams: RandomStreams | None
     extra_shard_states: dict[str, list[Tensor]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse arguments of other strategies by name. Here, so that constructors show only their own."""
+        check_arguments(cls, kwargs)
+        return super().__new__(cls)
 
     @property
     def specs(self) -> dict[str, ShardSpec]:

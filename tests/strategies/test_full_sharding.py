@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.strategies import FSDPStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from megalight.callbacks import EMA, Adapters
@@ -27,7 +24,6 @@ from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
-from megalight.strategies.fsdp import INSTEAD
 from tests.environment import trainer
 from tests.strategies.test_layout_changes import contents
 from tests.strategies.training import (
@@ -328,13 +324,6 @@ def test_arguments_read_like_those_of_lightning() -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             MegatronFSDPStrategy(**options)  # type: ignore[arg-type]
-
-
-def test_every_argument_of_lightning_is_taken_or_says_what_to_write() -> None:
-    theirs = {name for name in signature(FSDPStrategy).parameters if name != "kwargs"}
-    theirs |= {name for name in signature(FullyShardedDataParallel).parameters if name != "module"}
-    ours = signature(MegatronFSDPStrategy).parameters.keys() | signature(MegatronStrategy).parameters.keys()
-    assert theirs - ours == INSTEAD.keys()
 
 
 def _groups() -> None:
