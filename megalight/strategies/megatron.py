@@ -249,8 +249,7 @@ class MegatronStrategy(FolderCheckpoints):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Build the model of Megalight's modules on the meta device: it is split first, and filled later."""
-        # A plain module keeps its values. One that was set up before is on its device, and
-        # nothing is built here.
+        # A plain module keeps its values. One that was set up before is on its device, and nothing is built here.
         meta = isinstance(self.lightning_module, MegalightModule) and self._setup_of is None
         with torch.device("meta") if meta else nullcontext():
             yield
@@ -337,8 +336,7 @@ class MegatronStrategy(FolderCheckpoints):
         sharded, module = self.engine.level.parameters, self.lightning_module
         self._whole_between_steps = reads_weights_between_steps(module, trainer, sharded)
         self._only_updates_write = not self._whole_between_steps
-        # Only sharded weights are away there. On other levels they are whole between the
-        # backward and the update.
+        # Only sharded weights are away there. On other levels they are whole between the backward and the update.
         self._whole_before_update = sharded and reads_weights_before_update(module, trainer)
         if self._whole_between_steps and self.engine.units is not None and sharded and self.is_global_zero:
             log.warning(
@@ -480,6 +478,10 @@ class MegatronStrategy(FolderCheckpoints):
             "toggles Lightning's backward cannot be used with it."
         )
 
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Average gradients over the replicas after a backward of manual optimization, which may then clip them."""
+        ordinary.average_after_backward(self.lightning_module, self.mesh)
+
     def validation_step(self, *args: Any) -> Any:
         """Run forward only, and log ``val_loss``, which is the same on every rank."""
         return self._evaluation_step("val", "validation_step", args)
@@ -570,8 +572,7 @@ class MegatronStrategy(FolderCheckpoints):
 
     def teardown(self) -> None:
         """Release resources. Weights stay where they are, as views of flat buffers."""
-        # First, while all ranks are still here.
-        self.end_saving(failed=FAILED.is_set())
+        self.end_saving(failed=FAILED.is_set())  # first, while all ranks are still here
         if self._sigterm is not None:
             _lightning.count_no_epochs(self._sigterm.trainer, on=False)
             _lightning.summarize_as_before(self._sigterm.trainer)

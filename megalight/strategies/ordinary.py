@@ -143,6 +143,13 @@ def averaging(optimizer: Optimizer, closure: Callable[[], Any], mesh: ParallelMe
     return averaged
 
 
+def average_after_backward(module: pl.LightningModule | None, mesh: ParallelMesh) -> None:
+    """Average gradients over the replicas after a backward of manual optimization, which may then read or clip them."""
+    group = mesh.group("dp")
+    if module is not None and not module.automatic_optimization and group is not None:
+        average_gradients([parameter for parameter in module.parameters() if parameter.requires_grad], group)
+
+
 def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Average gradients over a group, with one message per dtype. A gradient that no rank has stays None."""
     # One message per dtype, because a flat tensor has one dtype.

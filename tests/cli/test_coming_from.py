@@ -119,7 +119,7 @@ def test_each_seed_is_an_argument_of_what_it_seeds() -> None:
 
 
 def test_the_command_line_knows_the_flags_of_the_page() -> None:
-    shown = {}
+    shown: dict[str, str] = {}
     for left, right in ROWS["from-megatron.md"]:
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", right).replace("`", "")  # links read as their text
         shown |= {flag.replace("-", "_"): text for flag in re.findall(r"`--([\w-]+)`", left)}

@@ -94,6 +94,43 @@ def test_each_step_averages_over_replicas_what_has_arrived() -> None:
         assert steps == 6, "Lightning counts the steps of all optimizers"
 
 
+class Clipped(Plain):
+    """Clips by hand, and reads a gradient before."""
+
+    def __init__(self) -> None:
+        super().__init__("SGD")
+        self.automatic_optimization = False
+        self.read: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.read.append(self.net[0].bias.grad.sum().item())
+        self.clip_gradients(optimizer, gradient_clip_val=0.1)  # type: ignore[arg-type]
+        optimizer.step()  # type: ignore[union-attr]
+
+
+def _clipped() -> tuple[list[list[float]], list[float]]:
+    module = Clipped().double()
+    fit(module, batches(16, 2), strategy("no_shard"))
+    return weights(module), module.read
+
+
+def test_gradients_are_those_of_all_replicas_before_they_are_clipped_by_hand() -> None:
+    module, read = Plain("SGD").double(), []
+    optimizer = module.configure_optimizers()
+    for step in dealt(16, 2, 2):
+        optimizer.zero_grad()
+        torch.stack([module.training_step(batch, 0) for batch in step]).mean().backward()
+        read.append(module.net[0].bias.grad.sum().item())
+        assert nn.utils.clip_grad_norm_(module.parameters(), 0.1) > 0.1
+        optimizer.step()
+    for found, gradients in run(_clipped, 2):
+        close(found, weights(module))
+        assert gradients == pytest.approx(read)
+
+
 def _resumed_from_beside(folder: str) -> tuple[list[list[float]], list[list[float]]]:
     whole, first, second = Adversaries(), Adversaries(), Adversaries()
     fit(whole, batches(16, 4), max_epochs=2)
