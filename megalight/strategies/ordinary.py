@@ -2,7 +2,7 @@
 
 Manual optimization, several optimizers, optimizers that are not element-wise, and callbacks that average the weights of
 the module run in Lightning's own loop, on the parameters and gradients of the user's module. When an optimizer steps,
-its gradients are averaged over the replicas.
+its gradients are averaged over the replicas; with manual optimization they are also averaged after each backward.
 """
 
 from __future__ import annotations
