@@ -59,7 +59,12 @@ def made(model: GPT, tp: int = 1, cp: int = 4, **context) -> GPT:
         (WINDOW, 1, {"kind": "all_to_all_ring", "inner": 2}, None),
         (SOFTCAP, 1, {"kind": "ring"}, r"layers\.0\.attention\.inner: .*ring: has no soft cap"),
         (DROPOUT, 1, {"kind": "ring"}, r"ring: has no dropout"),
-        (SDPA, 1, {"kind": "ring"}, r"ring: has no attention backend 'sdpa': attention_block has cudnn, triton, varlen, ref"),
+        (
+            SDPA,
+            1,
+            {"kind": "ring"},
+            r"ring: has no attention backend 'sdpa': attention_block has cudnn, triton, varlen, ref",
+        ),
         (SOFTCAP, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no soft cap"),
         (
             {**WINDOW, **CUDNN},
