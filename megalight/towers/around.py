@@ -30,7 +30,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, Entry
-from megalight.parallel.pipeline.executor import Executor
+from megalight.parallel.pipeline.executor import Executor, ForwardStep, LossStep, Objective
 from megalight.towers.balance import balanced
 from megalight.towers.features import features
 from megalight.towers.language import padded
@@ -107,10 +107,18 @@ class Around:
         self._told = self._sizes([contents(each) for each in micro_batches])
         return tuple(map(tuple, self._told))
 
-    def train(self, agenda: Agenda, micro_batches: Sequence[Any], *rest: Any) -> list[Loss]:
+    def train(
+        self,
+        agenda: Agenda,
+        micro_batches: Sequence[Any],
+        forward_step: ForwardStep,
+        loss_step: LossStep,
+        objective: Objective,
+        units: Units | None = None,
+    ) -> list[Loss]:
         """Run the tower forward, the schedule, and the tower backward; arguments as of the executor."""
-        passes, units = self._forward(micro_batches, rest[-1]), rest[-1]
-        losses = self.executor.train(agenda, micro_batches, *rest)
+        passes = self._forward(micro_batches, units)
+        losses = self.executor.train(agenda, micro_batches, forward_step, loss_step, objective, units)
         self._arrived.clear()
         for number, each in enumerate(passes if self.trained else (), 1):
             self._follow(units, [route.Pass(0, False)] * (len(passes) - number))
@@ -118,11 +126,13 @@ class Around:
             torch.autograd.backward([each.features], [gradient])
         return losses
 
-    def forward(self, agenda: Agenda, micro_batches: Sequence[Any], *rest: Any) -> list[Carry]:
+    def forward(
+        self, agenda: Agenda, micro_batches: Sequence[Any], forward_step: ForwardStep, units: Units | None = None
+    ) -> list[Carry]:
         """Run forward passes without gradients."""
         with torch.no_grad():
-            self._forward(micro_batches, rest[-1])
-        carries = self.executor.forward(agenda, micro_batches, *rest)
+            self._forward(micro_batches, units)
+        carries = self.executor.forward(agenda, micro_batches, forward_step, units)
         self._arrived.clear()
         return carries
 
