@@ -40,6 +40,12 @@ log = logging.getLogger(__name__)
 
 SPLITS = ("tp", "cp", "pp", "ep")
 """Usual names of dims of a mesh over which a module, or its tokens, are split."""
+UNCLIPPED = (
+    "cannot clip a module under megalight.fully_shard: a rank has gradients of its shards only, and their sums over "
+    "ranks are complete in optimizer.step(). Call sharded.clip_grad_norm_(max_norm) on all ranks instead (what "
+    "fully_shard returned is `sharded`)."
+)
+"""Why torch's functions that clip are refused for its parameters."""
 
 
 def fully_shard(
@@ -163,7 +169,7 @@ class FullyShard(PlainRun):
                 f"{', '.join(sorted(compiled))}.compile() also traces the hooks that gather parameters, and compiles "
                 "anew for each module. Write module.forward = torch.compile(module.forward) instead."
             )
-        refuse_clipping(module.parameters())
+        refuse_clipping(module.parameters(), UNCLIPPED)
         self._loading = False
         # Of every submodule: a script may also ask a layer alone.
         for part in module.modules():

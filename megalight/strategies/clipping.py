@@ -4,10 +4,33 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 import torch
+from torch.optim import Optimizer
 
+from megalight.optim.sharded import sharding_of
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
+from megalight.parallel.data_parallel.foreign_clipping import permit_clipping, refuse_clipping
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.trace import spanned
 from megalight.strategies._lightning import log
+
+IN_PART = (
+    "cannot clip under MegatronStrategy, which divides gradients over ranks here: each would clip its part by its own "
+    "norm. Use Trainer(gradient_clip_val=...) or, in the hook configure_gradient_clipping, "
+    "self.clip_gradients(optimizer, gradient_clip_val=...): both clip by the norm over all ranks."
+)
+"""Why torch's functions that clip are refused where a rank has a part of the gradients."""
+
+
+def guard_clipping(model: ParallelModel, optimizer: Optimizer) -> None:
+    """Refuse torch's functions that clip, while ``fit`` runs, unless each rank has all gradients of the whole model."""
+    sharding, mesh = sharding_of(optimizer), model.mesh
+    if mesh.tp * mesh.pp * mesh.ep * mesh.etp > 1 or (sharding is not None and sharding.divided):
+        refuse_clipping(model.parameters(), IN_PART)
+
+
+def unguard_clipping(model: ParallelModel) -> None:
+    """Permit them again after ``fit``, for a loop of the user's own."""
+    permit_clipping(model.parameters(), IN_PART)
 
 
 @spanned("clip")

@@ -584,12 +584,7 @@ class MegatronStrategy(FolderCheckpoints):
             self.cluster_environment.teardown()
         assert self.accelerator is not None
         if self.engine is not None and self._ended:
-            # The shards first take over what hooks have written to whole weights.
-            self.engine.release_parameters()
-            self.engine.close()
-            sharding = sharding_of(self.optimizers[0])
-            if sharding is not None and not sharding.divided:
-                sharding.end()
+            setup.close_engine(self, self.engine, self.optimizers[0])
         if not FAILED.is_set():  # it waits for the device, which may wait for a message of another rank
             self.accelerator.teardown()
 

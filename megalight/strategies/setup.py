@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from megalight.models.module import MegalightModule
 from megalight.optim import shard_optimizer
+from megalight.optim.sharded import sharding_of
 from megalight.parallel.apply import styles_for
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen import FrozenRun
@@ -30,6 +31,7 @@ from megalight.parallel.split_by_options import find_plan
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.whole import unsplit
+from megalight.strategies.clipping import guard_clipping, unguard_clipping
 from megalight.strategies.hooks import defines
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.user_module import root_of, seed_of
@@ -152,7 +154,20 @@ def build_engine(strategy: MeshStrategy, optimizer: Optimizer) -> DataParallelEn
     plain = not isinstance(strategy.lightning_module, MegalightModule)
     engine = engine_over([strategy.parallel_model], groups, strategy.data_parallel, some=plain)
     shard_optimizer(optimizer, engine)
+    guard_clipping(strategy.parallel_model, optimizer)
     return engine
+
+
+def close_engine(strategy: MeshStrategy, engine: DataParallelEngine, optimizer: Optimizer) -> None:
+    """Close the engine of a ``fit`` that came to its end. The user's own code may go on with module and optimizer."""
+    assert strategy.parallel_model is not None
+    # The shards first take over what hooks have written to whole weights.
+    engine.release_parameters()
+    engine.close()
+    unguard_clipping(strategy.parallel_model)
+    sharding = sharding_of(optimizer)
+    if sharding is not None and not sharding.divided:
+        sharding.end()
 
 
 def seed_workers(dataloader: Any, rank: int, seed: int) -> Any:

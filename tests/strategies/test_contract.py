@@ -19,7 +19,19 @@ from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
 from tests.strategies.toy import Kept, ToyModule
-from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, Shares, WithData, by_hand, global_batch, whole
+from tests.strategies.training import (
+    ADAM,
+    CLIP,
+    CONFIGS,
+    SEED,
+    Losses,
+    Shares,
+    WithData,
+    by_hand,
+    gathered,
+    global_batch,
+    whole,
+)
 from tests.workers import run
 
 
@@ -266,3 +278,56 @@ def _stage_by_hand() -> None:
 def test_a_training_step_by_hand_after_fit() -> None:
     run(_by_hand, 1)
     run(_stage_by_hand, 2)
+
+
+class Clips(WithData):
+    """Clips with torch's function by hand, or with the method of Lightning."""
+
+    by_hand = True
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.by_hand:
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+def _clips(by_hand: bool, options: dict[str, Any]) -> tuple[str, float]:
+    module = Clips(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    module.by_hand = by_hand
+    how = MegatronStrategy(**{**options, "data_parallel": DataParallel(level=options.get("data_parallel", "no_shard"))})
+    try:
+        trainer(how, use_distributed_sampler=False, limit_val_batches=0).fit(module)
+    except ConfigurationError as error:
+        return str(error), 0.0
+    # After `fit`, the user's own loop may clip.
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    return "", sum(float(np.square(value).sum()) for value in gathered(how, module).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [
+        ({"data_parallel": "no_shard"}, True),
+        ({"context_parallel": 2}, True),
+        ({"data_parallel": "optim"}, False),
+        ({"data_parallel": "optim_grads_params"}, False),
+        ({"tensor_parallel": 2}, False),
+        ({"pipeline_parallel": 2, "micro_batch_size": 1}, False),
+    ],
+    ids=["no_shard", "cp", "optim", "params", "tp", "pp"],
+)
+def test_clipping_by_hand_is_refused_where_a_rank_has_a_part_of_the_gradients(
+    options: dict[str, Any], whole: bool
+) -> None:
+    # With one device, torch's function clips as the strategy does.
+    ((_, expected),) = run(_clips, 1, True, {})
+    for told, found in run(_clips, 2, True, options):
+        if whole:
+            assert told == ""
+            assert found == pytest.approx(expected, rel=1e-9)
+        else:
+            assert told.startswith("torch.nn.utils.clip_grad_norm_ cannot clip under MegatronStrategy")
+    for told, found in run(_clips, 2, False, options):
+        assert told == ""
+        assert found == pytest.approx(expected, rel=1e-9)
