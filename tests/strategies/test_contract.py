@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.model import GPT
+from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallel, MegatronStrategy, load_weights
 from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
 from tests.strategies.toy import Kept, ToyModule
@@ -331,3 +333,34 @@ def test_clipping_by_hand_is_refused_where_a_rank_has_a_part_of_the_gradients(
     for told, found in run(_clips, 2, False, options):
         assert told == ""
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+class OwnEntries(WithData):
+    """Saves an entry of its own, and calls neither hook of its base."""
+
+    read: int | None = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = 5
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.read = checkpoint["own"]
+
+
+def _own_entries(folder: str) -> tuple[int | None, int, list[str]]:
+    options: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
+    first, second = (OwnEntries(CONFIGS["gqa"], optimizer=ADAM, seed=SEED) for _ in range(2))
+    runner = trainer(MegatronStrategy(), max_steps=1, **options)
+    runner.fit(first)
+    runner.save_checkpoint(f"{folder}/own.ckpt")
+    runner = trainer(MegatronStrategy(), max_steps=2, **options)
+    runner.fit(second, ckpt_path=f"{folder}/own.ckpt")
+    loaded = GPTModule(weights=f"{folder}/own.ckpt")  # by the configuration that it holds
+    load_weights(loaded, f"{folder}/own.ckpt")
+    return second.read, runner.global_step, [name for name, _ in loaded.named_parameters()]
+
+
+def test_own_entries_leave_the_description_of_the_model(tmp_path: Path) -> None:
+    read, steps, names = run(_own_entries, 1, str(tmp_path))[0]
+    assert (read, steps) == (5, 2)
+    assert "model.head.output_layer.weight" in names

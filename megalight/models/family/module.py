@@ -187,14 +187,18 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         # With the name that parameters have in the module: rules match these.
         self.optimizer.check((f"model.{name}", parameter) for name, parameter in model.named_parameters())
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write family, configuration and transforms, so that the checkpoint can be used without its recipe."""
-        checkpoint["model"] = {
+    def describe_model(self) -> dict[str, Any]:
+        """Return family, configuration and transforms, so that a checkpoint can be used without its recipe."""
+        return {
             "family": self.family,
             "config": self.config.to_dict(),
             "transforms": describe(self.transforms),
             BASE: self.saves_base,
         }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write :meth:`describe_model`. Strategies of Megalight write it also if a subclass does not call this."""
+        checkpoint["model"] = self.describe_model()
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Return files to save in every checkpoint: tokenizer and settings from the folder ``weights``, if it has any.

@@ -25,6 +25,10 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edit
         write: :func:`megalight.checkpoint.save`, or what begins the same save beside training.
     """
     common = {name: value for name, value in entries.items() if name not in NOT_STORED}
+    # The user's own on_save_checkpoint may have left it out, and no run could read the folder.
+    describe = getattr(strategy.lightning_module, "describe_model", None)
+    if describe is not None:
+        common.setdefault("model", describe())
     common["megalight"] = {
         "version": __version__,
         "torch": version("torch"),
