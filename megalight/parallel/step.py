@@ -294,7 +294,13 @@ class Step:
 
     def _tokens(self, micro_batches: Sequence[Any]) -> Tensor:
         """Return how many tokens count in the loss."""
-        return _counted([self.task.loss_tokens(batch) for batch in _batches(micro_batches)], micro_batches)
+        counts = [self.task.loss_tokens(batch) for batch in _batches(micro_batches)]
+        if odd := next((type(count).__name__ for count in counts if not isinstance(count, Tensor)), None):
+            raise ConfigurationError(
+                f"{type(self.task).__name__}.loss_tokens returned {odd}; return a 0-dim tensor on the device of the "
+                "batch, mask.sum() or labels.new_tensor(labels.numel()), which no step waits for."
+            )
+        return _counted(counts, micro_batches)
 
     def _auxiliary(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
         """Return what counts in the auxiliary losses that are sums, by name."""

@@ -178,6 +178,10 @@ class Wrong(ToyModule):
             return loss.sum  # type: ignore[return-value]
         return Loss(loss.sum, loss.auxiliary, {}) if self.what == "metrics" and late else loss
 
+    def loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+        count = super().loss_tokens(batch)
+        return float(count) if self.what == "count" else count  # type: ignore[return-value]
+
 
 def _step(what: str, stage: int, options: dict[str, Any]) -> float:
     runner = trainer(
@@ -208,6 +212,11 @@ def test_the_stage_that_meets_it_says_so(what: str, stage: int, message: str) ->
     with pytest.raises(AssertionError, match=rf"rank {stage} of 2 failed") as error:
         run(_step, 2, what, stage, {})
     assert re.search(message, str(error.value)), str(error.value)
+
+
+def test_a_count_on_the_host_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"Wrong\.loss_tokens returned float; return a 0-dim tensor"):
+        run(_step, 2, "count", 0, {})
 
 
 def test_a_carry_may_vary_where_the_module_says_so() -> None:
