@@ -182,8 +182,11 @@ def needs_base(opened: Saved, step: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {opened.path} holds only adapters; {step}.")
 
 
-def initial_config(folder: str | os.PathLike[str], known: Family) -> Any:
+def initial_config(folder: str | os.PathLike[str], known: Family, kind: type[Any] | None = None) -> Any:
     """Return the model's configuration in a folder of initial weights: our checkpoint or a ``transformers`` folder.
+
+    Args:
+        kind: class of the configuration in our checkpoint; None: that of the family. A user's may have more fields.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -195,7 +198,7 @@ def initial_config(folder: str | os.PathLike[str], known: Family) -> Any:
     described = description(checkpoint.open(folder))
     if described["family"] != known.name:
         raise ConfigurationError(f"{folder} holds a {described['family']} model, not one of the family {known.name}.")
-    return known.config.from_dict(described["config"])
+    return (kind or known.config).from_dict(described["config"])
 
 
 def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, keys: Keys = "strict") -> Source:
@@ -221,7 +224,7 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, k
     if serving(described):
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
     # The same warning as for foreign folders: shapes that differ are refused when they are read.
-    differences = compare_configs(config.to_dict(), initial_config(folder, known).to_dict(), "the folder")
+    differences = compare_configs(config.to_dict(), initial_config(folder, known, type(config)).to_dict(), "the folder")
     if differences:
         log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
     source = without_training_parts(FullPrecision(opened), described)

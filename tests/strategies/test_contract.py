@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megalight.errors import ConfigurationError
+from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry
@@ -364,3 +366,62 @@ def test_own_entries_leave_the_description_of_the_model(tmp_path: Path) -> None:
     read, steps, names = run(_own_entries, 1, str(tmp_path))[0]
     assert (read, steps) == (5, 2)
     assert "model.head.output_layer.weight" in names
+
+
+@dataclass(frozen=True)
+class OwnConfig(GPTConfig):
+    """The configuration of a subclass, with a setting of its loss."""
+
+    factor: float = 1.0
+
+
+class OwnBatch:
+    """A batch that is cut as the error for one without ``context_share`` says."""
+
+    def __init__(self, rows: TokenBatch) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def context_share(self, rank: int, size: int, multiple: int = 1) -> OwnBatch:
+        return OwnBatch(self.rows.context_share(rank, size, multiple))
+
+
+class OwnLoss(WithData):
+    """A loss, a configuration and batches of its own."""
+
+    config: Any
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return OwnBatch(batch)
+
+    def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
+        return super().forward_step(model, batch.rows, carry)
+
+    def loss_step(self, carry: Carry, batch: Any) -> Loss:
+        return Loss(super().loss_step(carry, batch.rows).sum * self.config.factor)
+
+    def loss_tokens(self, batch: Any) -> Tensor:
+        return super().loss_tokens(batch.rows)
+
+    def auxiliary_counts(self, batch: Any) -> dict[str, Tensor]:
+        return super().auxiliary_counts(batch.rows)
+
+
+def _own_loss(folder: str, options: dict[str, Any]) -> list[float]:
+    config = OwnConfig(**{**vars(CONFIGS["gqa"]), "factor": 2.0})
+    losses = []
+    for weights in (None, f"{folder}/own.ckpt"):
+        runner = trainer(MegatronStrategy(**options), max_steps=2, use_distributed_sampler=False, limit_val_batches=0)
+        runner.fit(OwnLoss(config, optimizer=ADAM, seed=SEED, weights=weights))
+        losses.append(float(runner.callback_metrics["train_loss"]))
+        runner.save_checkpoint(f"{folder}/own.ckpt")
+    return losses
+
+
+def test_a_subclass_has_its_own_loss_configuration_and_batches(tmp_path: Path) -> None:
+    (expected,) = run(_own_loss, 1, str(tmp_path / "one"), {})
+    assert expected[1] < expected[0]
+    for found in run(_own_loss, 2, str(tmp_path / "two"), {"context_parallel": 2}):
+        assert found == pytest.approx(expected, rel=1e-9)

@@ -88,7 +88,11 @@ class GPTModule(FamilyModule[GPTConfig]):
 
     def context_share(self, batch: TokenBatch, rank: int, size: int) -> TokenBatch:
         """Return share ``rank`` of ``size`` of every sequence, with the later tokens of multi-token prediction."""
-        return batch.context_share(rank, size, self.token_multiple, ahead=self.config.num_depths)
+        if (depths := self.config.num_depths) and hasattr(batch, "context_share"):
+            return batch.context_share(rank, size, self.token_multiple, ahead=depths)
+        # A batch of the user's own need not know of later tokens.
+        share: TokenBatch = super().context_share(batch, rank, size)
+        return share
 
     def forward_step(self, model: nn.Module, batch: TokenBatch | WithResults, carry: Carry | None = None) -> Carry:
         """From tokens ``[b, s]`` or the carry's ``hidden [T, h]`` to ``hidden``; last chunk: to ``losses [T]``.
