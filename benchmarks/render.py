@@ -38,8 +38,9 @@ OURS = "megalight"
 HEADLINES = (
     "8b-16l-bf16", "8b-16l-fp8", "8b-16l-fp8-delayed", "2b-24l", "mixtral-4l-mbs2", "qwen3-moe-8l", "125m-graph",
     "8b-16l-dp2", "8b-16l-tp2-symmetric", "llama3-16l-dp2-full", "llama3-16l-dp2-full-copies", "llama3-8b-dp4",
-    "llama3-8b-dp4-fp8", "llama3-8b-dp4-graph-flash", "llama3-8b-dp4-fp8-delayed-graph-flash",
-    "llama3-8b-tp4-graph-flash", "llama3-8b-tp2dp2-graph-copies", "llama3-8b-pp4-vpp4", "llama3-8b-pp4-vpp4-zb-flash",
+    "llama3-8b-dp4-fp8", "llama3-8b-dp4-graph-copies-mbs2", "llama3-8b-dp4-graph-flash",
+    "llama3-8b-dp4-fp8-delayed-graph-flash", "llama3-8b-tp4-graph-flash", "llama3-8b-tp2dp2-graph-copies",
+    "llama3-8b-pp4-vpp4", "llama3-8b-pp4-vpp4-zb-flash",
     "llama3-8b-cp4-128k-all-gather-flash-grads", "llama3-8b-cp4-256k-all-gather-flash-grads",
 )  # fmt: skip
 """Rows of the README's table."""
@@ -62,6 +63,7 @@ ABOUT = {
     "8b-16l-tp2-symmetric": "the first row on two GPUs, TP=2 with SP",
     "llama3-16l-dp2-full": "16 layers of Llama-3-8B, fully sharded",
     "llama3-8b-dp4-fp8": "Llama-3-8B, DP=4, in FP8",
+    "llama3-8b-dp4-graph-copies-mbs2": "Llama-3-8B, DP=4, micro-batches of two sequences, steps as CUDA graphs",
     "llama3-8b-cp4-128k-all-gather-flash-grads": "Llama-3-8B, CP=4, 131,072 tokens, all gather, with flash-attn 4",
     "llama3-8b-cp4-256k-all-gather-flash-grads": "Llama-3-8B, CP=4, 262,144 tokens, all gather, with flash-attn 4",
 }
