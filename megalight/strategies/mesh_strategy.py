@@ -25,9 +25,9 @@ from megalight.parallel.recompute import Recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies.arguments import check_arguments
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.collectives import Collectives
+from megalight.strategies.foreign_arguments import check_arguments
 from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.user_module import check_steps, options_for
 

@@ -86,9 +86,8 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 def _triton_slower(spec: Spec) -> str | None:
-    if spec.dense and not spec.window:
-        return "the kernels of cuDNN are faster for dense blocks without windows"
-    return None
+    plain = spec.dense and not spec.window
+    return "the kernels of cuDNN are faster for dense blocks without windows" if plain else None
 
 
 def _triton_backward_slower(spec: Spec) -> str | None:

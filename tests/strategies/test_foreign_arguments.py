@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
-from megalight.strategies.arguments import INSTEAD
+from megalight.strategies.foreign_arguments import INSTEAD
 
 THEIRS = (DDPStrategy, FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, FullyShardedDataParallel)
 
