@@ -49,7 +49,7 @@ def logs_of(module: pl.LightningModule, collect: bool) -> Iterator[list[tuple[st
     try:
         yield found
     finally:
-        del module.__dict__["log"]
+        module.__dict__.pop("log", None)  # a watched step has removed it
 
 
 class OwnTrainingStep:

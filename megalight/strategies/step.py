@@ -21,6 +21,7 @@ from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.batch_size import count_samples
 from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_of
+from megalight.strategies.stage_logs import StageLogs
 from megalight.strategies.user_module import own_steps
 from megalight.types import mean
 
@@ -53,6 +54,7 @@ class Stepper:
     Attributes:
         step: the step of a ``MegalightModule``, without Lightning.
         zero_hooks: calls Lightning's hooks around zeroing.
+        logs: shares what a pipeline stage logs inside a step.
         has_gradients: whether a batch of this accumulation window had a loss.
     """
 
@@ -80,6 +82,7 @@ class Stepper:
             before_backward=before_backward,
         )
         self.step.share = self._share
+        self.logs = StageLogs(model.mesh, model.device)
         self.has_gradients = False
         self._zero_due = False
         self._compared = False
@@ -116,6 +119,7 @@ class Stepper:
         self.step.engine = engine
         self.step.runner = run_passes
         self._compared = False
+        self.logs.forget()
 
     @property
     def engine(self) -> DataParallelEngine | None:
@@ -141,7 +145,7 @@ class Stepper:
             with self.micro_batches.step(samples, sync):
                 return self._train_own(samples, micro_batches, args[1:], scale, sync)
         self.has_gradients = True
-        with self.micro_batches.step(samples, sync):
+        with self.micro_batches.step(samples, sync), self.logs.shared(self.module, "train"):
             done = self.step.train(micro_batches, scale, sync)
         report = StepReport(done.loss, done.num_tokens, samples * self.model.mesh.size("dp"), done.metrics)
         return report.loss, report
@@ -195,7 +199,8 @@ class Stepper:
 
     def evaluate(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Log the totals of one evaluation batch over all ranks, equal on every rank, and return its mean loss."""
-        totals = self.totals(stage, batch)
+        with self.logs.shared(self.module, stage):
+            totals = self.totals(stage, batch)
         self._module.log_totals(stage, totals, dataloader_idx)
         return mean(*totals["loss"])
 
