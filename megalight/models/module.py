@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.ratio import Ratio
+from megalight.models.signatures import check_signatures
 from megalight.nn.counting import end_step
 from megalight.nn.init import initialize
 from megalight.nn.side_losses import KeptSideLosses, collecting
@@ -152,9 +153,14 @@ class MegalightModule(pl.LightningModule):
         return None
 
     def configure_model(self) -> None:
-        """Build the model once. Strategies that split it build it on the meta device and fill it themselves."""
+        """Build the model once. Strategies that split it build it on the meta device and fill it themselves.
+
+        Raises:
+            ConfigurationError: a method of the user's class does not take what it is called with.
+        """
         if self.model is not None:
             return
+        check_signatures(self, pl.LightningModule)
         # Under a strategy that splits, this runs on meta, and nothing below draws.
         self.model = self.build_model()
         made = apply_transforms(self.model, self.transforms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 
 import lightning.pytorch as pl
@@ -10,9 +9,9 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
+from megalight.models.signatures import check_signatures
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.plan import Plan
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -36,19 +35,8 @@ def options_for(module: pl.LightningModule, model: nn.Module, options: ParallelO
     if not isinstance(module, MegalightModule):
         return options
     # The user's plan on the strategy goes before the module's own.
-    plan = _plan_of(module, model) if options.plan is None else options.plan
+    plan = module.plan(model) if options.plan is None else options.plan
     return replace(options, plan=plan, transforms=tuple(module.transforms))
-
-
-def _plan_of(module: MegalightModule, model: nn.Module) -> Plan:
-    try:
-        inspect.signature(module.plan).bind(model)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"{type(module).__name__}.plan{inspect.signature(module.plan)} does not take the model ({error}); write "
-            "plan(self, model), which returns the plan for what build_model returned."
-        ) from error
-    return module.plan(model)
 
 
 def own_steps(module: pl.LightningModule, method: str) -> bool:
@@ -59,11 +47,13 @@ def own_steps(module: pl.LightningModule, method: str) -> bool:
 
 
 def check_steps(module: pl.LightningModule, mesh: ParallelMesh) -> None:
-    """Refuse a module whose own steps would get only a part of the model or of the tokens.
+    """Refuse a module whose methods cannot be called, or whose own steps would get only a part of the model or tokens.
 
     Raises:
         ConfigurationError: the message names the method to write instead.
     """
+    if isinstance(module, MegalightModule):
+        check_signatures(module, pl.LightningModule)
     own = [step for step in STEPS if own_steps(module, step)]
     if own and isinstance(module, MegalightModule) and module.frozen_models():
         raise ConfigurationError(

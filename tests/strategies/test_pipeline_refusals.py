@@ -80,6 +80,10 @@ BEFORE: dict[str, tuple[Callable[[], Any], int, dict[str, Any], type[Exception],
         for method in ("forward_step", "loss_step", "loss_tokens")
     },
     "own step": (OwnStep, 4, {**PP, **CP}, ConfigurationError, r"OwnStep defines validation_step.*pp=2 and cp=2"),
+    "a step without the model": (
+        lambda: type("Short", (ToyModule,), {"forward_step": lambda self, batch, carry=None: carry})(), 2, PP,
+        ConfigurationError, r"Short\.forward_step\(batch, carry=None\) is called as forward_step\(model",
+    ),
     "no head": (lambda: of(Headless), 2, PP, LayoutError, r"Headless has no attribute 'head'.*embed \| layers"),
     "a list of layers": (lambda: of(Listed), 2, PP, LayoutError, r"Listed\.layers is a ModuleList.*keyed '0'"),
     "layers": (

@@ -279,8 +279,8 @@ def _planned() -> None:
 
 def test_a_plan_takes_the_model() -> None:
     message = refused(_planned)
-    assert "does not take the model" in message
-    assert "write plan(self, model)" in message
+    assert "Planned.plan() is called as plan(model), which it does not take" in message
+    assert "write def plan(self, model)" in message
 
 
 @pytest.mark.parametrize(
