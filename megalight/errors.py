@@ -49,11 +49,27 @@ def printable(text: str) -> str:
     return "".join(each if each in "\n\t" or category(each)[0] != "C" else repr(each)[1:-1] for each in text)
 
 
+ALIKE = 0.75
+"""Share of their letters that two names have in common, in order, to be taken for spelled alike."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` with the name in ``known`` that is closest to ``name``, or an empty string."""
-    # A low cutoff: a wrong guess does little harm, and misspelled options are often abbreviations.
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {match[0]!r}?" if match else ""
+    """Return ``" Did you mean 'x'?"`` with the name in ``known`` that is spelled like ``name``, or an empty string.
+
+    Case does not count. Alike are also a name and its beginning of three letters or more (``hidden``, ``hidden_size``),
+    and names of the same letters (``gtp``, ``gpt``). A wrong guess sends readers to what they did not look for, so that
+    words that only share some letters (``images``, ``messages``) give none.
+    """
+    word = name.lower()
+    spelled = {each.lower(): each for each in reversed([*known])}  # of equal ones the first
+    begun = [each for each in spelled if min(len(each), len(word)) >= 3 and _begins(each, word)]
+    swapped = [each for each in spelled if len(word) >= 3 and sorted(each) == sorted(word)]
+    found = [*difflib.get_close_matches(word, spelled, n=1, cutoff=ALIKE), *swapped, *sorted(begun, key=len)]
+    return f" Did you mean {spelled[found[0]]!r}?" if found else ""
+
+
+def _begins(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)
 
 
 def nearest_pattern(pattern: str, names: Iterable[str]) -> str:

@@ -28,6 +28,23 @@ def test_nearest_names_the_closest() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("images", ["messages", "conversations"], None),
+        ("image", ["messages", "conversations"], None),
+        ("window_pattern", ["mixer_pattern", "layer_norm"], None),
+        ("hidden", ["hidden_act", "hidden_size", "size"], "hidden_act"),
+        ("epsilon", ["eps", "silu"], "eps"),
+        ("gtp", ["bert", "gpt"], "gpt"),
+        ("adamw", ["Adam", "AdamW"], "AdamW"),
+        ("a", ["alpha", "beta"], None),
+    ],
+)
+def test_only_names_that_are_spelled_alike_are_suggested(name: str, known: list[str], meant: str | None) -> None:
+    assert nearest(name, known) == ("" if meant is None else f" Did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize(
     ("pattern", "meant"),
     [
         ("*.projecter.*", "*.projector.*"),
