@@ -38,8 +38,13 @@ def build_once(
         build: builds the arrays.
 
     Raises:
-        DataError: the folder cannot be written.
+        DataError: the folder cannot be written, or is no folder of this machine.
     """
+    if "://" in os.fspath(folder):
+        raise DataError(
+            f"cache_dir is {os.fspath(folder)!r}; caches are mapped into memory, so give a folder of this machine, or "
+            "one that it mounts."
+        )
     # Sorted keys: the same facts give the same name, whatever order they come in.
     text = json.dumps({"label": label, **description}, sort_keys=True, indent=1)
     key = hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -81,6 +81,11 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         bin_path, idx_path = paths(prefix)
         self.prefix = os.fspath(bin_path)[:-4]
+        if "://" in os.fspath(prefix):
+            raise DataError(
+                f"data prefix {os.fspath(prefix)!r} is an address; token files are mapped into memory, so copy them to "
+                "this machine, or mount the store, and give the path."
+            )
         for path in (bin_path, idx_path):
             if not path.is_file():
                 raise DataError(

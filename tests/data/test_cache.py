@@ -57,6 +57,13 @@ def test_builds_once_and_maps(tmp_path: Path) -> None:
     assert json.loads((entry / "description.txt").read_text()) == {"label": "x", **FACTS}
 
 
+def test_an_address_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"cache_dir is 's3://bucket/cache'; caches are mapped.* mounts"):
+        build_once("s3://bucket/cache", "x", FACTS, arrays)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_another_description_is_another_entry(tmp_path: Path) -> None:
     build_once(tmp_path, "x", FACTS, arrays)
     other = build_once(tmp_path, "x", {"seed": 2}, lambda: {"a": np.zeros(1)})

@@ -140,6 +140,11 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "a")
 
 
+def test_an_address_is_no_prefix() -> None:
+    with pytest.raises(DataError, match=r"'s3://bucket/a' is an address; .* copy them to this machine, or mount"):
+        IndexedDataset("s3://bucket/a")
+
+
 def test_a_failed_write_leaves_the_old_pair(tmp_path: Path) -> None:
     golden(tmp_path / "a")
     before = (tmp_path / "a.idx").read_bytes()

@@ -94,12 +94,14 @@ class PackedDataset:
         self.options = options
         self._arguments = (corpus, documents, options, num_samples, seed, label, cache_dir)
         self._seed, self._label = seed, label
+        self.cache_folder = cache_dir or os.path.join(os.path.dirname(corpus.data.prefix), "cache")
         lengths = corpus.data.lengths[documents.start : documents.stop]
         # All that the rows depend on: another value must find no cached rows.
         description = {
             "lengths": hashlib.blake2b(lengths.tobytes(), digest_size=16).hexdigest(),
             "documents": [documents.start, documents.stop],
             "loss_tokens": None if corpus.meta is None else corpus.meta.num_loss_tokens,
+            **_losses_of_cut(corpus, documents, options),
             "seed": seed,
             # Ids of padding and of the vocabulary do not change rows.
             **{key: value for key, value in asdict(options).items() if key not in ("pad_id", "vocab_size")},
@@ -107,7 +109,7 @@ class PackedDataset:
         }
         self.order = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
         arrays = build_once(
-            cache_dir or os.path.join(os.path.dirname(corpus.data.prefix), "cache"),
+            self.cache_folder,
             f"{type(self).__name__}-{label}",
             description,
             lambda: self._build(documents),
@@ -193,6 +195,17 @@ class PackedDataset:
 def collate(samples: Sequence[Sample]) -> TokenBatch:
     """Stack samples to the rows of a batch, which holds the tokens that count in the loss."""
     return collate_text(samples).with_rows()
+
+
+def _losses_of_cut(corpus: Corpus, documents: range, options: PackOptions) -> dict[str, str]:
+    """Return a fact about the loss masks of conversations that are cut: one that is left without a loss is left out."""
+    long = np.flatnonzero(corpus.data.lengths[documents.start : documents.stop] > options.sequence_length + 1)
+    if corpus.loss is None or options.too_long not in ("cut_end", "cut_start") or not len(long):
+        return {}
+    found = hashlib.blake2b(digest_size=16)
+    for index in long.tolist():
+        found.update(corpus.loss.get(documents.start + index).tobytes())
+    return {"losses_of_cut": found.hexdigest()}
 
 
 def _pieces(corpus: Corpus, documents: range, options: PackOptions, label: str) -> NDArray[np.int64]:

@@ -7,16 +7,19 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megalight.data.cache import build_once
 from megalight.data.chat.dataset import PackedDataset, PackOptions
 from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import Sample
 from megalight.data.gpt.dataset import collate as collate_text
+from megalight.data.indexed import IndexedDataset, paths
 from megalight.data.multimodal.batch import ImageTextBatch, document_positions, runs_of
 from megalight.data.multimodal.files import decode, measure
 from megalight.data.multimodal.forms import Cut, Form, shifted, sources
@@ -91,8 +94,29 @@ class ImageDataset(PackedDataset):
         images = self.corpus.images
         if images is None:
             return {}
-        facts = (images.documents.tobytes(), images.lengths.tobytes())
+        facts = [images.documents.tobytes(), images.lengths.tobytes()]
+        if self.options.form.fixed_tokens is None:
+            facts.append(self._sizes.tobytes())
         return {"images": hashlib.blake2b(b"".join(facts), digest_size=16).hexdigest()}
+
+    @cached_property
+    def _sizes(self) -> NDArray[np.int32]:
+        """Width and height of each image, ``[images, 2]``: measured once for all splits and options.
+
+        Rows are known by these sizes, so that other images never take theirs. Sizes are known by the path of the file,
+        its length and the time of its last change: reading all bytes of images before each run would take minutes.
+        """
+        images = self.corpus.images
+        assert images is not None
+        path = os.path.realpath(paths(images.prefix)[0])
+        state = os.stat(path)
+        description = {
+            "file": path,
+            "bytes": state.st_size,
+            "changed": state.st_mtime_ns,
+            "lengths": hashlib.blake2b(images.lengths.tobytes(), digest_size=16).hexdigest(),
+        }
+        return build_once(self.cache_folder, "image-sizes", description, lambda: {"sizes": _measured(images)})["sizes"]
 
     def pieces(self, documents: range) -> NDArray[np.int64]:
         """Return sequence, first token and number of positions of each conversation, with the tokens of images."""
@@ -155,11 +179,10 @@ class ImageDataset(PackedDataset):
         for number in range(len(tokens)):
             own = form.among(int(bounds[number + 1] - bounds[number]))
             for image in range(bounds[number], bounds[number + 1]):
-                place = f"{images.prefix}, image {image}"
-                size = measure(images.get(image).tobytes(), place)
                 try:
-                    tokens[number] += own.num_tokens(*size)
+                    tokens[number] += own.num_tokens(*self._sizes[image].tolist())
                 except DataError as error:
+                    place = f"{images.prefix}, image {image}"
                     if self.options.too_long == "raise":
                         raise DataError(
                             f"{place}: {error} Or leave its conversation out with too_long='drop'."
@@ -248,6 +271,12 @@ def collate(samples: Sequence[ImageSample]) -> ImageTextBatch:
         axis_positions=torch.from_numpy(np.stack(axes)) if axes else None,
     )
     return batch.with_rows()
+
+
+def _measured(images: IndexedDataset) -> NDArray[np.int32]:
+    """Return width and height of each image."""
+    sizes = [measure(images.get(number).tobytes(), f"{images.prefix}, image {number}") for number in range(len(images))]
+    return np.array(sizes, np.int32).reshape(-1, 2)
 
 
 def _rebuild(

@@ -100,6 +100,18 @@ def test_what_a_cut_leaves_without_an_answer_is_left_out(prepared, tmp_path: Pat
         PackOptions(sequence_length=8, too_long="cut")  # type: ignore[arg-type]
 
 
+def test_rows_of_other_loss_masks_are_others(prepared, tmp_path: Path) -> None:
+    """As many tokens with a loss, in the same conversations: what a cut leaves depends on where they are."""
+    report = prepared([chat("q" * 300, "a"), chat("q", "a")])
+    corpus = Corpus.open(report.prefix)
+    assert len(build(corpus, tmp_path).items) == 1
+    masks = np.fromfile(f"{report.prefix}.loss.bin", np.uint8)
+    first = int(corpus.data.lengths[0])
+    masks[:first] = masks[:first][::-1].copy()
+    masks.tofile(f"{report.prefix}.loss.bin")
+    assert len(build(Corpus.open(report.prefix), tmp_path).items) == 2
+
+
 def test_text_is_mixed_in_and_all_of_it_counts(prepared, tmp_path: Path, chat_tokenizer: Path) -> None:
     report = prepared(ROWS)
     (tmp_path / "text.txt").write_text("what is the question " * 40)

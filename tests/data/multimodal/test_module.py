@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +213,30 @@ def test_rows_are_of_their_own_images(sized: Any, prepared: Callable[..., Any], 
     assert lengths(prepared(talks, "small").prefix) == large
     # A run that goes on with them is told.
     assert dataset(str(tmp_path / "out" / "small"), form=SIZED).order != before
+
+
+def test_images_of_as_many_bytes_are_measured_anew(prepared: Callable[..., Any], tmp_path: Path) -> None:
+    """A cache for several corpora, whose images have equal counts and bytes, and other sizes; also a corpus anew."""
+
+    def corpus(name: str, side: int) -> Any:
+        (tmp_path / "0.png").write_bytes(png(side, side).ljust(2000, b" "))  # what follows a picture is not read
+        return prepared([row("0.png", "<image>what is this")] * 3, name)
+
+    def rows(prefix: Any) -> ImageDataset:
+        opened = Corpus.open(prefix)
+        whole = range(len(opened.data))
+        found = ImageDataset(opened, whole, options(form=SIZED), cache_dir=tmp_path / "cache")
+        assert all(int((found[number].source >= 0).sum()) for number in range(len(found)))
+        return found
+
+    small, large = rows(corpus("small", 8).prefix), rows(corpus("large", 32).prefix)
+    assert (large.items[:, 2] - small.items[:, 2]).tolist() == [15, 15, 15]
+    anew = rows(corpus("small", 32).prefix)
+    assert np.array_equal(anew.items, large.items)
+    assert anew.order == large.order != small.order
+    # Elsewhere, the same images are the same rows.
+    shutil.copytree(tmp_path / "out", tmp_path / "moved")
+    assert rows(tmp_path / "moved" / "small").order == anew.order
 
 
 def test_conversations_that_lost_their_images_are_refused(prefix: str, tmp_path: Path, image_tokenizer: Path) -> None:
