@@ -268,7 +268,7 @@ class MegatronStrategy(FolderCheckpoints):
             self.check_module(module, self.mesh)
             model = setup.build(self, module, self._resumed is not None)
             before_backward = partial(_lightning.fire, trainer, "on_before_backward")
-            saved = None if self._resumed is None else self._resumed.micro_batch_size(self)
+            saved = None if self._resumed is None else self._resumed.micro_batches(self)
             device = self.root_device
             self.micro_batches = micro_batches.of_strategy(self.micro_batch_size, device, self.mesh, saved)
             self._stepper = self.make_stepper(module, model, before_backward)
@@ -458,7 +458,10 @@ class MegatronStrategy(FolderCheckpoints):
         if self.engine is None:
             # Lightning clips after the closure, so the closure must already average the gradients.
             return super().optimizer_step(optimizer, ordinary.averaging(optimizer, closure, self.mesh), model, **kwargs)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.micro_batches is not None and self._stepper is not None
+        stepper = self._stepper
+        with self.micro_batches.update(optimizer, lambda: stepper.has_gradients):
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.engine.publish()
         # the gather overlaps with the next forward, unless the user's code may read weights before it
         if self._whole_between_steps:

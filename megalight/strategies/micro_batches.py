@@ -2,7 +2,9 @@
 
 The search never runs out of memory on purpose: ranks that fail inside a collective would leave the others waiting. The
 first steps are real steps, whose results do not depend on how the batch is divided. They begin with one sample. Each
-step measures its memory, and the next one takes as many samples as are sure to fit, at most twice as many.
+step measures its memory, and the next one takes as many samples as are sure to fit, at most twice as many. Checkpoints
+keep the number and its memory. A run that resumes takes the number if that memory fits beside what the run holds then:
+its GPU may be smaller, or hold more.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.degrees import check_measured
@@ -26,7 +29,8 @@ SHARE = 0.9
 """Fraction of the free memory that may be used: the allocator's blocks do not fit together without gaps."""
 
 WARM_UP = 1
-"""Optimizer steps before steps are measured: the optimizer's state and workspaces of libraries appear in the first."""
+"""Updates before steps are measured: the optimizer's state and workspaces of libraries appear in the first. A step that
+is skipped, as its gradients overflowed or there are none, makes no state."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +90,37 @@ class DeviceMemory:
         return end
 
 
+@dataclass(frozen=True)
+class Found:
+    """A number of samples that was found, as checkpoints keep it.
+
+    Attributes:
+        size: the number.
+        held: bytes that were allocated before its step, the most of all ranks.
+        used: bytes that its step took beside these.
+    """
+
+    size: int
+    held: int
+    used: int
+
+
 class MicroBatchSize:
     """The number of samples per micro-batch.
 
     Args:
         size: the number. None: the whole batch.
         memory: measures steps, to find the number; ``size`` is then where the search begins. None: it is given.
+        saved: what the checkpoint has from which this run resumes.
 
     Attributes:
         size: the number now.
-        found: whether the search has ended, or there is none.
+        result: what the search has found, for checkpoints. None: nothing yet, or there is no search.
     """
 
-    def __init__(self, size: int | None, memory: Memory | None = None) -> None:
+    def __init__(self, size: int | None, memory: Memory | None = None, saved: Found | None = None) -> None:
         self.size = size
+        self.result = saved
         self._memory = memory
         self._updates = 0
 
@@ -108,23 +129,49 @@ class MicroBatchSize:
         """Whether the number will stay."""
         return self._memory is None
 
-    @contextmanager
-    def step(self, samples: int, updates: bool = True) -> Iterator[None]:
-        """Run a training step on this rank's ``samples``, and choose the number for the next one.
+    def resumed(self) -> None:
+        """Take the saved number if it fits. Called on all ranks together, when the optimizer's state is loaded."""
+        if self._memory is None or self.result is None:
+            return
+        saved, now = self.result, self._memory.measure(0)()
+        need = max(saved.held, now.before) + saved.used
+        if need <= now.limit:
+            self.size, self._memory = saved.size, None
+            rank_zero_info(f"micro_batch_size=auto: {saved.size}, as in the checkpoint")
+            return
+        self.result = None
+        rank_zero_info(
+            f"micro_batch_size=auto: {saved.size}, as in the checkpoint, would take {need / 2**30:.1f} of "
+            f"{now.limit / 2**30:.1f} GiB with what is allocated now, so the number is searched anew"
+        )
 
-        Args:
-            updates: the optimizer steps after it. False: gradients accumulate.
-        """
+    @contextmanager
+    def update(self, optimizer: Optimizer, has_gradients: Callable[[], bool]) -> Iterator[None]:
+        """Surround an optimizer step, which counts if the optimizer runs and has gradients then."""
+        if self._memory is None:
+            yield
+            return
+
+        def count(*_: Any) -> None:
+            self._updates += has_gradients()
+
+        handle = optimizer.register_step_post_hook(count)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def step(self, samples: int) -> Iterator[None]:
+        """Run a training step on this rank's ``samples``, and choose the number for the next one."""
         if self._memory is None:
             yield
             return
         end = self._memory.measure(samples)
         yield
         usage = end()  # on every rank, also on one that has no samples
-        # The first step lacks the optimizer's state, which comes at its end.
         if self._updates >= WARM_UP and usage.samples:
             self._choose(usage.samples, usage)
-        self._updates += updates
 
     def _choose(self, samples: int, usage: Usage) -> None:
         assert self.size is not None
@@ -138,7 +185,7 @@ class MicroBatchSize:
             return
         # The last number that was measured, and no guess.
         self.size = balanced(samples, self.size)
-        self._memory = None
+        self.result, self._memory = Found(self.size, usage.before, used), None
         rank_zero_info(
             f"micro_batch_size=auto: {self.size} of {samples} samples at once "
             f"({usage.peak / 2**30:.1f} of {usage.limit / 2**30:.1f} GiB). It is kept in checkpoints; give "
@@ -155,7 +202,7 @@ def balanced(samples: int, size: int) -> int:
 
 
 def of_strategy(
-    given: int | Literal["auto"] | None, device: torch.device, mesh: ParallelMesh, saved: int | None
+    given: int | Literal["auto"] | None, device: torch.device, mesh: ParallelMesh, saved: Found | None
 ) -> MicroBatchSize:
     """Return the number for a run.
 
@@ -163,7 +210,7 @@ def of_strategy(
         given: the user's argument.
         device: the device of this rank.
         mesh: the ranks.
-        saved: the number that the checkpoint tells from which this run resumes.
+        saved: what the checkpoint has from which this run resumes.
 
     Raises:
         ConfigurationError: ``auto`` cannot find one here.
@@ -175,8 +222,4 @@ def of_strategy(
             "micro_batch_size='auto' takes the largest micro-batches, and pipeline stages idle the longer, the fewer "
             "micro-batches there are. Give a number with pipeline_parallel > 1."
         )
-    memory = DeviceMemory(device, mesh)
-    if saved is None:
-        return MicroBatchSize(1, memory)
-    rank_zero_info(f"micro_batch_size=auto: {saved}, as in the checkpoint")
-    return MicroBatchSize(saved)
+    return MicroBatchSize(1, DeviceMemory(device, mesh), saved)

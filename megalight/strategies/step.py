@@ -142,10 +142,10 @@ class Stepper:
         samples, micro_batches = self._split(args[0])
         if own_steps(self.module, "training_step"):
             _check_own(self.module, "training_step", args[0])
-            with self.micro_batches.step(samples, sync):
+            with self.micro_batches.step(samples):
                 return self._train_own(samples, micro_batches, args[1:], scale, sync)
         self.has_gradients = True
-        with self.micro_batches.step(samples, sync), self.logs.shared(self.module, "train"):
+        with self.micro_batches.step(samples), self.logs.shared(self.module, "train"):
             done = self.step.train(micro_batches, scale, sync)
         report = StepReport(done.loss, done.num_tokens, samples * self.model.mesh.size("dp"), done.metrics)
         return report.loss, report

@@ -156,7 +156,7 @@ class TowerStepper(Stepper):
         samples, micro_batches = self._split(args[0])
         self.has_gradients = True
         passes = partial(self.encoder.train, engine=self.engine, sync=sync)
-        with self.micro_batches.step(samples, sync), self.precision.step(sync):
+        with self.micro_batches.step(samples), self.precision.step(sync):
             self.step.runner((scale, sync), self.encoder.joined(micro_batches), passes)
         self.encoder.bridge.finish()
         values = self.relay("train")

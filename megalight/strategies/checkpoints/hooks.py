@@ -289,6 +289,8 @@ class FolderCheckpoints(MeshStrategy):
             self._resumed.read_optimizer(self)
             # Masters have changed, and codes are cast from them.
             self.engine.recast()
+        if self.micro_batches is not None:
+            self.micro_batches.resumed()
         # All is read: the checkpoint may be removed from now on.
         self._resumed.saved.release()
 

@@ -28,6 +28,7 @@ from megalight.strategies.checkpoints.edits import Edits, SavedWeights, holds_wh
 from megalight.strategies.checkpoints.saving import ORDINARY
 from megalight.strategies.checkpoints.single_file import STATES, SingleFile
 from megalight.strategies.mesh_strategy import MeshStrategy
+from megalight.strategies.micro_batches import Found
 
 
 def open_saved(path: str, module: pl.LightningModule | None) -> Saved:
@@ -131,10 +132,11 @@ class Resumed:
         """Whether another library trained before: there is optimizer state, but no state of Lightning's loops."""
         return "optimizer" in self.saved.common and "loops" not in self.saved.common
 
-    def micro_batch_size(self, strategy: MeshStrategy) -> int | None:
-        """Return the number that ``micro_batch_size="auto"`` found in the same layout, if it is saved."""
+    def micro_batches(self, strategy: MeshStrategy) -> Found | None:
+        """Return what ``micro_batch_size="auto"`` found in the same layout, if it is saved."""
         saved = self.saved.common.get("megalight", {})
-        return saved.get("micro_batch_size") if saved.get("layout") == strategy.layout else None
+        found = saved.get("micro_batches") if saved.get("layout") == strategy.layout else None
+        return None if found is None else Found(**found)
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Note how hooks have changed the ``state_dict``."""

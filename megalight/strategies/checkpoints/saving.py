@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from megalight import __version__, checkpoint
@@ -10,7 +11,6 @@ from megalight.checkpoint import View
 from megalight.imports import version
 from megalight.strategies.checkpoints.edits import Edits, prefix_of
 from megalight.strategies.mesh_strategy import MeshStrategy
-from megalight.strategies.micro_batches import AUTO
 
 NOT_STORED = ("state_dict", "optimizer_states")
 """Lightning's entries that canonical tensors replace."""
@@ -35,9 +35,8 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edit
         "lightning": version("lightning"),
         "layout": strategy.layout,
     }
-    sizes = strategy.micro_batches
-    if sizes is not None and strategy.micro_batch_size == AUTO and sizes.found:
-        common["megalight"]["micro_batch_size"] = sizes.size
+    if (sizes := strategy.micro_batches) is not None and sizes.result is not None:
+        common["megalight"]["micro_batches"] = asdict(sizes.result)
     # Optimizers of whole parameters are saved in torch's form, as no shard tells where their state lies.
     resumable = "optimizer_states" in entries and strategy.engine is not None
     if "optimizer_states" in entries and strategy.engine is None:
