@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class PrepareReport:
         skipped: one message for each file or line that was skipped (``on_bad="skip"``).
         empty: number of documents without text. They are not written.
         seconds: wall time.
+        special: how often the texts hold special tokens, by token.
     """
 
     prefix: str
@@ -51,6 +52,7 @@ class PrepareReport:
     skipped: tuple[str, ...]
     empty: int
     seconds: float
+    special: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         meta = self.meta
@@ -103,6 +105,7 @@ def prepare(
     append_eod: bool = True,
     eod_token: str | None = None,
     split_sentences: bool = False,
+    special_as_text: bool = False,
     on_bad: OnBad = "raise",
     progress: bool = True,
 ) -> PrepareReport:
@@ -130,6 +133,9 @@ def prepare(
         eod_token: the end-of-document token, if the configuration of the tokenizer does not name it.
         split_sentences: whether each sentence is a sequence of its document, as
             :func:`megalight.data.sentences.sentences_of` finds them. If not, a document is one sequence.
+        special_as_text: whether a text that is called as a special token, such as ``<|im_start|>``, is ordinary text.
+            If not, it is that token, as in ``transformers``, and the report counts them. Tokens that stand for images
+            or videos are always ordinary text.
         on_bad: what happens with a file or line that cannot be read: ``raise`` stops with an error that names it,
             ``skip`` lists it in the report.
         progress: whether to show a progress bar on standard error.
@@ -165,7 +171,8 @@ def prepare(
                 "the tokenizer has no known end-of-document token; name one with eod_token (--eod-token), or append "
                 "none with append_eod=False (--no-eod)."
             )
-        encoder = _TextEncoder(chosen, text_key, on_bad, token_dtype(chosen.vocab_size), split_sentences)
+        reader = chosen.for_plain_text(special_as_text)
+        encoder = _TextEncoder(reader, text_key, on_bad, token_dtype(chosen.vocab_size), split_sentences)
         writer = stack.enter_context(IndexedWriter(prefix, encoder.dtype))
         sink = Sink(writer, chosen.eod_id if append_eod else None, split_sentences)
         skipped += encode_files(files, encoder, sink, on_bad=on_bad, workers=workers, bar=bar, stack=stack)
@@ -173,7 +180,8 @@ def prepare(
         publish_facts(prefix, chosen, meta)
     seconds = time.monotonic() - begin
     tokenizer_file = os.fspath(tokenizer_path(prefix))
-    return PrepareReport(prefix, tokenizer_file, meta, len(files), skipped, sink.empty, seconds)
+    special = sink.special(chosen)
+    return PrepareReport(prefix, tokenizer_file, meta, len(files), skipped, sink.empty, seconds, special)
 
 
 def find_inputs(

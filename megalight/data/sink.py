@@ -84,6 +84,15 @@ class Sink:
             self.writer.add_documents(tokens, lengths, texts)
             self.num_documents += len(texts)
 
+    def special(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Return how often the texts held special tokens, by token: without the ends that were appended."""
+        counts = {
+            token: int(self.counts[number]) for token, number in tokenizer.specials.items() if number < len(self.counts)
+        }
+        if len(self.end) and tokenizer.eod_token in counts:
+            counts[tokenizer.eod_token] -= self.num_documents
+        return {token: count for token, count in counts.items() if count}
+
     def meta(self, tokenizer: Tokenizer, append_eod: bool, num_bytes: int) -> CorpusMeta:
         """Return the facts about all documents written.
 

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as Model  # type: ignore[import-untyped]
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megalight.data.special_text import MEDIA, MEDIA_KEYS, without
 from megalight.errors import DataError
 from megalight.imports import require
 
@@ -28,7 +29,7 @@ KNOWN_EOD_TOKENS = (EOD_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<eod>", "<|i
 HINTS = ("token", "vocab", "merges", "piece", "bpe", "spm", "tekken")
 """Parts of the names of files that hold a tokenizer of ``transformers``."""
 
-SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token", *MEDIA_KEYS)
 PROBE = "Hello, world!\n\tdef f(x): return x**2  # 12345 naïve 東京 🙂\n\n"
 """Text that is encoded to compare tokenizers (:attr:`Tokenizer.identity`)."""
 
@@ -196,6 +197,22 @@ class Tokenizer:
     def vocabulary(self) -> Mapping[str, int]:
         """Token -> id, with special tokens."""
         return self._vocabulary
+
+    @cached_property
+    def specials(self) -> Mapping[str, int]:
+        """The special tokens, token -> id: those that the tokenizer itself calls so."""
+        added = self._model.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def for_plain_text(self, special_as_text: bool = False) -> Tokenizer:
+        """Return a tokenizer for encoding plain text, in which no token stands for an image or a video.
+
+        Args:
+            special_as_text: whether all other special tokens are read as ordinary text, too.
+        """
+        media = {*MEDIA, *(token for name, token in self.named.items() if name in MEDIA_KEYS)}
+        hidden = media & self._vocabulary.keys() | (self.specials.keys() if special_as_text else set())
+        return Tokenizer.from_json(without(self.to_json(), hidden)) if hidden else self
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. No special tokens are added."""

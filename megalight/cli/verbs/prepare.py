@@ -8,12 +8,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, printable
 
 if TYPE_CHECKING:
     from megalight.data.prepare import PrepareReport
 
-TEXT_ONLY = ("train_tokenizer", "text_key", "no_eod", "eod_token", "split_sentences", "special_tokens")
+TEXT_ONLY = (
+    "train_tokenizer",
+    "text_key",
+    "no_eod",
+    "eod_token",
+    "split_sentences",
+    "special_tokens",
+    "special_as_text",
+)
 CHAT_ONLY = ("chat_template", "train_on")
 IMAGES_ONLY = ("images", "image_token", "image_text")
 
@@ -48,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
     parser.add_argument("--eod-token", help="the end-of-document token, if the tokenizer does not name it")
     parser.add_argument("--split-sentences", action="store_true", help="each sentence is a sequence (for BERT)")
+    parser.add_argument(
+        "--special-as-text",
+        action="store_true",
+        help="special tokens in texts, such as <|im_start|>, are ordinary text (default: they are these tokens; "
+        "those of images and videos are always text)",
+    )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--chat", action="store_true", help="the rows are conversations, for SFTDataModule")
     kind.add_argument(
@@ -133,6 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
         append_eod=not arguments.no_eod,
         eod_token=arguments.eod_token,
         split_sentences=arguments.split_sentences,
+        special_as_text=arguments.special_as_text,
         on_bad="skip" if arguments.skip_bad else "raise",
         progress=not arguments.quiet,
     )
@@ -141,8 +156,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(report: PrepareReport) -> None:
-    """Print a summary, and on standard error what was skipped."""
+    """Print a summary, and on standard error what was skipped, and which special tokens the texts hold."""
     print(report)
+    if report.special:
+        held = ", ".join(f"{printable(token)} {count:,}" for token, count in report.special.items())
+        print(
+            f"the texts hold special tokens: {held}. They stand for these tokens, as in transformers; with "
+            "--special-as-text they are ordinary text.",
+            file=sys.stderr,
+        )
     for message in report.skipped:
         print(f"skipped: {message}", file=sys.stderr)
 

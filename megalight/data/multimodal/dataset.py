@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megalight.data.cache import build_once
 from megalight.data.chat.dataset import PackedDataset, PackOptions
-from megalight.data.corpus import Corpus
+from megalight.data.corpus import SCAN_LIMIT, Corpus
 from megalight.data.gpt.dataset import Sample
 from megalight.data.gpt.dataset import collate as collate_text
 from megalight.data.indexed import IndexedDataset, paths
@@ -80,8 +80,8 @@ class ImageDataset(PackedDataset):
     corpora, may be among them.
 
     Raises:
-        DataError: no conversation can be used, one is too long and ``too_long`` is ``raise``, one of a corpus without
-            images has the token of images, or (in reading) an image is damaged, or a conversation has a video.
+        DataError: no conversation can be used, one is too long and ``too_long`` is ``raise``, one or a text of a corpus
+            without images has the token of images, or (in reading) an image is damaged, or a conversation has a video.
     """
 
     options: ImagePackOptions
@@ -152,16 +152,43 @@ class ImageDataset(PackedDataset):
         return np.stack([sequences, np.zeros_like(sequences), positions], axis=1)[kept]
 
     def _check_without_images(self, documents: range) -> None:
-        """Refuse conversations with places of images that nobody has read. In text of others, they may mean nothing."""
-        corpus, token = self.corpus, self.options.image_token
-        if corpus.loss is None:
-            return
+        """Refuse text with places of images that nobody has read, before rows are made."""
+        if self.corpus.loss is None and self.corpus.data.num_tokens > SCAN_LIMIT:
+            return  # rows are checked when they are read
         for sequence in documents:
-            if (corpus.data.get(sequence) == token).any():
-                raise DataError(
-                    f"{corpus.data.prefix}: conversation {sequence} has the token {token} of images, and these files "
-                    "have no images. Prepare them again with megalight prepare --multimodal; --chat reads no images."
-                )
+            self._check_text(sequence, self.corpus.data.get(sequence))
+
+    def _check_text(self, sequence: int, ids: NDArray[Any]) -> None:
+        """Refuse tokens that stand for an image or a video, where there is none: the model would read their embedding.
+
+        Raises:
+            DataError: there is one.
+        """
+        options, prefix = self.options, self.corpus.data.prefix
+        if (ids == options.image_token).any():
+            again = (
+                "Prepare them again with megalight prepare --multimodal; --chat reads no images."
+                if self.corpus.loss is not None
+                else "Prepare the text again with megalight prepare, where the names of such tokens are ordinary text "
+                "(those of other models with --special-as-text)."
+            )
+            raise DataError(
+                f"{prefix}: {self._kind} {sequence} has the token {options.image_token} of images, and these files "
+                f"have no images. {again}"
+            )
+        self._check_videos(sequence, ids)
+
+    def _check_videos(self, sequence: int, ids: NDArray[Any]) -> None:
+        token = self.options.video_token
+        if token is not None and (ids == token).any():
+            raise DataError(
+                f"{self.corpus.data.prefix}: {self._kind} {sequence} has the token {token} of videos, and videos are "
+                "not read. Leave it out."
+            )
+
+    @property
+    def _kind(self) -> str:
+        return "document" if self.corpus.loss is None else "conversation"
 
     def _image_tokens(self, documents: range) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the tokens of the images of each conversation, and whether one of these has a shape that is not read.
@@ -201,16 +228,14 @@ class ImageDataset(PackedDataset):
         grids: list[tuple[int, tuple[int, int]]] = []
         if images is None:
             text = super()._row(items)
+            for sequence, first, size in items.tolist():
+                self._check_text(sequence, self.corpus.data.get(sequence, first, size + 1))
         else:
             tokens, labels, mask = np.zeros(s, np.int64), np.zeros(s, np.int64), np.zeros(s, np.float32)
             lengths, at = list[int](), 0
             for sequence, _, size in items.tolist():
                 ids = self.corpus.data.get(sequence).astype(np.int64)
-                if options.video_token is not None and (ids == options.video_token).any():
-                    raise DataError(
-                        f"{self.corpus.data.prefix}: conversation {sequence} has the token {options.video_token} of "
-                        "videos, and videos are not read. Leave it out."
-                    )
+                self._check_videos(sequence, ids)
                 assert self.corpus.loss is not None
                 found = self._images(sequence)
                 # One token for an image becomes as many as it has.

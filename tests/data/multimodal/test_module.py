@@ -17,6 +17,7 @@ import torch
 from megalight.data.chat.module import SFTDataModule
 from megalight.data.chat.prepare import prepare_chat
 from megalight.data.corpus import Corpus
+from megalight.data.multimodal import dataset as of_images
 from megalight.data.multimodal.batch import ImageTextBatch, with_cuts, with_images
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
 from megalight.data.multimodal.dynamic import DynamicForm
@@ -25,6 +26,8 @@ from megalight.data.multimodal.forms import MIXED, NEWLINE
 from megalight.data.multimodal.images import ImageForm
 from megalight.data.multimodal.models import form_of
 from megalight.data.multimodal.module import MultimodalDataModule
+from megalight.data.prepare import prepare
+from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.vlm.module import VLMModule
 from megalight.optim import AdamConfig
@@ -249,6 +252,28 @@ def test_conversations_that_lost_their_images_are_refused(prefix: str, tmp_path:
     )
     with pytest.raises(DataError, match=r"conversation 0 has the token 2 of images, .* prepare --multimodal; --chat"):
         dataset(lost.prefix)
+
+
+def test_text_that_has_the_token_of_images_is_refused(
+    tmp_path: Path, image_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``prepare`` writes has none; files of others are looked at before training, and rows of large ones in it."""
+    (tmp_path / "web.jsonl").write_text(json.dumps({"text": "what is <image> in the picture " * 20}) + "\n")
+    web = [str(tmp_path / "web.jsonl")], tmp_path / "web"
+    ours = prepare(*web, tokenizer=image_tokenizer, progress=False)
+    text = dataset(ours.prefix, length=32)
+    batch = collate([text[number] for number in range(len(text))])
+    assert not (batch.tokens == 2).any()
+    assert not (batch.labels == 2).any()
+    monkeypatch.setattr(Tokenizer, "for_plain_text", lambda self, special_as_text: self)
+    theirs = prepare(*web, tokenizer=image_tokenizer, progress=False)
+    told = r"web: document 0 has the token 2 of images, .* again with megalight prepare, where .*--special-as-text"
+    with pytest.raises(DataError, match=told):
+        dataset(theirs.prefix, length=32)
+    monkeypatch.setattr(of_images, "SCAN_LIMIT", 1)
+    large = dataset(theirs.prefix, length=32)
+    with pytest.raises(DataError, match=told):
+        large[0]
 
 
 def test_the_model_says_that_images_have_any_size(sized: Any) -> None:
