@@ -57,19 +57,29 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` with the name in ``known`` that is spelled like ``name``, or an empty string.
 
     Case does not count. Alike are also a name and its beginning of three letters or more (``hidden``, ``hidden_size``),
-    and names of the same letters (``gtp``, ``gpt``). A wrong guess sends readers to what they did not look for, so that
-    words that only share some letters (``images``, ``messages``) give none.
+    names of the same letters (``gtp``, ``gpt``), and names in which one letter differs, but not the first. A wrong
+    guess sends readers to what they did not look for, so that words that only share some letters (``images``,
+    ``messages``) give none.
     """
     word = name.lower()
-    spelled = {each.lower(): each for each in reversed([*known])}  # of equal ones the first
+    spelled: dict[str, str] = {}
+    for each in known:
+        spelled.setdefault(each.lower(), each)
     begun = [each for each in spelled if min(len(each), len(word)) >= 3 and _begins(each, word)]
     swapped = [each for each in spelled if len(word) >= 3 and sorted(each) == sorted(word)]
-    found = [*difflib.get_close_matches(word, spelled, n=1, cutoff=ALIKE), *swapped, *sorted(begun, key=len)]
+    changed = [
+        each for each in spelled if len(each) == len(word) and each[:1] == word[:1] and _differing(each, word) == 1
+    ]
+    found = [*difflib.get_close_matches(word, spelled, n=1, cutoff=ALIKE), *swapped, *sorted(begun, key=len), *changed]
     return f" Did you mean {spelled[found[0]]!r}?" if found else ""
 
 
 def _begins(one: str, other: str) -> bool:
     return one.startswith(other) or other.startswith(one)
+
+
+def _differing(one: str, other: str) -> int:
+    return sum(a != b for a, b in zip(one, other, strict=True))
 
 
 def nearest_pattern(pattern: str, names: Iterable[str]) -> str:

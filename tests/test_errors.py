@@ -36,6 +36,8 @@ def test_nearest_names_the_closest() -> None:
         ("hidden", ["hidden_act", "hidden_size", "size"], "hidden_act"),
         ("epsilon", ["eps", "silu"], "eps"),
         ("gtp", ["bert", "gpt"], "gpt"),
+        ("tq", ["dp", "tp", "cp"], "tp"),
+        ("", ["dp"], None),
         ("adamw", ["Adam", "AdamW"], "AdamW"),
         ("a", ["alpha", "beta"], None),
     ],
