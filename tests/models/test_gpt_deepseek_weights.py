@@ -67,6 +67,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": SIZES,
     # 3 experts from 3 groups: a group is scored by more experts than are chosen from it
     "three_groups": {**SIZES, "num_experts_per_tok": 3, "topk_group": 3},
+    # a score that stands alone is not normalized here
+    "one_expert": {**SIZES, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     "kimi_like": {
         **SIZES,
         "q_lora_rank": None,
@@ -264,6 +266,7 @@ def test_presets_are_the_published_configurations(name: str, values: dict[str, A
     [
         ("attention_bias", True, "attention_bias is True; only False"),
         ("norm_topk_prob", False, "norm_topk_prob is False; only True"),
+        ("num_experts_per_tok", 1, "norm_topk_prob is True; only False"),
         ("scoring_func", "softmax", "scoring_func is 'softmax'; only 'sigmoid'"),
     ],
 )

@@ -238,6 +238,7 @@ def test_presets_are_the_published_configurations(name: str) -> None:
     [
         ("gemma2_27b", "use_bidirectional_attention", True, "use_bidirectional_attention is True; only False"),
         ("gemma3_1b", "hidden_activation", "relu", "hidden_activation is 'relu'; only 'gelu_pytorch_tanh'"),
+        ("gemma3_1b", "attn_logit_softcapping", 50.0, "attn_logit_softcapping is 50.0; only None"),
         ("llama4_scout", "attention_bias", True, "attention_bias is True; only False"),
     ],
 )

@@ -43,6 +43,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2_tied": ("Mamba2", {**MAMBA2, "tie_word_embeddings": True, "use_conv_bias": False, "n_groups": 1}),
     "nemotron_h": ("NemotronH", NEMOTRON),
     "nemotron_h_groups": ("NemotronH", {**NEMOTRON, "num_experts_per_tok": 2}),  # more experts score a group than 2 / 2
+    "nemotron_h_one": (
+        "NemotronH",
+        {**NEMOTRON, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
     "nemotron_h_dense": ("NemotronH", {**NEMOTRON, "hybrid_override_pattern": "M-M*-M"}),
 }
 
@@ -95,6 +99,7 @@ def test_names_of_other_layers_are_refused() -> None:
         ("mamba2", {"time_step_limit": [0.01, 1.0]}, r"time_step_limit is \[0.01, 1.0\]"),
         ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size is 8"),
         ("nemotron_h", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("nemotron_h_one", {"norm_topk_prob": True}, "norm_topk_prob is True; only False"),
     ],
 )
 def test_options_without_a_counterpart(name: str, options: dict[str, Any], message: str) -> None:

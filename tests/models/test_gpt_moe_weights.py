@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.hugging_face import (
     config_from_transformers,
+    config_to_transformers,
 )
 from megalight.models.gpt.presets import preset
 from megalight.nn.moe import BalanceConfig
@@ -93,3 +95,6 @@ def test_options_without_counterpart() -> None:
     values = {**theirs("olmoe").config.to_dict(), "clip_qkv": 8.0}
     with pytest.raises(ConfigurationError, match=r"clip_qkv is 8.0; it has no counterpart"):
         config_from_transformers(values)
+    config = config_from_transformers({**values, "clip_qkv": None})
+    with pytest.raises(ConfigurationError, match="6 heads of 5 features stand beside 24"):
+        config_to_transformers(replace(config, head_dim=5), "olmoe")

@@ -11,7 +11,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt.attention_config import LatentConfig
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, MultiTokenConfig, NormConfig
 from megalight.models.gpt.hugging_face.llama import LLAMA
-from megalight.models.gpt.hugging_face.options import refuse_others, router_groups, tied_head
+from megalight.models.gpt.hugging_face.options import refuse_other_sums, refuse_others, router_groups, tied_head
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
 from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
@@ -135,7 +135,8 @@ def _read_v3(values: Mapping[str, Any]) -> GPTConfig:
     Raises:
         ConfigurationError: an option has no counterpart here.
     """
-    refuse_others(values, {"norm_topk_prob": True, "scoring_func": "sigmoid"})
+    refuse_others(values, {"scoring_func": "sigmoid"})
+    refuse_other_sums(values)
     router = RouterConfig(
         # what a file lacks is named by the caller: defaults of theirs are not those of a published model
         top_k=values["num_experts_per_tok"],
@@ -220,10 +221,11 @@ def _write_v3(config: GPTConfig) -> dict[str, Any]:
     Raises:
         ConfigurationError: the model has no experts with a shared one.
     """
+    values = _write(config, "deepseek_v3")
     return {
-        **_write(config, "deepseek_v3"),
+        **values,
         "rope_interleave": config.position.interleaved,
-        "norm_topk_prob": True,
+        "norm_topk_prob": values["num_experts_per_tok"] > 1,
         DEPTHS[0]: config.num_depths,
     }
 

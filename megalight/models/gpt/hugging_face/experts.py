@@ -108,6 +108,16 @@ def _to_qwen3_moe(config: GPTConfig) -> dict[str, Any]:
 
 
 def _to_olmoe(config: GPTConfig) -> dict[str, Any]:
+    """Return the content of ``config.json``.
+
+    Raises:
+        ConfigurationError: heads are not as wide as hidden states, which their norms of queries and keys are made for.
+    """
+    if config.num_heads * config.head_dim != config.hidden_size:
+        raise ConfigurationError(
+            f"a model of olmoe has hidden_size = num_heads * head_dim, and here {config.num_heads} heads of "
+            f"{config.head_dim} features stand beside {config.hidden_size}"
+        )
     return {**llama_to(config), "attention_bias": config.attention.proj_bias, **_experts_to("olmoe", config)}
 
 

@@ -60,7 +60,8 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     # They say null for their default.
     said = {option: value for option, value in values.items() if value is not None}
     good = {"attention_bias": False, "use_bidirectional_attention": False, "hidden_activation": ACTIVATION}
-    refuse_others(said, good)
+    # In their Gemma 3 the option is left without effect.
+    refuse_others(said, good | ({"attn_logit_softcapping": None} if kind == "gemma3_text" else {}))
     heads, head_dim = values["num_attention_heads"], values.get("head_dim") or 256
     scalar, window = values.get("query_pre_attn_scalar", 256), values.get("sliding_window", 4096)
     full = values.get("sliding_window_pattern") or PERIOD[kind]  # in older files

@@ -10,7 +10,7 @@ from typing import Any
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
-from megalight.models.gpt.hugging_face.options import refuse_others, router_groups, tied_head
+from megalight.models.gpt.hugging_face.options import refuse_other_sums, refuse_others, router_groups, tied_head
 from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.models.gpt.position_config import PositionConfig
 from megalight.models.kinds import Kind
@@ -169,7 +169,8 @@ def _nemotron_h_from(values: Mapping[str, Any]) -> GPTConfig:
 
 
 def _experts(values: Mapping[str, Any]) -> MoEConfig:
-    refuse_others(values, {"norm_topk_prob": True, "mlp_bias": False})
+    refuse_others(values, {"mlp_bias": False})
+    refuse_other_sums(values)
     return MoEConfig(
         num_experts=values["n_routed_experts"],
         ffn_hidden_size=values["moe_intermediate_size"],
@@ -260,7 +261,7 @@ def _nemotron_h_to(config: GPTConfig) -> dict[str, Any]:
             "n_group": moe.router.num_groups or 1,
             "topk_group": moe.router.group_top_k or 1,
             "routed_scaling_factor": moe.router.scale,
-            "norm_topk_prob": True,
+            "norm_topk_prob": moe.router.top_k > 1,
         }
     return values
 

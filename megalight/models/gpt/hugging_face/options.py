@@ -39,6 +39,15 @@ def router_groups(values: Mapping[str, Any], group_experts: int) -> dict[str, An
     return {"num_groups": groups, "group_top_k": group_top_k, "group_experts": None if usual else group_experts}
 
 
+def refuse_other_sums(values: Mapping[str, Any]) -> None:
+    """Refuse sigmoid scores that a ``config.json`` normalizes otherwise than here: only if there are several.
+
+    Raises:
+        ConfigurationError: it normalizes the score of a single expert, or does not normalize those of several.
+    """
+    refuse_others({"norm_topk_prob": True, **values}, {"norm_topk_prob": values["num_experts_per_tok"] > 1})
+
+
 def activation_of(name: str, known: Mapping[str, str]) -> str:
     """Return our name of an activation.
 
