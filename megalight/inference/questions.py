@@ -33,7 +33,8 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
         DataError: there is no such file, it has no question, or a line is not of the format. The message names it.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # At line feeds alone: `splitlines` divides at characters that may stand in a message, too.
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"the questions in {path} cannot be read: {error}") from error
     found = [_question(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]

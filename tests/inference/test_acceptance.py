@@ -184,7 +184,7 @@ def test_what_a_draft_cannot_serve_is_refused() -> None:
 
 def write(folder: Path, *lines: Any) -> Path:
     file = folder / "question.jsonl"
-    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), "utf-8")
     return file
 
 
@@ -200,6 +200,11 @@ def write(folder: Path, *lines: Any) -> Path:
 def test_a_file_without_questions_is_refused(lines: list[Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read_questions(write(tmp_path, *lines))
+
+
+def test_a_message_may_hold_any_character(tmp_path: Path) -> None:
+    turns = ("a\u2028b\x85c",)
+    assert read_questions(write(tmp_path, json.dumps({"turns": turns}, ensure_ascii=False))) == [Question("", turns)]
 
 
 def test_the_command_tells_the_length_of_each_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
