@@ -233,6 +233,15 @@ class Tokenizer:
         """Return the text of ids, with or without special tokens."""
         return str(self._model.decode(list(ids), skip_special_tokens=skip_special))
 
+    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text that ids add to the text of those before them, without special tokens.
+
+        Alone, they may read otherwise: a tokenizer that marks words (Llama 2, Mistral) drops the space of a first word.
+        """
+        start = self.decode(before, skip_special=True)
+        text = self.decode([*before, *ids], skip_special=True)
+        return text.removeprefix(start) if text.startswith(start) else self.decode(ids, skip_special=True)
+
     def to_json(self) -> str:
         """Return the content of ``tokenizer.json``."""
         return str(self._model.to_str(pretty=True))

@@ -61,7 +61,7 @@ class Interview:
                 self.base, self.draft, [prompt], max_new_tokens=room, guesses=self.guesses, eos_id=ends
             )
             total += count
-            said = self.tokenizer.decode(answer, skip_special=True)
+            said = self.tokenizer.decode_after(prompt, answer)
             text += said
             messages.append({"role": "assistant", "content": said})
         return total

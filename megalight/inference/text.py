@@ -13,7 +13,7 @@ import torch
 from megalight import checkpoint
 from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.newest import newest_in
-from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
+from megalight.checkpoint.foreign.transformers_folder import is_folder, json_object, read_config
 from megalight.data.multimodal.image_text import ImageText, image_text_of
 from megalight.data.multimodal.images import Resize
 from megalight.data.tokenizer import Tokenizer
@@ -23,6 +23,7 @@ from megalight.inference.parallel import ParallelGPT
 from megalight.inference.pictures import ImageFile, with_pictures
 from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
+from megalight.models.folder import GENERATION
 from megalight.models.gpt import GPT
 from megalight.models.saved import Keys, companions_of, description, refuse_keys, saved_model, transformers_model
 from megalight.models.single_file import single_file_model
@@ -132,10 +133,12 @@ class TextGenerator:
     Attributes:
         model: the model in evaluation mode, whole or divided over ranks, which then make the same calls.
         tokenizer: converts text to token ids and back.
+        ends: tokens that end a completion, beside the tokenizer's end of a document.
     """
 
     model: GPT | ParallelGPT
     tokenizer: Tokenizer
+    ends: frozenset[int] = frozenset()
 
     @classmethod
     def from_checkpoint(
@@ -151,6 +154,9 @@ class TextGenerator:
         adapter: str | None = None,
     ) -> TextGenerator:
         """Load model and tokenizer from one folder.
+
+        What its ``generation_config.json`` calls the end of a text (``eos_token_id``) ends completions, unless another
+        tokenizer is given.
 
         Args:
             path: the checkpoint, a run's folder (its newest checkpoint), or a ``transformers`` folder.
@@ -176,7 +182,7 @@ class TextGenerator:
                 f"the tokenizer has {found.vocab_size} tokens and the model {model.config.vocab_size}; "
                 "use the tokenizer that the model was trained with."
             )
-        return cls(model, found)
+        return cls(model, found, frozenset() if tokenizer else _ends(path))
 
     @property
     def whole(self) -> GPT:
@@ -295,7 +301,7 @@ class TextGenerator:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            eos_id={*ends, *([] if eod is None else [eod])},
+            eos_id={*ends, *self.ends, *([] if eod is None else [eod])},
             generator=generator,
             pictures=pictures,
             draft=draft,
@@ -303,7 +309,14 @@ class TextGenerator:
             axis_positions=axes,
         )
         # Without special tokens: the end of the document is no text.
-        return [self.tokenizer.decode(completion, skip_special=True) for completion in completions]
+        return [self.tokenizer.decode_after(*pair) for pair in zip(ids, completions, strict=True)]
+
+
+def _ends(path: Place) -> frozenset[int]:
+    """Return the tokens that end a text by the settings for generation beside a model."""
+    settings = json_object(companions_of(path).get(GENERATION, b"{}"), GENERATION)
+    ids = settings.get("eos_token_id")
+    return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
 
 
 def _tokenizer(path: Place) -> Tokenizer:

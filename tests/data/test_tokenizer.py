@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Model  # type: ignore[import-untyped]
+from tokenizers import decoders, models
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
@@ -25,6 +27,21 @@ def test_train(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([0, *ids[0]], skip_special=True) == texts[0]
     assert tokenizer.decode([0]) == "<|endoftext|>"
     assert tokenizer.vocabulary["<|pad|>"] == 1
+
+
+def test_text_after_other_text_is_what_both_have_more() -> None:
+    """A tokenizer like that of Llama 2 marks where words begin, and drops the first mark of all that it decodes."""
+    words = ["<unk>", "<s>", "\u2581the", "\u2581dog", "s", "<0xC3>", "<0xA9>"]
+    model = Model(models.BPE(dict(zip(words, range(7), strict=True)), [], byte_fallback=True, unk_token="<unk>"))
+    spaces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(spaces)
+    model.add_special_tokens(["<s>"])
+    tokenizer = Tokenizer(model)
+    assert (tokenizer.decode([2, 3]), tokenizer.decode([3])) == ("the dog", "dog")
+    assert tokenizer.decode_after([2], [3, 4, 1]) == " dogs"
+    assert tokenizer.decode_after([1], [3]) == tokenizer.decode_after([], [3]) == "dog"
+    assert tokenizer.decode_after([2], [4]) == "s"
+    assert tokenizer.decode_after([2, 5], [6]) == "\ufffd", "half a character before: its text changes, so alone"
 
 
 def test_training_repeats(tokenizer: Tokenizer) -> None:

@@ -1,6 +1,7 @@
 """Text from a checkpoint's folder alone."""
 
 import pytest
+import tokenizers
 import torch
 
 from megalight import checkpoint
@@ -8,6 +9,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError, MegalightError
 from megalight.inference import TextGenerator, generate, load_model
 from megalight.models.gpt import GPT, GPTConfig, InitConfig
+from megalight.models.stored import open_model, save_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize
 
@@ -97,6 +99,48 @@ def test_further_tokens_end_a_completion(tmp_path, tokenizer_files):
     assert short == whole[: whole.index(whole[2]) + 1]
     text = writer.complete(["the quick"], max_new_tokens=5, temperature=0, ends=[whole[2]])
     assert text == [writer.tokenizer.decode(short, skip_special=True)]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_settings_for_generation_say_what_ends_a_text(tmp_path, tokenizer_files, folder):
+    """As transformers reads them: an instruction-tuned Llama 3 has three ends, and its tokenizer names one."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=264, initializer_range=0.3, **sizes))
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([Tokenizer.load(tokenizer_files["tokenizer.json"]).encode("the quick")])
+    free = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    model.generation_config.eos_token_id = [0, free[2]]
+    model.save_pretrained(tmp_path / "llama")
+    for name, file in tokenizer_files.items():
+        (tmp_path / "llama" / name).write_bytes(file.read_bytes())
+    path = tmp_path / "llama"
+    if not folder:
+        save_model(open_model(path), path := tmp_path / "c")
+    writer = TextGenerator.from_checkpoint(path)
+    ended = free[: free.index(free[2]) + 1]
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert ended == expected != free
+    text = writer.tokenizer.decode(ended, skip_special=True)
+    assert writer.complete(["the quick"], max_new_tokens=6, temperature=0) == [text]
+    # Ids of another tokenizer mean something else.
+    other = TextGenerator.from_checkpoint(path, tokenizer=tokenizer_files["tokenizer.json"])
+    text = writer.tokenizer.decode(free, skip_special=True)
+    assert other.complete(["the quick"], max_new_tokens=6, temperature=0) == [text]
+
+
+def test_a_completion_goes_on_where_the_prompt_ends(tmp_path):
+    """A tokenizer like that of Llama 2 drops the space before the first word of what it decodes."""
+    words = ["<unk>", "\u2581the", "\u2581dog", *(f"\u2581word{index}" for index in range(261))]
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    inner.normalizer = tokenizers.normalizers.Prepend(" ")
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
+    inner.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
+    writer = TextGenerator(build().double().eval(), Tokenizer(inner))
+    (row,) = generate(writer.model, [writer.tokenizer.encode("the dog")], max_new_tokens=3, temperature=0)
+    (text,) = writer.complete(["the dog"], max_new_tokens=3, temperature=0)
+    assert text == "".join(words[token].replace("\u2581", " ") for token in row)
 
 
 def test_what_cannot_be_completed_is_said(tmp_path, tokenizer_files):
