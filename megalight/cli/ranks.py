@@ -20,14 +20,22 @@ def check_ranks(arguments: argparse.Namespace) -> None:
     """Check that there are as many processes as the layout of a command needs.
 
     Args:
-        arguments: with ``tensor_parallel`` and ``pipeline_parallel``.
+        arguments: with ``tensor_parallel``, ``expert_parallel`` and ``pipeline_parallel``.
 
     Raises:
-        LayoutError: there are more or fewer, or a degree is below 1.
+        LayoutError: there are more or fewer, a degree is below 1, or experts are to be on other ranks than layers.
     """
-    tensor, stages = arguments.tensor_parallel, arguments.pipeline_parallel
-    if min(tensor, stages) < 1:
-        raise LayoutError(f"--tensor-parallel is {tensor} and --pipeline-parallel {stages}; both must be at least 1.")
+    tensor, experts, stages = arguments.tensor_parallel, arguments.expert_parallel, arguments.pipeline_parallel
+    if min(tensor, experts, stages) < 1:
+        raise LayoutError(
+            f"--tensor-parallel is {tensor}, --expert-parallel {experts} and --pipeline-parallel {stages}; all must be "
+            "at least 1."
+        )
+    if tensor % experts:
+        raise LayoutError(
+            f"--expert-parallel {experts} does not divide --tensor-parallel {tensor}: the processes that share a layer "
+            f"divide its experts. Set --expert-parallel {tensor}, or 1."
+        )
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if tensor * stages != world:
         raise LayoutError(
@@ -58,6 +66,10 @@ def joined(arguments: argparse.Namespace) -> Iterator[tuple[ParallelMesh | None,
         # Threads of the group that outlive the interpreter would abort the process.
         end_at_exit()
     mesh = ParallelMesh(
-        dist.get_world_size(), dist.get_rank(), tp=arguments.tensor_parallel, pp=arguments.pipeline_parallel
+        dist.get_world_size(),
+        dist.get_rank(),
+        tp=arguments.tensor_parallel,
+        ep=arguments.expert_parallel,
+        pp=arguments.pipeline_parallel,
     )
     yield mesh, device

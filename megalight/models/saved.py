@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from megalight import checkpoint
@@ -29,9 +30,13 @@ from megalight.models.family import Family, Weights, family, family_of_transform
 from megalight.models.folder import COMPANIONS, LENIENT, companions
 from megalight.models.transforms import activate, rebuild
 from megalight.nn.canonical import canonical_tensors
+from megalight.parallel.layers import depths_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
+from megalight.parallel.pipeline.advice import balanced
+from megalight.parallel.pipeline.grammar import compose
+from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import Plan
 from megalight.parallel.source import Source
 from megalight.parallel.transform import ModelTransform
@@ -141,9 +146,27 @@ def _room(
         root = known.model(config)
     # A process that holds the whole model has nothing to split.
     plan = Plan() if mesh is None else known.plan(root)
-    model = ParallelModel(root, mesh or ParallelMesh(), ParallelOptions(plan=plan, transforms=tuple(transforms)))
+    mesh = mesh or ParallelMesh()
+    options = ParallelOptions(
+        plan=plan,
+        # Experts on tensor-parallel ranks exist only together with sequence parallelism.
+        sequence_parallel=mesh.tp > 1,
+        pipeline_layout=_uneven(root, mesh.pp),
+        transforms=tuple(transforms),
+    )
+    model = ParallelModel(root, mesh, options)
     model.place(device, dtype)
     return model
+
+
+def _uneven(root: nn.Module, pp: int) -> str | None:
+    """Return a layout of layers that do not divide evenly over stages. None: they do, or there are too few of them."""
+    if pp == 1:
+        return None
+    layers = check_protocol(root)
+    if layers % pp == 0 or layers + 2 < pp:
+        return None
+    return compose(balanced(layers, pp, len(depths_of(root))))
 
 
 def _readers(mesh: ParallelMesh | None) -> AbstractContextManager[ProcessGroup | None]:

@@ -75,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="divide layers over so many processes, under torchrun (default: 1)",
     )
     parser.add_argument(
+        "--expert-parallel",
+        type=int,
+        default=1,
+        help="divide experts over so many of these processes (default: 1, each has all of them)",
+    )
+    parser.add_argument(
         "--pipeline-parallel",
         type=int,
         default=1,

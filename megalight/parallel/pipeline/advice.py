@@ -59,22 +59,26 @@ def _advice(num_layers: int, pp: int, vpp: int, ways: list[str], num_mtp: int) -
     # Even with embedding and loss on stages of their own, some stages would be empty.
     if num_layers + 2 < pp * vpp:
         return f"{num_layers} layers, embedding and loss fill {num_layers + 2} stages at most; lower pp or vpp."
-    *others, end = balanced(num_layers, pp * vpp)
-    layout = (*others, end[:-1] + "m" * num_mtp + "L")
+    layout = balanced(num_layers, pp * vpp, num_mtp)
     text = ", or ".join([*ways, f"give this layout: {compose(layout)!r}"])
     return f"{text[0].upper()}{text[1:]}\n{picture(layout, pp)}"
 
 
-def balanced(num_layers: int, stages: int) -> tuple[str, ...]:
-    """Return stages that are as equal as possible if embedding and loss count as one layer each; ``stages > 1``.
+def balanced(num_layers: int, stages: int, num_mtp: int = 0) -> tuple[str, ...]:
+    """Return stages that are as equal as possible if embedding and loss count as one layer each.
 
     Stages with one layer less are at the ends: the embedding and the loss take time too.
+
+    Args:
+        num_layers: layers of the model.
+        stages: at least 2, and at most ``num_layers + 2``.
+        num_mtp: multi-token-prediction layers, which come on top.
     """
     share, more = divmod(num_layers + 2, stages)
     start = (stages - more + 1) // 2
     counts = [share + (start <= index < start + more) for index in range(stages)]
     held = ["t" * (count - (index in (0, stages - 1))) for index, count in enumerate(counts)]
-    return ("E" + held[0], *held[1:-1], held[-1] + "L")
+    return ("E" + held[0], *held[1:-1], held[-1] + "m" * num_mtp + "L")
 
 
 def _counting(num_layers: int, stages: int) -> Iterator[str]:
