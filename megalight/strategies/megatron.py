@@ -180,6 +180,7 @@ class MegatronStrategy(FolderCheckpoints):
         self._accumulating = False
         self._ended = False
         self._resumed: Resumed | None = None
+        self._averages = ordinary.BackwardAverages(None, self.mesh)
         self._sigterm: _lightning.SigtermAgreement | None = None
         self._whole_between_steps = False
         self._whole_before_update = False
@@ -326,6 +327,7 @@ class MegatronStrategy(FolderCheckpoints):
             # No engine will bring the values, so the parameters get memory of their own.
             self.parallel_model.fill()
             self.engine = self.precision.clip_by_norm = self.precision.clip_by_value = None
+            self._averages = ordinary.BackwardAverages(self.lightning_module, self.mesh)
             return
         bar = trainer.progress_bar_callback
         self._foreign_bar = bar is not None and not bar.__module__.startswith("megalight.")
@@ -475,6 +477,7 @@ class MegatronStrategy(FolderCheckpoints):
             ConfigurationError: optimization is on shards, and :meth:`training_step` runs the backward itself.
         """
         if self.engine is None and self._setup_of is not None:
+            self._averages.begin()
             return
         raise ConfigurationError(
             "something called backward on MegatronStrategy, whose training_step has done it already; a callback that "
@@ -483,7 +486,7 @@ class MegatronStrategy(FolderCheckpoints):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Average gradients over the replicas after a backward of manual optimization, which may then clip them."""
-        ordinary.average_after_backward(self.lightning_module, self.mesh)
+        self._averages.end()
 
     def validation_step(self, *args: Any) -> Any:
         """Run forward only, and log ``val_loss``, which is the same on every rank."""
@@ -581,6 +584,7 @@ class MegatronStrategy(FolderCheckpoints):
             _lightning.summarize_as_before(self._sigterm.trainer)
             self._sigterm.uninstall()
             self._sigterm = None
+        self._averages.close()
         self._resumed = None
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:

@@ -143,11 +143,53 @@ def averaging(optimizer: Optimizer, closure: Callable[[], Any], mesh: ParallelMe
     return averaged
 
 
-def average_after_backward(module: pl.LightningModule | None, mesh: ParallelMesh) -> None:
-    """Average gradients over the replicas after a backward of manual optimization, which may then read or clip them."""
-    group = mesh.group("dp")
-    if module is not None and not module.automatic_optimization and group is not None:
-        average_gradients([parameter for parameter in module.parameters() if parameter.requires_grad], group)
+class BackwardAverages:
+    """Averages gradients over the replicas at the end of each backward of manual optimization.
+
+    They may then be read or clipped. As under DDP, anybody may call it: ``manual_backward`` of the module, or
+    ``backward`` of a tensor, which must bring gradients on all replicas.
+
+    Args:
+        module: its parameters' gradients are averaged. None, or a module with automatic optimization: nothing is done.
+        mesh: the grid of ranks.
+    """
+
+    def __init__(self, module: pl.LightningModule | None, mesh: ParallelMesh) -> None:
+        self.module = module
+        manual = module is not None and not module.automatic_optimization
+        self.group = mesh.group("dp") if manual else None
+        self._due = self._done = False
+        trained = [] if self.group is None else self._parameters()
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in trained]  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Begin a ``manual_backward``."""
+        self._due = self._done = False
+
+    def end(self) -> None:
+        """End it. Where it brought no gradients to this rank, it may have brought some to others."""
+        if self.group is not None and not self._done:
+            self._average()
+
+    def close(self) -> None:
+        """Leave the parameters as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self._due:
+            self._due = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        assert self.group is not None
+        self._due, self._done = False, True
+        with torch.no_grad():
+            average_gradients(self._parameters(), self.group)
+
+    def _parameters(self) -> list[Tensor]:
+        assert self.module is not None
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
 
 def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -95,29 +95,38 @@ def test_each_step_averages_over_replicas_what_has_arrived() -> None:
 
 
 class Clipped(Plain):
-    """Clips by hand, and reads a gradient before."""
+    """Clips by hand, and reads a gradient before. The backward is Lightning's or torch's."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_torch: bool = False) -> None:
         super().__init__("SGD")
         self.automatic_optimization = False
+        self.by_torch = by_torch
         self.read: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()
         optimizer.zero_grad()  # type: ignore[union-attr]
-        self.manual_backward(super().training_step(batch, batch_idx))
+        loss = super().training_step(batch, batch_idx)
+        if self.by_torch:
+            loss.backward()
+        else:
+            self.manual_backward(loss)
         self.read.append(self.net[0].bias.grad.sum().item())
         self.clip_gradients(optimizer, gradient_clip_val=0.1)  # type: ignore[arg-type]
         optimizer.step()  # type: ignore[union-attr]
 
 
-def _clipped() -> tuple[list[list[float]], list[float]]:
-    module = Clipped().double()
+def _clipped(by_torch: bool) -> tuple[list[list[float]], list[float]]:
+    module = Clipped(by_torch).double()
     fit(module, batches(16, 2), strategy("no_shard"))
-    return weights(module), module.read
+    # After `fit`, a backward is that of one process again.
+    module.zero_grad()
+    (module.net[0].bias * float(module.global_rank)).sum().backward()
+    return weights(module), [*module.read, float(module.net[0].bias.grad.sum())]
 
 
-def test_gradients_are_those_of_all_replicas_before_they_are_clipped_by_hand() -> None:
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_gradients_are_those_of_all_replicas_before_they_are_clipped_by_hand(by_torch: bool) -> None:
     module, read = Plain("SGD").double(), []
     optimizer = module.configure_optimizers()
     for step in dealt(16, 2, 2):
@@ -126,9 +135,10 @@ def test_gradients_are_those_of_all_replicas_before_they_are_clipped_by_hand() -
         read.append(module.net[0].bias.grad.sum().item())
         assert nn.utils.clip_grad_norm_(module.parameters(), 0.1) > 0.1
         optimizer.step()
-    for found, gradients in run(_clipped, 2):
+    width = len(module.net[0].bias)
+    for rank, (found, gradients) in enumerate(run(_clipped, 2, by_torch)):
         close(found, weights(module))
-        assert gradients == pytest.approx(read)
+        assert gradients == pytest.approx([*read, rank * width])
 
 
 def _resumed_from_beside(folder: str) -> tuple[list[list[float]], list[list[float]]]:
