@@ -83,7 +83,7 @@ def saved_model(
     """
     described = description(opened)
     known = family(described["family"])
-    config = known.config.from_dict(described["config"])
+    config = saved_config(described, opened.path)
     if holds_base(opened.common):
         check_held(config, (stored.shape for stored in opened.tensors.values()), opened.path)
     # In the widest dtype that was saved, as a narrower one would round weights.
@@ -194,6 +194,26 @@ def described_model(entries: Mapping[str, Any], path: object) -> Mapping[str, An
     return described
 
 
+def saved_config(described: Mapping[str, Any], path: object, kind: type[Any] | None = None) -> Any:
+    """Return the configuration in the description of the model of a checkpoint at ``path``.
+
+    Args:
+        kind: class of the configuration; None: that of the family.
+
+    Raises:
+        ConfigurationError: the class does not have such settings, or refuses a value.
+    """
+    kind = kind or family(described["family"]).config
+    try:
+        return kind.from_dict(described["config"])
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{kind.__name__} cannot take the configuration in {path}: {error} If a module with a configuration class "
+            "of its own has saved it, read it with that module, whose constructor annotates the argument: "
+            "config: OwnConfig | None = None."
+        ) from error
+
+
 def holds_base(common: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint with these entries holds all weights of its model."""
     # Older checkpoints say nothing, and hold everything.
@@ -221,7 +241,7 @@ def initial_config(folder: str | os.PathLike[str], known: Family, kind: type[Any
     described = description(checkpoint.open(folder))
     if described["family"] != known.name:
         raise ConfigurationError(f"{folder} holds a {described['family']} model, not one of the family {known.name}.")
-    return (kind or known.config).from_dict(described["config"])
+    return saved_config(described, folder, kind)
 
 
 def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, keys: Keys = "strict") -> Source:

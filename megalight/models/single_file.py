@@ -10,7 +10,7 @@ from torch import nn
 from megalight.checkpoint.foreign.single_file import WEIGHTS, read
 from megalight.errors import CheckpointError
 from megalight.models.family import Family, family
-from megalight.models.saved import PREFIX, described_model
+from megalight.models.saved import PREFIX, described_model, saved_config
 from megalight.models.transforms import rebuild
 from megalight.parallel.transform import apply_transforms
 
@@ -33,7 +33,7 @@ def single_file_model(
     known = family(described["family"])
     # On meta: the values come from the file, and `assign` puts its tensors in place without a copy.
     with torch.device("meta"):
-        model = known.model(known.config.from_dict(described["config"]))
+        model = known.model(saved_config(described, path))
         # Before the weights are loaded, because they have names for tensors that transforms made.
         apply_transforms(model, rebuild(described.get("transforms", ())))
     weights = {name.removeprefix(PREFIX): value for name, value in entries[WEIGHTS].items() if name.startswith(PREFIX)}

@@ -32,6 +32,7 @@ from megalight.models.saved import (
     holds_base,
     initial_config,
     refuse_keys,
+    saved_config,
     serving,
     whole_source,
     without_training_parts,
@@ -105,7 +106,7 @@ def open_model(
         # The values of such weights are not what the model computes with until the adapters are merged.
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
     known = family(described["family"])
-    config = known.config.from_dict(described["config"])
+    config = saved_config(described, opened.path)
     if whole:
         check_held(config, (stored.shape for stored in opened.tensors.values()), opened.path)
     weights: Source = FullPrecision(opened)

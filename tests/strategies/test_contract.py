@@ -18,7 +18,9 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
+from megalight.models.gpt.presets import PRESETS
 from megalight.models.module import Carry
+from megalight.models.stored import open_model
 from megalight.strategies import DataParallel, MegatronStrategy, load_weights
 from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
@@ -393,6 +395,9 @@ class OwnLoss(WithData):
 
     config: Any
 
+    def __init__(self, config: OwnConfig | str | None = None, **options: Any) -> None:
+        super().__init__(config, **options)
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return OwnBatch(batch)
 
@@ -412,11 +417,19 @@ class OwnLoss(WithData):
 def _own_loss(folder: str, options: dict[str, Any]) -> list[float]:
     config = OwnConfig(**{**vars(CONFIGS["gqa"]), "factor": 2.0})
     losses = []
-    for weights in (None, f"{folder}/own.ckpt"):
+    for given, weights in ((config, None), (None, f"{folder}/own.ckpt")):
         runner = trainer(MegatronStrategy(**options), max_steps=2, use_distributed_sampler=False, limit_val_batches=0)
-        runner.fit(OwnLoss(config, optimizer=ADAM, seed=SEED, weights=weights))
+        runner.fit(OwnLoss(given, optimizer=ADAM, seed=SEED, weights=weights))
         losses.append(float(runner.callback_metrics["train_loss"]))
         runner.save_checkpoint(f"{folder}/own.ckpt")
+    with pytest.raises(ConfigurationError, match=r"own.ckpt: unknown key 'factor'.*config: OwnConfig \| None = None"):
+        WithData(weights=f"{folder}/own.ckpt")
+    with pytest.raises(
+        ConfigurationError, match=r"GPTConfig cannot take .*own.ckpt: unknown key 'factor'.* that module"
+    ):
+        open_model(f"{folder}/own.ckpt")
+    assert OwnLoss("gpt2_small").config == OwnConfig(**vars(PRESETS["gpt2_small"]))
+    assert OwnLoss(config.to_dict()).config == config  # type: ignore[arg-type]
     return losses
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args, get_type_hints
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
@@ -62,7 +62,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
 
     Args:
         config: the model, its plain values, or the name of a preset of the family. None: the configuration in
-            ``weights``.
+            ``weights``. If the constructor of a subclass annotates it with a class of its own
+            (``config: OwnConfig | None``), all of these give that class.
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
         weights: a checkpoint, a run's folder (its newest checkpoint), or a ``transformers`` folder to start from. None:
@@ -109,20 +110,21 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         self._companions: dict[str, bytes] | None = None
 
     def _config(self, config: ConfigT | Mapping[str, Any] | str | None) -> ConfigT:
-        presets = family(self.family).presets
+        known = family(self.family)
+        presets, kind = known.presets, _own_config(type(self), known.config)
         if config is None and self.weights is None:
             raise ConfigurationError(
                 f"{type(self).__name__} needs a configuration: give config (or the name of a preset: "
                 f"{', '.join(presets)}), or weights, a folder of transformers."
             )
-        known = family(self.family)
         found: ConfigT
         if isinstance(config, str):
             found = presets[config]
+            found = found if isinstance(found, kind) else kind.from_dict(found.to_dict())
         elif isinstance(config, Mapping):  # of a subclass whose argument has no type, on the command line
-            found = known.config.from_dict(config)
+            found = kind.from_dict(config)
         else:
-            found = initial_config(str(self.weights), known) if config is None else config
+            found = initial_config(str(self.weights), known, kind) if config is None else config
             if config is None and self.weights_keys == "strict":
                 check_held(found, shapes_of(str(self.weights)), self.weights)
         # Checked here, because the command line cannot check an argument without a type.
@@ -272,6 +274,16 @@ def _way_on(ours: Sequence[ModelTransform], theirs: Sequence[ModelTransform]) ->
     # A run begins without adapters from weights that have them inside.
     merge = "merge its adapters (megalight merge) and " if any(isinstance(each, LoRA) for each in theirs) else ""
     return f"{resume}, or {merge}begin a new run from its weights (the module's weights, in place of ckpt_path)."
+
+
+def _own_config(module: type[Any], known: type[Any]) -> type[Any]:
+    """Return the subclass of the family's configurations that a user's constructor annotates, or else the family's."""
+    try:
+        hint = get_type_hints(module.__init__).get("config")
+    except NameError:  # of a class inside a function, or one that only type checkers import
+        return known
+    kinds = [each for each in (hint, *get_args(hint)) if isinstance(each, type) and issubclass(each, known)]
+    return kinds[0] if kinds else known
 
 
 def _newest(weights: str | os.PathLike[str]) -> str | os.PathLike[str]:

@@ -26,7 +26,16 @@ from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.bounds import check_held
 from megalight.models.family import Family, Weights, family, family_of_transformers
-from megalight.models.saved import BASE, PREFIX, companions_of, description, initial_config, serving, shapes_of
+from megalight.models.saved import (
+    BASE,
+    PREFIX,
+    companions_of,
+    description,
+    initial_config,
+    saved_config,
+    serving,
+    shapes_of,
+)
 from megalight.models.transforms import describe
 from megalight.models.transforms.dora import DoRA
 from megalight.models.transforms.lora import LoRA
@@ -108,7 +117,7 @@ def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str],
         kinds = ", ".join(type(each).__name__ for each in transforms) or "no adapters"
         raise CheckpointError(f"checkpoint {opened.path} has {kinds}; a folder of peft holds one LoRA.")
     lora, known = chosen_adapter(opened, adapter), family(described["family"])
-    config = known.config.from_dict(described["config"])
+    config = saved_config(described, opened.path)
     modules, transposed, experts = _modules(known, config)
     source = FullPrecision(opened)
     parsed = {name: parse_tensor_name(name.removeprefix(PREFIX)) for name in tensors_of(opened, lora.adapter)}
