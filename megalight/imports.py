@@ -1,4 +1,4 @@
-"""Optional packages and features of torch that depend on its version: detection and import."""
+"""Optional packages, slow ones, and features of torch that depend on its version: detection and import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -64,6 +66,75 @@ def require(package: str, purpose: str) -> ModuleType:
         raise MissingPackageError(
             f"{purpose} needs the package {root!r}, which {problem} ({error}). {step}: pip install {wanted}"
         ) from error
+
+
+class _Later:
+    """Stands for a member of a package until it is used."""
+
+    def __init__(self, package: str, name: str) -> None:
+        self._where = package, name
+
+    def _member(self) -> Any:
+        package, name = self._where
+        return getattr(_undeferred(package), name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._member(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._member()(*args, **kwargs)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, self._member())
+
+
+class _Deferred(ModuleType):
+    """Stands for a package of which names are taken."""
+
+    def __getattr__(self, name: str) -> _Later:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Later(self.__name__, name)
+
+
+class _Places(list[str]):
+    """Where the submodules of a deferred package are. Who looks for one needs the package itself."""
+
+    def __init__(self, package: str, places: Iterable[str]) -> None:
+        super().__init__(places)
+        self._package = package
+
+    def __iter__(self) -> Iterator[str]:
+        _undeferred(self._package)
+        return super().__iter__()
+
+
+def _undeferred(package: str) -> ModuleType:
+    if isinstance(sys.modules.get(package), _Deferred):
+        del sys.modules[package]
+    return importlib.import_module(package)
+
+
+@contextmanager
+def deferred(package: str) -> Iterator[None]:
+    """Let modules that are first imported in this context take names from ``package`` without importing it.
+
+    One of these names imports it when it is used. Nothing changes if it is not installed or was imported before.
+
+    Args:
+        package: the name of a top-level package.
+    """
+    if package in sys.modules or (spec := importlib.util.find_spec(package)) is None:
+        yield
+        return
+    stand_in = _Deferred(package)
+    stand_in.__spec__, stand_in.__path__ = spec, _Places(package, spec.submodule_search_locations or ())
+    sys.modules[package] = stand_in
+    try:
+        yield
+    finally:
+        if sys.modules.get(package) is stand_in:
+            del sys.modules[package]
 
 
 def torch_distributed(*names: str) -> Any:

@@ -1,14 +1,16 @@
 import ast
+import importlib
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megalight.errors import MissingPackageError
-from megalight.imports import EXTRAS, has, has_grad_dtype, in_backward, require, torch_distributed, version
+from megalight.imports import EXTRAS, deferred, has, has_grad_dtype, in_backward, require, torch_distributed, version
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,6 +72,52 @@ def test_packages_asked_for_by_name_have_an_extra() -> None:
                 package = node.args[0]
                 assert isinstance(package, ast.Constant), f"{path}:{node.lineno}"
                 assert package.value.partition(".")[0] in known, f"{path}:{node.lineno} requires {package.value}"
+
+
+@pytest.fixture
+def oven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package, and a module that takes names from it."""
+    (tmp_path / "slow_oven").mkdir()
+    (tmp_path / "slow_oven" / "__init__.py").write_text("class Tray:\n    size = 3\n")
+    (tmp_path / "slow_oven" / "door.py").write_text("from . import Tray\n")
+    (tmp_path / "oven_baker.py").write_text("from slow_oven import Tray\n\ndef bake() -> Tray: ...\n")
+    (tmp_path / "oven_porter.py").write_text("import slow_oven.door\n\nTray = slow_oven.door.Tray\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "slow_oven"
+    for name in ("slow_oven", "slow_oven.door", "oven_baker", "oven_porter"):
+        sys.modules.pop(name, None)
+
+
+def test_a_deferred_package_is_imported_where_its_names_are_used(oven: str) -> None:
+    with deferred(oven):
+        tray = importlib.import_module("oven_baker").Tray
+    assert oven not in sys.modules
+    assert tray.size == 3
+    real = sys.modules[oven].Tray
+    assert isinstance(tray(), real)
+    assert isinstance(real(), tray)
+    assert not isinstance(3, tray)
+
+
+def test_names_may_be_used_while_the_package_is_deferred(oven: str) -> None:
+    with deferred(oven):
+        assert importlib.import_module("oven_baker").Tray.size == 3
+    assert sys.modules[oven].Tray.size == 3
+
+
+def test_a_submodule_of_a_deferred_package_needs_the_package(oven: str) -> None:
+    with deferred(oven):
+        baker, porter = importlib.import_module("oven_baker"), importlib.import_module("oven_porter")
+    assert porter.Tray is sys.modules[oven].Tray
+    assert baker.Tray.size == 3
+
+
+def test_what_is_imported_already_or_missing_is_not_deferred(oven: str) -> None:
+    real = importlib.import_module(oven)
+    with deferred(oven), deferred("no_such_package_anywhere"):
+        assert importlib.import_module("oven_baker").Tray is real.Tray
+        assert not has("no_such_package_anywhere")
+    assert sys.modules[oven] is real
 
 
 def test_torch_shims() -> None:

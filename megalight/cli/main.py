@@ -126,6 +126,10 @@ def _train(name: str, rest: list[str]) -> int:
 
             early.check(name, rest)
     # Torch and Lightning come in only here, seconds later.
+    from megalight.imports import deferred
+
+    with deferred("transformers"):  # seconds more, only for one metric of those that come with Lightning
+        import lightning.pytorch  # noqa: F401
     from megalight.cli.lightning import run
 
     return run([name, *rest])

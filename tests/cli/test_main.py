@@ -71,6 +71,27 @@ def test_the_example_needs_no_repository(capsys, monkeypatch, tmp_path):
     assert "megalight validate -c mine.yaml --ckpt_path=last" in capsys.readouterr().err
 
 
+def test_lightning_is_imported_without_transformers(tmp_path):
+    """One of its metrics takes names from there."""
+    for path, text in {
+        "lightning/__init__.py": "",
+        "lightning/pytorch.py": "from transformers import AutoModel",
+        "transformers.py": "print('imported')",
+    }.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    code = """
+import sys, types
+sys.path.insert(0, sys.argv[1])
+sys.modules["megalight.cli.lightning"] = types.SimpleNamespace(run=print)
+from megalight.cli.main import main
+main(["--debug", "fit", "--trainer.devices=1"])
+assert "lightning.pytorch" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "['fit', '--trainer.devices=1']\n"
+
+
 @pytest.mark.parametrize("words", [["fit", "--help"], ["--help"], ["--version"]])
 def test_a_reader_that_ends_early_is_no_error(words):
     """As in ``megalight fit --help | head -3``."""
