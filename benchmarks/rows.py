@@ -51,6 +51,8 @@ NORMS = "attention_norm,mlp_norm"
 LONG = f"mbs=1 cp=4 recompute={NORMS},mlp.act"
 LONGEST = f"mbs=1 micro=1 cp=4 seq=131072 recompute={NORMS},mlp.act,layers.*[1-46-9].mlp"
 """Every fifth layer stores the first product of its MLP. There is no memory for more."""
+MOVED = f"{LONG} micro=1 seq=131072 offload=mlp level=optim_grads"
+"""As many tokens, but nothing of the MLPs is computed again but their activation functions."""
 HALF_OF_IT = f"mbs=1 micro=1 cp=2 seq=65536 recompute={NORMS},mlp"
 """As many tokens on a rank as above, on two."""
 MIXTRAL = "layers=4 experts=8 topk=2"
@@ -360,6 +362,19 @@ ROWS: dict[str, Row] = {
         )
         for kind in ("ring", "all_gather", "all_to_all")
     },
+    "llama3-8b-cp4-128k-all-gather-offload": _row(
+        "Llama-3-8B, CP=4, 131,072 tokens, all gather, MLPs kept in host memory, gradients sharded",
+        f"{LLAMA3_8B} {FEW} {MOVED} kind=all_gather",
+        gpus=4,
+        aim=490,
+        environment=NO_GAPS,
+    ),
+    "llama3-8b-cp4-128k-all-gather-fp8": _row(
+        "the same in FP8 with scales of past steps",
+        f"{LLAMA3_8B} {FEW} {MOVED} kind=all_gather precision=fp8 recipe=delayed",
+        gpus=4,
+        environment=NO_GAPS,
+    ),
     "llama3-8b-cp4-128k-all-gather-flash": _row(
         "Llama-3-8B, CP=4, 131,072 tokens, all gather, with flash-attn 4",
         f"{LLAMA3_8B} {FEW} {LONGEST} kind=all_gather {FLASH}",

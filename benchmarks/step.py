@@ -17,9 +17,9 @@ class Step:
 
     A micro-batch has ``mbs`` sequences, and a step of one replica has ``micro`` micro-batches. ``layout``, ``schedule``
     and ``messages`` belong to the pipeline, and ``kind`` is the kind of context parallelism. ``overlap`` belongs to
-    tensor parallelism; ``keep`` then stores gathered inputs. ``recompute`` names modules inside every layer. ``recipe``
-    is for FP8: ``+primary`` after it stores weights as codes, ``+wide`` never does, and
-    ``+transformer_engine`` uses that package. ``backends`` are named by op (``attention:cudnn``). ``graph``
+    tensor parallelism; ``keep`` then stores gathered inputs. ``recompute`` names modules inside every layer, and
+    ``offload`` those whose activations wait in host memory. ``recipe`` is for FP8: ``+primary`` after it stores weights
+    as codes, ``+wide`` never does, and ``+transformer_engine`` uses that package. ``backends`` are named by op (``attention:cudnn``). ``graph``
     runs steps as CUDA graphs. With ``experts``, every layer has as many of width ``ffn``, divided over ``ep`` ranks; a
     token passes through ``topk`` of them. Random numbers choose them, so that all are equally busy, unless ``natural``.
     ``dim`` is the size of a head (0: ``hidden / heads``). ``level`` says what data-parallel replicas shard, and
@@ -50,6 +50,7 @@ class Step:
     overlap: str = "auto"
     keep: bool = False
     recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
     precision: str = "bf16"
     recipe: str = "tensorwise"
     backends: tuple[str, ...] = ()
@@ -203,7 +204,7 @@ def only_of(step: Step, allowed: Iterable[str]) -> str | None:
     plain = Step()
     asked = [
         name
-        for name in (*SPLITS, "recompute", "graph", "experts", "sharding", "rank", "base", "moments")
+        for name in (*SPLITS, "recompute", "offload", "graph", "experts", "sharding", "rank", "base", "moments")
         if name not in allowed and getattr(step, name) != getattr(plain, name)
     ]
     return f"this runner has no {', '.join(asked)}" if asked else None

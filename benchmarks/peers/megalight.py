@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.meter import Meter, forget, random_rows
 from benchmarks.peers import world_size
 from benchmarks.step import Step
-from megalight.callbacks import CUDAGraph
+from megalight.callbacks import ActivationOffload, CUDAGraph
 from megalight.imports import has
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import BackendConfig
@@ -51,6 +51,8 @@ CHECKED_STEPS = 6
 GRAPH_WARMUP = 2
 LEARNING_RATE = 6e-4
 """Learning rate of the twin, before division by its layers. A few times higher, deep narrow models amplify rounding."""
+NARROW = 512
+"""Width of most twins. A wider one learns faster, and where it knows its tokens, rounding is a large part of its loss."""
 ADAPTER_LEARNING_RATE = 2e-2
 """The same for adapters. Their effect is a product of two matrices, one of which begins at 0."""
 
@@ -226,6 +228,9 @@ def train(
     )
     cuda = step.device == "cuda"
     graphs = [CUDAGraph(warmup_steps=GRAPH_WARMUP, on_refusal="error")] if step.graph else []
+    # What is as large as the residual stream would leave nothing free: the stream keeps it.
+    stream = step.mbs * step.seq // step.cp * step.hidden
+    moved = [ActivationOffload(step.offload, stream + 1)] if step.offload else []
     with_config, without = backends_of(step)
     use_backends(**without)
     trainer = pl.Trainer(
@@ -241,7 +246,7 @@ def train(
         enable_model_summary=False,
         use_distributed_sampler=False,
         limit_val_batches=0,
-        callbacks=[Steps(begin, tick), *graphs, *callbacks],
+        callbacks=[Steps(begin, tick), *graphs, *moved, *callbacks],
     )
     adam = AdamConfig(lr=twin_rate(step), weight_decay=0.0) if fixed else AdamConfig(lr=1e-4)
     adam = replace(adam, exp_avg_dtype=step.moments, exp_avg_sq_dtype=step.moments)  # type: ignore[arg-type]
@@ -260,7 +265,7 @@ def transforms_of(step: Step) -> list[ModelTransform]:
 
 def twin_rate(step: Step) -> float:
     """Return the learning rate of a twin."""
-    return (ADAPTER_LEARNING_RATE if step.rank else LEARNING_RATE) / step.layers
+    return (ADAPTER_LEARNING_RATE if step.rank else LEARNING_RATE) / step.layers * min(1.0, NARROW / step.hidden)
 
 
 def one_device(step: Step) -> GPT:

@@ -11,6 +11,7 @@ from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.errors import ConfigurationError
 from megalight.parallel.activation_offload import MIN_ELEMENTS, ActivationOffloading, check_patterns, chosen
 from megalight.parallel.aliases import translated
+from megalight.parallel.host_pool import HostPool
 from megalight.strategies import MegatronStrategy
 
 
@@ -41,11 +42,17 @@ class ActivationOffload(pl.Callback):
         self.modules = translated(modules)
         self.min_elements = min_elements
         self._running: list[ActivationOffloading] = []
+        self._pool: HostPool | None = None
 
     @property
     def moved(self) -> int:
         """Bytes that this rank copied to the host in the current or last run."""
         return sum(one.moved for one in self._running)
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of host memory that this rank took for them in the current or last run."""
+        return 0 if self._pool is None else self._pool.pinned
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Set hooks on the modules of this rank, which are final now."""
@@ -62,7 +69,6 @@ class ActivationOffload(pl.Callback):
                 "ActivationOffload with pipeline.schedule='combined', which runs a forward and a backward pass side by "
                 "side: use another schedule."
             )
-        device = strategy.root_device
         model = strategy.parallel_model
         assert model is not None
         anywhere = partial(strategy.reduce_boolean_decision, all=False)
@@ -78,9 +84,12 @@ class ActivationOffload(pl.Callback):
                 f"ActivationOffload(modules={list(self.modules)}) names only modules of the last layer, and what that "
                 "one saves is needed at once. Leave it out."
             )
-        self._running = [ActivationOffloading(some, device, self.min_elements) for some in modules]
+        self._pool = HostPool(strategy.root_device)
+        self._running = [ActivationOffloading(some, self._pool, self.min_elements) for some in modules]
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Remove the hooks, also after an error."""
         for one in self._running:
             one.remove()
+        if self._pool is not None:
+            self._pool.clear()

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from megalight.errors import ConfigurationError, nearest_pattern
 from megalight.imports import catches_saved_tensors, in_backward
 from megalight.parallel.data_parallel.streams import side_stream
-from megalight.parallel.host_memory import host_memory
+from megalight.parallel.host_pool import HostPool
 from megalight.parallel.layers import layers_of
 
 MIN_ELEMENTS = 2**20
@@ -37,15 +37,16 @@ class ActivationOffloading:
 
     Args:
         modules: in the order of the forward pass; hooks are set on them.
-        device: where they compute.
+        pool: host memory of the device where they compute.
         min_elements: size of the smallest tensor that is moved.
 
     Attributes:
         moved: bytes that were copied to the host so far.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], device: torch.device, min_elements: int = MIN_ELEMENTS) -> None:
-        self.device = device
+    def __init__(self, modules: Iterable[nn.Module], pool: HostPool, min_elements: int = MIN_ELEMENTS) -> None:
+        self.pool = pool
+        self.device = device = pool.device
         self.min_elements = min_elements
         self.moved = 0
         self.down, self.up = side_stream(device), side_stream(device)
@@ -168,27 +169,33 @@ class Away:
         self._taken = False
         owner = call.owner
         owner.moved += tensor.nbytes
-        self._here = host_memory(tensor.shape, tensor.dtype, owner.device)
         if owner.down is None:
-            self._here.copy_(tensor.detach())
+            self._copy(tensor)
             return
         with owner.down.after_computation():
-            self._here.copy_(tensor.detach(), non_blocking=True)
+            self._copy(tensor)
+
+    def _copy(self, tensor: Tensor) -> None:
+        self._block = self.call.owner.pool.take(tensor.nbytes)
+        self._here = self._block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self._here.copy_(tensor.detach(), non_blocking=True)
 
     def fetch(self) -> None:
-        """Start to copy the tensor back, once."""
+        """Start to copy the tensor back, once. Then others may use its host memory."""
         if self._back is not None:
             return
         owner = self.call.owner
         if owner.up is None:
             self._back = self._here.clone()
-            return
-        # Memory of the main stream, which may just have freed it: the copy comes after all that it has been given.
-        self._main = torch.cuda.current_stream(owner.device)
-        self._back = torch.empty_like(self._here, device=owner.device)
-        with owner.up.after_computation():
-            self._back.copy_(self._here, non_blocking=True)
-        self._arrived = owner.up.done()
+        else:
+            # Memory of the main stream, which may just have freed it: the copy comes after all that it has been given.
+            self._main = torch.cuda.current_stream(owner.device)
+            self._back = torch.empty_like(self._here, device=owner.device)
+            with owner.up.after_computation():
+                self._back.copy_(self._here, non_blocking=True)
+            self._arrived = owner.up.done()
+        owner.pool.give(self._block, self._arrived)
+        del self._block, self._here
 
     def take(self) -> Tensor:
         """Return the tensor on the device; the current stream waits for it."""

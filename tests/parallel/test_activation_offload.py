@@ -20,10 +20,11 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
-from megalight.parallel import activation_offload
+from megalight.parallel import activation_offload, host_pool
 from megalight.parallel.activation_offload import ActivationOffloading, Away, check_patterns, chosen
 from megalight.parallel.aliases import translated
 from megalight.parallel.host_memory import host_memory
+from megalight.parallel.host_pool import HostPool
 from megalight.types import PackedSequences
 from tests.parallel.data_parallel.helpers import assert_close
 from tests.strategies.training import BASE
@@ -65,7 +66,7 @@ def _inputs(count: int) -> list[Tensor]:
 def test_gradients_are_equal(patterns: tuple[str, ...], recompute: bool) -> None:
     """With several forward passes before their backward passes, in both orders."""
     net, expected = Net(recompute=recompute), Net(recompute=recompute)
-    offloading = ActivationOffloading(chosen(net, patterns), CPU, 1)
+    offloading = ActivationOffloading(chosen(net, patterns), HostPool(CPU), 1)
     for model in (net, expected):
         one, other, third = (model(x).square().sum() for x in _inputs(3))
         third.backward()
@@ -87,7 +88,7 @@ def test_gradients_are_equal(patterns: tuple[str, ...], recompute: bool) -> None
 
 def test_a_failed_forward_leaves_no_hooks() -> None:
     net = Net()
-    offloading = ActivationOffloading(chosen(net, ("",)), CPU, 1)
+    offloading = ActivationOffloading(chosen(net, ("",)), HostPool(CPU), 1)
     with pytest.raises(RuntimeError):
         net.layers[0](torch.ones(5, 7, dtype=torch.float64))
     moved = offloading.moved
@@ -105,7 +106,7 @@ def test_activations_leave_the_device() -> None:
 
     for layer in net.layers:
         layer.up.register_forward_hook(note)
-    ActivationOffloading(chosen(net, ("",)), CPU, 1)
+    ActivationOffloading(chosen(net, ("",)), HostPool(CPU), 1)
     copies: list[weakref.ref[Away]] = []
     init = Away.__init__
 
@@ -136,7 +137,7 @@ def test_tensors_come_back_one_call_ahead() -> None:
         order.append(f"fetch {calls.setdefault(id(self), len(calls))}")
         fetch(self, ahead)
 
-    ActivationOffloading(chosen(net, ("up",)), CPU, 1)
+    ActivationOffloading(chosen(net, ("up",)), HostPool(CPU), 1)
     loss = net(_inputs(1)[0]).sum()
     with patch.object(Away, "take", taken), patch.object(activation_offload.Call, "fetch", fetched):
         loss.backward()
@@ -147,9 +148,21 @@ def test_tensors_come_back_one_call_ahead() -> None:
     assert all(firsts[n + 1] < uses[n + 1] and firsts[n + 1] > uses[n] for n in range(2))
 
 
+def test_steps_use_the_same_host_memory() -> None:
+    """Also with several micro-batches under way, and with shorter ones later."""
+    net, pool = Net(), HostPool(CPU)
+    ActivationOffloading(chosen(net, ("",)), pool, 1)
+    sum(net(x).sum() for x in _inputs(2)).backward()  # type: ignore[union-attr]
+    taken = pool.pinned
+    assert taken > 0
+    for rows in (5, 5, 4, 5):
+        sum(net(x[:rows]).sum() for x in _inputs(2)).backward()  # type: ignore[union-attr]
+        assert pool.pinned == taken
+
+
 def test_what_stays() -> None:
     net = Net(2)
-    offloading = ActivationOffloading(chosen(net, ("",)), CPU, 6 * 9 + 1)
+    offloading = ActivationOffloading(chosen(net, ("",)), HostPool(CPU), 6 * 9 + 1)
     net(_inputs(1)[0]).sum().backward()
     assert offloading.moved == 0, "weights have 54 elements, and activations fewer"
     with pytest.raises(ConfigurationError, match=r"pattern 'upp' of ActivationOffload .* Did you mean 'up'"):
@@ -194,8 +207,8 @@ def _pass(names: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
     model = GPT(EXPERTS).double()
     initialize(model, 3, "model.")
     ids = torch.randint(0, EXPERTS.vocab_size, (72,), generator=torch.Generator().manual_seed(4))
-    offloading = ActivationOffloading(chosen(model, translated(names)), CPU, 64)
-    with Counting() as counting, patch.object(activation_offload, "host_memory", counting.copy):
+    offloading = ActivationOffloading(chosen(model, translated(names)), HostPool(CPU), 64)
+    with Counting() as counting, patch.object(host_pool, "host_memory", counting.copy):
         model(ids, PackedSequences.of_uniform(3, 24), labels=ids.roll(1)).losses.sum().backward()
     assert bool(offloading.moved) == bool(names)
     offloading.remove()

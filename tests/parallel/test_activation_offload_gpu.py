@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megalight.nn.moe.beside import beside
 from megalight.parallel.activation_offload import ActivationOffloading, chosen
+from megalight.parallel.host_pool import HostPool
 from tests.parallel.data_parallel.helpers import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +45,7 @@ def _passes(patterns: tuple[str, ...]) -> tuple[list[Tensor], int]:
     """Gradients of three steps, and the peak of the last one."""
     gc.collect()
     model = Net().cuda().bfloat16()
-    offloading = ActivationOffloading(chosen(model, patterns), torch.device("cuda")) if patterns else None
+    offloading = ActivationOffloading(chosen(model, patterns), HostPool(torch.device("cuda"))) if patterns else None
     draws = torch.Generator().manual_seed(1)
     inputs = [torch.randn(TOKENS, WIDTH, generator=draws).cuda().bfloat16() for _ in range(3)]
     for step, x in enumerate(inputs):
@@ -100,7 +101,7 @@ def _forked(offload: bool) -> list[Tensor]:
     model.layers = nn.ModuleList(Forked() for _ in range(3))
     model.cuda()
     if offload:
-        offloading = ActivationOffloading(chosen(model, ("",)), torch.device("cuda"))
+        offloading = ActivationOffloading(chosen(model, ("",)), HostPool(torch.device("cuda")))
         assert offloading.up is not None
         offloading.up.after_computation = _slow(offloading.up.after_computation)  # type: ignore[method-assign]
     draws = torch.Generator().manual_seed(1)
@@ -115,3 +116,29 @@ def _forked(offload: bool) -> list[Tensor]:
 def test_each_stream_waits_for_what_it_uses() -> None:
     for one, other in zip(_forked(True), _forked(False), strict=True):
         assert_close(one, other, 1e-6)
+
+
+def _ahead(offload: bool) -> tuple[list[Tensor], list[int]]:
+    """Gradients of three steps that the host prepares while the device is in the first, and pinned bytes after each."""
+    model, pool, pinned = Net().cuda(), HostPool(torch.device("cuda")), list[int]()
+    if offload:
+        ActivationOffloading(chosen(model, ("",)), pool)
+    draws = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(1024, WIDTH, generator=draws).cuda() for _ in range(3)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
+    for x in inputs:
+        model(x).square().mean().backward()
+        pinned.append(pool.pinned)
+    busy = not torch.cuda.current_stream().query()
+    assert busy or not offload, "the device was done before the host, so the test has shown nothing"
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None], pinned
+
+
+def test_a_host_that_is_ahead_takes_no_more_memory() -> None:
+    _ahead(True)  # pins memory, for which the host waits
+    found, pinned = _ahead(True)
+    for one, other in zip(found, _ahead(False)[0], strict=True):
+        assert_close(one, other, 1e-6)
+    assert pinned[0] > 0
+    assert pinned == pinned[:1] * 3
