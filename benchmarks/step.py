@@ -19,13 +19,13 @@ class Step:
     and ``messages`` belong to the pipeline, and ``kind`` is the kind of context parallelism. ``overlap`` belongs to
     tensor parallelism; ``keep`` then stores gathered inputs. ``recompute`` names modules inside every layer, and
     ``offload`` those whose activations wait in host memory. ``recipe`` is for FP8: ``+primary`` after it stores weights
-    as codes, ``+wide`` never does, and ``+transformer_engine`` uses that package. ``backends`` are named by op (``attention:cudnn``). ``graph``
-    runs steps as CUDA graphs. With ``experts``, every layer has as many of width ``ffn``, divided over ``ep`` ranks; a
-    token passes through ``topk`` of them. Random numbers choose them, so that all are equally busy, unless ``natural``.
-    ``dim`` is the size of a head (0: ``hidden / heads``). ``level`` says what data-parallel replicas shard, and
-    ``sharding`` gives further options of ``DataParallel``, as ``prefetch:2``. With ``rank``, only low-rank adapters of
-    that rank are trained, one for each linear layer of the layers, and all else is frozen; ``base`` then stores the
-    frozen weights of the layers as codes (``int8``, ``nf4``).
+    as codes, ``+wide`` never does, and ``+transformer_engine`` uses that package. ``backends`` are named by op
+    (``attention:cudnn``). ``graph`` runs steps as CUDA graphs. With ``experts``, every layer has as many of width
+    ``ffn``, divided over ``ep`` ranks; a token passes through ``topk`` of them. Random numbers choose them, so that all
+    are equally busy, unless ``natural``. ``dim`` is the size of a head (0: ``hidden / heads``). ``level`` says what
+    data-parallel replicas shard, and ``sharding`` gives further options of ``DataParallel``, as ``prefetch:2``. With
+    ``rank``, only low-rank adapters of that rank are trained, one for each linear layer of the layers, and all else is
+    frozen; ``base`` then stores the frozen weights of the layers as codes (``int8``, ``nf4``).
     """
 
     layers: int = 16

@@ -52,7 +52,7 @@ GRAPH_WARMUP = 2
 LEARNING_RATE = 6e-4
 """Learning rate of the twin, before division by its layers. A few times higher, deep narrow models amplify rounding."""
 NARROW = 512
-"""Width of most twins. A wider one learns faster, and where it knows its tokens, rounding is a large part of its loss."""
+"""Width of most twins. Wider ones learn faster, and where a twin knows its tokens, rounding is much of its loss."""
 ADAPTER_LEARNING_RATE = 2e-2
 """The same for adapters. Their effect is a product of two matrices, one of which begins at 0."""
 
