@@ -206,9 +206,7 @@ class MegalightCLI(LightningCLI):
     def _dump_config(self) -> None:
         """Keep the configuration for hyperparameters, as Lightning does, but do not check again what was parsed."""
         if not hasattr(self, "config_dump"):
-            dumped = self.parser.dump(
-                self.config, skip_link_targets=False, skip_none=False, skip_validation=True, format="yaml"
-            )
+            dumped = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, skip_validation=True)
             found = yaml.safe_load(dumped)
             self.config_dump = found if self.subcommand is None else found[self.subcommand]
 

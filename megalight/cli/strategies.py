@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonargparse import get_loader, set_dumper, set_loader
 from lightning.pytorch.strategies import StrategyRegistry
-from yaml import YAMLError, safe_dump
+from yaml import SafeDumper, YAMLError, dump
 
 from megalight.strategies import MegatronStrategy
 
@@ -64,5 +64,10 @@ def _load(text: str) -> Any:
     return value
 
 
+class _Dumper(SafeDumper):
+    """Writes strings of other types as strings, such as members of an Enum: Lightning has some as defaults."""
+
+
+_Dumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str.__str__(text)))
 set_loader(MODE, _load, exceptions=(YAMLError,))
-set_dumper(MODE, lambda data: safe_dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False))
+set_dumper(MODE, lambda data: dump(data, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))

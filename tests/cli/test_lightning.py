@@ -44,6 +44,7 @@ def test_fit_writes_logs_configuration_and_record(tmp_path, capsys):
         "  init_args: {config: {size: {hidden_size: 6}}}\n"
         "data:\n  class_path: tests.cli.samples.SampleData\n  init_args: {features: 6}\n"
         f"trainer:\n  default_root_dir: {tmp_path}\n  max_epochs: 2\n  log_every_n_steps: 1\n"
+        "  callbacks: [Timer]\n"  # has a member of an Enum as a default
     )
     assert main(["fit", "-c", str(recipe), "--trainer.accelerator=cpu", "--trainer.devices=1", *QUIET[2:]]) == 0
     (folder,) = (tmp_path / "lightning_logs").iterdir()
@@ -51,6 +52,7 @@ def test_fit_writes_logs_configuration_and_record(tmp_path, capsys):
     assert {"metrics", "config", "run", "events"} <= names
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["seed_everything"] == 1234
+    assert config["trainer"]["callbacks"][0]["init_args"]["interval"] == "step"
     assert config["model"]["init_args"]["config"]["size"] == {"hidden_size": 6, "num_layers": 2}
     record = yaml.safe_load((folder / "run.yaml").read_text())
     assert record["strategy"] == "MegatronStrategy"
