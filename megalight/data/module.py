@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from megalight.data.blend import Samples
 from megalight.data.corpus import Corpus, same_tokenizer
@@ -207,6 +208,8 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         vocab_size = getattr(model_config, "vocab_size", None)
         if isinstance(vocab_size, int):
             self._check_vocabulary(vocab_size, "the model")
+        if stage == "fit":
+            self._check_accumulation()
         wanted = {"fit": ("train", "validation"), "validate": ("validation",)}.get(stage, ("test",))
         for name in wanted:
             self._datasets[name] = self._build(name)
@@ -216,6 +219,16 @@ class TokenDataModule(pl.LightningDataModule, ABC):
                 log.warning("the %s split holds no documents, so there is no %s. %s", name, name, NO_DOCUMENTS)
             else:
                 raise DataError(f"the {name} split holds no documents, so there is nothing to read. {NO_DOCUMENTS}")
+
+    def _check_accumulation(self) -> None:
+        """Refuse a change of the batches per step in an epoch that never comes."""
+        later = [epoch for epoch in self._accumulation if epoch > 0]
+        if later and self._whole_run and self.trainer is not None and self.trainer.limit_train_batches in (None, 1.0):
+            raise ConfigurationError(
+                f"GradientAccumulationScheduler changes the batches of a step in epoch {later[0]}, but with max_steps "
+                "all of the run is epoch 0. Give max_epochs and max_steps=-1, or the length of an epoch by "
+                "limit_train_batches, or accumulate_grad_batches in place of the callback."
+            )
 
     def _build(self, name: str) -> Samples[Any] | None:
         dataset = mix(
@@ -261,20 +274,34 @@ class TokenDataModule(pl.LightningDataModule, ABC):
     @property
     def _train_samples(self) -> int | None:
         if self._whole_run and self.trainer is not None:
-            return self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.global_batch_size
+            windows = [self.trainer.accumulate_grad_batches, *self._accumulation.values()]
+            return self.trainer.max_steps * max(windows) * self.global_batch_size
         return self.samples["train"]
+
+    @property
+    def _accumulation(self) -> dict[int, int]:
+        """Epoch -> batches of a step from there on, if a callback changes their number."""
+        callbacks: list[pl.Callback] = getattr(self.trainer, "callbacks", [])
+        found = (callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler))
+        return next((callback.scheduling for callback in found), {})
 
     def _position(self) -> tuple[int, int]:
         """The current pass over the training data, and how many of its batches are done."""
         trainer = self.trainer
         if trainer is None:
             return 0, 0
+        batches = self._sampler("train").num_batches
+        if not self._whole_run:
+            limit = 1.0 if trainer.limit_train_batches is None else trainer.limit_train_batches
+            batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        if self._accumulation or not trainer.lightning_module.automatic_optimization:
+            # Steps may have any number of batches, so Lightning's count of batches is the position.
+            done: int = trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]
+            return divmod(done, max(1, batches))
         per_step = trainer.accumulate_grad_batches
         # Every batch has the same size, so the step count gives the position, and no state need be saved.
         if self._whole_run:
             return 0, trainer.global_step * per_step
-        batches, limit = self._sampler("train").num_batches, trainer.limit_train_batches
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
         # An epoch may be cut short by `limit_train_batches`, and its last step may have fewer batches.
         turn, step = divmod(trainer.global_step, max(1, math.ceil(batches / per_step)))
         return turn, step * per_step
@@ -332,7 +359,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
             return {}
         return {
             "global_batch_size": self.global_batch_size,
-            "accumulate_grad_batches": self.trainer.accumulate_grad_batches,
+            "accumulate_grad_batches": self._accumulation or self.trainer.accumulate_grad_batches,
             "order": dataset.order,
         }
 

@@ -10,7 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelSummary, RichProgressBar
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelSummary,
+    RichProgressBar,
+)
 from lightning.pytorch.loops.progress import _OptimizationProgress
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
@@ -125,6 +131,13 @@ def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
 def keep_loaders(trainer: pl.Trainer) -> None:
     """Leave loaders as they are: Lightning would shuffle each whose ranks share losses, also if all read the same."""
     trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def resume_accumulation(trainer: pl.Trainer) -> None:
+    """Set the number of batches per step, which the callback for it sets only where an epoch starts."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
 
 
 def zero_grad(trainer: pl.Trainer, optimizer: Any) -> None:

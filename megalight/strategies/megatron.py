@@ -555,6 +555,10 @@ class MegatronStrategy(FolderCheckpoints):
         coupling = self.parallel_model.coupling
         return dataloader if coupling is None else even(dataloader, coupling)
 
+    def on_train_start(self) -> None:
+        """Do what its callback does at the start of an epoch, in case the run resumes inside one."""
+        _lightning.resume_accumulation(self._trainer)
+
     def on_train_end(self) -> None:
         """Wait for a save under way, and gather the weights in their own dtype, so that they can be read."""
         self.finish_saves()

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from megalight.data.blend import BlendedDataset
@@ -16,6 +16,7 @@ from megalight.data.loader import TokenLoader
 from megalight.data.prepare import PrepareReport
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, LayoutError
+from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.data.conftest import documents
 from tests.data.corpora import write
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec:FutureWarning",
     "ignore:.*when using `ckpt_path`, callbacks used:UserWarning",
     "ignore:You requested to overfit:UserWarning",
+    "ignore:Using ModelCheckpoint with manual optimization:UserWarning",
 )
 
 
@@ -61,6 +63,26 @@ class Reader(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class ByHand(Reader):
+    """Has two optimizers, and calls them after every ``window`` batches."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.window = window
+
+    def training_step(self, batch: TokenBatch, index: int) -> torch.Tensor:
+        loss = self.note("train", batch)
+        self.manual_backward(loss)
+        if (index + 1) % self.window == 0:
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        return [torch.optim.SGD([parameter], 0.1) for parameter in self.parameters()]
 
 
 def trainer(**options: Any) -> pl.Trainer:
@@ -157,6 +179,55 @@ def test_resume_after_any_step(
         epoch, inside = divmod(step, steps)
         done = epoch * batches + inside * options.get("accumulate_grad_batches", 1)
         assert read(tmp_path, data=data, ckpt_path=path, **options).rows["train"] == full[done:], step
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "window"),
+    [
+        ({}, {"max_steps": 12}, 1),  # of both optimizers together
+        ({}, {"max_steps": 6}, 3),  # needs a second pass over the data
+        ({"train_samples": 21}, {"max_epochs": 3}, 1),
+    ],
+)
+def test_resume_with_several_optimizers(
+    tmp_path: Path, data: dict[str, Any], options: dict[str, Any], window: int
+) -> None:
+    saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    full = read(tmp_path, ByHand(window), data, callbacks=[saves], **options).rows["train"]
+    saved = sorted((tmp_path / "saved").iterdir(), key=lambda path: int(path.stem.partition("=")[2]))
+    assert len(saved) >= 3
+    for step, path in enumerate(saved, 1):
+        assert read(tmp_path, ByHand(window), data, ckpt_path=path, **options).rows["train"] == full[step * window :]
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "scheduling", "windows"),
+    [
+        ({}, {"max_steps": 5}, {0: 2}, [2] * 5),
+        ({}, {"max_steps": 6, "limit_train_batches": 4}, {1: 2}, [1, 1, 1, 1, 2, 2]),
+        ({"train_samples": 24}, {"max_epochs": 3}, {0: 3, 1: 1, 2: 2}, [3, 3, 1, 1, 1, 1, 1, 1, 2, 2, 2]),
+    ],
+)
+def test_the_batches_of_a_step_change_by_epoch(
+    tmp_path: Path, data: dict[str, Any], options: dict[str, Any], scheduling: dict[int, int], windows: list[int]
+) -> None:
+    def fit(*callbacks: pl.Callback, **more: Any) -> list[list[int]]:
+        more |= {"callbacks": [GradientAccumulationScheduler({**scheduling}), *callbacks], **options}
+        more["enable_checkpointing"] = bool(callbacks)
+        return read(tmp_path, data=data, strategy=MegatronStrategy(), **more).rows["train"]
+
+    full = fit(every_step(tmp_path / "saved"))
+    assert len(full) == sum(windows)
+    if "train_samples" in data:
+        assert {tuple(sorted(flat(full[begin : begin + 6]))) for begin in (0, 6, 12)} == {tuple(sorted(flat(full[:6])))}
+    for step in range(1, len(windows)):
+        saved = tmp_path / "saved" / f"step={step}.ckpt"
+        assert fit(ckpt_path=saved) == full[sum(windows[:step]) :], step
+
+
+def test_a_change_in_an_epoch_that_never_comes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="in epoch 1, but with max_steps all of the run is epoch 0"):
+        read(tmp_path, max_steps=5, callbacks=[GradientAccumulationScheduler({1: 2})])
 
 
 def test_epochs_cut_short_go_on_where_they_ended(tmp_path: Path) -> None:
