@@ -73,6 +73,15 @@ def leaf(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.randn(*shape).to(dtype).requires_grad_()
 
 
+def waits(address: int) -> None:
+    """Kernels that wait for flags and raise them, with addresses that Triton passes in 32 or in 64 bits."""
+    from megalight.parallel.peers import spin
+
+    spin.wait((address, address + 4))
+    spin.raise_flags((address,) * spin.AT_ONCE)
+    spin._wait_with[(1,)](address, 3, address, address, address, 16, 10**9, WIDTH=spin.WIDEST, SLOTS=2, num_warps=1)
+
+
 def main() -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -109,6 +118,8 @@ def main() -> None:
     from megalight.ops.sum_terms import triton as terms
     from megalight.types import PackedSequences
 
+    waits(1 << 20)
+    waits(1 << 44)
     for size, dtype in ((63, HALF), (128, HALF), (4096, HALF), (4096, torch.float32), (14336, HALF)):
         x, weight = leaf(16, size, dtype=dtype), leaf(size, dtype=dtype)
         through(norms.rms_norm(x, weight, 1e-5))

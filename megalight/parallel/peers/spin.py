@@ -70,10 +70,16 @@ def _row(flags: tuple[int, ...]) -> tuple[int, int]:
     return first, sum(1 << (flag - first) // 4 for flag in flags)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _words(address: Value) -> Value:
+    # Triton passes an address below 2^31 in 32 bits. Pinned memory may lie there, where torch takes it from the heap.
+    return address.to(tl.int64).to(tl.pointer_type(tl.int32))
+
+
 # Not specialized: addresses and masks differ from call to call, and each would be compiled again.
 @triton.jit(do_not_specialize=["first", "which"])  # type: ignore[untyped-decorator]
 def _wait(first: Value, which: Value, WIDTH: constexpr) -> None:
-    row = first.to(tl.pointer_type(tl.int32))
+    row = _words(first)
     for word in range(WIDTH):
         if (which >> word) & 1:
             # Acquire at system scope: data that the peer wrote before the flag is visible after it.
@@ -101,7 +107,7 @@ def _raise(a: Value, b: Value, c: Value, d: Value, e: Value, f: Value, g: Value,
 @triton.jit  # type: ignore[untyped-decorator]
 def _up(flag: Value) -> None:
     # Release at system scope: a peer that sees it sees that all reads before are over.
-    tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+    tl.atomic_xchg(_words(flag), 1, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["first", "which", "notes", "free", "others", "stride", "limit"])  # type: ignore[untyped-decorator]
@@ -116,12 +122,7 @@ def _wait_with(
     WIDTH: constexpr,
     SLOTS: constexpr,
 ) -> None:
-    row, noted, unlocked, beside = (
-        first.to(tl.pointer_type(tl.int32)),
-        notes.to(tl.pointer_type(tl.int32)),
-        free.to(tl.pointer_type(tl.int32)),
-        others.to(tl.pointer_type(tl.int32)),
-    )
+    row, noted, unlocked, beside = _words(first), _words(notes), _words(free), _words(others)
     began = _now()
     for word in range(WIDTH):
         if (which >> word) & 1:
