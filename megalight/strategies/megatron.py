@@ -37,7 +37,6 @@ from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.clipping import clip_by_norm, clip_by_value, unscale
-from megalight.strategies.even_loader import even
 from megalight.strategies.lightning_summary import shown_by
 from megalight.strategies.process_group import join
 from megalight.strategies.step import Stepper, StepReport
@@ -543,17 +542,8 @@ class MegatronStrategy(FolderCheckpoints):
     # ------------------------------------------------------------------ data and the end
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Seed workers by replica, so that all ranks of one replica get the same augmentation.
-
-        If replicas communicate in forward passes, all their loaders give equally many batches; some may be empty.
-        """
-        if self.streams is None or self.parallel_model is None:  # before setup, replicas are not known
-            return dataloader
-        assert self.lightning_module is not None
-        if not setup.keeps_random_state(self.lightning_module, self.mesh):
-            dataloader = setup.seed_workers(dataloader, self.streams.replica, self.streams.data_seed)
-        coupling = self.parallel_model.coupling
-        return dataloader if coupling is None else even(dataloader, coupling)
+        """Let all ranks of a replica get the same augmentation, and replicas that communicate equally many batches."""
+        return setup.process_loader(self, dataloader)
 
     def on_train_start(self) -> None:
         """Do what its callback does at the start of an epoch, in case the run resumes inside one."""

@@ -32,6 +32,7 @@ from megalight.parallel.transform import apply_transforms
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.whole import unsplit
 from megalight.strategies.clipping import guard_clipping, unguard_clipping
+from megalight.strategies.even_loader import even
 from megalight.strategies.hooks import defines
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.user_module import root_of, seed_of
@@ -168,6 +169,20 @@ def close_engine(strategy: MeshStrategy, engine: DataParallelEngine, optimizer: 
     sharding = sharding_of(optimizer)
     if sharding is not None and not sharding.divided:
         sharding.end()
+
+
+def process_loader(strategy: MeshStrategy, dataloader: Any) -> Any:
+    """Seed workers by replica, so that all ranks of one replica get the same augmentation.
+
+    If replicas communicate in forward passes, all their loaders give equally many batches; some may be empty.
+    """
+    if strategy.streams is None or strategy.parallel_model is None:  # before setup, replicas are not known
+        return dataloader
+    assert strategy.lightning_module is not None
+    if not keeps_random_state(strategy.lightning_module, strategy.mesh):
+        dataloader = seed_workers(dataloader, strategy.streams.replica, strategy.streams.data_seed)
+    coupling = strategy.parallel_model.coupling
+    return dataloader if coupling is None else even(dataloader, coupling)
 
 
 def seed_workers(dataloader: Any, rank: int, seed: int) -> Any:
