@@ -214,6 +214,16 @@ class Tokenizer:
         hidden = media & self._vocabulary.keys() | (self.specials.keys() if special_as_text else set())
         return Tokenizer.from_json(without(self.to_json(), hidden)) if hidden else self
 
+    @cached_property
+    def start(self) -> list[int]:
+        """The ids that ``transformers`` puts before a text (Llama, Gemma: the ``bos_token``); :meth:`encode` does not.
+
+        They follow from the ``post_processor`` of ``tokenizer.json`` alone.
+        """
+        plain, whole = self.encode(PROBE), self._model.encode(PROBE).ids
+        places = range(len(whole) - len(plain) + 1)
+        return next((whole[:place] for place in places if whole[place : place + len(plain)] == plain), [])
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. No special tokens are added."""
         return self.encode_batch([text])[0]

@@ -134,11 +134,13 @@ class TextGenerator:
         model: the model in evaluation mode, whole or divided over ranks, which then make the same calls.
         tokenizer: converts text to token ids and back.
         ends: tokens that end a completion, beside the tokenizer's end of a document.
+        start: tokens that are put before prompts that do not begin with them.
     """
 
     model: GPT | ParallelGPT
     tokenizer: Tokenizer
     ends: frozenset[int] = frozenset()
+    start: tuple[int, ...] = ()
 
     @classmethod
     def from_checkpoint(
@@ -156,7 +158,8 @@ class TextGenerator:
         """Load model and tokenizer from one folder.
 
         What its ``generation_config.json`` calls the end of a text (``eos_token_id``) ends completions, unless another
-        tokenizer is given.
+        tokenizer is given. Prompts for a ``transformers`` folder begin as its tokenizer begins texts there; those for a
+        checkpoint do not, as the data of its training did not.
 
         Args:
             path: the checkpoint, a run's folder (its newest checkpoint), or a ``transformers`` folder.
@@ -182,7 +185,8 @@ class TextGenerator:
                 f"the tokenizer has {found.vocab_size} tokens and the model {model.config.vocab_size}; "
                 "use the tokenizer that the model was trained with."
             )
-        return cls(model, found, frozenset() if tokenizer else _ends(path))
+        ends = frozenset[int]() if tokenizer else _ends(path)
+        return cls(model, found, ends, tuple(found.start) if is_folder(path) else ())
 
     @property
     def whole(self) -> GPT:
@@ -237,6 +241,11 @@ class TextGenerator:
                     "give one for each (images=, --image), or leave the places out."
                 )
 
+    def _begun(self, ids: list[int]) -> list[int]:
+        start = list(self.start)
+        # Chat templates write these tokens themselves.
+        return ids if ids[: len(start)] == start else start + ids
+
     def complete(
         self,
         prompts: Sequence[str],
@@ -281,7 +290,7 @@ class TextGenerator:
             image = self.image_text(image_text)
             prompts = [image.framed(image.marked(text))[0] for text in prompts]
         # An empty prompt still needs a token to continue from.
-        ids = [self.tokenizer.encode(text) or ([] if eod is None else [eod]) for text in prompts]
+        ids = [self._begun(self.tokenizer.encode(text)) or ([] if eod is None else [eod]) for text in prompts]
         pictures, axes, device = None, None, next(self.model.parameters()).device
         if images is not None:
             ids, pictures, axes = with_pictures(self._reader(), ids, images, resize=resize, device=device)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Model  # type: ignore[import-untyped]
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
@@ -42,6 +42,25 @@ def test_text_after_other_text_is_what_both_have_more() -> None:
     assert tokenizer.decode_after([1], [3]) == tokenizer.decode_after([], [3]) == "dog"
     assert tokenizer.decode_after([2], [4]) == "s"
     assert tokenizer.decode_after([2, 5], [6]) == "\ufffd", "half a character before: its text changes, so alone"
+
+
+@pytest.mark.parametrize("rule", [None, "$A", "<|pad|> $A", "<|pad|> $A <|endoftext|>"])
+@pytest.mark.parametrize("stated", [{}, {"add_bos_token": True}, {"add_bos_token": False}], ids=str)
+def test_texts_start_as_in_transformers(
+    rule: str | None, stated: dict[str, bool], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = Model.from_str(tokenizer.to_json())
+    if rule is not None:
+        model.post_processor = processors.TemplateProcessing(rule, None, [("<|endoftext|>", 0), ("<|pad|>", 1)])
+    model.save(str(tmp_path / "tokenizer.json"))
+    config(
+        tmp_path, tokenizer_class="PreTrainedTokenizerFast", bos_token="<|pad|>", eos_token="<|endoftext|>", **stated
+    )
+    found = Tokenizer.load(tmp_path)
+    assert found.start == [1] * ("<|pad|>" in (rule or ""))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))("the lazy dog").input_ids
+    assert theirs == found.start + found.encode("the lazy dog") + [0] * ("<|end" in (rule or ""))
 
 
 def test_training_repeats(tokenizer: Tokenizer) -> None:

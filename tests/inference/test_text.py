@@ -130,6 +130,33 @@ def test_settings_for_generation_say_what_ends_a_text(tmp_path, tokenizer_files,
     assert other.complete(["the quick"], max_new_tokens=6, temperature=0) == [text]
 
 
+def test_prompts_begin_as_in_transformers(tmp_path, tokenizer_files):
+    """A folder's tokenizer may put a token before each text. Data of ours have none, so checkpoints do without."""
+    transformers = pytest.importorskip("transformers")
+    inner = tokenizers.Tokenizer.from_file(str(tokenizer_files["tokenizer.json"]))
+    inner.post_processor = tokenizers.processors.TemplateProcessing("<|pad|> $A", None, [("<|pad|>", 1)])
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(vocab_size=264, initializer_range=0.3, eos_token_id=None, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "llama")
+    inner.save(str(tmp_path / "llama" / "tokenizer.json"))
+    writer = TextGenerator.from_checkpoint(tmp_path / "llama")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "llama"))
+    rows = [theirs(text, return_tensors="pt").input_ids for text in ("the quick", "")]
+    expected = [model.generate(row, max_new_tokens=6, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
+    texts = [writer.tokenizer.decode(row, skip_special=True) for row in expected]
+    assert writer.complete(["the quick", ""], max_new_tokens=6, temperature=0) == texts
+    # As a chat template writes it.
+    assert writer.complete(["<|pad|>the quick"], max_new_tokens=6, temperature=0) == texts[:1]
+    save_model(open_model(tmp_path / "llama"), tmp_path / "c")
+    (plain,) = generate(writer.model, [writer.tokenizer.encode("the quick")], max_new_tokens=6, temperature=0)
+    text = writer.tokenizer.decode(plain, skip_special=True)
+    assert text != texts[0]
+    ours = TextGenerator.from_checkpoint(tmp_path / "c")
+    assert ours.complete(["the quick"], max_new_tokens=6, temperature=0) == [text]
+
+
 def test_a_completion_goes_on_where_the_prompt_ends(tmp_path):
     """A tokenizer like that of Llama 2 drops the space before the first word of what it decodes."""
     words = ["<unk>", "\u2581the", "\u2581dog", *(f"\u2581word{index}" for index in range(261))]
