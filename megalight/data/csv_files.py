@@ -24,7 +24,8 @@ def lines(file: TextIO, path: Path, suffix: str) -> Iterator[bytes]:
         suffix: of the name, without ``.gz``.
 
     Raises:
-        DataError: the file is no CSV, has no UTF-8, or a row has more or fewer values than there are columns.
+        DataError: the file is no CSV, has no UTF-8, two columns have one name, or a row has more or fewer values than
+            there are columns.
     """
     # Values may be longer than 128 KiB, Python's default.
     csv.field_size_limit(sys.maxsize)
@@ -32,6 +33,9 @@ def lines(file: TextIO, path: Path, suffix: str) -> Iterator[bytes]:
     reader = csv.reader(file, delimiter=separator, strict=True)
     try:
         names = next((row for row in reader if row), [])
+        twice = next((name for name in names if name and names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f"{path} has {names.count(twice)} columns called {twice!r}; give them different names.")
         for row in reader:
             if not row:  # an empty line
                 continue

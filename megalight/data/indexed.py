@@ -52,6 +52,21 @@ def paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
     return Path(name + ".bin"), Path(name + ".idx")
 
 
+COMMAND = "megalight prepare INPUT --output"
+
+
+def _beside(prefix: str) -> str:
+    """Return what to give instead of a prefix: those in the folder of this name, or that of a file of this name."""
+    if os.path.isdir(prefix):
+        held = sorted(each.removesuffix(".idx") for each in os.listdir(prefix) if each.endswith(".idx"))
+        # Those of loss masks and images belong to one of the others.
+        own = [each for each in held if not each.endswith((".loss", ".images"))]
+        if own:
+            return f"It is a folder; give a prefix in it: {', '.join(os.path.join(prefix, each) for each in own[:5])}."
+    shorter = os.path.splitext(prefix)[0]
+    return f"Give the prefix {shorter!r}." if os.path.isfile(prefix) and os.path.isfile(f"{shorter}.idx") else ""
+
+
 def _map(path: Path) -> memoryview | mmap.mmap:
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
@@ -90,7 +105,7 @@ class IndexedDataset:
             if not path.is_file():
                 raise DataError(
                     f"{path} does not exist; the data prefix {self.prefix!r} needs both {bin_path.name} and "
-                    f"{idx_path.name}. Create them with: megalight prepare INPUT --output {self.prefix}"
+                    f"{idx_path.name}. " + (_beside(self.prefix) or f"Create them with: {COMMAND} {self.prefix}")
                 )
         self._read_index(idx_path, bin_path.stat().st_size)
         self.tokens: NDArray[Any] = np.frombuffer(_map(bin_path), dtype=self.dtype)

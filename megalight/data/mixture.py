@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megalight.data.blend import BlendedDataset, Samples, cached, longest_blend, requested_sizes, whole_weights
 from megalight.data.corpus import Corpus
+from megalight.data.indexed import paths
 from megalight.errors import DataError
 
 SampleT = TypeVar("SampleT")
 Data = str | list[str | float] | dict[str, float]
+"""Options that name data. Paths are taken in the place of strings."""
 
 
-def _number(value: str | float) -> float | None:
+def _number(value: Any) -> float | None:
     try:
         return float(value)
-    except ValueError:
+    except (TypeError, ValueError):  # a prefix, also as a path
         return None
 
 
@@ -36,23 +38,28 @@ class Mixture:
         Raises:
             DataError: the value has another form, or a prefix occurs twice.
         """
-        if isinstance(data, str):
-            mixture = cls((data,))
+        if isinstance(data, (str, os.PathLike)):
+            mixture = cls((os.fspath(data),))
         elif isinstance(data, Mapping):
-            mixture = cls(tuple(data), tuple(float(weight) for weight in data.values()))
+            numbers = [_number(weight) for weight in data.values()]
+            weights = tuple(number for number in numbers if number is not None)
+            if len(weights) < len(numbers):
+                raise DataError(f"{option} is {dict(data)}; its values are weights, which must be numbers above 0.")
+            mixture = cls(tuple(map(str, data)), weights)
         else:
             # Every second entry is a number if there are weights.
             numbers = [_number(item) for item in data[::2]]
             if numbers and numbers[0] is None:
-                mixture = cls(tuple(str(item) for item in data))
+                mixture = cls(tuple(map(str, data)))
             else:
                 weights = tuple(number for number in numbers if number is not None)
                 if len(data) % 2 or len(weights) * 2 != len(data):
                     raise DataError(
                         f"{option} is {list(data)}; with weights it must alternate: weight, prefix, weight, prefix."
                     )
-                mixture = cls(tuple(str(item) for item in data[1::2]), weights)
-        if not mixture.prefixes or len(set(mixture.prefixes)) < len(mixture.prefixes):
+                mixture = cls(tuple(map(str, data[1::2])), weights)
+        files = {os.path.realpath(paths(prefix)[0]) for prefix in mixture.prefixes}
+        if not all(mixture.prefixes) or not files or len(files) < len(mixture.prefixes):
             raise DataError(f"{option} is {data!r}; it must name at least one data prefix, and each only once.")
         if mixture.weights is not None:
             whole_weights(mixture.weights)

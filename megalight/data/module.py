@@ -100,7 +100,16 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         samples: tuple[int | None, int | None, int | None],
     ) -> None:
         super().__init__()
-        check_sizes(global_batch_size=global_batch_size, sequence_length=sequence_length, num_workers=num_workers)
+        train_samples, val_samples, test_samples = samples
+        check_sizes(
+            global_batch_size=global_batch_size,
+            sequence_length=sequence_length,
+            num_workers=num_workers,
+            seed=seed,
+            train_samples=train_samples,
+            val_samples=val_samples,
+            test_samples=test_samples,
+        )
         self.global_batch_size = global_batch_size
         self.sequence_length = sequence_length
         self.seed = seed

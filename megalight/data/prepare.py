@@ -199,6 +199,11 @@ def find_inputs(
     if workers is not None and workers < 1:
         raise DataError(f"workers (--workers) is {workers}; it must be at least 1.")
     prefix = os.fspath(paths(output)[0])[:-4]
+    if not os.path.basename(prefix):
+        raise DataError(
+            f"output {os.fspath(output)!r} is a folder; it must be what the names of files begin with, such as "
+            f"{os.path.join(prefix, 'book')!r}."
+        )
     outputs = _outputs(prefix, inputs)
     # Silently, as a second run of the same command finds its own files in the folder.
     files = [file for file in find(inputs, format, suffixes) if file.path.resolve() not in outputs]

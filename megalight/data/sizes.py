@@ -5,7 +5,16 @@ from __future__ import annotations
 from megalight.errors import DataError, LayoutError
 
 
-def check_sizes(*, global_batch_size: int = 1, sequence_length: int = 1, num_workers: int = 0) -> None:
+def check_sizes(
+    *,
+    global_batch_size: int = 1,
+    sequence_length: int = 1,
+    num_workers: int = 0,
+    seed: int = 0,
+    train_samples: int | None = None,
+    val_samples: int | None = None,
+    test_samples: int | None = None,
+) -> None:
     """Refuse sizes that no data can have.
 
     Raises:
@@ -16,6 +25,13 @@ def check_sizes(*, global_batch_size: int = 1, sequence_length: int = 1, num_wor
             raise DataError(f"{name} is {value}; it must be at least 1.")
     if num_workers < 0:
         raise DataError(f"num_workers is {num_workers}; it must be at least 0, which reads in the main process.")
+    if not 0 <= seed < 2**32:
+        raise DataError(f"seed is {seed}; it must be from 0 to {2**32 - 1}.")
+    if train_samples is not None and train_samples < 1:
+        raise DataError(f"train_samples is {train_samples}; it must be at least 1, or left out.")
+    for name, samples in (("val_samples", val_samples), ("test_samples", test_samples)):
+        if samples is not None and samples < 0:
+            raise DataError(f"{name} is {samples}; it must be at least 0, which reads none, or left out.")
 
 
 def check_fits(sequence_length: int, longest: int) -> None:

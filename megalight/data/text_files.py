@@ -39,6 +39,10 @@ SUFFIXES: dict[str, Kind] = {
 }
 ROWS: dict[str, Kind] = {**SUFFIXES, ".json": "json", ".tar": "webdataset"}
 """Suffixes where inputs can only be rows: for text, a ``.json`` file is a document, and a ``.tar`` file is left out."""
+COMPRESSED = {".zst": "zstd -d", ".xz": "xz -d", ".bz2": "bzip2 -d", ".lz4": "lz4 -d", ".br": "brotli -d"}
+"""Suffixes of compressed files that are not read, and what decompresses them."""
+ARCHIVES = (".tar", ".tgz", ".zip", ".7z", ".rar")
+"""Suffixes of several files in one. In a directory they are left out, as all binary files are."""
 UNITS: dict[Kind, str] = {"json": "entry", "csv": "row"}
 """What a row of such a file is called in messages; a line elsewhere."""
 READ_ERRORS = (OSError, EOFError, zlib.error)
@@ -55,7 +59,7 @@ class TextFile:
     @property
     def compressed(self) -> bool:
         """Whether the file is read through gzip."""
-        return self.path.suffix == ".gz"
+        return self.path.suffix.lower() == ".gz"
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,8 @@ def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Ki
         suffixes: suffix -> format. Other files are text.
 
     Raises:
-        DataError: an input names no file, or a ``.json`` file whose format must be told.
+        DataError: an input names no file, or a ``.json`` file whose format must be told; or a file is compressed
+            otherwise than by gzip, or an archive that is named.
     """
     found: dict[Path, TextFile] = {}
     # In the order of the inputs, which is the order of the documents.
@@ -123,6 +128,7 @@ def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Ki
             paths = [Path(name) for name in sorted(glob.glob(given, recursive=True)) if os.path.isfile(name)]
         if not paths:
             raise DataError(f"input {given!r} names no file; give a file, a directory, or a glob in quotes.")
+        _check_readable(paths, suffixes)
         for path in paths:
             kind = suffixes.get(_suffix(path), "text") if form == "auto" else form
             found.setdefault(path, TextFile(path, kind, path.stat().st_size))
@@ -131,13 +137,28 @@ def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Ki
     return list(found.values())
 
 
+def _check_readable(paths: Sequence[Path], suffixes: Container[str]) -> None:
+    for path in paths:
+        if (last := path.suffix.lower()) in COMPRESSED:
+            raise DataError(
+                f"{path} is compressed, and only .gz files are decompressed here: decompress it first "
+                f"({COMPRESSED[last]}), or leave it out."
+            )
+        if (inner := _suffix(path)) in ARCHIVES and inner not in suffixes:
+            shards = ", or shards with --multimodal" if inner == ".tar" else ""
+            raise DataError(f"{path} is an archive: unpack it, and give the files{shards}.")
+
+
 def _suffix(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
-def _below(folder: Path, suffixes: Container[str]) -> list[Path]:
+def _below(folder: Path, suffixes: Mapping[str, Kind]) -> list[Path]:
+    known = COMPRESSED.keys() | {*suffixes}  # the first of these are refused, and not left out without a word
     try:
-        return [path for path in _walk(folder) if _suffix(path) in suffixes or not _binary(path)]
+        return [
+            path for path in _walk(folder) if _suffix(path) in known or not (_suffix(path) in ARCHIVES or _binary(path))
+        ]
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error}") from error
 
@@ -154,7 +175,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _binary(path: Path) -> bool:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return False
     try:
         with open(path, "rb") as file:
@@ -323,8 +344,11 @@ def _texts(piece: Piece, key: str) -> Iterator[Text | DataError]:
     for place, record in READERS[piece.kind].rows(piece):
         if isinstance(record, DataError):
             yield record
-        elif not isinstance(record, dict) or key not in record:
-            keys = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+        elif not isinstance(record, dict):
+            array = " An array of rows is read with format='json' (--format json)." if isinstance(record, list) else ""
+            yield DataError(f"{place} is a {type(record).__name__}; each row must be a JSON object.{array}")
+        elif key not in record:
+            keys = ", ".join(map(repr, record))
             yield DataError(f"{place} has no key {key!r}; it has: {keys}. Choose one with text_key (--text-key).")
         else:
             yield _text(place, key, record[key])
@@ -422,12 +446,14 @@ def _column(piece: Piece, key: str) -> Iterator[Text | DataError]:
     """The texts of a row group, or why there is none."""
     file = _parquet(piece.path)
     names = file.schema_arrow.names
-    if key not in names:
+    if names.count(key) != 1:
         if piece.first == 0:  # once for the file
-            yield DataError(
-                f"{piece.path} has no column {key!r}; it has: {', '.join(names)}. Choose one with text_key "
-                "(--text-key)."
+            fault = (
+                f"{names.count(key)} columns called {key!r}; give them different names."
+                if key in names
+                else f"no column {key!r}; it has: {', '.join(names)}. Choose one with text_key (--text-key)."
             )
+            yield DataError(f"{piece.path} has {fault}")
         return
     place = f"{piece.path} row group {piece.first}"
     try:

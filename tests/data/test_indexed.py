@@ -140,6 +140,16 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "a")
 
 
+def test_a_folder_and_a_file_beside_are_no_prefix(tmp_path: Path) -> None:
+    for name in ("b", "a", "a.loss"):
+        golden(tmp_path / name)
+    (tmp_path / "a.json").touch()
+    with pytest.raises(DataError, match=rf"It is a folder; give a prefix in it: {tmp_path}/a, {tmp_path}/b\.$"):
+        IndexedDataset(tmp_path)
+    with pytest.raises(DataError, match=rf"Give the prefix '{tmp_path}/a'\.$"):
+        IndexedDataset(tmp_path / "a.json")
+
+
 def test_an_address_is_no_prefix() -> None:
     with pytest.raises(DataError, match=r"'s3://bucket/a' is an address; .* copy them to this machine, or mount"):
         IndexedDataset("s3://bucket/a")

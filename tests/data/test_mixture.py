@@ -25,6 +25,9 @@ from tests.data.corpora import write
         ([3, "a", 7.5, "b"], ("a", "b"), (3.0, 7.5)),
         ({"a": 1, "b": 2.5}, ("a", "b"), (1.0, 2.5)),
         (["a"], ("a",), None),
+        (Path("a"), ("a",), None),
+        ([Path("a"), Path("b")], ("a", "b"), None),
+        ({Path("a"): "1"}, ("a",), (1.0,)),
     ],
 )
 def test_parse(data: Data, prefixes: tuple[str, ...], weights: tuple[float, ...] | None) -> None:
@@ -40,6 +43,12 @@ def test_parse(data: Data, prefixes: tuple[str, ...], weights: tuple[float, ...]
         (["0.3", "a", "0.7"], "must alternate"),
         (["0.3", "a", "b", "c"], "must alternate"),
         (["0", "a", "1", "b"], "above 0"),
+        ({"a": -1, "b": 1}, r"blend weights are \[-1.0, 1.0\]; each must be a number above 0"),
+        ({"a": "x", "b": 1}, r"data is {'a': 'x', 'b': 1}; its values are weights, which must be numbers above 0"),
+        ({"a": None}, "must be numbers above 0"),
+        (["a", "./a"], "each only once"),
+        (["a", "a.bin"], "each only once"),
+        ("", "data is ''; it must name at least one data prefix"),
     ],
 )
 def test_parse_bad(data: Data, message: str) -> None:

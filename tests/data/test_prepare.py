@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +109,14 @@ def test_empty_documents_are_left_out(tokenizer_file: Path, tmp_path: Path) -> N
         ("t.json", b'[{"text": "a"}]', r"may be one document or an array of rows"),
         ("t.jsonl", rb'{"text": "half \ud800 a pair"}', r"line 1: 'text' is not Unicode text"),
         ("t.jsonl", b"[" * 200_000, r"line 1 is not JSON"),
-        ("t.jsonl", b"[1]", r"line 1 has no key 'text'; it has: list"),
+        ("t.jsonl", b"[1]", r"line 1 is a list; each row must be a JSON object\. .*--format json"),
+        ("t.jsonl", b"7", r"line 1 is a int; each row must be a JSON object\.$"),
+        ("t.csv", b"text,n,text\na,1,b\n", r"t\.csv has 2 columns called 'text'; give them different names"),
+        ("t.jsonl.zst", b"\x28\xb5\x2f\xfd\0", r"t\.jsonl\.zst is compressed, .* decompress it first \(zstd -d\)"),
+        ("t.TXT.XZ", b"\xfd7zXZ\0", r"t\.TXT\.XZ is compressed, .*\(xz -d\)"),
+        ("t.tar", b"\0" * 1024, r"t\.tar is an archive: unpack it, and give the files, or shards with --multimodal"),
+        ("t.tar.gz", b"", r"t\.tar\.gz is an archive: unpack it"),
+        ("t.zip", b"PK", r"t\.zip is an archive: unpack it, and give the files\."),
         ("t.txt", b"one\ntwo \xff\n", r"t\.txt line 2 is not UTF-8"),
         ("t.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0)[:-4], r"t\.jsonl\.gz cannot be read"),
         ("t.jsonl.gz", b"no gzip", r"t\.jsonl\.gz cannot be read"),
@@ -123,6 +131,25 @@ def test_bad_input_is_named(tmp_path: Path, tokenizer_file: Path, name: str, con
         with pytest.raises(DataError, match=message):
             prepare([str(tmp_path / name)], tmp_path / "out", tokenizer=tokenizer_file, workers=workers, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [name]  # and nothing is left behind
+
+
+def test_compressed_files_of_a_folder_are_not_left_out_without_a_word(tmp_path: Path, tokenizer_file: Path) -> None:
+    """Archives are, as all binary files."""
+    (tmp_path / "a.txt").write_text("good")
+    (tmp_path / "b.tar").write_bytes(bytes(1024))
+    options: dict[str, Any] = {"tokenizer": tokenizer_file, "progress": False}
+    assert prepare([str(tmp_path)], tmp_path / "out" / "o", **options).meta.num_documents == 1
+    (tmp_path / "c.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0")
+    with pytest.raises(DataError, match=r"c\.jsonl\.zst is compressed"):
+        prepare([str(tmp_path)], tmp_path / "out" / "o", **options)
+
+
+@pytest.mark.parametrize("name", ["t.JSONL", "t.Jsonl.GZ"])
+def test_suffixes_are_of_any_case(tmp_path: Path, tokenizer_file: Path, name: str) -> None:
+    rows = b'{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(rows) if name.endswith("GZ") else rows)
+    report = prepare([str(tmp_path / name)], tmp_path / "o", tokenizer=tokenizer_file, progress=False)
+    assert (report.meta.num_documents, report.meta.num_tokens) == (2, 4)
 
 
 def test_bad_input_can_be_left_out(tmp_path: Path, tokenizer_file: Path) -> None:
@@ -181,6 +208,9 @@ def test_a_missing_column_is_named(tmp_path: Path, tokenizer_file: Path) -> None
         prepare([str(tmp_path / "t.parquet")], tmp_path / "o", text_key="content", **given)
     with pytest.raises(DataError, match="row group 0, row 0: 'text' is null; it must"):
         prepare([str(tmp_path / "t.parquet")], tmp_path / "o", **given)
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="has 2 columns called 'text'; give them different names"):
+        prepare([str(tmp_path / "t.parquet")], tmp_path / "o", **given)
 
 
 def test_bad_arguments(jsonl: Path, tokenizer_file: Path, tmp_path: Path) -> None:
@@ -193,6 +223,8 @@ def test_bad_arguments(jsonl: Path, tokenizer_file: Path, tmp_path: Path) -> Non
         prepare([str(jsonl)], out, tokenizer=tokenizer_file, workers=0)
     with pytest.raises(DataError, match=r"none\*' names no file"):
         prepare([str(tmp_path / "none*")], out, tokenizer=tokenizer_file)
+    with pytest.raises(DataError, match=r"output '.*/' is a folder; .* such as '.*/book'"):
+        prepare([str(jsonl)], f"{tmp_path}/", tokenizer=tokenizer_file)
     with pytest.raises(DataError, match="no input was given"):
         prepare([], out, tokenizer=tokenizer_file)
     content = json.loads(tokenizer_file.read_text().replace("<|endoftext|>", "<|nameless|>"))
