@@ -133,6 +133,11 @@ def _record(place: str, key: str, names: list[str], read: Any) -> Any:
         if given is not None:
             pictures = [_part(place, key, each, names) for each in (given if isinstance(given, list) else [given])]
     elif "txt" in names:
+        if not pictures:
+            raise DataError(
+                f"{place} has a caption, and no image; the files of a sample stand next to each other in a shard. A "
+                "text without images is a row (json)."
+            )
         try:
             caption = read("txt").decode()
         except UnicodeDecodeError as error:

@@ -402,8 +402,8 @@ def records_of(block: Block) -> Iterator[tuple[str, Any]]:
 
 def _no_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
     raise DataError(
-        f"{piece.path} is plain text; conversations are rows of .jsonl, .csv or .parquet files. Say with "
-        "format (--format) if it is one under another name."
+        f"{piece.path} has no rows by its name; conversations are rows of .json, .jsonl, .csv or .parquet files. Say "
+        "with format (--format) if it is one under another name."
     )
 
 

@@ -56,7 +56,10 @@ class _ImageEncoder(ChatEncoder):
         return _WithImages(**vars(found), images=images)
 
     def conversations(self, record: Any, place: str) -> tuple[Conversation, ...]:
-        return conversations(record, place, is_image)
+        found = conversations(record, place, is_image)
+        if len(found) > 1:
+            raise DataError(f"{place} is a preference pair, and pairs with images are not read; leave it out.")
+        return found
 
     def encode(self, record: Any, place: str, aside: list[Any]) -> list[tuple[list[int], Any]]:
         if isinstance(record, DataError):

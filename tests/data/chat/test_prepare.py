@@ -84,6 +84,12 @@ def test_bad_rows(prepared, tmp_path: Path, row: object, message: str) -> None:
     assert not list(tmp_path.glob("c.*bin"))
 
 
+def test_text_has_no_rows(tmp_path: Path, chat_tokenizer: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"PNG")
+    with pytest.raises(DataError, match=r"a\.png has no rows by its name; .*--format"):
+        prepare_chat([str(tmp_path / "a.png")], tmp_path / "p", tokenizer=chat_tokenizer, progress=False)
+
+
 def test_bad_rows_can_be_skipped(prepared) -> None:
     report = prepared([{"messages": 1}, *ROWS, {"prompt": "u", "chosen": "a", "rejected": "b"}], on_bad="skip")
     assert report.meta.num_documents == 9

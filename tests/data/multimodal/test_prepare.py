@@ -137,6 +137,10 @@ BAD = {
         r"has a video \(a message with a part of type 'video'\)",
     ),
     "a film": (row("film.png", "<image>"), r"film\.png\) is a video, and videos are not read"),
+    "a pair": (
+        {"image": "0.png", "prompt": "<image>what", "chosen": "a", "rejected": "b"},
+        r"entry 1 is a preference pair, and pairs with images are not read",
+    ),
     "no row": (["a"], r"entry 1 is a list; each row must be a JSON object"),
 }
 
