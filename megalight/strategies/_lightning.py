@@ -135,9 +135,32 @@ def keep_loaders(trainer: pl.Trainer) -> None:
 
 def resume_accumulation(trainer: pl.Trainer) -> None:
     """Set the number of batches per step, which the callback for it sets only where an epoch starts."""
+    trainer.accumulate_grad_batches = _window(trainer, trainer.current_epoch)
+
+
+def begin_window(trainer: pl.Trainer, loops: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of loops without the batches of a step that was not complete: no checkpoint has their gradients.
+
+    Lightning counts them as done, and would make the step from the gradients of the others.
+    """
+    fit = loops["fit_loop"]
+    batches = fit["epoch_loop.batch_progress"]
+    window = _window(trainer, fit["epoch_progress"]["current"]["processed"])
+    lost = 0 if batches["is_last_batch"] else batches["current"]["processed"] % window
+    if not lost:
+        return loops
+    counts = {
+        kind: dict.fromkeys(batches[kind], batches[kind]["processed"] - lost) for kind in ("total", "current")
+    }  # all as after a batch that has ended
+    return {**loops, "fit_loop": {**fit, "epoch_loop.batch_progress": {**batches, **counts}}}
+
+
+def _window(trainer: pl.Trainer, epoch: int) -> int:
+    """Return how many batches make a step in an epoch."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
-            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+            return callback.get_accumulate_grad_batches(epoch)
+    return trainer.accumulate_grad_batches
 
 
 def zero_grad(trainer: pl.Trainer, optimizer: Any) -> None:

@@ -225,6 +225,30 @@ def test_the_batches_of_a_step_change_by_epoch(
         assert fit(ckpt_path=saved) == full[sum(windows[:step]) :], step
 
 
+class EveryBatch(pl.Callback):
+    """Saves after every batch, also between those of one step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"batch={trainer.fit_loop.total_batch_idx + 1}.ckpt")
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 3}, {"max_steps": 4, "limit_train_batches": 5}])
+def test_a_step_that_was_not_complete_begins_again(tmp_path: Path, options: dict[str, Any]) -> None:
+    def fit(*callbacks: pl.Callback, **more: Any) -> Reader:
+        more |= {"accumulate_grad_batches": 3, "strategy": MegatronStrategy(), **options}
+        return read(tmp_path, callbacks=list(callbacks), enable_checkpointing=False, **more)
+
+    full = fit(EveryBatch(tmp_path))
+    rows = full.rows["train"]
+    for batch in (1, 2, 3, 4):
+        reader = fit(ckpt_path=tmp_path / f"batch={batch}.ckpt")
+        assert reader.rows["train"] == rows[batch // 3 * 3 :], batch
+        torch.testing.assert_close(reader.layer.weight, full.layer.weight, rtol=0, atol=0)
+
+
 def test_a_change_in_an_epoch_that_never_comes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="in epoch 1, but with max_steps all of the run is epoch 0"):
         read(tmp_path, max_steps=5, callbacks=[GradientAccumulationScheduler({1: 2})])
