@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -438,3 +439,23 @@ def test_a_subclass_has_its_own_loss_configuration_and_batches(tmp_path: Path) -
     assert expected[1] < expected[0]
     for found in run(_own_loss, 2, str(tmp_path / "two"), {"context_parallel": 2}):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Local(WithData):
+    """Logs a value that each rank has for itself."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("own", float(self.global_rank))
+
+
+def _local(folder: str) -> tuple[str, float]:
+    best = ModelCheckpoint(folder, "{step}-{own:.0f}", every_n_train_steps=1)
+    runner = trainer(MegatronStrategy(), callbacks=[best], enable_checkpointing=True, use_distributed_sampler=False)
+    runner.fit(Local(CONFIGS["gqa"], optimizer=ADAM, seed=SEED))
+    return Path(best.best_model_path).name, runner.validate(ckpt_path="best", verbose=False)[0]["val_loss"]
+
+
+def test_the_best_checkpoint_is_that_of_rank_0(tmp_path: Path) -> None:
+    (first, loss), (second, other) = run(_local, 2, str(tmp_path))
+    assert (first, second) == ("step=3-own=0.ckpt", "step=3-own=1.ckpt")
+    assert loss == other

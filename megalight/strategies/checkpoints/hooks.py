@@ -245,6 +245,8 @@ class FolderCheckpoints(MeshStrategy):
         """Open a folder or a file. Tensors are read later, directly into the parameters."""
         # The save under way may be the one that is loaded.
         self.finish_saves()
+        # Names of files may hold metrics that differ between ranks. Those of rank 0 were written.
+        checkpoint_path = self.broadcast(checkpoint_path)
         read: list[tuple[Resumed, dict[str, Any]]] = []
 
         def open_it() -> None:
