@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.ratio import Ratio
+from megalight.models.shares import share_of_batch
 from megalight.models.signatures import check_signatures
 from megalight.nn.counting import end_step
 from megalight.nn.init import initialize
@@ -137,13 +138,7 @@ class MegalightModule(pl.LightningModule):
             ConfigurationError: the batch has no such method.
             DataError: its sequences are too short to be divided.
         """
-        if not hasattr(batch, "context_share"):
-            raise ConfigurationError(
-                f"a batch of type {type(batch).__name__} cannot be cut for context parallelism (cp={size}); give it a "
-                "context_share(rank, size, multiple) method as megalight.types.TokenBatch has, or define "
-                f"{type(self).__name__}.context_share(batch, rank, size)."
-            )
-        return batch.context_share(rank, size, self.token_multiple)
+        return share_of_batch(type(self).__name__, batch, rank, size, self.token_multiple)
 
     def initial_weights(self) -> Source | None:
         """Return the source of the initial weights of a new run. Default: None, which means random weights.

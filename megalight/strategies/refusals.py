@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning.pytorch.plugins import CheckpointIO
 from torch import nn
+from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
@@ -130,6 +131,21 @@ def optimizer_of_stage(module: pl.LightningModule, model: ParallelModel) -> Iter
         del module.__dict__["configure_optimizers"]
         if before is not None:
             module.__dict__["configure_optimizers"] = before
+
+
+def check_optimized(module: pl.LightningModule, optimizer: Optimizer) -> None:
+    """Refuse parameters of a Megalight module outside its model, which would be neither averaged nor saved."""
+    if not isinstance(module, MegalightModule) or module.model is None:
+        return
+    inside = set(map(id, module.model.parameters()))
+    names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) not in inside}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if outside := [names[id(parameter)] for parameter in given if id(parameter) in names]:
+        raise ConfigurationError(
+            f"the optimizer was given {', '.join(outside)} of {type(module).__name__}, outside of its model: only "
+            f"{type(module.model).__name__} is divided, averaged over replicas and saved. Add such parameters to the "
+            "model, in build_model, or freeze them, requires_grad_(False), and give the optimizer the others only."
+        )
 
 
 def check_no_codes(root: nn.Module) -> None:

@@ -150,6 +150,8 @@ def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.M
 def build_engine(strategy: MeshStrategy, optimizer: Optimizer) -> DataParallelEngine:
     """Make the engine of one ``fit``. It now stores the values, and the optimizer updates its shards."""
     assert strategy.parallel_model is not None
+    assert strategy.lightning_module is not None
+    refusals.check_optimized(strategy.lightning_module, optimizer)
     # Groups as the optimizer has them now, and no longer after `shard_optimizer` has put in its shards.
     groups = [group["params"] for group in optimizer.param_groups]
     plain = not isinstance(strategy.lightning_module, MegalightModule)

@@ -441,6 +441,33 @@ def test_a_subclass_has_its_own_loss_configuration_and_batches(tmp_path: Path) -
         assert found == pytest.approx(expected, rel=1e-9)
 
 
+class Outside(WithData):
+    """A parameter that is not one of the model."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+
+def _outside(train: bool) -> str:
+    module = Outside(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    module.temperature.requires_grad_(train)
+    if not train:
+        module.configure_optimizers = lambda: torch.optim.SGD(module.model.parameters(), lr=0.1)  # type: ignore[method-assign, union-attr]
+    try:
+        trainer(MegatronStrategy(), max_steps=1, use_distributed_sampler=False, limit_val_batches=0).fit(module)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_outside_of_the_model_are_refused_by_name() -> None:
+    (told,) = run(_outside, 1, True)
+    assert told.startswith("the optimizer was given temperature of Outside, outside of its model: only GPT is divided")
+    assert "in build_model, or freeze them" in told
+    assert run(_outside, 1, False) == [""]
+
+
 class Local(WithData):
     """Logs a value that each rank has for itself."""
 

@@ -21,6 +21,7 @@ from megalight.models.family.module import FamilyModule
 from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, pack
 from megalight.models.saved import Keys
+from megalight.models.shares import share_of_batch
 from megalight.nn import Lesson
 from megalight.ops.divergence import Projection
 from megalight.optim import AdamConfig
@@ -148,7 +149,7 @@ class EagleModule(FamilyModule[EagleConfig]):
 
     def context_share(self, batch: Any, rank: int, size: int) -> Any:
         """Take a share of each sequence, and of the tokens that the steps read and predict."""
-        return batch.context_share(rank, size, self.token_multiple, ahead=self.steps)
+        return share_of_batch(type(self).__name__, batch, rank, size, self.token_multiple, self.steps)
 
     def forward_step(self, model: nn.Module, batch: WithResults, carry: Carry | None = None) -> Carry:
         """From the base's results to ``losses_<n> [T]`` and ``hits_<n> [T]`` of each step."""

@@ -18,6 +18,7 @@ from megalight.models.hidden import keeping
 from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.saved import Keys
+from megalight.models.shares import share_of_batch
 from megalight.nn.moe import balance
 from megalight.ops.rows import put_rows
 from megalight.optim import AdamConfig
@@ -88,10 +89,9 @@ class GPTModule(FamilyModule[GPTConfig]):
 
     def context_share(self, batch: TokenBatch, rank: int, size: int) -> TokenBatch:
         """Return share ``rank`` of ``size`` of every sequence, with the later tokens of multi-token prediction."""
-        if (depths := self.config.num_depths) and hasattr(batch, "context_share"):
-            return batch.context_share(rank, size, self.token_multiple, ahead=depths)
-        # A batch of the user's own need not know of later tokens.
-        share: TokenBatch = super().context_share(batch, rank, size)
+        # A batch of the user's own need not know of later tokens without them.
+        ahead = self.config.num_depths
+        share: TokenBatch = share_of_batch(type(self).__name__, batch, rank, size, self.token_multiple, ahead)
         return share
 
     def forward_step(self, model: nn.Module, batch: TokenBatch | WithResults, carry: Carry | None = None) -> Carry:
