@@ -101,6 +101,12 @@ class IndexedDataset:
                 f"data prefix {os.fspath(prefix)!r} is an address; token files are mapped into memory, so copy them to "
                 "this machine, or mount the store, and give the path."
             )
+        try:
+            self._open(bin_path, idx_path)
+        except OSError as error:
+            raise DataError(f"data prefix {self.prefix!r} cannot be read ({error}).") from error
+
+    def _open(self, bin_path: Path, idx_path: Path) -> None:
         for path in (bin_path, idx_path):
             if not path.is_file():
                 raise DataError(
@@ -208,7 +214,7 @@ class IndexedWriter:
         dtype: dtype of the token ids; see :func:`token_dtype`.
 
     Raises:
-        DataError: the format has no such dtype.
+        DataError: the format has no such dtype, or the folder cannot be written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
@@ -216,9 +222,14 @@ class IndexedWriter:
         if self.dtype not in CODES:
             raise DataError(f"dtype {np.dtype(dtype)} is not in the format; use one of {[str(d) for d in CODES]}.")
         self._bin, self._idx = paths(prefix)
-        self._bin.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (self._bin, self._idx)]
-        self._file: BinaryIO = open(self._temporary[0], "wb")  # noqa: SIM115  closed by close() or discard()
+        try:
+            self._bin.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = open(self._temporary[0], "wb")  # noqa: SIM115  closed by close() or discard()
+        except OSError as error:
+            raise DataError(
+                f"{self._bin} cannot be written ({error.strerror}); choose an output in another folder."
+            ) from error
         self._lengths: list[NDArray[np.int32]] = []
         self._documents: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
         self._modes: list[NDArray[np.int8]] = []

@@ -114,18 +114,10 @@ def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Ki
     found: dict[Path, TextFile] = {}
     # In the order of the inputs, which is the order of the documents.
     for given in inputs:
-        place = Path(given)
-        if place.is_dir():
-            paths = _below(place, suffixes)
-        elif place.exists():
-            if form == "auto" and _suffix(place) == ".json" and ".json" not in suffixes:
-                raise DataError(
-                    f"input {given!r} may be one document or an array of rows; say which with format='text' or "
-                    "'json' (--format)."
-                )
-            paths = [place]
-        else:
-            paths = [Path(name) for name in sorted(glob.glob(given, recursive=True)) if os.path.isfile(name)]
+        try:
+            paths = _named(given, form, suffixes)
+        except OSError as error:  # a folder on the way may be closed
+            raise DataError(f"input {given!r} cannot be read ({error.strerror}).") from error
         if not paths:
             raise DataError(f"input {given!r} names no file; give a file, a directory, or a glob in quotes.")
         _check_readable(paths, suffixes)
@@ -135,6 +127,21 @@ def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Ki
     if not found:
         raise DataError("no input was given; give at least one file, directory or glob.")
     return list(found.values())
+
+
+def _named(given: str, form: Format, suffixes: Mapping[str, Kind]) -> list[Path]:
+    """Return the files that one input names."""
+    place = Path(given)
+    if place.is_dir():
+        return _below(place, suffixes)
+    if not place.exists():
+        return [Path(name) for name in sorted(glob.glob(given, recursive=True)) if os.path.isfile(name)]
+    if form == "auto" and _suffix(place) == ".json" and ".json" not in suffixes:
+        raise DataError(
+            f"input {given!r} may be one document or an array of rows; say which with format='text' or 'json' "
+            "(--format)."
+        )
+    return [place]
 
 
 def _check_readable(paths: Sequence[Path], suffixes: Container[str]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import pickle
 import struct
 from pathlib import Path
@@ -148,6 +149,19 @@ def test_a_folder_and_a_file_beside_are_no_prefix(tmp_path: Path) -> None:
         IndexedDataset(tmp_path)
     with pytest.raises(DataError, match=rf"Give the prefix '{tmp_path}/a'\.$"):
         IndexedDataset(tmp_path / "a.json")
+
+
+def test_files_and_folders_that_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden(tmp_path / "a")
+    with pytest.raises(DataError, match=r"b\.bin cannot be written \(File exists\); choose an output in another"):
+        IndexedWriter(tmp_path / "a.bin" / "b", np.uint16)
+
+    def closed(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "a.bin")
+
+    monkeypatch.setattr("megalight.data.indexed._map", closed)
+    with pytest.raises(DataError, match=r"data prefix '.*a' cannot be read \(.*Permission denied: 'a\.bin'\)"):
+        IndexedDataset(tmp_path / "a")
 
 
 def test_an_address_is_no_prefix() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import subprocess
@@ -14,6 +15,7 @@ from megalight.data.indexed import IndexedDataset
 from megalight.data.meta import CorpusMeta
 from megalight.data.prepare import PrepareReport, prepare
 from megalight.data.statistics import unigram_entropy
+from megalight.data.text_files import find
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 from tests.data.conftest import documents
@@ -131,6 +133,15 @@ def test_bad_input_is_named(tmp_path: Path, tokenizer_file: Path, name: str, con
         with pytest.raises(DataError, match=message):
             prepare([str(tmp_path / name)], tmp_path / "out", tokenizer=tokenizer_file, workers=workers, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [name]  # and nothing is left behind
+
+
+def test_a_closed_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_dir", closed)
+    with pytest.raises(DataError, match=r"input 'a/b\.txt' cannot be read \(Permission denied\)"):
+        find(["a/b.txt"])
 
 
 def test_compressed_files_of_a_folder_are_not_left_out_without_a_word(tmp_path: Path, tokenizer_file: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -71,7 +71,17 @@ class ChatEncoder:
         )
 
     def conversations(self, record: Any, place: str) -> tuple[Conversation, ...]:
-        """Return the conversations of a row."""
+        """Return the conversations of a row.
+
+        Raises:
+            DataError: it is none, or has images, which would be left out without a word.
+        """
+        given = record if isinstance(record, Mapping) else {}
+        if key := next((each for each in ("image", "images") if given.get(each)), None):
+            raise DataError(
+                f"{place} has images (key {key!r}), and --chat reads none: prepare it with --multimodal, or leave the "
+                "key out."
+            )
         return conversations(record, place)
 
     def encode(self, record: Any, place: str, aside: list[Any]) -> list[tuple[list[int], NDArray[np.uint8]]]:

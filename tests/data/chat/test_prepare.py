@@ -72,6 +72,8 @@ def test_preference_pairs_are_documents_of_two(prepared) -> None:
     [
         ({"messages": [{"role": "user", "content": "u"}]}, "no token of the assistant to learn from"),
         ({"messages": [{"role": "user", "content": 1}]}, r"messages\[0\]\.content is 1"),
+        (chat("u", "a") | {"image": "a.png"}, r"has images \(key 'image'\), and --chat reads none.*--multimodal"),
+        (chat("u", "a") | {"images": ["a.png"]}, r"has images \(key 'images'\)"),
         (
             {"prompt": "u", "chosen": "a", "rejected": "b"},
             "of the kind 'pairs', and the first row is of the kind 'chat'",
@@ -82,6 +84,10 @@ def test_bad_rows(prepared, tmp_path: Path, row: object, message: str) -> None:
     with pytest.raises(DataError, match=rf"c\.jsonl line 10.*{message}"):
         prepared([*ROWS, row])
     assert not list(tmp_path.glob("c.*bin"))
+
+
+def test_an_empty_list_of_images_is_none(prepared) -> None:
+    assert prepared([chat("u", "a") | {"images": [], "image": None}]).meta.num_documents == 1
 
 
 def test_text_has_no_rows(tmp_path: Path, chat_tokenizer: Path) -> None:
