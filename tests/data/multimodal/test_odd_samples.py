@@ -131,7 +131,7 @@ def test_a_blend_goes_on_in_other_layouts(
 @pytest.fixture
 def rows(tmp_path: Path) -> dict[str, list[Any]]:
     """Data sets, by name."""
-    for name, size in {"huge": (1200, 800), "one": (1, 1), "flat": (60, 1), "tall": (1, 60), "some": (9, 12)}.items():
+    for name, size in {"huge": (480, 320), "one": (1, 1), "flat": (60, 1), "tall": (1, 60), "some": (9, 12)}.items():
         (tmp_path / f"{name}.png").write_bytes(png(*size))
     last = row("some.png", "<image>this", "a")
     last["conversations"].append({"from": "human", "value": "and in the picture"})
