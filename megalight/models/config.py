@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Self, get_args, get_type_hints
 
 from megalight.errors import ConfigurationError, nearest
@@ -189,6 +189,18 @@ def from_plain(cls: type[Any], values: Mapping[str, Any], path: str = "") -> Any
         return cls(**built)
     except TypeError as error:
         raise ConfigurationError(f"{cls.__name__} cannot be made from keys {sorted(values)}: {error}.") from error
+
+
+def with_floats(config: Any) -> Any:
+    """Return a configuration of which every setting that is a float by its type is one. ``transformers`` wants that."""
+    hints, changed = get_type_hints(type(config)), dict[str, Any]()
+    for name in (f.name for f in fields(config) if f.init):
+        value = getattr(config, name)
+        if is_dataclass(value):
+            changed[name] = with_floats(value)
+        elif type(value) is int and float in (hints[name], *get_args(hints[name])):
+            changed[name] = float(value)
+    return replace(config, **changed)
 
 
 def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, path: str = "") -> list[str]:

@@ -30,6 +30,7 @@ from megalight.checkpoint.writer import host_blocks
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.config import with_floats
 from megalight.models.family import Family
 from megalight.models.folder import GENERATION
 from megalight.models.saved import PREFIX
@@ -184,7 +185,8 @@ def config_values(model: StoredModel, dtypes: Iterable[torch.dtype]) -> dict[str
         dtypes: those of the weights.
     """
     began = json_object(model.files.get(CONFIG, b"{}"), CONFIG)
-    values: dict[str, Any] = _weights(model.family).write_config(model.config, began.get("model_type"))
+    config = with_floats(model.config)
+    values: dict[str, Any] = _weights(model.family).write_config(config, began.get("model_type"))
     # `from_pretrained` uses this dtype for the whole model.
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     tokens = {key: _tokens(began.get(key), model.config.vocab_size) for key in SPECIAL}

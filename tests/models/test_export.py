@@ -342,6 +342,16 @@ def test_a_source_without_averages_is_refused(folders: Callable[[str], Path], tm
         open_model(tmp_path / "ours.ckpt", ema=True)
 
 
+def test_whole_numbers_are_written_as_the_floats_they_stand_for(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """``transformers`` refuses to read an int where its configuration has a float."""
+    model = open_model(folders("llama3"))
+    config = replace(model.config, position=replace(model.config.position, base=500000))
+    export(replace(model, config=config), tmp_path / "out")
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "out").rope_parameters["rope_theta"]
+    assert isinstance(found, float)
+    assert found == 500000.0
+
+
 def _peak() -> int:
     """The most bytes that this process has had since it last asked for a new count."""
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10  # type: ignore[index]
