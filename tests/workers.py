@@ -25,6 +25,8 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from tests.cores import roam, stay
+
 GRACE = 5.0
 """Seconds for other ranks to end after one has failed. They may hang in a collective that it never joins."""
 POLL = 0.2
@@ -78,6 +80,10 @@ def _answer(rank: int, job: bytes) -> bytes:
     torch.set_num_threads(1)  # an earlier Trainer may have set more; different numbers on ranks round differently
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
+    if world_size > 1:
+        stay(rank)
+    else:
+        roam()
     try:
         patience = datetime.timedelta(seconds=timeout)
         try:
@@ -94,6 +100,7 @@ def _answer(rank: int, job: bytes) -> bytes:
 def _serve(rank: int, jobs: Any, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank))
     rank_zero_only.rank = rank  # Lightning reads the variable when it is imported, which was before
+    stay(rank)  # also the thread that waits for messages, which starts now
     importlib.import_module("tests.one_loop")  # here, as threads do not survive a fork
     tests = mp.parent_process()  # not the server that forks ranks, which does not end as long as they live
     while True:
