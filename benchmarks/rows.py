@@ -46,6 +46,7 @@ FEW = "steps=3 warmup=2"
 
 COPIES = "sharding=gradient_dtype:bfloat16,reduce_scatter_with_fp32_accumulation:true,gathers:auto,reductions:auto"
 ONE_F_ONE_B = "pp=4 mbs=1 micro=16 layout=Et*8|t*9|t*9|t*6L"
+HALVES = "pp=4 mbs=1 micro=16 halves=1 layout=Et*17|t*17|t*17|t*13L"
 INTERLEAVED = "pp=4 mbs=1 micro=16 layout=Et|(tt|)*11(ttt|)*3L"
 NORMS = "attention_norm,mlp_norm"
 LONG = f"mbs=1 cp=4 recompute={NORMS},mlp.act"
@@ -314,6 +315,12 @@ ROWS: dict[str, Row] = {
     },
     "llama3-8b-pp4": _row(
         "Llama-3-8B, PP=4, 1F1B", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B}", gpus=4, aim=490, peers=("mcore-te",)
+    ),
+    "llama3-8b-pp4-halves": _row(
+        "the same, stages of 8.5, 8.5, 8.5 and 6.5 layers",
+        f"{LLAMA3_8B} {FEW} {HALVES}",
+        gpus=4,
+        aim=490,
     ),
     "llama3-8b-pp4-zb": _row("the same, zero bubble", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B} schedule=zero_bubble", gpus=4),
     "llama3-8b-pp4-vpp4": _row(

@@ -16,16 +16,17 @@ class Step:
     """Settings with the names of the command line. The defaults are the width of an 8B model, 16 layers, one GPU.
 
     A micro-batch has ``mbs`` sequences, and a step of one replica has ``micro`` micro-batches. ``layout``, ``schedule``
-    and ``messages`` belong to the pipeline, and ``kind`` is the kind of context parallelism. ``overlap`` belongs to
-    tensor parallelism; ``keep`` then stores gathered inputs. ``recompute`` names modules inside every layer, and
-    ``offload`` those whose activations wait in host memory. ``recipe`` is for FP8: ``+primary`` after it stores weights
-    as codes, ``+wide`` never does, and ``+transformer_engine`` uses that package. ``backends`` are named by op
-    (``attention:cudnn``). ``graph`` runs steps as CUDA graphs. With ``experts``, every layer has as many of width
-    ``ffn``, divided over ``ep`` ranks; a token passes through ``topk`` of them. Random numbers choose them, so that all
-    are equally busy, unless ``natural``. ``dim`` is the size of a head (0: ``hidden / heads``). ``level`` says what
-    data-parallel replicas shard, and ``sharding`` gives further options of ``DataParallel``, as ``prefetch:2``. With
-    ``rank``, only low-rank adapters of that rank are trained, one for each linear layer of the layers, and all else is
-    frozen; ``base`` then stores the frozen weights of the layers as codes (``int8``, ``nf4``).
+    and ``messages`` belong to the pipeline; with ``halves``, its layout counts attention and MLP as layers of their
+    own. ``kind`` is the kind of context parallelism. ``overlap`` belongs to tensor parallelism; ``keep`` then stores
+    gathered inputs. ``recompute`` names modules inside every layer, and ``offload`` those whose activations wait in
+    host memory. ``recipe`` is for FP8: ``+primary`` after it stores weights as codes, ``+wide`` never does, and
+    ``+transformer_engine`` uses that package. ``backends`` are named by op (``attention:cudnn``). ``graph`` runs steps
+    as CUDA graphs. With ``experts``, every layer has as many of width ``ffn``, divided over ``ep`` ranks; a token
+    passes through ``topk`` of them. Random numbers choose them, so that all are equally busy, unless ``natural``.
+    ``dim`` is the size of a head (0: ``hidden / heads``). ``level`` says what data-parallel replicas shard, and
+    ``sharding`` gives further options of ``DataParallel``, as ``prefetch:2``. With ``rank``, only low-rank adapters of
+    that rank are trained, one for each linear layer of the layers, and all else is frozen; ``base`` then stores the
+    frozen weights of the layers as codes (``int8``, ``nf4``).
     """
 
     layers: int = 16
@@ -44,6 +45,7 @@ class Step:
     steps: int = 8
     warmup: int = 4
     layout: str | None = None
+    halves: bool = False
     schedule: str = "auto"
     messages: str = "auto"
     kind: str = "auto"
@@ -196,7 +198,7 @@ def _value(old: Any, word: str) -> Any:
     return tuple(filter(None, word.split(","))) if isinstance(old, tuple) else word
 
 
-SPLITS = ("tp", "pp", "vpp", "cp", "layout", "schedule", "messages", "kind", "ep")
+SPLITS = ("tp", "pp", "vpp", "cp", "layout", "halves", "schedule", "messages", "kind", "ep")
 
 
 def only_of(step: Step, allowed: Iterable[str]) -> str | None:

@@ -122,7 +122,8 @@ def show(losses: list[float]) -> str:
 
 def config_of(step: Step) -> GPTConfig:
     return GPTConfig(
-        num_layers=step.layers,
+        num_layers=(1 + step.halves) * step.layers,
+        layer_pattern="*-" * step.layers if step.halves else "",
         hidden_size=step.hidden,
         num_heads=step.heads,
         num_kv_heads=step.kv,
