@@ -9,6 +9,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 from megalight.inference.acceptance import Acceptance, measure
 from megalight.inference.questions import Question
+from megalight.inference.text import begun
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
 
@@ -24,6 +25,7 @@ class Interview:
         template: how a conversation is written; None: turns are texts that the model continues.
         max_new_tokens: limit of an answer. An answer is shorter where the model's longest sequence ends.
         guesses: how many tokens the draft guesses in a round.
+        start: tokens that are put before questions that do not begin with them.
     """
 
     base: GPT
@@ -32,6 +34,7 @@ class Interview:
     template: ChatTemplate | None
     max_new_tokens: int
     guesses: int = 4
+    start: tuple[int, ...] = ()
 
     def ask(self, question: Question) -> Acceptance:
         """Return the counts of all turns. Turns for which the model has no room are left out.
@@ -48,7 +51,7 @@ class Interview:
             else:
                 messages.append({"role": "user", "content": turn})
                 text = self.template.render(messages, answer=True)
-            prompt = self.tokenizer.encode(text)
+            prompt = begun(self.tokenizer.encode(text), self.start)
             room = min(self.max_new_tokens, self.base.config.max_sequence_length - len(prompt))
             if room < 1:
                 if number == 0:

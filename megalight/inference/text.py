@@ -126,6 +126,11 @@ def _check_generates(known: Family, path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"{path} holds a {known.name} model, which does not generate text.")
 
 
+def begun(ids: list[int], start: Sequence[int]) -> list[int]:
+    """Return a prompt that begins with ``start``. Chat templates write these tokens themselves."""
+    return ids if ids[: len(start)] == [*start] else [*start, *ids]
+
+
 @dataclass(frozen=True)
 class TextGenerator:
     """A model with its tokenizer.
@@ -241,11 +246,6 @@ class TextGenerator:
                     "give one for each (images=, --image), or leave the places out."
                 )
 
-    def _begun(self, ids: list[int]) -> list[int]:
-        start = list(self.start)
-        # Chat templates write these tokens themselves.
-        return ids if ids[: len(start)] == start else start + ids
-
     def complete(
         self,
         prompts: Sequence[str],
@@ -290,7 +290,7 @@ class TextGenerator:
             image = self.image_text(image_text)
             prompts = [image.framed(image.marked(text))[0] for text in prompts]
         # An empty prompt still needs a token to continue from.
-        ids = [self._begun(self.tokenizer.encode(text)) or ([] if eod is None else [eod]) for text in prompts]
+        ids = [begun(self.tokenizer.encode(text), self.start) or ([] if eod is None else [eod]) for text in prompts]
         pictures, axes, device = None, None, next(self.model.parameters()).device
         if images is not None:
             ids, pictures, axes = with_pictures(self._reader(), ids, images, resize=resize, device=device)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from megalight.cli.main import main
 from megalight.data.tokenizer import FILE, Tokenizer
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference import generate, speculative, stream
-from megalight.inference.acceptance import acceptance_length, measure
+from megalight.inference import interview as interviewing
+from megalight.inference.acceptance import Acceptance, acceptance_length, measure
 from megalight.inference.interview import Interview
 from megalight.inference.questions import Question, read_questions
 from megalight.models.eagle import DraftModel, EagleConfig
@@ -245,3 +247,16 @@ def test_the_command_tells_the_length_of_each_category(tmp_path: Path, capsys: p
     )
     chatting = replace(interview, template=template)  # type: ignore[arg-type]
     assert chatting.ask(Question("", tuple(turns))).rounds
+    # A folder of transformers may begin its texts with a token: the question is one longer.
+    marked = replace(interview, start=tuple(ours.encode("\n")), max_new_tokens=64)
+    assert len(marked.start) == 1
+    prompts = list[list[int]]()
+    with patch.object(interviewing, "measure", lambda base, draft, asked, **more: _noted(prompts, asked)):
+        marked.ask(Question("", ("some words",)))
+        marked.ask(Question("", ("\nsome words",)))
+    assert prompts == [[*marked.start, *ours.encode("some words")]] * 2
+
+
+def _noted(prompts: list[list[int]], asked: list[list[int]]) -> tuple[list[list[int]], list[Acceptance]]:
+    prompts += asked
+    return [[]], [Acceptance()]

@@ -62,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     template = None if arguments.plain else ChatTemplate.of(writer.tokenizer, source)
     draft = load_draft(arguments.draft, writer.whole, writer.tokenizer)
-    interview = Interview(writer.whole, draft, writer.tokenizer, template, arguments.max_new_tokens, arguments.guesses)
+    interview = Interview(
+        writer.whole, draft, writer.tokenizer, template, arguments.max_new_tokens, arguments.guesses, writer.start
+    )
     counts: dict[str, Acceptance] = defaultdict(Acceptance)
     for question in questions:
         counts[question.category or "-"] += interview.ask(question)
