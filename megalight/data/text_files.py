@@ -353,7 +353,7 @@ def _texts(piece: Piece, key: str) -> Iterator[Text | DataError]:
             yield record
         elif not isinstance(record, dict):
             array = " An array of rows is read with format='json' (--format json)." if isinstance(record, list) else ""
-            yield DataError(f"{place} is a {type(record).__name__}; each row must be a JSON object.{array}")
+            yield DataError(f"{place} is of type {type(record).__name__}; each row must be a JSON object.{array}")
         elif key not in record:
             keys = ", ".join(map(repr, record))
             yield DataError(f"{place} has no key {key!r}; it has: {keys}. Choose one with text_key (--text-key).")

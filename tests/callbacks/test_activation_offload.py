@@ -23,6 +23,7 @@ def _fit(options: dict[str, Any]) -> dict[str, Any]:
     found = fit(CONFIG, extra_callbacks=[offload], micro_batch_size=1, **options)
     empty = options.get("pipeline_layout") == ONE_SIDED and dist.get_rank() == 0
     assert (offload.moved > 0) != empty
+    assert (0 < offload.pinned < offload.moved) != empty, "steps use the memory of those before"
     return found
 
 
