@@ -83,7 +83,7 @@ class _Row:
 
     def __post_init__(self) -> None:
         if not isinstance(self.record, Mapping):
-            raise DataError(f"{self.place} is a {type(self.record).__name__}; each row must be a JSON object.")
+            raise DataError(f"{self.place} is of type {type(self.record).__name__}; each row must be a JSON object.")
 
     def fail(self, key: str, value: Any, rule: str) -> NoReturn:
         raise DataError(f"{self.place}: {key} is {_short(value)}; it must be {rule}.")

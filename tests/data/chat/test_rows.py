@@ -72,7 +72,7 @@ def test_preference_pairs() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([USER], "f.jsonl line 3 is a list; each row must be a JSON object"),
+        ([USER], "f.jsonl line 3 is of type list; each row must be a JSON object"),
         ({"mesages": []}, "has the keys 'mesages'; expected are 'messages'.*Did you mean 'messages'"),
         ({"messages": []}, r"line 3: 'messages' is \[\]; it must be a string or a list of messages"),
         ({"messages": [{"content": "u"}]}, r"messages\[0\]\.role is None; it must be a string such as"),

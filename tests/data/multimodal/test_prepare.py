@@ -141,7 +141,7 @@ BAD = {
         {"image": "0.png", "prompt": "<image>what", "chosen": "a", "rejected": "b"},
         r"entry 1 is a preference pair, and pairs with images are not read",
     ),
-    "no row": (["a"], r"entry 1 is a list; each row must be a JSON object"),
+    "no row": (["a"], r"entry 1 is of type list; each row must be a JSON object"),
 }
 
 
