@@ -1,5 +1,6 @@
 """Generation: sampling, a cache, and text generation from a checkpoint."""
 
+from megalight.inference.blocks import Blocks as Blocks
 from megalight.inference.cache import Cache as Cache
 from megalight.inference.generate import generate as generate
 from megalight.inference.generate import stream as stream

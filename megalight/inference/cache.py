@@ -1,16 +1,19 @@
-"""A simple cache for the states of layers. It allocates memory for the maximum length of every sequence."""
+"""A cache for the states of layers. Rows of tokens lie in blocks, which sequences take from one pool."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, DataError
+from megalight.inference.blocks import Blocks
 from megalight.types import PackedSequences
+from megalight.types.packed import to_device
 
 
 @dataclass
@@ -20,7 +23,7 @@ class _Step:
     Attributes:
         slots: ``[n]``, the slot of each sequence.
         begins: ``[n]``, whether the sequence is new, without earlier tokens.
-        write: ``[T]``, indices of the new tokens' rows in buffers of shape ``[num_slots * capacity, ...]``.
+        write: ``[T]``, indices of the new tokens' rows in buffers of shape ``[blocks.count * blocks.size, ...]``.
         read: ``[Tk]``, indices of the rows of all tokens of these sequences.
     """
 
@@ -31,7 +34,7 @@ class _Step:
 
 
 class TokenBuffer:
-    """Storage for one row per token, with ``capacity`` rows in every slot."""
+    """Storage for one row per token, in the blocks of the cache."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -41,8 +44,9 @@ class TokenBuffer:
         """Store the rows ``[T, ...]`` of the new tokens; return the rows ``[Tk, ...]`` of all tokens so far."""
         step = self._cache.step
         if self._rows is None:
-            # As large as all sequences can become, so that addresses stay fixed.
-            self._rows = rows.new_empty(self._cache.num_slots * self._cache.capacity, *rows.shape[1:])
+            # The whole pool at once, so that addresses stay fixed.
+            blocks = self._cache.blocks
+            self._rows = rows.new_empty(blocks.count * blocks.size, *rows.shape[1:])
         # Write before read: the new tokens attend to themselves too.
         self._rows[step.write] = rows
         return self._rows[step.read]
@@ -79,6 +83,8 @@ class Cache:
         layers: the model's layers, by name.
         num_slots: maximum number of sequences.
         capacity: maximum number of tokens in each slot.
+        blocks: the pool of blocks that hold the tokens of all slots. None: every slot has one block of ``capacity``
+            tokens.
 
     Attributes:
         states: argument ``states`` of the model.
@@ -89,9 +95,16 @@ class Cache:
         ConfigurationError: a layer has no ``make_state``.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module] | nn.ModuleDict, num_slots: int, capacity: int) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module] | nn.ModuleDict,
+        num_slots: int,
+        capacity: int,
+        blocks: Blocks | None = None,
+    ) -> None:
         self.num_slots = num_slots
         self.capacity = capacity
+        self.blocks = blocks or Blocks(num_slots, num_slots, capacity)
         self.lengths = [0] * num_slots
         self.reversible = True
         # Where the positions of a slot's next tokens are not their number: images take fewer positions than tokens.
@@ -134,6 +147,13 @@ class Cache:
             )
         # The rows stay, and are written over.
         self.lengths[slot] = length
+        self.blocks.shrink(slot, length)
+
+    def release(self, slot: int) -> None:
+        """Forget a slot's sequence and take its blocks back. The slot's next tokens begin a new sequence."""
+        # Entries of sequences stay, too: `begins` hides them from the next one.
+        self.lengths[slot] = self._ahead[slot] = 0
+        self.blocks.shrink(slot, 0)
 
     def extend(
         self,
@@ -155,7 +175,8 @@ class Cache:
             the new tokens as queries, with their positions in the sequence, and all tokens of these slots as ``keys``.
 
         Raises:
-            DataError: a slot would have more than ``capacity`` tokens, or positions are not those of its tokens.
+            DataError: a slot would have more than ``capacity`` tokens, too few blocks are free, or positions are not
+                those of the tokens.
         """
         past = [self.lengths[slot] for slot in slots]
         # Checked before lengths change: an error leaves the cache as it was.
@@ -165,18 +186,18 @@ class Cache:
                 f"a sequence would have {max(totals)} tokens and the cache has room for {self.capacity}; "
                 "make the cache larger."
             )
+        self.blocks.grow(dict(zip(slots, totals, strict=True)))
         for slot, total in zip(slots, totals, strict=True):
             self.lengths[slot] = total
         # Lengths are host numbers, so nothing waits for the device.
         new, keys = PackedSequences.of_lengths(counts, device), PackedSequences.of_lengths(totals, device)
         positions = _offset(new, past)
-        # Slot s owns rows s * capacity to (s + 1) * capacity.
-        first_rows = [slot * self.capacity for slot in slots]
+        where = _Places([self.blocks.tables[slot] for slot in slots], self.blocks.size, new.device)
         self._step = _Step(
             slots=torch.tensor(slots, device=device),
             begins=torch.tensor([before == 0 for before in past], device=device),
-            write=_offset(replace(new, positions=positions), first_rows),
-            read=_offset(keys, first_rows),
+            write=where.rows(new, positions),
+            read=where.rows(keys, keys.positions),
         )
         # without earlier tokens the keys are the new tokens themselves, and attention can use its simpler form
         new = replace(new, positions=positions, keys=keys if any(past) else None)
@@ -189,6 +210,28 @@ class Cache:
             return new
         following = positions + new.expand(torch.tensor([self._ahead[slot] for slot in slots], device=device))
         return new.with_axes(following.expand(self._axes, -1))
+
+
+class _Places:
+    """Where the tokens of several sequences lie.
+
+    Args:
+        tables: the blocks of each sequence.
+        size: tokens of a block.
+        device: of the sequences.
+    """
+
+    def __init__(self, tables: Sequence[Sequence[int]], size: int, device: torch.device) -> None:
+        self._size = size
+        # All tables end to end, and where each begins: tables of any lengths need no padding.
+        self._blocks = to_device([block for table in tables for block in table], torch.int64, device)
+        begins = [0, *accumulate(map(len, tables))][:-1]
+        self._begins = to_device(begins, torch.int64, device)
+
+    def rows(self, sequences: PackedSequences, positions: Tensor) -> Tensor:
+        """Return the rows ``[T]`` of tokens, given their positions ``[T]`` in their sequences."""
+        block = self._blocks[sequences.expand(self._begins) + positions // self._size]
+        return block * self._size + positions % self._size
 
 
 def _offset(sequences: PackedSequences, offsets: Sequence[int]) -> Tensor:

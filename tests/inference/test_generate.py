@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference import Cache, Sampling, generate, sample, stream
+from megalight.inference import Blocks, Cache, Sampling, generate, sample, stream
 from megalight.models.gpt import (
     GPT,
     AttentionConfig,
@@ -63,9 +63,10 @@ def last_logits(model: GPT, rows: list[list[int]]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_logits_with_cache_equal_recomputation(style):
+@pytest.mark.parametrize("block_size", [None, 3])
+def test_logits_with_cache_equal_recomputation(style, block_size):
     model = build(style)
-    cache = Cache(model.layers, len(PROMPTS), 20)
+    cache = Cache(model.layers, len(PROMPTS), 20, None if block_size is None else Blocks(len(PROMPTS), 12, block_size))
     rows = [list(prompt) for prompt in PROMPTS]
     fresh = rows
     generator = torch.Generator().manual_seed(0)

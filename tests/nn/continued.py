@@ -34,7 +34,7 @@ def assert_continued(mixer: nn.Module, width: int, room: int, passes: Passes, to
         whole = [mixer(rows[slot], LayerContext(PackedSequences.of_lengths([len(rows[slot])]))) for slot in slots]
         expected = torch.cat([out[-count:] for out, count in zip(whole, counts, strict=True)])
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    cache.lengths[1] = 0  # another sequence takes the slot
+    cache.release(1)  # another sequence takes the slot
     new = torch.randn(2, width, dtype=torch.float64)
     found = mixer(new, LayerContext(cache.extend([1], [2], "cpu")), cache.states["0"])
     alone = mixer(new, LayerContext(PackedSequences.of_lengths([2])))
