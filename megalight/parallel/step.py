@@ -124,6 +124,7 @@ class Step:
             :class:`~megalight.types.WithResults` instead of the micro-batch.
         share: cuts this rank's share of the sequences out of a micro-batch that frozen models have seen whole.
         runner: runs the passes of each training step; another runner may record and replay them.
+        running: the number, in model order, of the pipeline stage whose code of the task runs, or ran last.
         token_shares: number of ranks that share the tokens of a layer's hidden states (sequence parallelism).
         side_losses: losses that layers attach. Each rank's loss is for its share of the tokens.
         auxiliary: further losses that ``loss_step`` returns; they are for all tokens.
@@ -148,6 +149,7 @@ class Step:
         self.frozen: Mapping[str, FrozenRun] = {}
         self.share: Callable[[Any], Any] = lambda batch: batch
         self.runner: StepRunner = run_passes
+        self.running = 0
         self.timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
         messages = model.options.pipeline.messages
         self.executor = Executor(model.chunks, model.layout, model.mesh, model.device, varying_carry, messages)
@@ -336,6 +338,7 @@ class Step:
 
     def _forward_step(self, chunk: nn.Module, batch: Any, carry: Carry | None) -> Carry:
         chunk.training = self.model.root.training  # a stage is a separate object with its own mode
+        self.running = self.model.stages[self.model.chunks.index(chunk)].index
         with self._around(batch):
             return self.task.forward_step(chunk, coupling.contents(batch), carry)
 
@@ -348,6 +351,7 @@ class Step:
         return replace(loss, sum=total, auxiliary={})
 
     def _loss_step(self, carry: Carry, batch: Any) -> Loss:
+        self.running = len(self.model.layout.stages) - 1
         with self._around(batch):
             loss = self.task.loss_step(carry, coupling.contents(batch))
         if not isinstance(loss, Loss):

@@ -34,22 +34,18 @@ class OwnOutcome:
 
 
 @contextmanager
-def logs_of(module: pl.LightningModule, collect: bool) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
-    """Collect calls of ``module.log`` inside, to be made afterwards; without ``collect``, they are made at once."""
-    found: list[tuple[str, Any, dict[str, Any]]] = []
-    if not collect:
-        yield found
-        return
+def logs_to(module: pl.LightningModule, keep: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
+    """Give calls of ``module.log`` inside to ``keep``, to be made afterwards: name, value, further arguments."""
 
     def log(name: str, value: Any, prog_bar: bool = False, **kwargs: Any) -> None:
-        found.append((name, value.detach() if isinstance(value, Tensor) else value, {"prog_bar": prog_bar, **kwargs}))
+        keep(name, value.detach() if isinstance(value, Tensor) else value, {"prog_bar": prog_bar, **kwargs})
 
     # The instance's attribute hides the class's method. `log_dict` calls it, too.
     module.__dict__["log"] = log
     try:
-        yield found
+        yield
     finally:
-        module.__dict__.pop("log", None)  # a watched step has removed it
+        del module.__dict__["log"]
 
 
 class OwnTrainingStep:

@@ -1,9 +1,9 @@
-"""What ``forward_step`` and ``loss_step`` log on one pipeline stage is logged on all of them."""
+"""What ``forward_step`` and ``loss_step`` log on one part of a model is logged on all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -16,12 +16,16 @@ from torchmetrics import Metric
 from megalight.errors import ConfigurationError
 from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import ParallelMesh
-from megalight.strategies.own_step import logs_of
+from megalight.strategies.own_step import logs_to
+
+REDUCTIONS = (torch.mean, torch.sum, torch.min, torch.max, sum, min, max)
+"""Functions that Lightning takes as ``reduce_fx``."""
 
 
 class Call(NamedTuple):
-    """A call of ``log``, without its value."""
+    """A call of ``log``, without its value, from a stage of the model."""
 
+    stage: int
     name: str
     dtype: torch.dtype
     options: dict[str, Any]
@@ -30,80 +34,133 @@ class Call(NamedTuple):
 class StageLogs:
     """Shares the values that pipeline stages log: loggers, and callbacks with monitors, run on other ranks, too.
 
-    The first step of each kind tells whether its steps log anything. If they do, stages then tell each other on the
+    The first step of each kind tells whether its steps log anything. If they do, ranks then tell each other on the
     host what they logged, and one reduction brings the values.
+
+    Args:
+        pipelines: the ranks of each pipeline, in the order of its stages, as numbers within the group.
+        own: index of the pipeline whose values this rank logs.
+        group: the group of these ranks, and of those that run no stage; None: this rank is alone.
+        host: makes a group of the same ranks on the host.
+        running: returns the number of the stage, in model order, whose step runs.
     """
 
-    def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
-        self.mesh = mesh
+    def __init__(
+        self,
+        pipelines: Sequence[Sequence[int]],
+        own: int,
+        group: dist.ProcessGroup | None,
+        host: Callable[[], dist.ProcessGroup | None],
+        device: torch.device,
+        running: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.pipelines = pipelines
+        self.own = own
+        self.group = group
+        self.host = host
         self.device = device
+        self.running = running
         self._logs: dict[str, bool] = {}
+
+    @classmethod
+    def of(cls, mesh: ParallelMesh, device: torch.device, running: Callable[[], int]) -> StageLogs:
+        """Share values along the pipeline of this rank."""
+
+        def host() -> dist.ProcessGroup:
+            return shared_group(mesh.ranks("pp"), "decisions on the host", backend="gloo")
+
+        return cls([range(mesh.pp)], 0, mesh.group("pp"), host, device, running)
 
     def forget(self) -> None:
         """Begin a run, whose first steps tell again whether they log."""
         self._logs.clear()
 
     @contextmanager
-    def shared(self, module: pl.LightningModule, stage: str) -> Iterator[None]:
+    def shared(self, module: pl.LightningModule, stage: str, later: bool = False) -> Iterator[None]:
         """Log what one stage logs inside on all stages, at the end. If several log a name, the last of them counts.
 
         Args:
             stage: the kind of step.
+            later: log at the end, and not inside, also if this rank is alone.
 
         Raises:
-            ConfigurationError: a metric object is logged, or a step logs although the first of its kind did not.
+            ConfigurationError: ranks cannot share what is logged, or a step logs although the first of its kind did
+                not.
         """
-        if self.mesh.pp == 1:
-            yield
-            return
-        with logs_of(module, collect=True) as found:
-            yield
-        calls = [_call(name, value, options) for name, value, options in found]
-        for (name, _, options), value in self._joined(stage, calls, [value for _, value, _ in found]):
+        found: list[tuple[str, Any, dict[str, Any]]] = []
+        if self.group is None:
+            with logs_to(module, lambda *call: found.append(call)) if later else nullcontext():
+                yield
+        else:
+            calls: list[tuple[Call, Any]] = []
+            with logs_to(module, lambda *call: calls.append((_call(self.running(), *call), call[1]))):
+                yield
+            found = [(call.name, value, call.options) for call, value in self._joined(stage, calls)]
+        for name, value, options in found:
             module.log(name, value, **options)
 
-    def _joined(self, stage: str, calls: list[Call], values: Sequence[Any]) -> list[tuple[Call, Tensor]]:
+    def _joined(self, stage: str, own: list[tuple[Call, Any]]) -> list[tuple[Call, Tensor]]:
+        calls = [call for call, _ in own]
         first = stage not in self._logs
         if not first and not self._logs[stage]:
             if calls:
                 raise ConfigurationError(
-                    f"the step logs {calls[0].name!r} by self.log, and the first step of this run logged nothing: the "
-                    "other pipeline stages do not wait for it. Log it in the first step, too, or return it as one of "
-                    "loss_step's metrics with a count of 0 where it is missing."
+                    f"the step logs {calls[0].name!r} by self.log, and the first step of this run logged nothing: "
+                    "ranks with other parts of the model do not wait for it. Log it in the first step, too, or return "
+                    "it as one of loss_step's metrics with a count of 0 where it is missing."
                 )
             return []
         # Once by the group that is there. On the host later on, where no rank waits for the device.
-        group = self.mesh.group("pp") if first else self._host_group()
-        found: list[list[Call]] = [[] for _ in range(self.mesh.pp)]
-        dist.all_gather_object(found, calls, group=group)
+        found: list[list[Call]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(found, calls, group=self.group if first else self.host())
         self._logs[stage] = any(found)
-        last = {call.name: place for place, stage_calls in enumerate(found) for call in stage_calls}
-        here = self.mesh.rank("pp")
-        named = [(place, call) for place, given in enumerate(found) for call in given if last[call.name] == place]
-        own = iter([value for call, value in zip(calls, values, strict=True) if last[call.name] == here])
+        here = dist.get_rank(self.group)
+        places = [(index, *place) for index, ranks in enumerate(self.pipelines) for place in _that_count(ranks, found)]
         # Others have 0 in the place of a value: their sum is the value.
-        row = torch.zeros(len(named), dtype=torch.float64, device=self.device)
-        for number, (place, _) in enumerate(named):
-            if place == here:
-                row[number].copy_(torch.as_tensor(next(own)).reshape(()), non_blocking=True)
-        if named:
-            dist.all_reduce(row, group=self.mesh.group("pp"))
-        return [(call, value.to(call.dtype)) for (_, call), value in zip(named, row, strict=True)]
+        row = torch.zeros(len(places), dtype=torch.float64, device=self.device)
+        for entry, (_, rank, number) in zip(row, places, strict=True):
+            if rank == here:
+                entry.copy_(torch.as_tensor(own[number][1]).reshape(()), non_blocking=True)
+        if places:
+            dist.all_reduce(row, group=self.group)
+        return [
+            (call := found[rank][number], value.to(call.dtype))
+            for value, (index, rank, number) in zip(row, places, strict=True)
+            if index == self.own
+        ]
 
-    def _host_group(self) -> dist.ProcessGroup:
-        return shared_group(self.mesh.ranks("pp"), "decisions on the host", backend="gloo")
+
+def _that_count(ranks: Sequence[int], found: Sequence[Sequence[Call]]) -> list[tuple[int, int]]:
+    """Return rank and number of the calls of a pipeline that count: those from the last stage that logs a name."""
+    every = [(rank, number, call) for rank in ranks for number, call in enumerate(found[rank])]
+    # Of stages and not of ranks: a rank may have several, of which each logs.
+    last: dict[str, int] = {}
+    for _, _, call in every:
+        last[call.name] = max(call.stage, last.get(call.name, 0))
+    return [(rank, number) for rank, number, call in every if call.stage == last[call.name]]
 
 
-def _call(name: str, value: Any, options: dict[str, Any]) -> Call:
+def _call(stage: int, name: str, value: Any, options: dict[str, Any]) -> Call:
+    reduction = options.get("reduce_fx", "mean")
+    if not isinstance(reduction, str) and reduction not in REDUCTIONS:
+        raise ConfigurationError(
+            f"the step logs {name!r} by self.log with reduce_fx={getattr(reduction, '__name__', reduction)}, and "
+            "Lightning reduces by 'mean', 'sum', 'min' or 'max' alone. Choose one of them."
+        )
+    if options.get("sync_dist_group") is not None:
+        raise ConfigurationError(
+            f"the step logs {name!r} by self.log with sync_dist_group, and ranks with other parts of the model, which "
+            "log it too, are not in that group. Leave it out: sync_dist=True reduces over ranks with different data."
+        )
     if isinstance(value, Metric):
         raise ConfigurationError(
-            f"the step logs the metric {name!r}, a {type(value).__name__}, by self.log: only one stage of the pipeline "
-            "updates it. Return it as one of loss_step's metrics, a pair of sum and count."
+            f"the step logs the metric {name!r}, a {type(value).__name__}, by self.log: only ranks with that part of "
+            "the model update it. Return it as one of loss_step's metrics, a pair of sum and count."
         )
     if isinstance(value, Tensor) and value.numel() == 1:
-        return Call(name, value.dtype, options)
+        return Call(stage, name, value.dtype, options)
     if isinstance(value, Number):
-        return Call(name, torch.get_default_dtype(), options)
+        return Call(stage, name, torch.get_default_dtype(), options)
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ConfigurationError(
         f"the step logs {name!r} by self.log, and its value is {kind}. Log a number or a tensor of one element."

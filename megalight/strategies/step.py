@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from megalight.parallel.step import Step, run_passes
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.batch_size import count_samples
 from megalight.strategies.micro_batches import MicroBatchSize
-from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_of
+from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_to
 from megalight.strategies.stage_logs import StageLogs
 from megalight.strategies.user_module import own_steps
 from megalight.types import mean
@@ -54,7 +55,7 @@ class Stepper:
     Attributes:
         step: the step of a ``MegalightModule``, without Lightning.
         zero_hooks: calls Lightning's hooks around zeroing.
-        logs: shares what a pipeline stage logs inside a step.
+        logs: shares what a step logs with ranks that have other parts of the model.
         has_gradients: whether a batch of this accumulation window had a loss.
     """
 
@@ -82,7 +83,7 @@ class Stepper:
             before_backward=before_backward,
         )
         self.step.share = self._share
-        self.logs = StageLogs(model.mesh, model.device)
+        self.logs = StageLogs.of(model.mesh, model.device, lambda: self.step.running)
         self.has_gradients = False
         self._zero_due = False
         self._compared = False
@@ -145,7 +146,7 @@ class Stepper:
             with self.micro_batches.step(samples):
                 return self._train_own(samples, micro_batches, args[1:], scale, sync)
         self.has_gradients = True
-        with self.micro_batches.step(samples), self.logs.shared(self.module, "train"):
+        with self.micro_batches.step(samples), self.logs.shared(self.module, "train", self._recording):
             done = self.step.train(micro_batches, scale, sync)
         report = StepReport(done.loss, done.num_tokens, samples * self.model.mesh.size("dp"), done.metrics)
         return report.loss, report
@@ -155,15 +156,14 @@ class Stepper:
     ) -> tuple[Any, StepReport | None]:
         engine, totals = self.engine, self.step.totals
         assert engine is not None
-        # A runner may replay the step, which then logs nothing by itself.
-        recording = self.step.runner is not run_passes
         step = OwnTrainingStep(self.module, self.precision, self._before_own_backward, self.model.mesh.world_size > 1)
 
         def passes(micro_batches: Sequence[Any]) -> OwnOutcome:
+            logs: list[tuple[str, Any, dict[str, Any]]] = []
             with (
                 self.precision.step(sync),
                 engine.micro_batches(len(micro_batches), sync),
-                logs_of(self.module, recording) as logs,
+                logs_to(self.module, lambda *call: logs.append(call)) if self._recording else nullcontext(),
             ):
                 output, loss = step(micro_batches, others, scale, totals.data_ranks)
                 self._zero_grad()  # the step has skipped the whole batch
@@ -183,6 +183,11 @@ class Stepper:
         report = StepReport(done.loss, torch.zeros_like(done.loss), samples * self.model.mesh.size("dp"), {})
         output = done.output
         return ({**output, "loss": done.loss} if isinstance(output, Mapping) else done.loss), report
+
+    @property
+    def _recording(self) -> bool:
+        """Whether a runner may replay steps, which then log nothing by themselves."""
+        return self.step.runner is not run_passes
 
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
         """Run the user's own step on the whole batch. The result of an empty batch is None.

@@ -18,6 +18,7 @@ from megalight.models.vlm.module import VLMModule
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.strategies.batch_size import count_samples
+from megalight.strategies.stage_logs import StageLogs
 from megalight.strategies.step import Stepper, StepReport
 from megalight.towers.division import Division
 from megalight.towers.encoder import Encoder
@@ -102,6 +103,7 @@ class LanguageStepper(Stepper):
         self.bridge = bridge
         self.division = division
         self.relay = relay
+        self.logs = _logs(self, division, relay.host)
 
     def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport | None]:
         """Run forward and backward of this replica's share, and tell the tower's ranks the result."""
@@ -148,6 +150,7 @@ class TowerStepper(Stepper):
         super().__init__(*args)
         self.encoder = encoder
         self.relay = relay
+        self.logs = _logs(self, encoder.division, relay.host)
 
     def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport | None]:
         """Run forward and backward of the images; the gradients that come back have the scale."""
@@ -156,7 +159,8 @@ class TowerStepper(Stepper):
         samples, micro_batches = self._split(args[0])
         self.has_gradients = True
         passes = partial(self.encoder.train, engine=self.engine, sync=sync)
-        with self.micro_batches.step(samples), self.precision.step(sync):
+        shared = self.logs.shared(self.module, "train")
+        with self.micro_batches.step(samples), shared, self.precision.step(sync):
             self.step.runner((scale, sync), self.encoder.joined(micro_batches), passes)
         self.encoder.bridge.finish()
         values = self.relay("train")
@@ -203,6 +207,23 @@ class TowerStepper(Stepper):
             check_images(self.module.config, each.parts()[0])  # while images are those of the batch
             self.module.count_work(each, language.cp == 1 and skips(each, multiple))
         return sum(samples for samples, _ in divided), rows
+
+
+def _logs(stepper: Stepper, division: Division, host: dist.ProcessGroup | None) -> StageLogs:
+    """Share what steps log with all ranks. Those of the tower log what the first replica of their lane does."""
+    language, axes = division.language, ("dp", "cp", "tp")
+    pipelines: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(language.members, key=lambda rank: language.rank("pp", of=rank)):
+        pipelines.setdefault(tuple(language.rank(axis, of=rank) for axis in axes), []).append(rank)
+    own = (division.replicas[0], 0, 0) if division.is_tower else tuple(language.rank(axis) for axis in axes)
+    return StageLogs(
+        list(pipelines.values()),
+        list(pipelines).index(own),
+        dist.group.WORLD,
+        lambda: host,
+        stepper.model.device,
+        lambda: stepper.step.running,
+    )
 
 
 def _are_tensors(found: Sequence[Any]) -> bool:

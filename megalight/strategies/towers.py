@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -115,18 +116,32 @@ class MegatronTowersStrategy(TowersStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks have different data."""
-        return self.divide(self.num_nodes * self.num_processes).lanes > 1
+        """Whether ranks have different data: if so, Lightning syncs logged values."""
+        language = self.divide(self.num_nodes * self.num_processes).language
+        return language.dp * language.cp > 1
 
     @property
     def divides_data(self) -> bool:
         """Whether there are several lanes, which read different samples."""
-        return self.is_distributed
+        return self.divide(self.num_nodes * self.num_processes).lanes > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """This lane's share of the data. All ranks of a lane read the same share."""
         return {"num_replicas": self.own.lanes, "rank": self.own.lane}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas of the language model; all ranks call this, and those of the tower get the result.
+
+        Integers become float32. With a ``group``, only its ranks call this.
+        """
+        if group is not None or not isinstance(tensor, Tensor):
+            return super().reduce(tensor, group, reduce_op)
+        own = tensor if self.own.is_tower else super().reduce(tensor, None, reduce_op)
+        # On the wire all values are of one type: a mean of integers is a fraction.
+        value = own.to(self.root_device, torch.float64, copy=True)
+        dist.broadcast(value, self.own.language.members.start)
+        return value.to(own.dtype if own.is_floating_point() else torch.float32)
 
     # ------------------------------------------------------------------ model and steps
 

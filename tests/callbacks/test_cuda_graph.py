@@ -34,7 +34,7 @@ from tests.environment import trainer
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.graphs.tape import Tape
 from tests.strategies.test_low_precision import CONFIG as WIDE
-from tests.strategies.toy import ToyModule
+from tests.strategies.toy import Kept, ToyModule
 from tests.strategies.training import ADAM, BASE, SEED, WithData, assert_same_run, fit, gathered
 from tests.workers import run
 
@@ -61,6 +61,7 @@ EXPERTS = replace(
 ROUTED = replace(EXPERTS, moe=replace(EXPERTS.moe, capacity=None))
 """The number of rows depends on the routes."""
 WIDE_EXPERTS = replace(WIDE, moe=replace(EXPERTS.moe, ffn_hidden_size=32))
+PP2 = {"pipeline_parallel": 2}
 EP2 = {"micro_batch_size": 1, "expert_parallel": 2, "expert": ExpertOptions(equal_tokens=True)}
 
 
@@ -482,6 +483,36 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_why(module: Any, also: An
     assert parameters == run(refused, 1, module(), also, "eager", True, {}, "iteration", NEVER)[0][2]
     found, _, _ = run(refused, 1, module(), also, "error", True, {})[0]
     assert found.startswith("CUDAGraph cannot record")
+
+
+class Epochs(Logging):
+    """Logs numbers of every micro-batch, also in the steps that are looked through."""
+
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        loss = super().loss_step(carry, batch)
+        self.log_dict({"least": carry["hidden"].min().detach(), "one": 1.0}, on_epoch=True, reduce_fx="sum")
+        return loss
+
+
+def _logged(scope: str, warmup: int, options: dict[str, Any]) -> tuple[list[dict[str, float]], int]:
+    callback, kept = CUDAGraph(scope, warmup_steps=warmup), Kept()  # type: ignore[arg-type]
+    callback.recorder = Tape()
+    strategy = MegatronStrategy(micro_batch_size=1, **options)
+    runner = trainer(strategy, callbacks=[callback, kept], limit_val_batches=0, max_epochs=2, max_steps=-1)
+    runner.fit(Epochs())
+    last = {name: float(value) for name, value in runner.callback_metrics.items()}
+    return [*kept.seen, last], callback.replays
+
+
+@pytest.mark.parametrize(("scope", "options"), [("iteration", {}), ("iteration", PP2), ("layer", {}), ("layer", PP2)])
+def test_no_value_that_a_step_logs_is_lost(scope: str, options: dict[str, Any]) -> None:
+    ranks = options.get("pipeline_parallel", 1)
+    for (found, replays), (expected, _) in zip(
+        run(_logged, ranks, scope, 2, options), run(_logged, ranks, scope, NEVER, options), strict=True
+    ):
+        assert (replays > 0) == (scope == "layer")
+        for here, there in zip(found, expected, strict=True):
+            assert here == pytest.approx(there, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torchmetrics import MeanMetric
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import Carry
-from megalight.parallel.mesh import ParallelMesh
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.stage_logs import StageLogs
 from megalight.types import Loss
@@ -30,7 +29,7 @@ class Logs(ToyModule):
         if carry is None:
             self.log("rows", len(batch["x"]), reduce_fx="sum", on_step=False, on_epoch=True)
         output = super().forward_step(model, batch, carry)
-        self.log("hidden", output["hidden"].mean(), batch_size=3)
+        self.log("hidden", output["hidden"].mean(), batch_size=3, on_epoch=True)
         return output
 
     def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
@@ -42,7 +41,7 @@ class Logs(ToyModule):
 
 
 class LogsLosses(Logs):
-    """Logs on the last stage only."""
+    """Logs on the last stage alone."""
 
     forward_step = ToyModule.forward_step  # type: ignore[assignment]
 
@@ -63,7 +62,9 @@ def _logged(kind: type[Logs], folder: str, options: dict[str, Any]) -> tuple[lis
     return kept.seen, {name: float(value) for name, value in runner.callback_metrics.items()}
 
 
-@pytest.mark.parametrize(("kind", "options"), [(Logs, {}), (LogsLosses, {"virtual_pipeline": 2})])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(Logs, {}), (Logs, {"virtual_pipeline": 2}), (LogsLosses, {"virtual_pipeline": 2})]
+)
 def test_values_of_all_stages_are_logged_on_all_ranks(
     tmp_path: Path, kind: type[Logs], options: dict[str, Any]
 ) -> None:
@@ -90,15 +91,59 @@ def test_steps_that_log_later_are_refused() -> None:
         run(_later, 2)
 
 
+def unshared() -> StageLogs:
+    """Make what shares the values of the first of two ranks, and never does."""
+    group: Any = object()
+    return StageLogs([[0, 1]], 0, group, lambda: None, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (MeanMetric(), "the step logs the metric 'x', a MeanMetric, by self.log: only one stage of the pipeline upd"),
+        (MeanMetric(), "the step logs the metric 'x', a MeanMetric, by self.log: only ranks with that part of the mo"),
         (torch.zeros(3), r"the step logs 'x' by self.log, and its value is a tensor of shape \(3,\)\. Log a number"),
         ({"a": 1.0}, r"the step logs 'x' by self.log, and its value is a dict\. Log a number"),
     ],
 )
 def test_values_that_cannot_be_shared_are_refused(value: Any, message: str) -> None:
-    module, logs = pl.LightningModule(), StageLogs(ParallelMesh(2, 1, pp=2), torch.device("cpu"))
+    module, logs = pl.LightningModule(), unshared()
     with pytest.raises(ConfigurationError, match=message), logs.shared(module, "train"):
         module.log("x", value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"reduce_fx": lambda values: values[0]},
+            "reduce_fx=<lambda>, and Lightning reduces by 'mean', 'sum', 'min' o",
+        ),
+        (
+            {"sync_dist": True, "sync_dist_group": object()},
+            "the step logs 'x' by self.log with sync_dist_group, and ran",
+        ),
+    ],
+)
+def test_options_that_other_stages_cannot_have_are_refused(options: dict[str, Any], message: str) -> None:
+    module, logs = pl.LightningModule(), unshared()
+    with pytest.raises(ConfigurationError, match=message), logs.shared(module, "train"):
+        module.log("x", 1.0, **options)
+
+
+class Reduces(ToyModule):
+    """Logs with a function as its reduction."""
+
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        self.log("most", carry["hidden"].max(), reduce_fx=torch.max, on_step=False, on_epoch=True)
+        return super().loss_step(carry, batch)
+
+
+def test_functions_of_lightning_reduce_on_all_stages() -> None:
+    (alone,) = run(_most, 1, {})
+    assert run(_most, 2, {"pipeline_parallel": 2}) == pytest.approx([alone, alone], rel=1e-9)
+
+
+def _most(options: dict[str, Any]) -> float:
+    runner = trainer(MegatronStrategy(micro_batch_size=1, **options), max_steps=-1, max_epochs=1, limit_val_batches=0)
+    runner.fit(Reduces())
+    return float(runner.callback_metrics["most"])

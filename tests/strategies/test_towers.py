@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from megalight import checkpoint
@@ -33,6 +34,7 @@ from megalight.strategies import (
     Side,
 )
 from megalight.towers.arriving import Arrivals
+from megalight.types import Loss
 from tests.data.multimodal.conftest import png
 from tests.environment import trainer
 from tests.models.test_vlm_strategy import CONFIGS, Shares, WithData, by_hand, fit
@@ -504,6 +506,63 @@ def test_replicas_beside_validate_on_different_numbers_of_batches() -> None:
     (expected,) = run(_validated, 1, {})
     for found in run(_validated, 2, {"kind": MegatronTowersBesideStrategy, "tower": Side(**TP)}):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Logging(Validated):
+    """Logs in its steps: means over replicas, and what one of them has."""
+
+    def forward_step(self, model: Any, batch: Any, carry: Any = None) -> Any:
+        if carry is None:
+            self.log("rows", len(batch), reduce_fx="sum", on_step=False, on_epoch=True)
+        return super().forward_step(model, batch, carry)
+
+    def loss_step(self, carry: Any, batch: Any) -> Loss:
+        loss = super().loss_step(carry, batch)
+        self.log("own", loss.sum.detach(), sync_dist=True, on_step=not self.trainer.validating, on_epoch=True)
+        self.log("here", loss.sum.detach(), on_step=True, on_epoch=True)
+        return loss
+
+
+def _watched(folder: str, options: dict[str, Any]) -> tuple[dict[str, float], float, int]:
+    """All metrics of a run, the best mean of what its steps log, and the epoch in which it ended."""
+    options = dict(options)
+    best = ModelCheckpoint(folder, "{epoch}", monitor="own_epoch", save_top_k=1)
+    early = EarlyStopping("own_epoch", patience=0, mode="max", check_on_train_epoch_end=True)
+    runner = trainer(
+        options.pop("kind", MegatronTowersStrategy)(micro_batch_size=1, **options),
+        callbacks=[best, early],
+        enable_checkpointing=True,
+        max_epochs=3,
+        max_steps=-1,
+        use_distributed_sampler=False,
+    )
+    runner.fit(Logging(CONFIGS["deep_qwen"], optimizer=ADAM, seed=SEED))
+    assert Path(best.best_model_path).exists()
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+    assert best.best_model_score is not None
+    return metrics, float(best.best_model_score), runner.current_epoch
+
+
+@pytest.mark.parametrize(
+    ("options", "replicas"),
+    [
+        ({"tower": Side()}, (0, 0)),
+        ({"tower": Side()}, (0, 0, 1)),
+        ({"tower": Side(ranks=2)}, (0, 0, 0)),
+        ({"tower": Side(), **VPP}, (0, 0, 0)),
+        ({"tower": Side(ranks=2)}, (0, 1, 0, 1)),
+    ],
+    ids=["one each", "two replicas", "two towers", "pipeline", "two lanes"],
+)
+def test_what_steps_log_can_be_watched_on_all_ranks(
+    tmp_path: Path, options: dict[str, Any], replicas: tuple[int, ...]
+) -> None:
+    whole = run(_watched, max(replicas) + 1, str(tmp_path / "whole"), {"kind": MegatronStrategy})
+    found = run(_watched, len(replicas), str(tmp_path / "apart"), options)
+    for (metrics, *best), replica in zip(found, replicas, strict=True):
+        expected, *best_of_whole = whole[replica]
+        assert metrics == pytest.approx(expected, rel=1e-9)
+        assert best == pytest.approx(best_of_whole, rel=1e-9)
 
 
 class Predicting(VLMModule):

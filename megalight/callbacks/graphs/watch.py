@@ -19,7 +19,7 @@ NEXT = "keep it in a buffer of the module, which on_train_batch_start writes"
 INTERNAL = frozenset(vars(pl.LightningModule())) - {"training"}
 """Attributes of modules that are Lightning's or torch's."""
 
-STAND_INS = frozenset({"training_step", "log", "log_dict"})
+STAND_INS = frozenset({"training_step", "log"})
 """Methods that :func:`watched` sets on the module for one step."""
 
 PLAIN = (bool, int, float, str, bytes)
@@ -38,25 +38,30 @@ def watched(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
     module.trainer = _second(trainer, found.append, own)
     before = _host_state(module) if own else {}
     # The instance's attributes hide the class's methods, until they are removed again.
-    module.__dict__ |= _steps(module, found.append) if own else _no_logs(found.append)
+    stand_ins = _steps(module, found.append) if own else _no_logs(module, found.append)
+    hidden = {name: module.__dict__[name] for name in stand_ins if name in module.__dict__}
+    module.__dict__ |= stand_ins
     try:
         yield
     finally:
         module.trainer = trainer
-        for name in ("training_step",) if own else ("log", "log_dict"):
+        for name in stand_ins:
             del module.__dict__[name]
+        module.__dict__ |= hidden
         if own:
             found += _changes(before, _host_state(module))
         reasons += dict.fromkeys(found)
 
 
-def _no_logs(note: Callable[[str], None]) -> dict[str, Any]:
-    """Return methods of a module whose metrics are results of its step."""
+def _no_logs(module: pl.LightningModule, note: Callable[[str], None]) -> dict[str, Any]:
+    """Return the ``log`` of a module whose metrics are results of its step. What this step logs is not lost."""
+    log = module.log
 
-    def noted(name: Any, *args: Any, **kwargs: Any) -> None:
+    def noted(name: str, *args: Any, **kwargs: Any) -> None:
         note(f"the step logs {name!r} by self.log; return it as one of loss_step's metrics")
+        log(name, *args, **kwargs)
 
-    return {"log": noted, "log_dict": noted}
+    return {"log": noted}
 
 
 def _second(trainer: pl.Trainer, note: Callable[[str], None], all_reads: bool) -> pl.Trainer:
