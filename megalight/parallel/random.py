@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megalight.errors import LayoutError, nearest
 from megalight.nn.init import key
@@ -71,6 +70,11 @@ class RandomStreams:
                 stack.callback(lend(_default_generator(generator.device), generator))
             yield
 
+    @property
+    def _place(self) -> dict[str, tuple[int, int]]:
+        """This rank's place along each axis that a stream differs by, and the axis's size."""
+        return {axis: (self.mesh.rank(axis), self.mesh.size(axis)) for axis in ("dp", "cp", "pp", "tp")}
+
     def _seed_here(self, seed: int) -> int:
         return key(seed, "random", *(self.mesh.rank(axis) for axis in ("dp", "cp", "pp")))
 
@@ -123,15 +127,20 @@ class RandomStreams:
         # On the CPU: a draw on the GPU would make the host wait for its value.
         return key(int(torch.randint(2**62, (), device="cpu")), name, *coordinates)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return generator states of this rank: device type -> state."""
-        states = {"cpu": torch.get_rng_state()}
+    def state_dict(self) -> dict[str, Any]:
+        """Return generator states of this rank: device type -> state, and ``place``, the rank they are for."""
+        states: dict[str, Any] = {"place": self._place, "cpu": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             states["cuda"] = torch.cuda.get_rng_state()
         return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Restore the states of :meth:`state_dict`; device types that are not available here are ignored."""
+        """Restore the states of :meth:`state_dict`; device types that are not available here are ignored.
+
+        States of another layout are ignored, too: ranks along ``tp`` would draw different numbers from them.
+        """
+        if states.get("place") != self._place:
+            return
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])

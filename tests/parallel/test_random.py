@@ -53,6 +53,20 @@ def test_two_forks_differ() -> None:
     assert draws[0] != draws[1]
 
 
+def test_ranks_along_tp_draw_the_same_after_a_state_of_another_layout() -> None:
+    """Rank 1 of two replicas is no replica where two ranks split tensors."""
+    draws = []
+    for rank in range(2):
+        saving = RandomStreams(mesh(rank))
+        saving.seed(1)
+        state = saving.state_dict()
+        resumed = RandomStreams(mesh(rank, tp=2))
+        resumed.seed(1)
+        resumed.load_state_dict(state)
+        draws.append(torch.rand(3).tolist())
+    assert draws[0] == draws[1]
+
+
 def test_state_goes_on_where_it_was() -> None:
     streams = RandomStreams(mesh(1, tp=2))
     streams.seed(1)
