@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from megalight.parallel.coupling import Coupling
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel.route import Pass, Route
 from megalight.parallel.initial_values import initialize
-from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.executor import passes_of
 from megalight.parallel.pipeline.schedules import build
@@ -46,7 +45,7 @@ def engine_over(
 
     Raises:
         ConfigurationError: a parameter of the optimizer belongs to no part, a trainable one is in no group, or pipeline
-            stages have different numbers of groups. Or the level shards what cannot be sharded.
+            stages have different groups. Or the level shards what cannot be sharded.
     """
     for model in models:
         options.check(model.options.pipeline.schedule)
@@ -66,7 +65,7 @@ def engine_over(
         log.warning(text)
     for model in models:
         # A collective over the pipeline, so it comes after all errors that every rank finds alone.
-        _check_equal_groups(model.mesh, len(groups))
+        _check_equal_groups(model, len(groups), {key: info.group for key, info in infos.items()})
     # Frozen weights of units are sharded too, or they would take the memory that sharding saves.
     if options.shards_parameters:
         infos |= {id(parameter): known.info(parameter, 0) for parameter in known.frozen_of_units()}
@@ -278,15 +277,33 @@ def _read(
     engine.sync_parameters()
 
 
-def _check_equal_groups(mesh: ParallelMesh, count: int) -> None:
-    """Check that all pipeline stages have the same number of groups; checkpoints know a group by its number."""
-    group = mesh.group("pp")
+def _check_equal_groups(model: ParallelModel, count: int, group_of: Mapping[int, int]) -> None:
+    """Check that all pipeline stages have the same number of groups; checkpoints know a group by its number.
+
+    A weight that several stages hold must be in one group: each stage updates its own copy.
+    """
+    group = model.mesh.group("pp")
     if group is None:
         return
-    counts: list[Any] = [None] * group.size()
-    dist.all_gather_object(counts, count, group=group)
+    # A tied weight has another local name on each stage.
+    shared = {
+        model.specs[name].pieces[0].name: group_of.get(id(parameter))
+        for name, parameter in model.root.named_parameters()
+        if any(axis.startswith("pp") for axis in model.specs[name].pieces[0].partial)
+    }
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, (count, shared), group=group)
+    counts = [each for each, _ in found]
     if len(set(counts)) > 1:
         raise ConfigurationError(
             f"configure_optimizers made {counts} parameter groups on the pipeline's ranks; make the same ones "
             "everywhere, without parameters where a stage has none."
         )
+    for name in dict.fromkeys(name for _, held in found for name in held):
+        numbers = {rank: held[name] for rank, (_, held) in enumerate(found) if name in held}
+        if len(set(numbers.values())) > 1:
+            where = ", ".join(f"{number} on pipeline rank {rank}" for rank, number in numbers.items())
+            raise ConfigurationError(
+                f"configure_optimizers put {name} into different parameter groups: {where}. It is one weight, which "
+                "has another name on each of these ranks if it is tied; put it into the same group everywhere."
+            )

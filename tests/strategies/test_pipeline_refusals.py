@@ -26,7 +26,7 @@ from megalight.types import Loss
 from tests.environment import trainer
 from tests.strategies.regression import Plain
 from tests.strategies.toy import Toy, ToyModule
-from tests.strategies.training import ADAM, BASE, SEED, WithData
+from tests.strategies.training import ADAM, BASE, CONFIGS, SEED, WithData
 from tests.workers import run
 
 PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
@@ -261,6 +261,30 @@ def test_a_stage_that_trains_nothing_needs_a_group() -> None:
         run(_sparse, 2, 2, 2, False)
     assert re.search(message, str(error.value)), str(error.value)
     assert run(_sparse, 2, 2, 2, True) == pytest.approx(run(_sparse, 1, 1, 1, False) * 2, rel=1e-9)
+
+
+class ByName(WithData):
+    """Groups by local names: a tied head has that of the embedding on one stage only."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        embedded, others = [], []
+        for name, parameter in self.named_parameters():
+            (embedded if "embed" in name else others).append(parameter)
+        return torch.optim.AdamW([{"params": others}, {"params": embedded, "lr": 1e-4}])
+
+
+def _by_name() -> None:
+    strategy = MegatronStrategy(pipeline_parallel=2)
+    runner = trainer(strategy, max_steps=1, use_distributed_sampler=False, limit_val_batches=0)
+    runner.fit(ByName(CONFIGS["tied"]))
+
+
+def test_a_tied_weight_has_one_group_on_all_stages() -> None:
+    message = (
+        r"model\.embed\.word\.weight into different parameter groups: 1 on pipeline rank 0, 0 on pipeline rank 1\."
+    )
+    with pytest.raises(AssertionError, match=message):
+        run(_by_name, 2)
 
 
 class Shaky(nn.Module):
