@@ -40,7 +40,8 @@ HEADLINES = (
     "8b-16l-dp2", "8b-16l-tp2-symmetric", "llama3-16l-dp2-full", "llama3-16l-dp2-full-copies", "llama3-8b-dp4",
     "llama3-8b-dp4-fp8", "llama3-8b-dp4-graph-copies-mbs2", "llama3-8b-dp4-graph-flash",
     "llama3-8b-dp4-fp8-delayed-graph-flash", "llama3-8b-tp4-graph-flash", "llama3-8b-tp2dp2-graph-copies",
-    "llama3-8b-pp4-vpp4", "llama3-8b-pp4-vpp4-zb-flash",
+    "llama3-8b-dp4-full", "qwen3-moe-24l-ep4-mbs2", "llama3-8b-pp4-halves", "llama3-8b-pp4-vpp4",
+    "llama3-8b-pp4-vpp4-zb-flash", "llama3-8b-cp4-128k-all-gather-offload", "llama3-8b-cp4-128k-all-gather-fp8",
     "llama3-8b-cp4-128k-all-gather-flash-grads", "llama3-8b-cp4-256k-all-gather-flash-grads",
 )  # fmt: skip
 """Rows of the README's table."""
@@ -64,6 +65,10 @@ ABOUT = {
     "llama3-16l-dp2-full": "16 layers of Llama-3-8B, fully sharded",
     "llama3-8b-dp4-fp8": "Llama-3-8B, DP=4, in FP8",
     "llama3-8b-dp4-graph-copies-mbs2": "Llama-3-8B, DP=4, micro-batches of two sequences, steps as CUDA graphs",
+    "llama3-8b-dp4-full": "Llama-3-8B, DP=4, parameters and gradients sharded",
+    "llama3-8b-pp4-halves": "Llama-3-8B, PP=4, 1F1B, stages that end inside a layer",
+    "llama3-8b-cp4-128k-all-gather-offload": "Llama-3-8B, CP=4, 131,072 tokens, all gather, MLPs kept in host memory",
+    "llama3-8b-cp4-128k-all-gather-fp8": "the same in FP8 with scales of past steps",
     "llama3-8b-cp4-128k-all-gather-flash-grads": "Llama-3-8B, CP=4, 131,072 tokens, all gather, with flash-attn 4",
     "llama3-8b-cp4-256k-all-gather-flash-grads": "Llama-3-8B, CP=4, 262,144 tokens, all gather, with flash-attn 4",
 }

@@ -52,7 +52,7 @@ GRAPH_WARMUP = 2
 LEARNING_RATE = 6e-4
 """Learning rate of the twin, before division by its layers. A few times higher, deep narrow models amplify rounding."""
 NARROW = 512
-"""Width of most twins. Wider ones learn their tokens by heart sooner. The loss is small then, and rounding much of it."""
+"""Width of most twins. Wider ones sooner know their tokens. Then the loss is small, and rounding is much of it."""
 ADAPTER_LEARNING_RATE = 2e-2
 """The same for adapters. Their effect is a product of two matrices, one of which begins at 0."""
 
