@@ -2,9 +2,12 @@
 
 from megalight.inference.blocks import Blocks as Blocks
 from megalight.inference.cache import Cache as Cache
+from megalight.inference.engine import DynamicEngine as DynamicEngine
+from megalight.inference.engine import Step as Step
 from megalight.inference.generate import generate as generate
 from megalight.inference.generate import stream as stream
 from megalight.inference.parallel import ParallelGPT as ParallelGPT
+from megalight.inference.request import Completion as Completion
 from megalight.inference.sampling import Sampling as Sampling
 from megalight.inference.sampling import sample as sample
 from megalight.inference.text import TextGenerator as TextGenerator

@@ -40,6 +40,10 @@ class TokenBuffer:
         self._cache = cache
         self._rows: Tensor | None = None
 
+    def drop(self) -> None:
+        """Give the memory back."""
+        self._rows = None
+
     def append(self, rows: Tensor) -> Tensor:
         """Store the rows ``[T, ...]`` of the new tokens; return the rows ``[Tk, ...]`` of all tokens so far."""
         step = self._cache.step
@@ -58,6 +62,10 @@ class SequenceBuffer:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._entries: Tensor | None = None
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self._entries = None
 
     def read(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return the entries ``[n, *shape]`` of the step's sequences. New sequences get 0, not a slot's old values."""
@@ -111,6 +119,7 @@ class Cache:
         self._ahead = [0] * num_slots
         self._axes: int | None = None
         self._step: _Step | None = None
+        self._buffers: list[TokenBuffer | SequenceBuffer] = []
         self.states: dict[str, Any] = {}
         for name, layer in layers.items():
             if not hasattr(layer, "make_state"):
@@ -128,12 +137,16 @@ class Cache:
 
     def per_token(self) -> TokenBuffer:
         """Make storage for one row per token."""
-        return TokenBuffer(self)
+        buffer = TokenBuffer(self)
+        self._buffers.append(buffer)
+        return buffer
 
     def per_sequence(self) -> SequenceBuffer:
         """Make storage for one entry per sequence."""
         self.reversible = False
-        return SequenceBuffer(self)
+        buffer = SequenceBuffer(self)
+        self._buffers.append(buffer)
+        return buffer
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first ``length`` tokens of a slot.
@@ -154,6 +167,14 @@ class Cache:
         # Entries of sequences stay, too: `begins` hides them from the next one.
         self.lengths[slot] = self._ahead[slot] = 0
         self.blocks.shrink(slot, 0)
+
+    def drop(self) -> None:
+        """Forget all sequences and give the memory back. The next forward pass allocates it again."""
+        for slot in range(self.num_slots):
+            self.release(slot)
+        self._step = None
+        for buffer in self._buffers:
+            buffer.drop()
 
     def extend(
         self,

@@ -123,14 +123,13 @@ def _steps(
     axis_positions: Sequence[Tensor] | None,
     pictures: Pictures | None,
 ) -> Iterator[dict[int, int]]:
-    device = model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
-    generator = generator or _new_generator(model)
+    generator = generator or new_generator(model)
     # Room for the longest prompt and its completion, in every slot.
     # Slots belong to prompts, not to places in the batch: a prompt that ends leaves the others where they are.
     cache = Cache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
     active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
     left = max_new_tokens
-    while _another(model, bool(active)):
+    while another(model, bool(active)):
         # This replica has finished, but holds experts that others still need: their forward passes need its
         # collectives.
         if not active:
@@ -138,7 +137,7 @@ def _steps(
             with evaluating(model):
                 model.accompany()
             continue
-        logits = _last_logits(model, cache, active, fresh, device, axis_positions, pictures)
+        logits = last_logits(model, cache, active, fresh, axis_positions, pictures)
         # Those of prompts; the cache knows what follows them.
         axis_positions = pictures = None
         # The one wait for the device in a step: the host must know which prompts have ended.
@@ -162,7 +161,7 @@ def _drafted(
     ends: Collection[int],
     generator: Generator | None,
 ) -> Iterator[dict[int, int]]:
-    generator = generator or _new_generator(model)
+    generator = generator or new_generator(model)
     for found in rounds(
         model,
         draft,
@@ -177,28 +176,34 @@ def _drafted(
             yield {prompt: each.tokens[place] for prompt, each in found.items() if place < len(each.tokens)}
 
 
-def _new_generator(model: GPT | ParallelGPT) -> Generator:
-    generator = Generator(model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device)
+def device_of(model: GPT | ParallelGPT) -> torch.device:
+    """Return the device of a model, or of this rank's part of it."""
+    return model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
+
+
+def new_generator(model: GPT | ParallelGPT) -> Generator:
+    """Return a generator on the model's device with a new seed, the same on all ranks of a replica."""
+    generator = Generator(device_of(model))
     seed = generator.seed()
     # All ranks of a replica must sample the same tokens, so they use one seed.
     return generator.manual_seed(model.agree(seed) if isinstance(model, ParallelGPT) else seed)
 
 
-def _another(model: GPT | ParallelGPT, wanted: bool) -> bool:
+def another(model: GPT | ParallelGPT, wanted: bool) -> bool:
     """Return whether another forward pass follows, here or in a replica that shares experts."""
     return model.any_replica(wanted) if isinstance(model, ParallelGPT) else wanted
 
 
-def _last_logits(
+def last_logits(
     model: GPT | ParallelGPT,
     cache: Cache,
     slots: Sequence[int],
     fresh: Sequence[Sequence[int]],
-    device: torch.device,
-    axis_positions: Sequence[Tensor] | None,
-    pictures: Pictures | None,
+    axis_positions: Sequence[Tensor] | None = None,
+    pictures: Pictures | None = None,
 ) -> Tensor:
     """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot."""
+    device = device_of(model)
     with torch.no_grad(), evaluating(model):
         sequences = cache.extend(slots, [len(ids) for ids in fresh], device, axis_positions)
         # End to end, without padding: prompts of any lengths run in one pass.

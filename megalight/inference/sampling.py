@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,9 +76,20 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.softmax(-1)
 
 
-def sample(logits: Tensor, sampling: Sampling, generator: Generator | None = None) -> Tensor:
-    """Sample token ids: ``[N, V] -> [N]``. ``generator`` is on the logits' device; None is torch's default one."""
+def sample(logits: Tensor, sampling: Sampling, generator: Generator | Sequence[Generator] | None = None) -> Tensor:
+    """Sample token ids: ``[N, V] -> [N]``.
+
+    Args:
+        logits: ``[N, V]``.
+        sampling: how a token is chosen.
+        generator: on the logits' device, one for all rows or one for each; None is torch's default one.
+    """
     chances = probabilities(logits, sampling)
     # for exponential e_i, the argmax of p_i / e_i is i with probability p_i; this needs no sync with the host
-    exponential = torch.empty_like(chances).exponential_(generator=generator)
+    exponential = torch.empty_like(chances)
+    if isinstance(generator, Sequence):
+        for row, own in zip(exponential, generator, strict=True):
+            row.exponential_(generator=own)
+    else:
+        exponential.exponential_(generator=generator)
     return (chances / exponential).argmax(-1)

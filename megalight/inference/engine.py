@@ -1,0 +1,258 @@
+"""Complete texts that come at any time, together: dynamic inference, or continuous batching.
+
+Each step is one forward pass. It runs the newest token of texts that are being completed, and parts of prompts, all end
+to end. Keys and values lie in blocks, which a text takes as it grows and gives back when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from megalight.errors import ConfigurationError, DataError
+from megalight.inference.blocks import Blocks
+from megalight.inference.cache import Cache
+from megalight.inference.generate import another, check_prompts, device_of, last_logits, new_generator
+from megalight.inference.modes import evaluating
+from megalight.inference.parallel import ParallelGPT
+from megalight.inference.request import Completion, Request, Stop
+from megalight.inference.sampling import Sampling, sample
+from megalight.inference.schedule import Schedule
+from megalight.models.gpt import GPT, GPTConfig
+
+
+class Step(NamedTuple):
+    """What a step did, by the numbers of requests.
+
+    Attributes:
+        tokens: the new token of each text that got one.
+        finished: the completions that ended.
+        preempted: requests that gave their blocks back, to begin again later. They keep their tokens.
+    """
+
+    tokens: dict[int, int]
+    finished: dict[int, Completion]
+    preempted: list[int]
+
+
+class DynamicEngine:
+    """Completes requests together, each as if it were alone.
+
+    A completion follows from its own request, not from others, from how its prompt was divided, or from preemption: it
+    has its own random numbers. Logits are equal up to rounding, as shapes of products differ. On a model that is
+    divided over ranks, all ranks of a replica make the same calls.
+
+    Args:
+        model: a whole model on any device, or this rank's part of a model. Its weights may change while the engine is
+            suspended.
+        num_blocks: blocks of the cache. Each layer has ``num_blocks * block_size`` rows.
+        block_size: tokens of a block.
+        max_sequences: maximum number of texts in a step.
+        step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
+
+    Attributes:
+        blocks: who has which blocks.
+        suspended: whether the cache is given back.
+
+    Raises:
+        ConfigurationError: a number is below 1, a layer has no state, or what a token becomes depends on the others in
+            its forward pass; or the model reads images.
+    """
+
+    def __init__(
+        self,
+        model: GPT | ParallelGPT,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_sequences: int = 64,
+        step_tokens: int = 512,
+    ) -> None:
+        _check_model(model)
+        if step_tokens < 1:
+            raise ConfigurationError(f"step_tokens is {step_tokens}; it must be at least 1.")
+        self._model = model
+        self.blocks = Blocks(max_sequences, num_blocks, block_size)
+        cache = Cache(model.layers, max_sequences, model.config.max_sequence_length, self.blocks)
+        self._schedule = Schedule(cache, step_tokens)
+        self._requests: dict[int, Request] = {}
+        self._count = 0
+        self._seeds: Generator | None = None
+        self.suspended = False
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        eos_id: int | Collection[int] | None = None,
+        stop: Stop | None = None,
+        seed: int | None = None,
+        log_probs: bool = False,
+    ) -> int:
+        """Add a request; return its number. It begins when those before it leave room.
+
+        Args:
+            prompt: token ids, at least one.
+            max_new_tokens: maximum length of the completion.
+            sampling: how tokens are chosen.
+            eos_id: the completion ends with this token, or with one of these.
+            stop: called with the completion's tokens after each of them; the completion ends if it returns True, which
+                must be the same on all ranks.
+            seed: seed of its draws, which are those of ``generate`` with this prompt alone and a generator of this
+                seed. None: a new one.
+            log_probs: whether the completion has the log-probabilities of its tokens.
+
+        Raises:
+            DataError: the prompt is empty, an id is outside the vocabulary, or prompt and completion are too long
+                together for the model, or for all blocks of the cache.
+            ConfigurationError: a value is out of range.
+        """
+        check_prompts(self._model, [prompt], max_new_tokens)
+        # The last token of a completion never runs.
+        longest = len(prompt) + max_new_tokens - 1
+        if self.blocks.holding(longest) > self.blocks.count:
+            raise DataError(
+                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {self.blocks.holding(longest)} "
+                f"blocks of {self.blocks.size} tokens, and the cache has {self.blocks.count}: the request could never "
+                "end. Lower max_new_tokens, or raise num_blocks."
+            )
+        number, self._count = self._count, self._count + 1
+        request = Request(
+            number,
+            list(prompt),
+            len(prompt),
+            max_new_tokens,
+            sampling or Sampling(),
+            () if eos_id is None else {eos_id} if isinstance(eos_id, int) else {*eos_id},
+            stop,
+            Generator(device_of(self._model)).manual_seed(self._new_seed() if seed is None else seed),
+            [] if log_probs else None,
+        )
+        self._requests[number] = request
+        self._schedule.waiting.append(request)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Take a request out, wherever it is.
+
+        Raises:
+            DataError: there is no such request, or it has ended.
+        """
+        if number not in self._requests:
+            raise DataError(f"there is no request {number}, or it has ended.")
+        self._schedule.end(self._requests.pop(number))
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The numbers of requests that have not ended, in the order in which they came."""
+        return list(self._requests)
+
+    def step(self) -> Step | None:
+        """Run one forward pass; return what it did, or None if no request is left.
+
+        If experts are on ranks of several replicas, all these replicas call this equally often, until it returns None.
+
+        Raises:
+            ConfigurationError: the engine is suspended.
+        """
+        if self.suspended:
+            raise ConfigurationError("the engine is suspended and has no cache; call resume() first.")
+        if not another(self._model, bool(self._requests)):
+            return None
+        if not self._requests:
+            # Another replica needs the experts that this one holds.
+            assert isinstance(self._model, ParallelGPT)
+            with evaluating(self._model):
+                self._model.accompany()
+            return Step({}, {}, [])
+        schedule = self._schedule
+        counts, preempted = schedule.plan()
+        slots = [request.slot for request in counts if request.slot is not None]
+        fresh: list[list[int]] = []
+        for request, count in counts.items():
+            first = len(request.tokens) - schedule.unread(request)
+            fresh.append(request.tokens[first : first + count])
+        logits = last_logits(self._model, schedule.cache, slots, fresh)
+        # A part of a prompt has no next token yet.
+        ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
+        requests = [request for request in counts if not schedule.unread(request)]
+        step = Step({}, {}, [request.number for request in preempted])
+        for request, token, log_prob in zip(requests, *_chosen(requests, logits, ready), strict=True):
+            step.tokens[request.number] = token
+            completion = request.take(token, log_prob)
+            if completion is not None:
+                step.finished[request.number] = completion
+                schedule.end(self._requests.pop(request.number))
+        return step
+
+    def __iter__(self) -> Iterator[Step]:
+        """Step until no request is left; requests may be added meanwhile."""
+        while (step := self.step()) is not None:
+            yield step
+
+    def run(self) -> dict[int, Completion]:
+        """Step until no request is left; return the completions by the numbers of their requests."""
+        found: dict[int, Completion] = {}
+        for step in self:
+            found |= step.finished
+        return dict(sorted(found.items()))
+
+    def suspend(self) -> None:
+        """Give the memory of the cache back. Requests keep their tokens, and more may be added."""
+        while self._schedule.running:
+            self._schedule.preempt()
+        self._schedule.cache.drop()
+        self.suspended = True
+
+    def resume(self) -> None:
+        """Go on. Texts run again from their first token, with the weights that the model has now."""
+        self.suspended = False
+
+    def _new_seed(self) -> int:
+        if self._seeds is None:
+            # On the host, where it makes no one wait.
+            self._seeds = Generator().manual_seed(new_generator(self._model).initial_seed())
+        return int(torch.randint(2**62, (), generator=self._seeds))
+
+
+def _chosen(requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float | None]]:
+    """Return the next token of each request, and its log-probability if one is wanted.
+
+    Args:
+        requests: ``n`` requests.
+        logits: ``[N, V]``.
+        rows: the row of each request.
+    """
+    if not requests:
+        return [], []
+    if len(rows) < len(logits):
+        logits = logits[rows]
+    kinds: dict[Sampling, list[int]] = {}
+    for place, request in enumerate(requests):
+        kinds.setdefault(request.sampling, []).append(place)
+    tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
+    for sampling, places in kinds.items():
+        generators = [generator for place in places if (generator := requests[place].generator) is not None]
+        tokens[places] = sample(logits if len(kinds) == 1 else logits[places], sampling, generators)
+    if all(request.log_probs is None for request in requests):
+        return tokens.tolist(), [None] * len(requests)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    found: list[float | None] = wide.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist()
+    return tokens.tolist(), found
+
+
+def _check_model(model: GPT | ParallelGPT) -> None:
+    # VLM keeps its own configuration in the place of the language model's.
+    config: object = model.config
+    if not isinstance(config, GPTConfig):
+        raise ConfigurationError("the engine completes text alone, and this model reads images; use generate.")
+    if config.moe is not None and (config.moe.capacity is not None or config.moe.router.force_balance):
+        raise ConfigurationError(
+            "moe.capacity or moe.router.force_balance is set: which experts see a token depends on the other tokens of "
+            "its forward pass, so requests would change each other. Use generate, or a model without them."
+        )

@@ -1,0 +1,101 @@
+"""Which tokens of which requests run in the next forward pass. Numbers on the host alone: all ranks plan the same."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from megalight.inference.cache import Cache
+from megalight.inference.request import Request
+
+
+class Plan(NamedTuple):
+    """A forward pass.
+
+    Attributes:
+        counts: how many of its next tokens each request runs.
+        preempted: requests that have lost their blocks, and wait.
+    """
+
+    counts: dict[Request, int]
+    preempted: list[Request]
+
+
+class Schedule:
+    """Requests that run, and those that wait.
+
+    They begin in the order in which they came. No request overtakes another, so those that run are always the oldest.
+    If a sequence that grows finds no free block, the youngest loses its own and waits. It begins again from its first
+    token, then with the part of its completion that it has. So the oldest request always goes on, and all end.
+
+    Args:
+        cache: where sequences are kept.
+        step_tokens: maximum number of tokens of a forward pass.
+
+    Attributes:
+        running: requests with a slot, from the oldest to the youngest.
+        waiting: requests without, likewise.
+    """
+
+    def __init__(self, cache: Cache, step_tokens: int) -> None:
+        self.cache, self.step_tokens = cache, step_tokens
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+
+    def plan(self) -> Plan:
+        """Choose the tokens of the next forward pass, and reserve their blocks. :meth:`Cache.extend` must follow."""
+        left, plan, blocks = self.step_tokens, Plan({}, []), self.cache.blocks
+        # Only the youngest can have more than one token to run, as it began with what was left of a step. So a long
+        # prompt does not stop those before it.
+        for request in [*self.running]:
+            count = min(self.unread(request), left)
+            if not count:
+                break
+            total = len(request.tokens) - self.unread(request) + count
+            while request.slot is not None and blocks.missing(request.slot, total) > blocks.free:
+                plan.preempted.append(self.preempt())
+            if request.slot is None:  # it has given its blocks to an older one, or found none for itself
+                break
+            blocks.grow({request.slot: total})
+            plan.counts[request] = count
+            left -= count
+        while left and (new := self._next()) is not None:
+            plan.counts[new] = min(len(new.tokens), left)
+            left -= plan.counts[new]
+        return plan
+
+    def unread(self, request: Request) -> int:
+        """Return how many tokens of a request have not run since it got its slot."""
+        return len(request.tokens) - (0 if request.slot is None else self.cache.lengths[request.slot])
+
+    def preempt(self) -> Request:
+        """Let the youngest request that runs wait; return it."""
+        request = self.running[-1]
+        self.end(request)
+        self.waiting.appendleft(request)
+        return request
+
+    def end(self, request: Request) -> None:
+        """Take a request out, and its slot and blocks back."""
+        if request.slot is None:
+            self.waiting.remove(request)
+            return
+        self.running.remove(request)
+        self.cache.release(request.slot)
+        request.slot = None
+
+    def _next(self) -> Request | None:
+        """Give the oldest request that waits a slot, and blocks for all of its tokens; None: it must wait."""
+        taken = {request.slot for request in self.running}
+        slot = next((slot for slot in range(self.cache.num_slots) if slot not in taken), None)
+        if slot is None or not self.waiting:
+            return None
+        request, blocks = self.waiting[0], self.cache.blocks
+        # All now, though it may run in parts: the rest of a prompt then never waits for blocks, and what was just
+        # preempted cannot come back and be preempted again.
+        if blocks.holding(len(request.tokens)) > blocks.free:
+            return None
+        blocks.grow({slot: len(request.tokens)})
+        request.slot = slot
+        self.running.append(self.waiting.popleft())
+        return request

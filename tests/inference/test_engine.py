@@ -1,0 +1,218 @@
+"""The engine: each completion is that of its prompt alone, however prompts are divided and whoever else is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megalight.errors import ConfigurationError, DataError
+from megalight.inference import Completion, DynamicEngine, Sampling, Step, generate
+from megalight.models.gpt import GPT, MambaConfig
+from megalight.nn.init import initialize
+from megalight.nn.moe import MoEConfig
+from megalight.nn.moe.config import CapacityConfig, RouterConfig
+from megalight.types import PackedSequences
+from tests.inference.test_generate import PROMPTS, STYLES, build
+
+GREEDY = Sampling(temperature=0)
+DRAWN = Sampling(temperature=0.7, top_k=20, top_p=0.9)
+MOE = MoEConfig(num_experts=4, ffn_hidden_size=10, pattern=(False, True))
+MAMBA = MambaConfig(num_heads=4, head_dim=6, state_size=5, num_groups=2)
+MODELS: dict[str, Any] = {name: {"style": name} for name in STYLES} | {
+    "experts": {"moe": MOE},
+    "mamba": {"mixer_pattern": ("mamba", "attention"), "mamba": MAMBA},
+}
+
+
+def alone(model: GPT, new: int = 9, seed: int | None = None, eos: int | None = None) -> list[list[int]]:
+    """Completions by ``generate``, one prompt at a time."""
+    options: dict[str, Any] = {"temperature": 0}
+    if seed is not None:
+        options = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    found = []
+    for number, prompt in enumerate(PROMPTS):
+        generator = None if seed is None else torch.Generator().manual_seed(seed + number)
+        found += generate(model, [prompt], max_new_tokens=new, eos_id=eos, generator=generator, **options)
+    return found
+
+
+def ask(engine: DynamicEngine, **options: Any) -> list[int]:
+    return [engine.add(prompt, **{"max_new_tokens": 9, "sampling": GREEDY} | options) for prompt in PROMPTS]
+
+
+def tokens_of(found: dict[int, Completion]) -> list[list[int]]:
+    return [completion.tokens for completion in found.values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "step_tokens"), [*[("llama", count) for count in (1, 3, 7, 512)], *[(name, 5) for name in MODELS]]
+)
+def test_completions_are_those_of_each_prompt_alone(name: str, step_tokens: int, poison: None) -> None:
+    model = build(**MODELS[name])
+    greedy, drawn = alone(model), alone(model, seed=11)
+    # (6, 3): the longest request alone takes 5 blocks of 6
+    for num_blocks, block_size in [(6, 3), (60, 1), (4, 16)][: 3 if name == "llama" else 1]:
+        engine = DynamicEngine(model, num_blocks=num_blocks, block_size=block_size, step_tokens=step_tokens)
+        ask(engine)
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(prompt, max_new_tokens=9, sampling=DRAWN, seed=11 + number)
+        preempted = 0
+        found: dict[int, Completion] = {}
+        for step in engine:
+            preempted += len(step.preempted)
+            found |= step.finished
+        assert [found[number].tokens for number in range(8)] == greedy + drawn
+        assert {completion.reason for completion in found.values()} == {"length"}
+        assert engine.blocks.free == num_blocks
+        assert engine.unfinished == []
+        if num_blocks == 6 and step_tokens >= 3:
+            assert preempted, "the small pool forces nothing"
+
+
+def test_log_probabilities_are_those_of_a_whole_pass() -> None:
+    model = build()
+    engine = DynamicEngine(model, num_blocks=7, block_size=3, step_tokens=4)
+    ask(engine, sampling=DRAWN, seed=3, log_probs=True)
+    plain = engine.add([1, 2], max_new_tokens=2)
+    found = engine.run()
+    assert found[plain].log_probs is None
+    for prompt, completion in zip(PROMPTS, found.values(), strict=False):
+        row = torch.tensor([*prompt, *completion.tokens])
+        with torch.no_grad():
+            logits = model(row, PackedSequences.of_lengths([len(row)])).logits
+        expected = logits.log_softmax(-1)[:-1].gather(-1, row[1:, None])[len(prompt) - 1 :, 0]
+        torch.testing.assert_close(torch.tensor(completion.log_probs, dtype=torch.float64), expected)
+
+
+def test_requests_come_in_the_middle_and_a_long_prompt_stops_no_one() -> None:
+    model = build()
+    engine = DynamicEngine(model, num_blocks=30, block_size=3, step_tokens=4)
+    first = engine.add([1, 2], max_new_tokens=12, sampling=GREEDY)
+    assert engine.step() == Step({first: generate(model, [[1, 2]], max_new_tokens=1, temperature=0)[0][0]}, {}, [])
+    long = list(range(20))
+    second = engine.add(long, max_new_tokens=3, sampling=GREEDY)
+    waited = 0
+    while second not in (step := engine.step()).tokens:  # type: ignore[union-attr]
+        assert step is not None
+        assert list(step.tokens) == [first]
+        waited += 1
+    assert waited == 6, "20 tokens, 3 in each step beside one of the first request"
+    found = engine.run()
+    assert found[second].tokens == generate(model, [long], max_new_tokens=3, temperature=0)[0]
+    assert found[first].tokens == generate(model, [[1, 2]], max_new_tokens=12, temperature=0)[0]
+    assert engine.step() is None
+
+
+def test_completions_end_by_tokens_and_by_a_function() -> None:
+    model = build()
+    free = alone(model, 12)
+    eos = free[2][4]
+    engine = DynamicEngine(model, num_blocks=40, block_size=3, max_sequences=3)
+    ask(engine, max_new_tokens=12, eos_id=eos)
+    engine.add(PROMPTS[0], max_new_tokens=12, sampling=GREEDY, stop=lambda new: list(new[-2:]) == free[0][2:4])
+    engine.add(PROMPTS[2], max_new_tokens=12, sampling=GREEDY, eos_id=[eos, 59], stop=lambda new: new[-1] == eos)
+    found = engine.run()
+    expected = alone(model, 12, eos=eos)
+    assert tokens_of(found) == [*expected, free[0][:4], expected[2]]
+    reasons = ["end" if row[-1] == eos else "length" for row in expected]
+    assert [completion.reason for completion in found.values()] == [*reasons, "stop", "end"]
+    assert {*reasons} == {"end", "length"}
+    assert engine.blocks.free == 40
+
+
+def test_a_suspended_engine_goes_on_with_new_weights() -> None:
+    model, other = build(), build()
+    initialize(other, 6)
+    engine = DynamicEngine(model, num_blocks=14, block_size=3)
+    ask(engine)
+    late = engine.add([3, 4, 5], max_new_tokens=4, sampling=GREEDY)
+    before: dict[int, list[int]] = {number: [] for number in range(5)}
+    for _ in range(4):
+        step = engine.step()
+        assert step is not None
+        for number, token in step.tokens.items():
+            before[number].append(token)
+    rows = [rows for state in engine._schedule.cache.states.values() for rows in (state.keys, state.values)]
+    assert all(each._rows is not None for each in rows)
+    engine.suspend()
+    assert all(each._rows is None for each in rows), "memory is not given back"
+    assert engine.blocks.free == 14
+    with pytest.raises(ConfigurationError, match="the engine is suspended and has no cache; call resume"):
+        engine.step()
+    later = engine.add([9], max_new_tokens=2, sampling=GREEDY)
+    model.load_state_dict(other.state_dict())
+    engine.resume()
+    found = engine.run()
+    for number, prompt in enumerate([*PROMPTS, [3, 4, 5], [9]]):
+        begun = before.get(number, [])
+        limit = {late: 4, later: 2}.get(number, 9)
+        if len(begun) < limit:
+            rest = generate(other, [[*prompt, *begun]], max_new_tokens=limit - len(begun), temperature=0)[0]
+            assert found[number].tokens == begun + rest
+    assert any(before.values())
+    assert engine.blocks.free == 14
+
+
+def test_a_cancelled_request_gives_its_blocks_back() -> None:
+    model = build()
+    engine = DynamicEngine(model, num_blocks=20, block_size=2, max_sequences=2)
+    numbers = ask(engine)
+    engine.step()
+    engine.cancel(numbers[0])  # runs
+    engine.cancel(numbers[3])  # waits
+    assert engine.unfinished == numbers[1:3]
+    expected = alone(model)
+    assert engine.run() == {number: Completion(expected[number], None, "length") for number in numbers[1:3]}
+    assert engine.blocks.free == 20
+    with pytest.raises(DataError, match="no request 0, or it has ended"):
+        engine.cancel(0)
+
+
+def test_new_seeds_differ_and_torchs_random_state_stays() -> None:
+    model = build()
+    state = torch.get_rng_state()
+    engine = DynamicEngine(model, num_blocks=20)
+    for _ in range(4):
+        engine.add([1, 2], max_new_tokens=20)
+    assert len({*map(tuple, tokens_of(engine.run()))}) == 4
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_mode_of_the_model_stays() -> None:
+    model = build().train()
+    engine = DynamicEngine(model, num_blocks=20)
+    ask(engine)
+    engine.run()
+    assert model.training
+    assert model.layers["0"].training
+
+
+def test_bad_requests_and_models_are_refused() -> None:
+    model = build()
+    engine = DynamicEngine(model, num_blocks=4, block_size=3)
+    assert engine.step() is None
+    engine.add([1] * 7, max_new_tokens=6)
+    with pytest.raises(DataError, match=r"7 tokens and 7 new ones need 5 blocks of 3 tokens, and the cache has 4"):
+        engine.add([1] * 7, max_new_tokens=7)
+    with pytest.raises(DataError, match="exceed max_sequence_length = 40"):
+        engine.add([1] * 7, max_new_tokens=34)
+    with pytest.raises(DataError, match="a prompt is empty"):
+        engine.add([], max_new_tokens=1)
+    with pytest.raises(DataError, match="token 61 is outside"):
+        engine.add([61], max_new_tokens=1)
+    with pytest.raises(ConfigurationError, match="max_new_tokens is 0"):
+        engine.add([1], max_new_tokens=0)
+    assert engine.unfinished == [0]
+    with pytest.raises(ConfigurationError, match="step_tokens is 0"):
+        DynamicEngine(model, num_blocks=4, step_tokens=0)
+    with pytest.raises(ConfigurationError, match="block_size is 0"):
+        DynamicEngine(model, num_blocks=4, block_size=0)
+    for moe in (
+        replace(MOE, capacity=CapacityConfig(factor=1.0)),
+        replace(MOE, router=RouterConfig(force_balance=True)),
+    ):
+        with pytest.raises(ConfigurationError, match="requests would change each other"):
+            DynamicEngine(build(moe=moe), num_blocks=4)

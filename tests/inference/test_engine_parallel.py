@@ -1,0 +1,76 @@
+"""The engine on a model that is divided over ranks: every rank gets the completions of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import megalight
+from megalight.inference import DynamicEngine, ParallelGPT, Sampling, generate
+from megalight.nn.init import initialize
+from tests.inference.test_generate_parallel import LAYOUTS, PROMPTS, divided, one_device
+from tests.parallel.expert.model import build
+from tests.workers import run
+
+
+def ask(model: Any) -> Any:
+    """All that the steps do, with a pool that forces preemption and prompts that run in parts."""
+    engine = DynamicEngine(model, num_blocks=8, block_size=3, step_tokens=5)
+    for seed, prompt in enumerate(PROMPTS):
+        engine.add(prompt, max_new_tokens=9, sampling=Sampling(temperature=0), log_probs=True)
+        engine.add(prompt, max_new_tokens=5, sampling=Sampling(temperature=0.7, top_p=0.9), seed=seed)
+    steps = list(engine)
+    done = {number: completion for step in steps for number, completion in step.finished.items()}
+    logs = torch.tensor([done[number].log_probs for number in range(0, 8, 2)], dtype=torch.float64)
+    tokens = [completion.tokens for _, completion in sorted(done.items())]
+    return tokens, logs.numpy(), [(step.tokens, step.preempted) for step in steps]
+
+
+def _complete(name: str, options: dict[str, Any]) -> Any:
+    _, _, model = divided(name, options)
+    engine = DynamicEngine(model, num_blocks=20)
+    for prompt in PROMPTS:
+        engine.add(prompt, max_new_tokens=6)
+    return ask(model), engine.run()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3], LAYOUTS[4], LAYOUTS[5], LAYOUTS[6]], ids=str
+)
+def test_every_rank_gets_the_completions_of_one_device(name: str, ranks: int, options: dict[str, Any]) -> None:
+    tokens, logs, steps = ask(one_device(name))
+    assert any(preempted for _, preempted in steps)
+    greedy = [generate(one_device(name), [prompt], max_new_tokens=9, temperature=0)[0] for prompt in PROMPTS]
+    assert tokens[::2] == greedy
+    results = run(_complete, ranks, name, options)
+    for (found, found_logs, found_steps), unseeded in results:
+        assert found == tokens
+        assert found_steps == steps
+        assert abs(found_logs - logs).max() < 1e-9
+        assert unseeded == results[0][1], "ranks draw differently"
+
+
+REQUESTS = [([[5, 6, 7], [8]], 3), ([[9, 10, 11, 12, 13]], 9)]
+
+
+def _each(degrees: dict[str, int]) -> tuple[int, list[list[int]], int]:
+    root = build().double().to("meta")
+    split = megalight.parallelize(root, seed=3, fill=True, **degrees)
+    replica, engine = split.mesh.rank("dp"), DynamicEngine(ParallelGPT(split), num_blocks=8, block_size=3)
+    prompts, count = REQUESTS[replica]
+    for prompt in prompts:
+        engine.add(prompt, max_new_tokens=count, sampling=Sampling(temperature=0))
+    steps = list(engine)
+    done = {number: completion for step in steps for number, completion in step.finished.items()}
+    return replica, [completion.tokens for _, completion in sorted(done.items())], len(steps)
+
+
+def test_replicas_that_share_experts_step_together() -> None:
+    whole = build().double()
+    initialize(whole, 3, "model.")
+    for replica, found, steps in run(_each, 2, {"expert_parallel": 2}):
+        prompts, count = REQUESTS[replica]
+        assert found == [generate(whole, [prompt], max_new_tokens=count, temperature=0)[0] for prompt in prompts]
+        assert steps == 9
