@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.recipes.test_pipeline import RECIPES, SHORT, _data
+from tests.recipes.test_layouts import RECIPES, SHORT, _data
 
 __all__ = ["_data"]  # the corpus, made before each test
 

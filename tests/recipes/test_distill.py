@@ -18,7 +18,7 @@ from megalight.errors import DataError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from tests.recipes.test_lora import WORDS
-from tests.recipes.test_pipeline import RECIPES, _data, megalight
+from tests.recipes.test_layouts import RECIPES, _data, megalight
 
 __all__ = ["_data"]  # the corpus, made before each test
 

@@ -10,7 +10,7 @@ import pytest
 from megalight import checkpoint
 from megalight.models.eagle import export_draft
 from tests.recipes.test_lora import WORDS
-from tests.recipes.test_pipeline import RECIPES, _data, megalight
+from tests.recipes.test_layouts import RECIPES, _data, megalight
 
 __all__ = ["_data"]  # the corpus, made before each test
 

@@ -15,7 +15,7 @@ from megalight.parallel.recompute import Recompute
 from megalight.parallel.split_by_options import check_split
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.user_module import options_for
-from tests.recipes.test_pipeline import RECIPES
+from tests.recipes.test_layouts import RECIPES
 
 
 def test_the_recipe_of_kimi_k2() -> None:

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from tests.recipes.test_lora import megalight
-from tests.recipes.test_pipeline import RECIPES, SHORT, _data
+from tests.recipes.test_layouts import RECIPES, SHORT, _data
 
 __all__ = ["_data"]  # the corpus, made before each test
 

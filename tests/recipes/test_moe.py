@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.test_pipeline import RECIPES, SHORT, _data, megalight
+from tests.recipes.test_layouts import RECIPES, SHORT, _data, megalight
 
 __all__ = ["_data"]  # the corpus, made before each test
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.recipes.test_pipeline import RECIPES, SHORT, _data, megalight
+from tests.recipes.test_layouts import RECIPES, SHORT, _data, megalight
 
 __all__ = ["_data"]  # the corpus, made before each test
 

@@ -13,7 +13,7 @@ from megalight.errors import CheckpointError
 from megalight.inference import load_model
 from megalight.plugins.modelopt.folder import plain_weights
 from megalight.types import PackedSequences
-from tests.recipes.test_pipeline import RECIPES, SHORT, _data, megalight
+from tests.recipes.test_layouts import RECIPES, SHORT, _data, megalight
 
 pytest.importorskip("modelopt")
 transformers = pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""The recipe of a pipeline, stacked on the demo's: two processes that train the model which one process trains."""
+"""Recipes of layouts, stacked on the demo's: two processes that train the model which one process trains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def megalight(folder: Path, *words: str) -> str:
 def metrics(folder: Path, *words: str) -> dict[str, list[float]]:
     """What a run logs."""
     recipe = ["-c", str(RECIPES / "demo.yaml")]
-    megalight(folder.parent, "fit", *recipe, *words, *SHORT, f"--trainer.default_root_dir={folder}")
+    megalight(folder.parent, "fit", *recipe, *SHORT, *words, f"--trainer.default_root_dir={folder}")
     (file,) = folder.rglob("metrics.csv")
     with file.open() as lines:
         rows = list(csv.DictReader(lines))
@@ -54,11 +54,25 @@ def _data(tmp_path: Path) -> None:
     assert main(["prepare", str(tmp_path / "texts"), "-o", corpus, *options]) == 0
 
 
-def test_a_pipeline_trains_the_same_model(tmp_path: Path) -> None:
+STACKED = {
+    "pipeline": [],
+    "long-context": [
+        "--trainer.strategy.context_parallel=2",
+        "--trainer.strategy.micro_batch_size=8",
+        "--trainer.callbacks.init_args.min_elements=1",
+        "--data.global_batch_size=8",
+        "--data.sequence_length=64",
+    ],
+}
+"""Recipe -> options that make it as small as the demo."""
+
+
+def test_layouts_train_the_same_model(tmp_path: Path) -> None:
     one = ["--trainer.devices=1", "--trainer.strategy.tensor_parallel=1", "--trainer.strategy.sequence_parallel=false"]
     alone = metrics(tmp_path / "one", *one)
     assert len(alone["train_loss"]) == 3
     assert alone["train_loss"][-1] < alone["train_loss"][0] - 1
-    piped = metrics(tmp_path / "two", "-c", str(RECIPES / "pipeline.yaml"))
-    for name, values in alone.items():
-        assert piped[name] == pytest.approx(values, rel=1e-3), name
+    for recipe, options in STACKED.items():
+        divided = metrics(tmp_path / recipe, "-c", str(RECIPES / f"{recipe}.yaml"), *options)
+        for name, values in alone.items():
+            assert divided[name] == pytest.approx(values, rel=1e-3), (recipe, name)
