@@ -17,8 +17,8 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
-from tests.recipes.test_lora import WORDS
 from tests.recipes.test_layouts import RECIPES, _data, megalight
+from tests.recipes.test_lora import WORDS
 
 __all__ = ["_data"]  # the corpus, made before each test
 

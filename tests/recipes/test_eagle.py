@@ -9,8 +9,8 @@ import pytest
 
 from megalight import checkpoint
 from megalight.models.eagle import export_draft
-from tests.recipes.test_lora import WORDS
 from tests.recipes.test_layouts import RECIPES, _data, megalight
+from tests.recipes.test_lora import WORDS
 
 __all__ = ["_data"]  # the corpus, made before each test
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.test_lora import megalight
 from tests.recipes.test_layouts import RECIPES, SHORT, _data
+from tests.recipes.test_lora import megalight
 
 __all__ = ["_data"]  # the corpus, made before each test
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from tests.recipes.test_lora import megalight
 from tests.recipes.test_layouts import RECIPES, SHORT, _data
+from tests.recipes.test_lora import megalight
 
 __all__ = ["_data"]  # the corpus, made before each test
 
