@@ -66,7 +66,18 @@ def test_nested_keys_are_entered() -> None:
 
 
 PACKAGES = ("megalight", "megalight.strategies", "megalight.optim", "megalight.inference", "megalight.types")
-HELPERS = {"ContextShare", "Totals", "inverse", "mean", "to_device", "sample", "Cache", "ParallelGPT", "silence"}
+HELPERS = {
+    "ContextShare",
+    "Totals",
+    "inverse",
+    "mean",
+    "to_device",
+    "sample",
+    "Blocks",
+    "Cache",
+    "ParallelGPT",
+    "silence",
+}
 """Public names of these packages that are for other floors of the package, not for users."""
 
 

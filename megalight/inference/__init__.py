@@ -13,3 +13,5 @@ from megalight.inference.sampling import sample as sample
 from megalight.inference.text import TextGenerator as TextGenerator
 from megalight.inference.text import load_divided as load_divided
 from megalight.inference.text import load_model as load_model
+from megalight.inference.text_requests import TextCompletion as TextCompletion
+from megalight.inference.text_requests import TextRequest as TextRequest

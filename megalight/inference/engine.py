@@ -119,7 +119,7 @@ class DynamicEngine:
             raise DataError(
                 f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {self.blocks.holding(longest)} "
                 f"blocks of {self.blocks.size} tokens, and the cache has {self.blocks.count}: the request could never "
-                "end. Lower max_new_tokens, or raise num_blocks."
+                "end. Lower max_new_tokens (--max-new-tokens), or raise num_blocks (--cache-tokens)."
             )
         number, self._count = self._count, self._count + 1
         request = Request(

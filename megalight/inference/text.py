@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -18,9 +18,12 @@ from megalight.data.multimodal.image_text import ImageText, image_text_of
 from megalight.data.multimodal.images import Resize
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError
+from megalight.inference.engine import DynamicEngine
 from megalight.inference.generate import generate
 from megalight.inference.parallel import ParallelGPT
 from megalight.inference.pictures import ImageFile, with_pictures
+from megalight.inference.request import Completion
+from megalight.inference.text_requests import TextCompletion, TextRequest, before, stop_at
 from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.folder import GENERATION
@@ -34,6 +37,9 @@ from megalight.parallel.model import ParallelModel
 
 TOKENIZER = "tokenizer.json"
 """Name of the tokenizer's file in a checkpoint."""
+
+BLOCK_SIZE = 16
+"""Tokens of a block of the cache."""
 
 NEW_TOKENS = 128
 """Length of a completion for which nobody gave a limit, in tokens."""
@@ -285,12 +291,10 @@ class TextGenerator:
             DataError: the model reads no images, an image cannot be read, or a prompt has another number of places for
                 images than of images; or see :func:`~megalight.inference.generate.generate`.
         """
-        eod = self.tokenizer.eod_id
         if images is not None:
             image = self.image_text(image_text)
             prompts = [image.framed(image.marked(text))[0] for text in prompts]
-        # An empty prompt still needs a token to continue from.
-        ids = [begun(self.tokenizer.encode(text), self.start) or ([] if eod is None else [eod]) for text in prompts]
+        ids = [self._ids(text) for text in prompts]
         pictures, axes, device = None, None, next(self.model.parameters()).device
         if images is not None:
             ids, pictures, axes = with_pictures(self._reader(), ids, images, resize=resize, device=device)
@@ -301,8 +305,7 @@ class TextGenerator:
             # On the model's device, where samples are drawn.
             generator = torch.Generator(device).manual_seed(seed)
         if max_new_tokens is None:
-            room = self.model.config.max_sequence_length - max(map(len, ids), default=0)
-            max_new_tokens = max(1, min(NEW_TOKENS, room))
+            max_new_tokens = self._room(max(map(len, ids), default=0))
         completions = generate(
             self.model,
             ids,
@@ -310,7 +313,7 @@ class TextGenerator:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            eos_id={*ends, *self.ends, *([] if eod is None else [eod])},
+            eos_id=self._all_ends(ends),
             generator=generator,
             pictures=pictures,
             draft=draft,
@@ -319,6 +322,92 @@ class TextGenerator:
         )
         # Without special tokens: the end of the document is no text.
         return [self.tokenizer.decode_after(*pair) for pair in zip(ids, completions, strict=True)]
+
+    def complete_each(
+        self,
+        requests: Sequence[TextRequest],
+        *,
+        ends: Collection[int] = (),
+        cache_tokens: int | None = None,
+        max_sequences: int = 64,
+        step_tokens: int = 512,
+    ) -> Iterator[TextCompletion]:
+        """Complete texts together, each as it says itself; see :class:`~megalight.inference.engine.DynamicEngine`.
+
+        A text that ends makes room for the next one. Completions come in the order of the requests, each as soon as it
+        and those before it have ended.
+
+        Args:
+            requests: the texts to continue.
+            ends: ids of further tokens that end a completion.
+            cache_tokens: tokens for which the cache has room. None: as many as these requests can use.
+            max_sequences: maximum number of texts in a step.
+            step_tokens: maximum number of tokens in a step.
+
+        Raises:
+            DataError, ConfigurationError: see :meth:`DynamicEngine.add`. All requests are checked before the first
+                runs.
+        """
+        ids = [self._ids(request.prompt) for request in requests]
+        limits = [
+            self._room(len(prompt)) if request.max_new_tokens is None else request.max_new_tokens
+            for request, prompt in zip(requests, ids, strict=True)
+        ]
+        if cache_tokens is None:
+            # Those that can be longest, all at once, in whole blocks.
+            needs = sorted((-(-(len(p) + n) // BLOCK_SIZE) for p, n in zip(ids, limits, strict=True)), reverse=True)
+            blocks = max(1, sum(needs[: max(max_sequences, 1)]))
+        elif (blocks := cache_tokens // BLOCK_SIZE) < 1:
+            raise ConfigurationError(
+                f"cache_tokens (--cache-tokens) is {cache_tokens}; it must be at least {BLOCK_SIZE}, one block."
+            )
+        engine = DynamicEngine(
+            self.model,
+            num_blocks=blocks,
+            block_size=BLOCK_SIZE,
+            max_sequences=max_sequences,
+            step_tokens=step_tokens,
+        )
+        for request, prompt, limit in zip(requests, ids, limits, strict=True):
+            try:
+                engine.add(
+                    prompt,
+                    max_new_tokens=limit,
+                    sampling=request.sampling,
+                    eos_id=self._all_ends(ends),
+                    stop=stop_at(request.stop, self.tokenizer),
+                    seed=request.seed,
+                    log_probs=request.log_probs,
+                )
+            except DataError as error:
+                raise DataError(f"{request.place}: {error}" if request.place else str(error)) from error
+        return self._in_order(engine, requests, ids)
+
+    def _in_order(
+        self, engine: DynamicEngine, requests: Sequence[TextRequest], ids: Sequence[Sequence[int]]
+    ) -> Iterator[TextCompletion]:
+        ended: dict[int, Completion] = {}
+        coming = 0
+        for step in engine:
+            ended |= step.finished
+            while coming in ended:
+                found = ended.pop(coming)
+                text = self.tokenizer.decode_after(ids[coming], found.tokens)
+                yield TextCompletion(before(requests[coming].stop, text), found.reason, found.tokens, found.log_probs)
+                coming += 1
+
+    def _ids(self, text: str) -> list[int]:
+        """Return the tokens of a prompt. An empty one still needs a token to continue from."""
+        eod = self.tokenizer.eod_id
+        return begun(self.tokenizer.encode(text), self.start) or ([] if eod is None else [eod])
+
+    def _room(self, length: int) -> int:
+        """Return the limit of a completion for which nobody gave one, after a prompt of ``length`` tokens."""
+        return max(1, min(NEW_TOKENS, self.model.config.max_sequence_length - length))
+
+    def _all_ends(self, ends: Collection[int]) -> set[int]:
+        eod = self.tokenizer.eod_id
+        return {*ends, *self.ends, *([] if eod is None else [eod])}
 
 
 def _ends(path: Place) -> frozenset[int]:

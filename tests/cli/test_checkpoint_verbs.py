@@ -37,6 +37,48 @@ def test_generate_writes_what_the_library_writes(saved, capsys, monkeypatch):
     assert capsys.readouterr().out == f"ab{expected}\n"
 
 
+def test_generate_completes_a_file_of_prompts(saved, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "ab"}\n{"prompt": "ab", "max_new_tokens": 2, "id": 7, "log_probs": true}\n')
+    writer = TextGenerator.from_checkpoint(saved)
+    words = ["generate", saved, "--prompts", str(file), "-n", "6", "--top-k", "9", "--seed", "5"]
+    assert main([*words, "--cache-tokens", "48", "--max-sequences", "2", "--step-tokens", "1"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    (expected,) = writer.complete(["ab"], max_new_tokens=6, top_k=9, seed=5)
+    assert first == {"prompt": "ab", "completion": expected, "reason": "length"}
+    (expected,) = writer.complete(["ab"], max_new_tokens=2, top_k=9, seed=6)
+    assert (second["id"], second["completion"], len(second["log_probs"])) == (7, expected, 2)
+
+
+def test_generate_answers_a_file_of_prompts(saved, tmp_path, capsys):
+    file, template = tmp_path / "prompts.jsonl", tmp_path / "template"
+    file.write_text('{"prompt": "ab"}\n')
+    template.write_text("{% for m in messages %}the {{ m.content }}.{% endfor %}")
+    words = ["generate", saved, "--prompts", str(file), "-n", "6", "-t", "0", "--chat", "--chat-template"]
+    assert main([*words, str(template)]) == 0
+    (expected,) = TextGenerator.from_checkpoint(saved).complete(["the ab."], max_new_tokens=6, temperature=0)
+    assert json.loads(capsys.readouterr().out) == {"prompt": "ab", "completion": expected, "reason": "length"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--step-tokens", "4", "-p", "a"], "--step-tokens is for a file of prompts; give --prompts, too."),
+        (["--prompts", "FILE", "-p", "a"], "--prompt does not go with --prompts; leave one of them out."),
+        (["--prompts", "FILE", "--draft", "d"], "--draft does not go with --prompts"),
+        (["--prompts", "FILE", "--cache-tokens", "0"], "--cache-tokens is 0; it must be at least 1."),
+        (["--prompts", "FILE"], "FILE:1 has no key 'prompt'."),
+        (["--prompts", "none.jsonl"], "none.jsonl cannot be read"),
+    ],
+)
+def test_files_of_prompts_are_checked_before_the_weights(saved, tmp_path, capsys, monkeypatch, words, message):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"seed": 1}\n')
+    monkeypatch.setattr(TextGenerator, "from_checkpoint", lambda *_, **__: pytest.fail("the weights are read"))
+    assert main(["generate", saved, *[word.replace("FILE", str(file)) for word in words]]) == 2
+    assert message.replace("FILE", str(file)) in " ".join(capsys.readouterr().err.split())
+
+
 def test_inspect_shows_tree_totals_and_norms(saved, capsys):
     assert main(["inspect", saved]) == 0
     plain = capsys.readouterr().out

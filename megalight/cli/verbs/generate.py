@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from megalight.cli import weights_keys
+from megalight.cli import prompt_lines, weights_keys
 
 if TYPE_CHECKING:
     from megalight.data.multimodal.image_text import ImageText
@@ -30,6 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-p", "--prompt", action="append", help="text to complete; repeat for several (default: standard input)"
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        help='a file with a request in each line, such as {"prompt": "def read("}, which may also have max_new_tokens, '
+        "temperature, top_k, top_p, seed, stop, log_probs and id. Prints a line of JSON for each, in the same order",
+    )
+    parser.add_argument(
+        "--cache-tokens",
+        type=int,
+        help="of --prompts: tokens for which the cache has room (default: as many as the requests can use at once)",
+    )
+    parser.add_argument("--max-sequences", type=int, help="of --prompts: texts that run at once (default: 64)")
+    parser.add_argument(
+        "--step-tokens", type=int, help="of --prompts: tokens of a step; longer prompts run in parts (default: 512)"
     )
     parser.add_argument(
         "--image",
@@ -114,6 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megalight.cli.ranks import check_ranks, joined
 
+    prompt_lines.check(arguments)
     _check_draft(arguments)
     _check_images(arguments)
     source = _template(arguments)
@@ -130,7 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
     for number, (image, file) in enumerate(zip(arguments.image, files, strict=True), 1):
         decode(file, f"--image {number} ({image})")
 
-    prompts = arguments.prompt or [sys.stdin.read()]
+    requests = [] if arguments.prompts is None else prompt_lines.read(arguments)
+    prompts = [] if requests else arguments.prompt or [sys.stdin.read()]
     with joined(arguments) as (mesh, device):
         writer = TextGenerator.from_checkpoint(
             path,
@@ -142,6 +160,9 @@ def run(arguments: argparse.Namespace) -> int:
             keys=arguments.weights_keys,
             adapter=arguments.adapter,
         )
+        if requests:
+            prompt_lines.write(writer, requests, arguments, source, first=mesh is None or mesh.global_rank == 0)
+            return 0
         completions = _complete(writer, prompts, files, arguments, source)
     # All ranks have the same.
     if mesh is None or mesh.global_rank == 0:

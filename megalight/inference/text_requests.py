@@ -1,0 +1,169 @@
+"""Texts to complete, from JSON lines, and completions as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError
+from megalight.inference.request import Reason, Stop
+from megalight.inference.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """A text to complete.
+
+    Attributes:
+        prompt: the text. Empty: a new document.
+        max_new_tokens: maximum length of the completion, in tokens. None: 128, or fewer where the model's longest
+            sequence ends.
+        sampling: how tokens are chosen.
+        seed: seed of its draws. None gives other results each time.
+        stop: texts that end the completion, which they are no part of.
+        log_probs: whether the completion has its tokens and their log-probabilities.
+        id: any value of JSON, which is kept for the completion.
+        place: where the request stands, for messages.
+    """
+
+    prompt: str
+    max_new_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    log_probs: bool = False
+    id: Any = None
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class TextCompletion:
+    """A completion.
+
+    Attributes:
+        text: the new text.
+        reason: why it ended: an ``end`` token, a ``stop`` text, or its ``length``.
+        tokens: its tokens, those of the stop text included.
+        log_probs: of its tokens, before temperature, top-k and top-p; None: the request has none.
+    """
+
+    text: str
+    reason: Reason
+    tokens: list[int]
+    log_probs: list[float] | None
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value < 2**63
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, str | list) and bool(value) and all(isinstance(text, str) and text for text in value)
+
+
+KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (lambda value: isinstance(value, str), "a text"),
+    "max_new_tokens": (_whole(1), "a whole number of at least 1"),
+    "temperature": (_number, "a number"),
+    "top_k": (_whole(1), "a whole number of at least 1"),
+    "top_p": (_number, "a number"),
+    "seed": (_whole(0), "a whole number of at least 0"),
+    "stop": (_texts, "a text, or a list of texts, none empty"),
+    "log_probs": (lambda value: isinstance(value, bool), "true or false"),
+    "id": (lambda _: True, "any value"),
+}
+"""What a line may have, a check of the value, and what the value must be."""
+
+
+def read_requests(path: Path, default: TextRequest) -> list[TextRequest]:
+    """Read requests from a file with a JSON object in each line. Empty lines are left out.
+
+    Args:
+        path: the file.
+        default: what holds where a line says nothing. Its seed is that of the first request, and each further one has
+            the next, so that equal prompts get different completions.
+
+    Raises:
+        DataError: the file cannot be read or has no request, or a line is no request.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as text in UTF-8: {error}.") from error
+    found: list[TextRequest] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        seed = None if default.seed is None else default.seed + len(found)
+        found.append(_request(_values(line, place), replace(default, seed=seed, place=place)))
+    if not found:
+        raise DataError(f'{path} has no request; write one in each line, such as {{"prompt": "def read("}}.')
+    return found
+
+
+def _values(line: str, place: str) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place} is no JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise DataError(f'{place} is no object of JSON; write {{"prompt": ...}}.')
+    if strange := values.keys() - KEYS:
+        raise DataError(f"{place} has the key {min(strange)!r}; a request has {', '.join(KEYS)}.")
+    if "prompt" not in values:
+        raise DataError(f"{place} has no key 'prompt'.")
+    for key, value in values.items():
+        holds, what = KEYS[key]
+        if not holds(value):
+            raise DataError(f"{place}: {key} is {json.dumps(value)}; it must be {what}.")
+    return values
+
+
+def _request(values: Mapping[str, Any], default: TextRequest) -> TextRequest:
+    chosen = {key: values[key] for key in ("temperature", "top_k", "top_p") if key in values}
+    own = {key: value for key, value in values.items() if key not in chosen}
+    if isinstance(own.get("stop"), str):
+        own["stop"] = [own["stop"]]
+    try:
+        return replace(default, sampling=replace(default.sampling, **chosen), **own)
+    except ConfigurationError as error:
+        raise DataError(f"{default.place}: {error}") from error
+
+
+def line_of(request: TextRequest, completion: TextCompletion) -> str:
+    """Return a completion as a line of JSON."""
+    values: dict[str, Any] = {} if request.id is None else {"id": request.id}
+    values |= {"prompt": request.prompt, "completion": completion.text, "reason": completion.reason}
+    if completion.log_probs is not None:
+        values |= {"tokens": completion.tokens, "log_probs": completion.log_probs}
+    return json.dumps(values, ensure_ascii=False)
+
+
+def stop_at(texts: Sequence[str], tokenizer: Tokenizer) -> Stop | None:
+    """Return a function that tells whether the newest token has completed one of the texts."""
+    if not texts:
+        return None
+    # Every token adds a byte or more, except special ones. One more token: some tokenizers drop the space of a first
+    # word.
+    longest = 1 + max(len(text.encode()) for text in texts)
+    specials = {*tokenizer.specials.values()}
+
+    def stops(new: Sequence[int]) -> bool:
+        end = tokenizer.decode([token for token in new if token not in specials][-longest:])
+        return any(text in end for text in texts)
+
+    return stops
+
+
+def before(texts: Sequence[str], text: str) -> str:
+    """Return a text up to the first of several texts."""
+    return text[: min((place for each in texts if (place := text.find(each)) >= 0), default=len(text))]

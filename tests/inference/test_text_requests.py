@@ -1,0 +1,158 @@
+"""Texts that are completed together, from JSON lines to JSON lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError
+from megalight.inference import Sampling, TextGenerator, TextRequest
+from megalight.inference.text_requests import before, line_of, read_requests, stop_at
+from tests.inference.test_text import TEXT, build
+
+GREEDY = Sampling(temperature=0)
+DEFAULT = TextRequest(prompt="", max_new_tokens=7, sampling=Sampling(temperature=0.5, top_k=9), seed=4)
+
+
+@pytest.fixture(scope="module")
+def writer() -> TextGenerator:
+    return TextGenerator(build().double().eval(), Tokenizer.train([TEXT], 264))
+
+
+def test_texts_come_in_order_and_as_they_would_alone(writer: TextGenerator) -> None:
+    prompts = ["the quick brown fox", "a", "", "the lazy dog. the lazy dog."]
+    # The first one is the longest, and the small cache holds few.
+    limits = [30, 4, 9, 2]
+    requests = [
+        TextRequest(prompt=prompt, max_new_tokens=limit, sampling=Sampling(top_k=20), seed=number)
+        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    expected = [
+        writer.complete([prompt], max_new_tokens=limit, top_k=20, seed=number)[0]
+        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    for sizes in ({}, {"cache_tokens": 64, "step_tokens": 5}, {"max_sequences": 1}):
+        assert [found.text for found in writer.complete_each(requests, **sizes)] == expected
+    (free,) = writer.complete_each([TextRequest(prompt="a", sampling=GREEDY)])
+    assert free.text == writer.complete(["a"], temperature=0)[0]
+    assert list(writer.complete_each([])) == []
+
+
+def test_a_stop_text_ends_a_completion_and_is_no_part_of_it(writer: TextGenerator) -> None:
+    (free,) = writer.complete_each([TextRequest(prompt="the", max_new_tokens=40, sampling=GREEDY, log_probs=True)])
+    assert free.log_probs is not None
+    assert len(free.log_probs) == len(free.tokens)
+    assert free.reason == "length"
+    place = next(place for place in range(10, len(free.text) - 4) if free.text[place : place + 4].isascii())
+    stop = free.text[place : place + 4]
+    ask = TextRequest(prompt="the", max_new_tokens=40, sampling=GREEDY, stop=["no such text", stop])
+    (found,) = writer.complete_each([ask])
+    assert (found.text, found.reason) == (free.text[: free.text.index(stop)], "stop")
+    assert found.log_probs is None
+    assert found.tokens == free.tokens[: len(found.tokens)]
+    # With the token that completed the stop text, and none after it.
+    assert stop in writer.tokenizer.decode(found.tokens)
+    assert stop not in writer.tokenizer.decode(found.tokens[:-1])
+
+
+def test_a_stop_text_is_found_across_tokens_and_special_ones() -> None:
+    tokenizer = Tokenizer.train([TEXT], 264)
+    ids, eod = tokenizer.encode("one é\n\ntwo"), tokenizer.eod_id
+    stops = stop_at(["é\n\n"], tokenizer)
+    assert stops is not None
+    assert eod is not None
+    found = [stops(ids[: n + 1]) for n in range(len(ids))]
+    end = len(tokenizer.encode("one é\n\n"))
+    assert found.index(True) == end - 1
+    assert stops([*ids[: end - 1], *[eod] * 20, ids[end - 1]])
+    assert stop_at([], tokenizer) is None
+    assert before(["b", "cd"], "acdb") == "a"
+    assert before(["x"], "acdb") == "acdb"
+
+
+def test_lines_are_requests(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "ü"},
+        {"prompt": "", "max_new_tokens": 3, "temperature": 0, "top_p": 0.5, "seed": 0, "id": {"a": [1]}},
+        {"prompt": "x", "stop": "\n", "log_probs": True, "top_k": 2, "id": "k"},
+    ]
+    file = tmp_path / "p.jsonl"
+    file.write_text("\n\n".join(json.dumps(line) for line in lines) + "\n", encoding="utf-8")
+    first, second, third = read_requests(file, DEFAULT)
+    sampling = DEFAULT.sampling
+    assert first == TextRequest(prompt="ü", max_new_tokens=7, sampling=sampling, seed=4, place=f"{file}:1")
+    changed = Sampling(temperature=0, top_k=9, top_p=0.5)
+    assert second == TextRequest(
+        prompt="", max_new_tokens=3, sampling=changed, seed=0, id={"a": [1]}, place=f"{file}:3"
+    )
+    assert (third.seed, third.stop, third.log_probs, third.sampling.top_k, third.id) == (6, ["\n"], True, 2, "k")
+    assert read_requests(file, TextRequest(prompt=""))[0].seed is None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "2 is no JSON: Expecting"),
+        ("[1]", '2 is no object of JSON; write {"prompt": ...}.'),
+        ('{"prompts": "a"}', "2 has the key 'prompts'; a request has prompt, max_new_tokens, temperature,"),
+        ('{"seed": 1}', "2 has no key 'prompt'."),
+        ('{"prompt": 3}', "2: prompt is 3; it must be a text."),
+        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0; it must be a whole number of at least 1."),
+        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is true; it must be a whole number"),
+        ('{"prompt": "a", "temperature": "1"}', 'temperature is "1"; it must be a number.'),
+        ('{"prompt": "a", "temperature": -1}', "2: temperature is -1; it must be at least 0"),
+        ('{"prompt": "a", "top_p": 2}', "2: top_p is 2; it must be above 0"),
+        ('{"prompt": "a", "top_k": 1.5}', "top_k is 1.5; it must be a whole number"),
+        ('{"prompt": "a", "seed": -1}', "seed is -1; it must be a whole number of at least 0"),
+        ('{"prompt": "a", "seed": 9223372036854775808}', "seed is 9223372036854775808; it must be"),
+        ('{"prompt": "a", "stop": ["b", ""]}', 'stop is ["b", ""]; it must be a text, or a list of texts'),
+        ('{"prompt": "a", "log_probs": 1}', "log_probs is 1; it must be true or false."),
+    ],
+)
+def test_bad_lines_are_refused_by_file_and_number(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        read_requests(file, DEFAULT)
+    assert str(caught.value).startswith(f"{file}:2")
+    assert message in str(caught.value)
+
+
+def test_files_without_requests_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    with pytest.raises(DataError, match="cannot be read as text in UTF-8"):
+        read_requests(file, DEFAULT)
+    file.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(DataError, match="cannot be read as text in UTF-8"):
+        read_requests(file, DEFAULT)
+    file.write_text("\n \n")
+    with pytest.raises(DataError, match="has no request; write one in each line"):
+        read_requests(file, DEFAULT)
+
+
+def test_requests_are_checked_before_the_first_runs(writer: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Module, "__call__", lambda *_: pytest.fail("the model ran"))
+    bad = TextRequest(prompt="a", max_new_tokens=64, place="p.jsonl:3")
+    with pytest.raises(DataError, match=r"^p\.jsonl:3: a prompt of 1 tokens and 64 new ones exceed"):
+        writer.complete_each([TextRequest(prompt="a"), bad])
+    long = TextRequest(prompt="a", max_new_tokens=40)
+    with pytest.raises(DataError, match="need 3 blocks of 16 tokens, and the cache has 2: the request could never end"):
+        writer.complete_each([long], cache_tokens=32)
+    with pytest.raises(ConfigurationError, match=r"cache_tokens \(--cache-tokens\) is 15; it must be at least 16"):
+        writer.complete_each([long], cache_tokens=15)
+
+
+def test_a_completion_is_a_line(writer: TextGenerator) -> None:
+    ask = TextRequest(prompt="ü", max_new_tokens=2, sampling=GREEDY, log_probs=True, id=5)
+    (found,) = writer.complete_each([ask])
+    line = line_of(ask, found)
+    assert "ü" in line
+    assert list(json.loads(line)) == ["id", "prompt", "completion", "reason", "tokens", "log_probs"]
+    assert json.loads(line)["log_probs"] == found.log_probs
+    plain = TextRequest(prompt="ü", max_new_tokens=2, sampling=GREEDY)
+    (found,) = writer.complete_each([plain])
+    assert json.loads(line_of(plain, found)) == {"prompt": "ü", "completion": found.text, "reason": "length"}
