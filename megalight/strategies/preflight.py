@@ -16,6 +16,7 @@ from megalight.parallel.groups import check_max_ctas
 from megalight.parallel.split_by_options import check_split
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies.checkpoints.resuming import open_saved
+from megalight.strategies.meeting import check_address
 from megalight.strategies.mesh_strategy import MeshStrategy, Part
 from megalight.strategies.ordinary import check_early
 from megalight.strategies.process_group import backend_of
@@ -37,12 +38,14 @@ def check(
     method ``attach(module)`` can change the model that the module will build.
 
     Raises:
-        ConfigurationError: there is a limit on multiprocessors, but messages are not sent with NCCL; no plan says how
-            to split the module; or a callback would prune layers that it cannot see whole.
+        ConfigurationError: processes cannot meet at MASTER_PORT; there is a limit on multiprocessors, but messages are
+            not sent with NCCL; no plan says how to split the module; or a callback would prune layers that it cannot
+            see whole.
         LayoutError: the model or the batch does not divide over the ranks.
         DataError: the data does not fit the model or the division of sequences.
         CheckpointError: the checkpoint is incomplete, has an unknown format, or is of another model.
     """
+    check_address(strategy)
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     module: Any = given.get("model") or strategy.lightning_module
     data = next((value for value in given.values() if isinstance(value, pl.LightningDataModule)), None)
