@@ -19,7 +19,7 @@ from megalight.models.gpt import GPT
 from megalight.models.gpt.hugging_face import config_from_transformers
 from megalight.models.gpt.presets import preset
 from megalight.models.saved import initial_config, whole_source
-from megalight.models.stored import StoredModel
+from megalight.models.stored import StoredModel, open_model
 from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 from tests.models.beside_transformers import ours_of
@@ -239,9 +239,27 @@ def test_presets_are_the_published_configurations(name: str) -> None:
         ("gemma2_27b", "use_bidirectional_attention", True, "use_bidirectional_attention is True; only False"),
         ("gemma3_1b", "hidden_activation", "relu", "hidden_activation is 'relu'; only 'gelu_pytorch_tanh'"),
         ("gemma3_1b", "attn_logit_softcapping", 50.0, "attn_logit_softcapping is 50.0; only None"),
+        (
+            "gemma3_1b",
+            "rope_parameters",
+            {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            "rope_parameters.sliding_attention has rope_type 'linear'; only 'default'",
+        ),
         ("llama4_scout", "attention_bias", True, "attention_bias is True; only False"),
     ],
 )
 def test_options_without_counterpart(name: str, option: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         config_from_transformers({**PUBLISHED[name], option: value})
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3"])
+def test_models_without_windows_are_written(kind: str, tmp_path: Path) -> None:
+    """Theirs make a mask with a window all the same, so the file must say one."""
+    config = getattr(transformers, "Gemma2Config" if kind == "Gemma2" else "Gemma3TextConfig")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config(**{**GEMMA, "layer_types": ["full_attention"] * 4}))
+    model.save_pretrained(tmp_path / "theirs")
+    export(open_model(tmp_path / "theirs"), tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokens = torch.randint(0, 53, (2, 17))
+    assert torch.equal(again(tokens).logits, model(tokens).logits)

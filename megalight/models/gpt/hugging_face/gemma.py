@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megalight.errors import ConfigurationError
 from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.llama import LLAMA
@@ -74,6 +75,11 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
         sliding = rotations.get("sliding_attention") or {"rope_theta": values.get("rope_local_base_freq")}
         if "full_attention" not in rotations and "rope_theta" not in {**values, **rotations}:
             position = replace(position, base=BASES["full_attention"])
+        if local and rotary_from({"rope_parameters": sliding}).scaling is not None:
+            raise ConfigurationError(
+                f"rope_parameters.sliding_attention has rope_type {sliding['rope_type']!r}; only 'default' has a "
+                "counterpart here."
+            )
         position = replace(
             position, local_base=(sliding.get("rope_theta") or BASES["sliding_attention"]) if local else None
         )
@@ -117,7 +123,10 @@ def _write(kind: str, config: GPTConfig) -> dict[str, Any]:
             }
         }
     scalar = config.head_dim if attention.scale is None else round(attention.scale**-2)
+    # Their models make a mask of this size even where no layer has a window, so it is never null.
+    window = {} if attention.window is None else {"sliding_window": attention.window + 1}
     return {
+        **window,
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_heads,
@@ -133,7 +142,6 @@ def _write(kind: str, config: GPTConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": attention.softcap,
         "final_logit_softcapping": config.logit_softcap,
-        "sliding_window": None if attention.window is None else attention.window + 1,
         "layer_types": [_kind(attention.window_of(layer) is not None) for layer in range(config.num_layers)],
         "attention_bias": attention.qkv_bias,
         "attention_dropout": config.dropout.attention,
