@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import megalight
 from megalight.errors import ConfigurationError
@@ -227,6 +228,73 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tanh(self.up(self.norm(x)))
+
+
+class Stack(nn.Module):
+    """Blocks in ways that scripts have: as lists of parts, with named inputs that they return too, recomputed."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        if way == "lists":
+            self.layers = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
+        else:
+            self.layers = nn.ModuleList((Passing if way == "passing" else Block)() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "lists":
+            for first, second in self.layers:  # type: ignore[misc]
+                x = second(first(x))
+            return x
+        if self.way == "passing":
+            earlier = torch.zeros_like(x)
+            for layer in self.layers:
+                found = layer(x=x)
+                x, earlier = found["x"], earlier + found["before"]
+            return x + earlier
+        every = 2 if self.way == "pairs" else 4
+        for start in range(0, 4, every):
+            x = checkpoint(self._some, start, start + every, x, use_reentrant=False)
+        return x
+
+    def _some(self, start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[start:stop]:  # type: ignore[index]
+            x = checkpoint(layer, x, use_reentrant=False) if self.way == "nested" else layer(x)
+        return x
+
+
+class Passing(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"x": super().forward(x), "before": x}
+
+
+def _stack(way: str, level: str) -> np.ndarray[Any, Any]:
+    torch.manual_seed(0)
+    model = Stack(way).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if level == "alone":
+        sharded, rank, world = None, 0, 1
+    else:
+        sharded = megalight.fully_shard(model, optimizer, data_parallel=DataParallel(level=level))  # type: ignore[arg-type]
+        rank, world = dist.get_rank(), dist.get_world_size()
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        x = torch.randn(4, 6, generator=draws, dtype=torch.float64).requires_grad_()
+        model(x.chunk(world)[rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if sharded is None:
+        return _flat(model).copy()
+    with sharded.full_parameters():
+        return _flat(model).copy()
+
+
+@pytest.mark.parametrize("level", ["optim_grads_params", "optim_grads"])
+@pytest.mark.parametrize("way", ["lists", "passing", "pairs", "all", "nested"])
+def test_blocks_train_as_on_one_device_however_they_are_called(way: str, level: str) -> None:
+    expected = _stack(way, "alone")
+    for found in run(_stack, WORLD, way, level):
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
 def _on(shape: tuple[int, ...] | None) -> tuple[int, np.ndarray[Any, Any]]:

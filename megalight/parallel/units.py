@@ -10,7 +10,8 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.recompute.group import Member
 
-CONTAINERS = nn.ModuleList | nn.ModuleDict | nn.Sequential
+LISTS = nn.ModuleList | nn.ModuleDict
+CONTAINERS = LISTS | nn.Sequential
 
 
 Unit = tuple[nn.Module, ...]
@@ -27,13 +28,13 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
     Args:
         classes: classes of units, or their names. If the first and the last module of these share a weight, as an
             embedding and a head do, they are one unit. Empty: the layers of the model, or the members of every list of
-            at least two modules of one class that have modules of their own.
+            at least two modules of one class that have modules of their own; in a list of lists, these modules.
 
     Raises:
         ConfigurationError: no module is of a given class.
     """
     if not classes:
-        layers: list[Unit] = [(layer,) for layer in layers_of(model).values()]
+        layers: list[Unit] = [(part,) for layer in layers_of(model).values() for part in _called(layer)]
         if not layers:
             # A tower without a language model behind it: what holds tower and projectors is not called.
             alone = tower_layers_of(model).values() or _repeated(model)
@@ -116,10 +117,21 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
         children = list(module.children())
         # Several modules of one class, each with parts of its own: this is what a list of layers looks like.
         if len(children) > 1 and len({type(child) for child in children}) == 1 and any(children[0].children()):
-            yield from children
+            for child in children:
+                yield from _called(child)
             return
     for child in module.children():
         yield from _repeated(child)
+
+
+def _called(layer: nn.Module) -> Iterator[nn.Module]:
+    """Yield a layer. Of one that is a list of its parts, which nobody calls, yield those that have modules."""
+    if not isinstance(layer, LISTS):
+        yield layer
+        return
+    for part in layer.children():
+        if any(part.children()):
+            yield from _called(part)
 
 
 def _of_classes(module: nn.Module, classes: Sequence[str | type]) -> Iterator[nn.Module]:

@@ -102,6 +102,17 @@ class UnitGradients:
             _leave(bucket)
             self._reduce(bucket, self._busy.setdefault(bucket.grads.data_ptr(), []))
 
+    def close_complete(self, unless: int) -> None:
+        """Close the open unit if all its gradients are there.
+
+        A checkpoint of several units recomputes them in the backward pass of the last one, which must stay open.
+        """
+        if self._open is not None and self._is_complete(self._open):
+            self.close(unless)
+
+    def _is_complete(self, unit: int) -> bool:
+        return not any(state_of(p).untouched for bucket in self._of[unit] for p, _ in bucket.main_grads)
+
     @torch.no_grad()
     def _lay_aside(self, unit: int) -> None:
         aside = [

@@ -107,7 +107,7 @@ class Units:
             # with two modules has two neighbors.
             module.__dict__[HOOKS] = [
                 module.register_forward_pre_hook(self._before_forward(place)),
-                module.register_forward_hook(self._after_forward(place)),
+                module.register_forward_hook(self._after_forward(place), with_kwargs=True),
             ]
 
     def follow(self, chunks: Sequence[nn.Module], coming: Sequence[Pass]) -> None:
@@ -125,14 +125,15 @@ class Units:
         Args:
             place: place of its module in the forward pass.
         """
-        unit = self._order[place]
+        unit, recomputes = self._order[place], in_backward()
         if self.gradients is not None:
-            self.gradients.close(unless=unit)  # a unit that is recomputed goes on with its backward pass
+            # A unit that is recomputed goes on with its backward pass.
+            (self.gradients.close_complete if recomputes else self.gradients.close)(unless=unit)
         if self.residency is None:
             return
         self.residency.hold(unit)
-        if in_backward():
-            return  # recompute inside a backward pass, which goes the other way
+        if recomputes:
+            return  # the backward pass goes the other way
         own = self._chunk[place]
         self._prefetch(unit, self._ahead(own[place - own.start + 1 :], own[: place - own.start]))
 
@@ -239,11 +240,11 @@ class Units:
         def begin_backward(gradient: Tensor) -> None:
             self.begin_backward(place)
 
-        def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        def after(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            # A tensor that is passed through is also the output of the unit before. Its gradient begins that one.
+            given = {id(leaf) for leaf in tree_leaves((inputs, named))}
             for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
-                # A tensor that is passed through is also the output of the unit
-                # before. Its gradient begins that one.
-                if isinstance(tensor, Tensor) and tensor.requires_grad and not any(tensor is x for x in inputs):
+                if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in given:
                     tensor.register_hook(begin_backward)  # type: ignore[no-untyped-call]
 
         return after
