@@ -187,6 +187,7 @@ class MegalightModule(pl.LightningModule):
         # Losses of layers are kept with their gradients, to be added to this step's loss.
         with collecting(KeptSideLosses()) as side_losses:
             loss = self._loss(batch)
+        side_losses.values = self.whole_side_losses(side_losses.values)
         counts = self.auxiliary_counts(batch)
         for name, value in loss.auxiliary.items():
             # Sums with a count become means here. Those without one are means already.
@@ -200,10 +201,14 @@ class MegalightModule(pl.LightningModule):
         # A single tensor for `backward`. Each term is logged by itself above.
         return torch.stack([objective, *side_losses.values.values()]).sum()
 
+    def whole_side_losses(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the layers' losses of all tokens. A strategy that gives layers a share of them replaces this."""
+        return values
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """End the counts of layers over the step. Strategies with ``reduces_totals`` do it themselves."""
+        """End the counts of layers over the step. Strategies with ``ends_steps`` do it themselves."""
         strategy = self.trainer.strategy
-        if self.model is not None and not getattr(strategy, "reduces_totals", False):
+        if self.model is not None and not getattr(strategy, "ends_steps", False):
             # Other strategies average gradients. Counts are sums.
             end_step(self.model, lambda counts: cast(Tensor, strategy.reduce(counts, reduce_op="sum")))
 
@@ -220,12 +225,12 @@ class MegalightModule(pl.LightningModule):
         assert self.model is not None
         return self.output_step(self.forward_step(self.model, batch), batch)
 
-    def log_totals(self, stage: str, totals: Totals, dataloader_idx: int = 0) -> None:
+    def log_totals(self, stage: str, totals: Totals, dataloader_idx: int = 0, reduced: bool = False) -> None:
         """Log ``{stage}_{name}`` as Sum(sum) / Sum(count) over the evaluation, separately for each data loader.
 
-        A strategy with ``reduces_totals`` has already summed the totals over its ranks, so they are not reduced again.
+        Args:
+            reduced: the totals are sums over all ranks already.
         """
-        reduced = getattr(self.trainer.strategy, "reduces_totals", False)
         if not hasattr(self, "_means"):
             self._means = nn.ModuleDict()  # Lightning logs only metrics that are submodules
         for name, (total, count) in totals.items():

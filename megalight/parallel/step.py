@@ -19,6 +19,7 @@ from megalight.errors import ConfigurationError
 from megalight.nn.counting import end_step
 from megalight.nn.side_losses import AttachedSideLosses, ZeroSideLosses, collecting
 from megalight.parallel import coupling
+from megalight.parallel.collectives import all_reduce
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen import FrozenRun
 from megalight.parallel.mesh import TOKEN_AXES
@@ -252,9 +253,20 @@ class Step:
             means = {name: mean(total, count) for name, (total, count) in totals.items()}
         if sync:
             self.engine.finish_grad_sync()
-            # Once per optimizer step: routers move their biases by the loads of the whole step.
-            end_step(self.model.root, self._total)
+            self.end()
         return Outcome(means.pop("loss"), counts.tokens, means)
+
+    def end(self) -> None:
+        """End an optimizer step: routers move their biases by the loads of the whole step."""
+        end_step(self.model.root, self._total)
+
+    def whole_side_losses(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return losses of layers as means over all tokens, from those over this rank's share, with gradients."""
+        if not values:
+            return values
+        # The backward of the sum is the identity, as each rank differentiates its own share of it.
+        shares = torch.stack(list(values.values())) / self.token_shares
+        return dict(zip(values, all_reduce(shares, self.model.mesh.group("tp")), strict=True))
 
     def _side_losses(self) -> dict[str, Tensor]:
         """Return sums over micro-batches of the losses of this stage, from layers and from ``loss_step``."""

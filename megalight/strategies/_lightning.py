@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table as format_summary
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "IS_INTERACTIVE",
@@ -300,6 +303,15 @@ class SigtermAgreement:
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._requeue = connector._slurm_sigusr_handler_fn
             connector._slurm_sigusr_handler_fn = self._announce  # type: ignore[method-assign,assignment]
+
+    def tell(self, exception: BaseException) -> None:
+        """Say that SIGTERM ended the run. Its exit code is 0, as under Lightning's own strategies."""
+        if isinstance(exception, SIGTERMException) and self.trainer.is_global_zero:
+            logger.warning(
+                "SIGTERM ended the run after step %d. It resumes from its last checkpoint (ckpt_path='last'); the "
+                "callback Preemption saves one when the signal comes.",
+                self.trainer.global_step,
+            )
 
     def uninstall(self) -> None:
         """Restore Lightning's own methods."""

@@ -559,6 +559,8 @@ class MegatronStrategy(FolderCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         """Note the failure: after it, nothing may wait for other ranks, which could hang."""
         super().on_exception(exception)
+        if self._sigterm is not None:
+            self._sigterm.tell(exception)
         # The engine of a failed fit stays open: its gradients and masters may be looked at, or saved.
         self._ended = False
         if self.world_size > 1:

@@ -63,8 +63,6 @@ class MeshStrategy(Collectives, ParallelStrategy):
             saved and loaded by canonical name, as ``<name>.<canonical>``. ``model`` and ``optimizer`` are taken.
     """
 
-    reduces_totals = True
-
     tensor_parallel: int
     sequence_parallel: bool
     tensor: TensorOptions
@@ -100,6 +98,11 @@ class MeshStrategy(Collectives, ParallelStrategy):
     def specs(self) -> dict[str, ShardSpec]:
         """Specs of local parameters and buffers: which part of the model each one holds."""
         return {} if self.parallel_model is None else self.parallel_model.specs
+
+    @property
+    def ends_steps(self) -> bool:
+        """Whether steps tell layers of their end. Steps without an engine are Lightning's."""
+        return self.engine is not None
 
     @property
     def chunks(self) -> list[nn.Module]:

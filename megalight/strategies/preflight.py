@@ -20,7 +20,7 @@ from megalight.strategies.meeting import check_address
 from megalight.strategies.mesh_strategy import MeshStrategy, Part
 from megalight.strategies.ordinary import check_early
 from megalight.strategies.process_group import backend_of
-from megalight.strategies.refusals import check_pruning, check_tuners
+from megalight.strategies.refusals import check_lazy, check_pruning, check_tuners
 from megalight.strategies.setup import check_plain
 from megalight.strategies.user_module import options_for
 from megalight.types.zigzag import check_length
@@ -102,6 +102,7 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, part: Part) -> None:
     # as without this check.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = module.build_model()
+        check_lazy(model)
         apply_transforms(model, module.transforms)
         module.check_model(model)
         model = part.take(model)

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning.pytorch.plugins import CheckpointIO
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
@@ -145,6 +146,15 @@ def check_optimized(module: pl.LightningModule, optimizer: Optimizer) -> None:
             f"the optimizer was given {', '.join(outside)} of {type(module).__name__}, outside of its model: only "
             f"{type(module.model).__name__} is divided, averaged over replicas and saved. Add such parameters to the "
             "model, in build_model, or freeze them, requires_grad_(False), and give the optimizer the others only."
+        )
+
+
+def check_lazy(root: nn.Module) -> None:
+    """Refuse parameters without a shape: how they are divided is decided before the first batch."""
+    if lazy := [name for name, parameter in root.named_parameters() if is_lazy(parameter)]:
+        raise ConfigurationError(
+            f"{lazy[0]} has no shape yet, as its module is lazy, and weights are divided and stored before the first "
+            f"batch. Run one batch through {type(root).__name__} before training, or give the layer its sizes."
         )
 
 

@@ -97,6 +97,7 @@ def build_frozen(strategy: MeshStrategy, module: pl.LightningModule) -> dict[str
 
 
 def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
+    refusals.check_lazy(root)
     # Before the split: a batch norm cannot be replaced inside a layer that is split already.
     _lightning.sync_layers(strategy, module)
     if isinstance(module, MegalightModule):
@@ -121,13 +122,14 @@ def check_plain(strategy: MeshStrategy, module: pl.LightningModule, mesh: Parall
     Raises:
         LayoutError: an earlier Trainer in this process split it in another way; or the plan names a module that is not
             there, or no experts for ``ep`` and ``etp``.
-        ConfigurationError: no plan says what to split.
+        ConfigurationError: no plan says what to split, or a parameter has no shape yet.
     """
     before: ParallelModel | None = module.__dict__.get(SPLIT)
     if before is not None:
         before.check_same(mesh, strategy.options)
     elif module.automatic_optimization and not any(map(partial(defines, module), ("configure_model", "setup"))):
-        # These hooks may add what has a plan, and manual optimization is refused later, with any plan.
+        # These hooks may add what has a plan or a shape, and manual optimization is refused later, with any plan.
+        refusals.check_lazy(module)
         styles_for(module, find_plan(module, mesh, strategy.options), mesh)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,12 +164,15 @@ class Stepper:
                 self.precision.step(sync),
                 engine.micro_batches(len(micro_batches), sync),
                 logs_to(self.module, lambda *call: logs.append(call)) if self._recording else nullcontext(),
+                self._whole_side_losses(),
             ):
                 output, loss = step(micro_batches, others, scale, totals.data_ranks)
                 self._zero_grad()  # the step has skipped the whole batch
             # Without gradients, the optimizer must find None and not zeros.
             if sync and (self.has_gradients or loss is not None):
                 engine.finish_grad_sync()
+            if sync and isinstance(self.module, MegalightModule):
+                self.step.end()
             # The mean over ranks, as in the gradients, where this factor is part of each share.
             return OwnOutcome(output, None if loss is None else totals.sum(loss) / totals.data_ranks, logs)
 
@@ -189,6 +192,19 @@ class Stepper:
         """Whether a runner may replay steps, which then log nothing by themselves."""
         return self.step.runner is not run_passes
 
+    @contextmanager
+    def _whole_side_losses(self) -> Iterator[None]:
+        """Let a step of one's own that calls ours add losses of all tokens, where each rank's layers see a share."""
+        if self.step.token_shares == 1:
+            yield
+            return
+        # The instance's attribute hides the class's method.
+        self.module.__dict__["whole_side_losses"] = self.step.whole_side_losses
+        try:
+            yield
+        finally:
+            del self.module.__dict__["whole_side_losses"]
+
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
         """Run the user's own step on the whole batch. The result of an empty batch is None.
 
@@ -206,7 +222,7 @@ class Stepper:
         """Log the totals of one evaluation batch over all ranks, equal on every rank, and return its mean loss."""
         with self.logs.shared(self.module, stage):
             totals = self.totals(stage, batch)
-        self._module.log_totals(stage, totals, dataloader_idx)
+        self._module.log_totals(stage, totals, dataloader_idx, reduced=True)
         return mean(*totals["loss"])
 
     def totals(self, stage: str, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import inspect
+import logging
 import os
 import signal
 import traceback
@@ -335,6 +336,27 @@ def test_all_ranks_stop_at_the_same_step(rank: int) -> None:
 
 def test_one_rank_stops_at_once() -> None:
     assert run(_stopped, 1, 0) == [("stopped", 3)]
+
+
+def _words_at_the_end() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megalight.strategies._lightning")
+    logger.addHandler(handler)
+    try:
+        _stopped(1)
+    finally:
+        logger.removeHandler(handler)
+    return [text for text in said if "SIGTERM" in text]
+
+
+def test_a_run_that_sigterm_ended_says_so_once() -> None:
+    first, second = run(_words_at_the_end, 2)
+    assert len(first) == 1
+    assert first[0].startswith("SIGTERM ended the run after step 3.")
+    assert "ckpt_path='last'" in first[0]
+    assert second == []
 
 
 class Slurm(PoolEnvironment, SLURMEnvironment):

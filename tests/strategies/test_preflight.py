@@ -31,6 +31,7 @@ from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import DataParallel, MegatronStrategy, preflight
 from megalight.strategies.refusals import check_tuners
 from tests.strategies.regression import Plain, batches
+from tests.strategies.toy import ToyModule
 from tests.strategies.training import CONFIGS, WithData
 from tests.workers import run
 
@@ -99,6 +100,30 @@ def of_ranks(ranks: int, callbacks: Any = (), **options: Any) -> pl.Trainer:
 
 def start_nothing(*_: Any, **__: Any) -> None:
     raise AssertionError("a process was started")
+
+
+class Lazy(Plain):
+    """Its first layer learns its size from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.LazyLinear(7)
+
+
+class LazyModel(ToyModule):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(3))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("module", [Lazy, LazyModel])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_without_a_shape_are_refused_before_there_are_ranks(
+    module: type[pl.LightningModule], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", start_nothing)
+    with pytest.raises(ConfigurationError, match=r"weight has no shape yet.*Run one batch through"):
+        of_ranks(ranks).fit(module(), batches(8, 2), batches(8, 2))
 
 
 def test_a_plain_module_without_a_plan_is_refused_before_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
