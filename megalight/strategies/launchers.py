@@ -213,6 +213,11 @@ def launcher(strategy: MeshStrategy, start_method: str) -> Any:
         _check_started(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
     if start_method == "auto":
         start_method = "fork" if IS_INTERACTIVE else "popen"
+    if IS_INTERACTIVE and start_method != "fork" and not external and expected > 1:
+        raise ConfigurationError(
+            f"start_method={start_method!r} starts {expected} processes that import the script again, and a notebook "
+            "is none. Leave start_method out, which forks here, or run a script."
+        )
     if start_method == "popen" or external or expected == 1:
         return ScriptLauncher(strategy)
     if strategy.num_nodes > 1:

@@ -261,6 +261,16 @@ def test_re_running_a_notebook_is_not_tried(tmp_path: Path) -> None:
     assert quiet(MegatronStrategy(start_method="fork"), tmp_path, devices=2).strategy.launcher.is_interactive_compatible
 
 
+@pytest.mark.parametrize("start", ["popen", "spawn"])
+def test_a_start_that_a_notebook_cannot_do_is_refused_with_one_that_it_can(
+    tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalight.strategies.launchers.IS_INTERACTIVE", True)
+    with pytest.raises(ConfigurationError, match=f"{start}.*starts 2 processes.*Leave start_method out, which forks"):
+        quiet(MegatronStrategy(start_method=start), tmp_path, devices=2)
+    assert quiet(MegatronStrategy(start_method=start), tmp_path).strategy.launcher.is_interactive_compatible
+
+
 class Checked(training.WithData):
     def check_data(self, datamodule: Any) -> None:
         raise DataError(f"no room for {datamodule.rows} rows")
