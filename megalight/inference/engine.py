@@ -72,8 +72,10 @@ class DynamicEngine:
         step_tokens: int = 512,
     ) -> None:
         _check_model(model)
-        if step_tokens < 1:
-            raise ConfigurationError(f"step_tokens is {step_tokens}; it must be at least 1.")
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_sequences": max_sequences}
+        for name, value in {**sizes, "step_tokens": step_tokens}.items():
+            if value < 1:
+                raise ConfigurationError(f"{name} is {value}; it must be at least 1.")
         self._model = model
         self.blocks = Blocks(max_sequences, num_blocks, block_size)
         cache = Cache(model.layers, max_sequences, model.config.max_sequence_length, self.blocks)
@@ -159,6 +161,7 @@ class DynamicEngine:
 
         Raises:
             ConfigurationError: the engine is suspended.
+            Exception: what the forward pass raises. All texts then begin again in the next step.
         """
         if self.suspended:
             raise ConfigurationError("the engine is suspended and has no cache; call resume() first.")
@@ -177,7 +180,12 @@ class DynamicEngine:
         for request, count in counts.items():
             first = len(request.tokens) - schedule.unread(request)
             fresh.append(request.tokens[first : first + count])
-        logits = last_logits(self._model, schedule.cache, slots, fresh)
+        try:
+            logits = last_logits(self._model, schedule.cache, slots, fresh)
+        except BaseException:
+            # Out of memory, or stopped by the user: some layers have the new tokens, others do not.
+            schedule.preempt_all()
+            raise
         # A part of a prompt has no next token yet.
         ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
         requests = [request for request in counts if not schedule.unread(request)]
@@ -204,8 +212,7 @@ class DynamicEngine:
 
     def suspend(self) -> None:
         """Give the memory of the cache back. Requests keep their tokens, and more may be added."""
-        while self._schedule.running:
-            self._schedule.preempt()
+        self._schedule.preempt_all()
         self._schedule.cache.drop()
         self.suspended = True
 

@@ -75,6 +75,11 @@ class Schedule:
         self.waiting.appendleft(request)
         return request
 
+    def preempt_all(self) -> None:
+        """Let all requests wait."""
+        while self.running:
+            self.preempt()
+
     def end(self, request: Request) -> None:
         """Take a request out, and its slot and blocks back."""
         if request.slot is None:

@@ -156,6 +156,20 @@ def test_a_suspended_engine_goes_on_with_new_weights() -> None:
     assert engine.blocks.free == 14
 
 
+def test_texts_begin_again_after_an_error_in_a_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("hybrid")
+    engine = DynamicEngine(model, num_blocks=40, block_size=3, step_tokens=6)
+    ask(engine)
+    engine.step()
+    with monkeypatch.context() as patch:
+        # The first layer has read the tokens then.
+        patch.setattr(model.layers["1"], "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert engine.blocks.free == 40
+    assert tokens_of(engine.run()) == alone(model)
+
+
 def test_a_cancelled_request_gives_its_blocks_back() -> None:
     model = build()
     engine = DynamicEngine(model, num_blocks=20, block_size=2, max_sequences=2)
@@ -206,10 +220,9 @@ def test_bad_requests_and_models_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="max_new_tokens is 0"):
         engine.add([1], max_new_tokens=0)
     assert engine.unfinished == [0]
-    with pytest.raises(ConfigurationError, match="step_tokens is 0"):
-        DynamicEngine(model, num_blocks=4, step_tokens=0)
-    with pytest.raises(ConfigurationError, match="block_size is 0"):
-        DynamicEngine(model, num_blocks=4, block_size=0)
+    for name in ("num_blocks", "block_size", "max_sequences", "step_tokens"):
+        with pytest.raises(ConfigurationError, match=f"{name} is 0; it must be at least 1"):
+            DynamicEngine(model, **{"num_blocks": 4, name: 0})
     for moe in (
         replace(MOE, capacity=CapacityConfig(factor=1.0)),
         replace(MOE, router=RouterConfig(force_balance=True)),
