@@ -149,7 +149,8 @@ class Router(Counting):
         self.loads, self.dropped, values = totals[:size], totals[size : 2 * size], totals[2 * size :]
         # The last entry counts the micro-batches of all devices.
         self.losses = dict(zip(self.balance.names, values[:-1] / values[-1], strict=True))
-        if self.expert_bias is not None:
+        # A frozen router keeps its choices: checkpoints of adapters hold no weights of the model.
+        if self.expert_bias is not None and self.weight.requires_grad:
             # By the sign alone: steps of equal size, whatever the loads are (https://arxiv.org/abs/2408.15664).
             self.expert_bias.add_((self.loads.mean() - self.loads).sign(), alpha=self.config.expert_bias_rate)
 

@@ -155,6 +155,16 @@ def test_the_bias_moves_against_the_loads() -> None:
     assert not made.counts.any()
 
 
+def test_the_bias_of_a_frozen_router_stays() -> None:
+    """As under adapters, whose checkpoints may leave out all that is frozen."""
+    made = router(score="sigmoid", expert_bias=True).requires_grad_(False)
+    made(tokens(), context(12, losses=KeptSideLosses()))
+    end_step(made, lambda counts: counts + torch.tensor([0.0] * 5 + [100.0] + [0.0] * 7))
+    assert made.loads is not None
+    assert made.expert_bias is not None
+    assert not made.expert_bias.any()
+
+
 def test_the_bias_stays_in_float32() -> None:
     made = router(score="sigmoid", expert_bias=True).bfloat16()
     assert made.weight.dtype == torch.bfloat16
