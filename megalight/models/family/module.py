@@ -251,7 +251,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
 
     def _take_transforms(self, found: list[ModelTransform]) -> None:
         """Use the checkpoint's transforms if this module has none and its model has no values yet."""
-        if found == self.transforms:
+        # As values of files, where a tuple is a list.
+        if describe(found) == describe(self.transforms):
             return
         if self.transforms or (self.model is not None and not all(p.is_meta for p in self.model.parameters())):
             ours, theirs = (", ".join(map(repr, transforms)) or "none" for transforms in (self.transforms, found))

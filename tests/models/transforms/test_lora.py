@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import copy
+import json
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megalight.errors import ConfigurationError, LayoutError, MegalightError
-from megalight.models.gpt import GPT, GPTConfig
+from megalight.errors import CheckpointError, ConfigurationError, LayoutError, MegalightError
+from megalight.models.gpt import GPT, GPTConfig, GPTModule
 from megalight.models.gpt.plan import gpt_plan
 from megalight.models.transforms import LoRA, describe, rebuild
 from megalight.models.transforms.lora import merge
@@ -21,6 +24,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column, Replicated, Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.transform import TRANSFORMS, ModelTransform
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import BASE, VARIANTS, batch, canonical, jitter, twin
@@ -295,3 +299,26 @@ def test_layers_that_cannot_be_split_with_an_adapter() -> None:
         parallelize(model, gpt_plan(model), mesh, tensor=TensorOptions(overlap="pipelined"))
     options = TensorOptions(overlap={"*.qkv": "pipelined"})
     parallelize(GPT(GPTConfig(**BASE)), gpt_plan(model), mesh, tensor=options)
+
+
+@dataclass(frozen=True)
+class Named(ModelTransform):
+    """A transform of a user's own that changes nothing."""
+
+    name: ClassVar[str] = "named in tests"
+    layers: tuple[str, ...] = ()
+
+    def change(self, model: nn.Module) -> None:
+        return
+
+
+def test_a_transform_with_a_tuple_is_the_one_in_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRANSFORMS._entries, Named.name, Named)
+    config = GPTConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, max_sequence_length=4)
+    module = GPTModule(config)
+    module.transforms.append(Named(("a", "b")))
+    saved = json.loads(json.dumps(module.describe_model()))
+    module.check_checkpoint({"model": saved})
+    module.transforms[0] = Named(("a",))
+    with pytest.raises(CheckpointError, match="has these transforms"):
+        module.check_checkpoint({"model": saved})
