@@ -46,6 +46,9 @@ def explain(message: str, given: Given, options: Iterable[str]) -> str:
         return _unknown_key(next(group for group in match.groups() if group), given, known)
     if match := _VALUE.search(message):
         return _bad_value(match["key"], match["rule"], given, known)
+    stray = message.partition("unrecognized arguments: ")[2].split()
+    if stray and stray[0].endswith((".yaml", ".yml", ".json")):
+        return f"unknown argument {stray[0]!r}. A configuration file comes after -c: -c {stray[0]}"
     if match := _MISSING.search(message):
         keys = [_missing_key(key.strip(), given) for key in match["keys"].split(",")]
         return missing(keys)

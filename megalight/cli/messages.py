@@ -53,4 +53,8 @@ def no_class(key: str, name: str, reason: str, hint: str) -> str:
 
 def missing(keys: Iterable[str]) -> str:
     """Say that values are missing."""
-    return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in a file after -c."
+    keys = [*keys]
+    # Lightning's loggers have no folder of their own; those that go by name take the run's.
+    named = " Or name the logger: --trainer.logger=csv, json or tensorboard write under trainer.default_root_dir."
+    hint = named if "trainer.logger.save_dir" in keys else ""
+    return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in a file after -c.{hint}"

@@ -20,6 +20,13 @@ MAX_LINES = 18
 ALIKE = (ConfigurationError, LayoutError, BackendError)
 """Errors that every rank of a launch raises in the same way, so that rank 0 alone prints them."""
 
+FULL = {
+    errno.ENOSPC: ("the disk is full", "Free some space"),
+    errno.EDQUOT: ("your quota of the disk is used up", "Free some space"),
+    errno.EFBIG: ("a file is larger than this shell or the disk allows", "Raise the limit (ulimit -f)"),
+}
+"""Number of an error -> why nothing more can be written, and what to do."""
+
 PATIENCE_SECONDS = 4.0
 """How long another rank waits for rank 0 to fail first, before it prints its own error."""
 
@@ -109,10 +116,11 @@ def reported(prog: str, *kinds: type[Exception]) -> Iterator[None]:
         if debugging():
             raise
         text = str(error) or type(error).__name__
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno in FULL:
             # Python names no file where a write fails.
             where = f": {error.filename}" if error.filename else ""
-            text = f"the disk is full{where}. Free some space, or write elsewhere."
+            problem, remedy = FULL[error.errno]
+            text = f"{problem}{where}. {remedy}, or write elsewhere."
         if not isinstance(error, MegalightError):
             text += "\n(add --debug for the traceback)"
         # The message names the flag that the user typed, and not the argument behind it.
@@ -146,6 +154,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, passed_on: str | None = None, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})
         self.passed_on = passed_on
+        self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, after a look whether options of the other verb are in the wrong place.
@@ -159,11 +168,15 @@ class Parser(argparse.ArgumentParser):
                 f"{wrong!r} is an option of megalight {self.passed_on}. Put those behind a --, after all others: "
                 f"{self.prog} ... -- -c RECIPE --trainer.max_steps 100"
             )
+        self._words = words[: words.index("--")] if "--" in words else words
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` and exit with code 2."""
         unknown = message.partition("unrecognized arguments: ")[2].split()
+        if "are required" in message:  # a misspelled option is why, and not that it is missing
+            options = [word for word in self._words if word.startswith("--")]
+            unknown = [word for word in options if word.partition("=")[0] not in self._option_string_actions]
         if unknown:
             option = unknown[0].partition("=")[0]
             message = f"unknown argument {unknown[0]!r}.{_nearest_option(option, self._option_string_actions)}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megalight.cli.image import write
 from megalight.imports import require
 from megalight.parallel.pipeline.actions import Kind
 from megalight.parallel.pipeline.timeline import Timeline
@@ -50,8 +51,7 @@ def save(timelines: Mapping[str, Timeline], output: Path) -> None:
             pyplot.Rectangle((0, 0), 1, 1, color=COLORS[kind], label=LABELS[kind]) for kind in LABELS if kind in kinds
         ]
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output, dpi=130, metadata={"Date": None} if output.suffix == ".svg" else None)
+        write(figure, output, metadata={"Date": None} if output.suffix == ".svg" else None)
         pyplot.close(figure)
 
 

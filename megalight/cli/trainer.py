@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins import ClusterEnvironment
@@ -19,9 +20,13 @@ from megalight.cli.checks.lightning_rules import check_strategy
 from megalight.cli.checks.trainer_rules import check_loggers, check_trainer, half_on_cpu
 from megalight.cli.classes import subclasses
 from megalight.cli.run_folder import claim
+from megalight.errors import ConfigurationError
 from megalight.imports import has
 from megalight.loggers import JSONLogger
 from megalight.strategies.mesh_strategy import MeshStrategy
+
+GPUS = {"gpu": (CUDAAccelerator, MPSAccelerator), "cuda": (CUDAAccelerator,), "mps": (MPSAccelerator,)}
+"""Name of an accelerator -> Lightning's kinds that it means."""
 
 DEFAULT_LOG_INTERVAL = 50
 """Lightning's ``log_every_n_steps``, if none is given."""
@@ -172,6 +177,12 @@ def check_values(arguments: Mapping[str, Any]) -> None:
         ConfigurationError: with the value, the rule and the next step.
     """
     check_trainer(arguments)
+    if (named := arguments.get("accelerator")) in GPUS and not any(kind.is_available() for kind in GPUS[named]):
+        built = "for CPUs only" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+        raise ConfigurationError(
+            f"trainer.accelerator is {named}, and torch finds none on this machine (torch {torch.__version__} is built "
+            f"{built}). Leave it out, or set cpu; megalight doctor shows what there is."
+        )
     if str(arguments.get("precision") or "").startswith("16") and _without_gpu(arguments.get("accelerator", "auto")):
         raise half_on_cpu(arguments["precision"])
 

@@ -17,6 +17,8 @@ from megalight.errors import DataError
 
 ItemT = TypeVar("ItemT", covariant=True)
 MAX_DATASETS = np.iinfo(np.int16).max
+HASHED = 4096
+"""Number of entries of a blend by which it is told from others."""
 
 
 class Samples(Protocol[ItemT]):
@@ -138,12 +140,21 @@ class BlendedDataset(Generic[ItemT]):
         datasets: the data sets. The samples of each come in its own order.
         index: ``[n]``: the data set of each sample, from :func:`blend_index`. None: every sample of each data set
             occurs once, spread evenly.
+        weights: the weights of ``index``, if a longer run would have more of the same blend.
+
+    Attributes:
+        order: hash of everything that the order of samples depends on. With ``weights``, a longer blend has the same.
 
     Raises:
         DataError: a data set has fewer samples than the blend takes from it.
     """
 
-    def __init__(self, datasets: Sequence[Samples[ItemT]], index: NDArray[np.int16] | None = None) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Samples[ItemT]],
+        index: NDArray[np.int16] | None = None,
+        weights: Sequence[int] | None = None,
+    ) -> None:
         sizes = [len(dataset) for dataset in datasets]
         if index is None:
             # An empty data set gets a weight, and a limit of 0 keeps it out.
@@ -156,7 +167,10 @@ class BlendedDataset(Generic[ItemT]):
                     f"the blend takes {count} samples of data set {number}, which has {size}; build the data set with "
                     "at least that many, or make the blend shorter."
                 )
-        facts = [dataset.order for dataset in datasets] + [hashlib.sha256(index[:4096].tobytes()).hexdigest()]
+        first = index[:HASHED]
+        if weights is not None and len(first) < HASHED:
+            first = blend_index(weights, HASHED)
+        facts = [dataset.order for dataset in datasets] + [hashlib.sha256(first.tobytes()).hexdigest()]
         self.order = hashlib.blake2b("".join(facts).encode(), digest_size=16).hexdigest()
         self.datasets = datasets
         self.dataset_index = index

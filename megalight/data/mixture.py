@@ -112,6 +112,6 @@ def mix(
         folder = cache_dir or os.path.join(os.path.dirname(live[0].corpus.data.prefix), "cache")
         index = cached(folder, label, weights, num_samples)
         sizes = requested_sizes(weights, index)
-        return BlendedDataset([dataset(part, size) for part, size in zip(live, sizes, strict=True)], index)
+        return BlendedDataset([dataset(part, size) for part, size in zip(live, sizes, strict=True)], index, weights)
     datasets = [dataset(part, None) for part in live]
     return BlendedDataset(datasets, longest_blend(weights, [len(data) for data in datasets]) if weighted else None)

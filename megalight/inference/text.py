@@ -13,6 +13,7 @@ import torch
 from megalight import checkpoint
 from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.newest import newest_in
+from megalight.checkpoint.foreign.pickles import check_is_archive
 from megalight.checkpoint.foreign.transformers_folder import is_folder, json_object, read_config
 from megalight.data.multimodal.image_text import ImageText, image_text_of
 from megalight.data.multimodal.images import Resize
@@ -421,6 +422,8 @@ def _tokenizer(path: Place) -> Tokenizer:
     """Return the tokenizer that was saved with the model."""
     remedy = "Name the one that the model was trained with by tokenizer (--tokenizer), a tokenizer.json or its folder."
     if path.is_file():
+        if isinstance(path, Path):
+            check_is_archive(path)
         raise CheckpointError(f"{path} is a single file, which holds no tokenizer. {remedy}")
     if is_folder(path):
         return Tokenizer.of_files(companions_of(path)) if not isinstance(path, Path) else Tokenizer.load(path)

@@ -26,6 +26,7 @@ from megalight.errors import CheckpointError
 FP8 = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+INTEGERS = ("int8", "uint8")
 METHODS = (None, "fp8", "mxfp4")
 
 GROUP = 32
@@ -175,7 +176,7 @@ def stored(entries: Mapping[str, tuple[str, Entry]], config: Mapping[str, Any], 
         where: the folder, for messages.
 
     Raises:
-        CheckpointError: scales are missing or of a wrong shape, or weights are packed in another way.
+        CheckpointError: scales are missing or of a wrong shape, or weights are packed in another way, or integers.
     """
     quantized = config.get("quantization_config") or {}
     method = quantized.get("quant_method")
@@ -195,6 +196,11 @@ def stored(entries: Mapping[str, tuple[str, Entry]], config: Mapping[str, Any], 
         elif name.endswith(BLOCKS) and tensor.dtype == "uint8":
             base = name.removesuffix(BLOCKS)
             found[base] = _microscaled(name, tensor, plain.get(base + SCALES), where)
+        elif tensor.dtype in INTEGERS and name.endswith("weight"):
+            raise CheckpointError(
+                f"{name} in {where} is in {tensor.dtype}, as quantized weights are, and its numbers are no weights "
+                "without their scales. Save the model without quantization."
+            )
         else:
             found[name] = tensor
     return found

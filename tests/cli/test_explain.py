@@ -43,6 +43,12 @@ def test_a_value_that_begins_with_a_dot_is_no_class():
             ["--modle.config.activation=x"],
             ["unknown key 'modle'", "Did you mean 'model'?"],
         ),
+        (
+            "the following arguments are required: trainer.logger.save_dir",
+            [],
+            ["name the logger: --trainer.logger=csv"],
+        ),
+        ("unrecognized arguments: ship.yaml", [], ["'ship.yaml'. A configuration file comes after -c: -c ship.yaml"]),
         ("unrecognized arguments: --max_steps=3", ["--max_steps=3"], ["'max_steps'", "'trainer.max_steps'"]),
         (
             "Parser key \"config.size.hidden_size\":\n  Expected a <class 'int'>. Got value: x",

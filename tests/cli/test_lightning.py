@@ -5,12 +5,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import yaml
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
 from megalight.callbacks import AutomaticCUDAGraph
 from megalight.cli import curves
 from megalight.cli.lightning import ArgumentParser, parsed
 from megalight.cli.main import main
-from megalight.cli.trainer import MegalightTrainer
+from megalight.cli.trainer import MegalightTrainer, check_values
+from megalight.errors import ConfigurationError
 
 MODEL = ["--model=tests.cli.samples.SampleModule", "--data=tests.cli.samples.SampleData"]
 QUIET = [
@@ -125,6 +127,14 @@ def test_user_errors_are_one_short_message(words, parts, capsys, tmp_path):
     assert "Traceback" not in errors
     assert "Subclass types" not in errors
     assert "does not correspond to a subclass" not in errors
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda"])
+def test_a_missing_gpu_is_told_with_what_to_do(name, monkeypatch):
+    monkeypatch.setattr(CUDAAccelerator, "is_available", lambda: False)
+    monkeypatch.setattr(MPSAccelerator, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match=f"accelerator is {name}, and torch finds none .* Leave it out, or"):
+        check_values({"accelerator": name})
 
 
 def test_a_run_shorter_than_its_intervals_is_validated_and_logged_at_its_end(tmp_path):

@@ -153,3 +153,16 @@ def test_what_is_not_there_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no metrics\.csv or metrics\.jsonl"):
         find_logs(tmp_path / "empty")
+
+
+def test_images_that_cannot_be_written_are_refused(logs, tmp_path, capsys):
+    for name, message in (
+        ("curves.pgn", "curves.pgn ends with '.pgn', which names no format of images. Did you mean 'png'?"),
+        ("curves", "curves ends with '', which names no format of images. Choose"),
+        ("folder.svg", "folder.svg cannot be written (Is a directory: "),
+        ("folder.svg/file/curves.svg", "curves.svg cannot be written (File exists: "),
+    ):
+        (tmp_path / "folder.svg").mkdir(exist_ok=True)
+        (tmp_path / "folder.svg" / "file").touch()
+        assert main(["plot", str(tmp_path), "-o", str(tmp_path / name)]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())

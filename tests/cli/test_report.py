@@ -68,12 +68,18 @@ def test_errors_that_are_not_the_users_come_with_their_traceback():
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [(None, "the disk is full. Free"), ("a.bin", "the disk is full: a.bin. Free")]
+    ("number", "name", "text"),
+    [
+        (errno.ENOSPC, None, "the disk is full. Free"),
+        (errno.ENOSPC, "a.bin", "the disk is full: a.bin. Free"),
+        (errno.EFBIG, None, "a file is larger than this shell or the disk allows. Raise the limit (ulimit -f)"),
+        (errno.EDQUOT, None, "your quota of the disk is used up. Free"),
+    ],
 )
-def test_a_full_disk_is_told_in_words(name, text, capsys, monkeypatch):
+def test_a_full_disk_is_told_in_words(number, name, text, capsys, monkeypatch):
     monkeypatch.delenv("MEGALIGHT_DEBUG", raising=False)
     with pytest.raises(SystemExit) as stop, reported("megalight x", OSError):
-        raise OSError(errno.ENOSPC, "No space left on device", name)
+        raise OSError(number, "no words", name)
     assert stop.value.code == 2
     assert text in capsys.readouterr().err
 

@@ -136,6 +136,13 @@ def test_order_tells_blends_apart() -> None:
     assert len(orders) == 4
 
 
+def test_a_longer_run_goes_on_in_the_same_order() -> None:
+    sets = [Numbers("a", 9999), Numbers("b", 9999)]
+    orders = {BlendedDataset(sets, blend_index([2, 1], size), [2, 1]).order for size in (9, 1000, 5000)}
+    assert orders == {BlendedDataset(sets, blend_index([2, 1], 5000)).order}, "as checkpoints of long blends have it"
+    assert BlendedDataset(sets, blend_index([3, 1], 9), [3, 1]).order not in orders
+
+
 def test_cache(tmp_path: Path) -> None:
     first = cached(tmp_path, "train", [2, 1], 1000)
     assert first.tolist() == blend_index([2, 1], 1000).tolist()

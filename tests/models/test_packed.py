@@ -170,6 +170,7 @@ def test_a_model_in_fp8_is_read_like_its_widened_one(tmp_path: Path) -> None:
             for size in (128, "128x128", [128], [0, 128], ["128", "128"], {"rows": 128})
         ),
         ({"c.experts_blocks": torch.zeros(2, 3, 16, dtype=torch.uint8)}, {}, "scales None; MXFP4"),
+        ({"b.weight": torch.zeros(2, 2, dtype=torch.int8)}, {}, "b.weight in .* is in int8, as quantized weights are"),
         ({"b.weight": torch.zeros(2)}, {"quant_method": "gptq"}, "packed by 'gptq'; those packed by fp8"),
     ],
 )

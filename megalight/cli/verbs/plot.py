@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalight.cli.image import write
 from megalight.imports import require
 
 if TYPE_CHECKING:
@@ -144,8 +145,7 @@ def draw(runs: Sequence[Run], chosen: dict[str, tuple[str, ...]], output: Path) 
     # The last place of an odd number of panels.
     for axes in grid.flat[len(chosen) :]:
         axes.set_visible(False)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=130)
+    write(figure, output)
     pyplot.close(figure)
 
 

@@ -102,7 +102,10 @@ class DraftModel(nn.Module):
         fuse: from the base's hidden states, side by side, to one.
         layer: the one layer.
         head: final norm and projection to the draft's vocabulary.
+        uncut: why it stays whole.
     """
+
+    uncut = "it has one layer"
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()

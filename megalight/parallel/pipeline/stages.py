@@ -23,9 +23,15 @@ def check_protocol(model: nn.Module) -> int:
     """Return the number of layers of a model that can be cut.
 
     Raises:
-        LayoutError: the model is not ``embed | layers | head``; the message names what is missing.
+        LayoutError: the model is not ``embed | layers | head``; the message names what is missing. Or its attribute
+            ``uncut`` says why it has no stages.
     """
     name = type(model).__name__
+    if (reason := getattr(model, "uncut", None)) is not None:
+        raise LayoutError(
+            f"{name} has no pipeline stages: {reason}. Leave pipeline_parallel of the strategy out; a base that it "
+            "learns from has a degree of its own (model.pipeline_parallel)."
+        )
     missing = [part for part in PARTS if not hasattr(model, part)]
     if missing:
         raise LayoutError(
