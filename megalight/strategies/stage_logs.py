@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torchmetrics import Metric
 from megalight.errors import ConfigurationError
 from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.step import Step
 from megalight.strategies.own_step import logs_to
 
 REDUCTIONS = (torch.mean, torch.sum, torch.min, torch.max, sum, min, max)
@@ -40,36 +42,34 @@ class StageLogs:
     Args:
         pipelines: the ranks of each pipeline, in the order of its stages, as numbers within the group.
         own: index of the pipeline whose values this rank logs.
-        group: the group of these ranks, and of those that run no stage; None: this rank is alone.
+        group: returns the group of these ranks, and of those that run no stage; None: this rank is alone. Groups are
+            asked for, and not kept, as they cannot be pickled.
         host: makes a group of the same ranks on the host.
-        running: returns the number of the stage, in model order, whose step runs.
+        device: device of the values.
+        step: knows the stage whose code runs.
     """
 
     def __init__(
         self,
         pipelines: Sequence[Sequence[int]],
         own: int,
-        group: dist.ProcessGroup | None,
+        group: Callable[[], dist.ProcessGroup | None],
         host: Callable[[], dist.ProcessGroup | None],
         device: torch.device,
-        running: Callable[[], int] = lambda: 0,
+        step: Step,
     ) -> None:
         self.pipelines = pipelines
         self.own = own
         self.group = group
         self.host = host
         self.device = device
-        self.running = running
+        self.step = step
         self._logs: dict[str, bool] = {}
 
     @classmethod
-    def of(cls, mesh: ParallelMesh, device: torch.device, running: Callable[[], int]) -> StageLogs:
+    def of(cls, mesh: ParallelMesh, device: torch.device, step: Step) -> StageLogs:
         """Share values along the pipeline of this rank."""
-
-        def host() -> dist.ProcessGroup:
-            return shared_group(mesh.ranks("pp"), "decisions on the host", backend="gloo")
-
-        return cls([range(mesh.pp)], 0, mesh.group("pp"), host, device, running)
+        return cls([range(mesh.pp)], 0, partial(mesh.group, "pp"), partial(_on_host, mesh), device, step)
 
     def forget(self) -> None:
         """Begin a run, whose first steps tell again whether they log."""
@@ -88,19 +88,19 @@ class StageLogs:
                 not.
         """
         found: list[tuple[str, Any, dict[str, Any]]] = []
-        if self.group is None:
+        if self.group() is None:
             with logs_to(module, lambda *call: found.append(call)) if later else nullcontext():
                 yield
         else:
             calls: list[tuple[Call, Any]] = []
-            with logs_to(module, lambda *call: calls.append((_call(self.running(), *call), call[1]))):
+            with logs_to(module, lambda *call: calls.append((_call(self.step.running, *call), call[1]))):
                 yield
             found = [(call.name, value, call.options) for call, value in self._joined(stage, calls)]
         for name, value, options in found:
             module.log(name, value, **options)
 
     def _joined(self, stage: str, own: list[tuple[Call, Any]]) -> list[tuple[Call, Tensor]]:
-        calls = [call for call, _ in own]
+        calls, group = [call for call, _ in own], self.group()
         first = stage not in self._logs
         if not first and not self._logs[stage]:
             if calls:
@@ -111,10 +111,10 @@ class StageLogs:
                 )
             return []
         # Once by the group that is there. On the host later on, where no rank waits for the device.
-        found: list[list[Call]] = [[] for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather_object(found, calls, group=self.group if first else self.host())
+        found: list[list[Call]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(found, calls, group=group if first else self.host())
         self._logs[stage] = any(found)
-        here = dist.get_rank(self.group)
+        here = dist.get_rank(group)
         places = [(index, *place) for index, ranks in enumerate(self.pipelines) for place in _that_count(ranks, found)]
         # Others have 0 in the place of a value: their sum is the value.
         row = torch.zeros(len(places), dtype=torch.float64, device=self.device)
@@ -122,12 +122,16 @@ class StageLogs:
             if rank == here:
                 entry.copy_(torch.as_tensor(own[number][1]).reshape(()), non_blocking=True)
         if places:
-            dist.all_reduce(row, group=self.group)
+            dist.all_reduce(row, group=group)
         return [
             (call := found[rank][number], value.to(call.dtype))
             for value, (index, rank, number) in zip(row, places, strict=True)
             if index == self.own
         ]
+
+
+def _on_host(mesh: ParallelMesh) -> dist.ProcessGroup:
+    return shared_group(mesh.ranks("pp"), "decisions on the host", backend="gloo")
 
 
 def _that_count(ranks: Sequence[int], found: Sequence[Sequence[Call]]) -> list[tuple[int, int]]:

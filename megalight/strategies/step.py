@@ -83,7 +83,7 @@ class Stepper:
             before_backward=before_backward,
         )
         self.step.share = self._share
-        self.logs = StageLogs.of(model.mesh, model.device, lambda: self.step.running)
+        self.logs = StageLogs.of(model.mesh, model.device, self.step)
         self.has_gradients = False
         self._zero_due = False
         self._compared = False

@@ -219,10 +219,10 @@ def _logs(stepper: Stepper, division: Division, host: dist.ProcessGroup | None) 
     return StageLogs(
         list(pipelines.values()),
         list(pipelines).index(own),
-        dist.group.WORLD,
+        lambda: dist.group.WORLD,
         lambda: host,
         stepper.model.device,
-        lambda: stepper.step.running,
+        stepper.step,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -94,7 +95,8 @@ def test_steps_that_log_later_are_refused() -> None:
 def unshared() -> StageLogs:
     """Make what shares the values of the first of two ranks, and never does."""
     group: Any = object()
-    return StageLogs([[0, 1]], 0, group, lambda: None, torch.device("cpu"))
+    step: Any = SimpleNamespace(running=0)
+    return StageLogs([[0, 1]], 0, lambda: group, lambda: None, torch.device("cpu"), step)
 
 
 @pytest.mark.parametrize(
