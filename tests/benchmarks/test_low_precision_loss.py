@@ -13,6 +13,7 @@ from benchmarks import low_precision_loss
 from megalight.errors import BackendError
 
 
+@pytest.mark.full
 def test_recipes_beside_bf16(tmp_path: Path) -> None:
     path = tmp_path / "loss.json"
     words = [

@@ -34,6 +34,7 @@ def test_other_losses_than_those_of_the_first_way_are_not_timed() -> None:
         towers.measure("llava-1.5", "apart", "cpu", [1.1])
 
 
+@pytest.mark.full
 def test_rows_of_two_processes(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]

@@ -291,7 +291,7 @@ def accumulated(warmup: int, recipe: str | None, window: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "window"), [pytest.param(None, 2, marks=pytest.mark.full), (None, 3), ("tensorwise", 3)]
+    ("recipe", "window"), [*(pytest.param(*each, marks=pytest.mark.full) for each in ((None, 2), ("tensorwise", 3))), (None, 3)]
 )
 def test_batches_accumulate(recipe: str | None, window: int) -> None:
     expected, _, _ = run(accumulated, 1, NEVER, recipe, window)[0]

@@ -546,9 +546,9 @@ def _watched(folder: str, options: dict[str, Any]) -> tuple[dict[str, float], fl
 @pytest.mark.parametrize(
     ("options", "replicas"),
     [
-        ({"tower": Side()}, (0, 0)),
+        pytest.param({"tower": Side()}, (0, 0), marks=pytest.mark.full),
         ({"tower": Side()}, (0, 0, 1)),
-        ({"tower": Side(ranks=2)}, (0, 0, 0)),
+        pytest.param({"tower": Side(ranks=2)}, (0, 0, 0), marks=pytest.mark.full),
         ({"tower": Side(), **VPP}, (0, 0, 0)),
         ({"tower": Side(ranks=2)}, (0, 1, 0, 1)),
     ],

@@ -30,7 +30,7 @@ def names(directory: Path) -> set[str]:
     return {entry.name for entry in directory.iterdir()}
 
 
-@pytest.mark.parametrize("swap", [True, False])
+@pytest.mark.parametrize("swap", [pytest.param(True, marks=pytest.mark.full), False])
 def test_replacing_survives_a_kill_at_any_call(
     swap: bool, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,7 +149,7 @@ def rows(tmp_path: Path) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("kind", ["no image", "odd"])
-@pytest.mark.parametrize("name", ["llava", "qwen"])
+@pytest.mark.parametrize("name", [pytest.param("llava", marks=pytest.mark.full), "qwen"])
 def test_losses_are_those_of_one_device(
     name: str, kind: str, rows: dict[str, list[Any]], prepared: Callable[..., Any]
 ) -> None:
