@@ -291,7 +291,8 @@ def accumulated(warmup: int, recipe: str | None, window: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "window"), [*(pytest.param(*each, marks=pytest.mark.full) for each in ((None, 2), ("tensorwise", 3))), (None, 3)]
+    ("recipe", "window"),
+    [(None, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in ((None, 2), ("tensorwise", 3)))],
 )
 def test_batches_accumulate(recipe: str | None, window: int) -> None:
     expected, _, _ = run(accumulated, 1, NEVER, recipe, window)[0]
