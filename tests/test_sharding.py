@@ -237,7 +237,7 @@ class Stack(nn.Module):
         super().__init__()
         self.way = way
         if way == "lists":
-            self.layers = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
+            self.layers = nn.ModuleList(nn.ModuleList([Block(), nn.Linear(6, 6)]) for _ in range(2))
         else:
             self.layers = nn.ModuleList((Passing if way == "passing" else Block)() for _ in range(4))
 

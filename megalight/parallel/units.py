@@ -28,7 +28,7 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
     Args:
         classes: classes of units, or their names. If the first and the last module of these share a weight, as an
             embedding and a head do, they are one unit. Empty: the layers of the model, or the members of every list of
-            at least two modules of one class that have modules of their own; in a list of lists, these modules.
+            at least two modules of one class that have modules of their own; of a layer that is a list, its parts.
 
     Raises:
         ConfigurationError: no module is of a given class.
@@ -125,12 +125,12 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _called(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield a layer. Of one that is a list of its parts, which nobody calls, yield those that have modules."""
+    """Yield a layer. Of one that is a list of its parts, which nobody calls, yield the parts that have weights."""
     if not isinstance(layer, LISTS):
         yield layer
         return
     for part in layer.children():
-        if any(part.children()):
+        if any(True for _ in part.parameters()):
             yield from _called(part)
 
 

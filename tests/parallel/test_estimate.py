@@ -124,7 +124,7 @@ def _coded(primary: bool | None) -> nn.Module:
     """Layers whose two weights multiply in 8 bits, of unequal sizes, and a table that does not."""
     session = Session()
     layers = nn.ModuleList(
-        nn.ModuleDict({"up": nn.Linear(64, 64 * wide, bias=False), "down": nn.Linear(64 * wide, 64, bias=False)})
+        nn.Sequential(nn.Linear(64, 64 * wide, bias=False), nn.Linear(64 * wide, 64, bias=False))
         for wide in (2, 2, 3, 2)
     )
     for layer in layers:
