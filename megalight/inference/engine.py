@@ -161,7 +161,7 @@ class DynamicEngine:
 
         Raises:
             ConfigurationError: the engine is suspended.
-            Exception: what the forward pass raises. All texts then begin again in the next step.
+            Exception: what the forward pass or a ``stop`` raises. All texts then begin again in the next step.
         """
         if self.suspended:
             raise ConfigurationError("the engine is suspended and has no cache; call resume() first.")
@@ -182,20 +182,21 @@ class DynamicEngine:
             fresh.append(request.tokens[first : first + count])
         try:
             logits = last_logits(self._model, schedule.cache, slots, fresh)
+            # A part of a prompt has no next token yet.
+            ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
+            requests = [request for request in counts if not schedule.unread(request)]
+            step = Step({}, {}, [request.number for request in preempted])
+            for request, token, log_prob in zip(requests, *_chosen(requests, logits, ready), strict=True):
+                step.tokens[request.number] = token
+                completion = request.take(token, log_prob)
+                if completion is not None:
+                    step.finished[request.number] = completion
+                    schedule.end(self._requests.pop(request.number))
         except BaseException:
-            # Out of memory, or stopped by the user: some layers have the new tokens, others do not.
+            # Out of memory, or stopped by the user: some layers have the new tokens, others do not, or some texts lack
+            # the token that follows what has run.
             schedule.preempt_all()
             raise
-        # A part of a prompt has no next token yet.
-        ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
-        requests = [request for request in counts if not schedule.unread(request)]
-        step = Step({}, {}, [request.number for request in preempted])
-        for request, token, log_prob in zip(requests, *_chosen(requests, logits, ready), strict=True):
-            step.tokens[request.number] = token
-            completion = request.take(token, log_prob)
-            if completion is not None:
-                step.finished[request.number] = completion
-                schedule.end(self._requests.pop(request.number))
         return step
 
     def __iter__(self) -> Iterator[Step]:

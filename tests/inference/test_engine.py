@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,6 +169,27 @@ def test_texts_begin_again_after_an_error_in_a_forward_pass(monkeypatch: pytest.
             engine.step()
     assert engine.blocks.free == 40
     assert tokens_of(engine.run()) == alone(model)
+
+
+def test_texts_begin_again_after_an_error_in_a_stop() -> None:
+    model = build("hybrid")
+    prompts = [[5, 6, 7], [8], [9, 10]]
+    expected = [generate(model, [prompt], max_new_tokens=6, temperature=0)[0] for prompt in prompts]
+    engine = DynamicEngine(model, num_blocks=40, block_size=3)
+    errors = [ZeroDivisionError()]
+
+    def stop(new: Sequence[int]) -> bool:
+        if len(new) == 2 and errors:
+            raise errors.pop()
+        return False
+
+    for prompt in prompts:
+        engine.add(prompt, max_new_tokens=6, sampling=GREEDY, stop=stop)
+    engine.step()
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert engine.blocks.free == 40
+    assert [completion.tokens for completion in engine.run().values()] == expected
 
 
 def test_a_cancelled_request_gives_its_blocks_back() -> None:
