@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -23,11 +24,17 @@ LARGEST = WIDTH * WORDS
 
 
 class Counting(TorchDispatchMode):
-    """Counts the memory of all tensors that ops have made and that are still alive."""
+    """Counts the memory of all tensors that ops have made and that are still alive.
 
-    def __init__(self) -> None:
+    Args:
+        limit: bytes above which it looks again. Gloo's thread lets go of a finished collective's tensors a moment after
+            the wait for it has returned, and the ranks' cores may be busy.
+    """
+
+    def __init__(self, limit: int) -> None:
         super().__init__()
         self.peak = 0
+        self._limit = limit
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,7 +43,11 @@ class Counting(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.held())
+        held, patience = self.held(), 100
+        while held > self._limit and patience:
+            time.sleep(0.01)
+            held, patience = self.held(), patience - 1
+        self.peak = max(self.peak, held)
         return out
 
     def held(self) -> int:
@@ -72,7 +83,7 @@ class Model(nn.Module):
         return out
 
 
-def _trained(tied: bool, frozen: bool) -> tuple[int, int, int]:
+def _trained(tied: bool, frozen: bool, limit: int) -> tuple[int, int, int]:
     """Bytes that the engine says it keeps, those of all tensors after two steps, and their peak."""
     model = Model(tied).bfloat16()
     model.layers.requires_grad_(not frozen)
@@ -83,7 +94,7 @@ def _trained(tied: bool, frozen: bool) -> tuple[int, int, int]:
         for name, p in model.named_parameters()
     ]
     ids = torch.tensor([1, 5])
-    with Counting() as counting:
+    with Counting(limit) as counting:
         engine = DataParallelEngine(infos, mesh(), level="optim_grads_params", units=units)
         del infos
         counting.peak = 0
@@ -108,7 +119,8 @@ def test_tensors_take_what_the_formula_says(tied: bool, frozen: bool) -> None:
     trained, others = (2 if not tied else 1) * LARGEST, LAYERS * LARGEST
     expected = (2 + 4 + 4) * trained // WORLD + 2 * (2 + 4) * LARGEST
     expected += 2 * others // WORLD + 2 * 2 * LARGEST if frozen else (2 + 4 + 4) * others // WORLD
-    for said, kept, peak in run(_trained, WORLD, tied, frozen):
+    limit = expected + (2 + 4 + 2 * 4 // WORLD + 1) * LARGEST
+    for said, kept, peak in run(_trained, WORLD, tied, frozen, limit):
         assert said == expected
         assert kept == pytest.approx(expected, rel=1e-3)
-        assert expected < peak < expected + (2 + 4 + 2 * 4 // WORLD + 1) * LARGEST
+        assert expected < peak < limit
