@@ -1,0 +1,1 @@
+"""Reinforcement learning: environments, rewards, rollouts, and GRPO."""
