@@ -20,10 +20,12 @@ class Task:
     Attributes:
         prompt: its token ids, as the policy reads them.
         row: what rewards know of it: the row of the file, such as its ``answer``.
+        number: its place in the data. The draws of its answers follow from it, and so not from the layout.
     """
 
     prompt: tuple[int, ...]
     row: Mapping[str, Any] = field(default_factory=dict)
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,11 @@ class PromptBatch:
 
     def __len__(self) -> int:
         return len(self.tasks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the rewards."""
+        return tuple(self.environment.rewards)
 
     @property
     def ends(self) -> Collection[int]:

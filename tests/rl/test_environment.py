@@ -57,6 +57,7 @@ def test_lightning_leaves_a_batch_as_it_is(tokenizer: Tokenizer) -> None:
     prompts = batch(tokenizer, {"equal": equal})
     assert move_data_to_device(prompts, "cpu") is prompts
     assert len(prompts) == 1
+    assert prompts.names == ("equal",)
 
 
 @pytest.mark.parametrize(
