@@ -6,6 +6,7 @@ to end. Keys and values lie in blocks, which a text takes as it grows and gives 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -36,6 +37,36 @@ class Step(NamedTuple):
     tokens: dict[int, int]
     finished: dict[int, Completion]
     preempted: list[int]
+
+
+class _OpenStep(NamedTuple):
+    """A step whose texts have their tokens, while it is not yet known of all of them whether they end.
+
+    Attributes:
+        step: what is known.
+        undecided: the other texts.
+    """
+
+    step: Step
+    undecided: deque[Request]
+
+    def close(self) -> Step:
+        """Find the texts that end. After an error this goes on with the same text."""
+        while self.undecided:
+            request = self.undecided[0]
+            if (completion := request.ended()) is not None:
+                self.step.finished[request.number] = completion
+            self.undecided.popleft()
+        return self.step
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that was cancelled."""
+        self.step.tokens.pop(request.number, None)
+        self.step.finished.pop(request.number, None)
+        if request.number in self.step.preempted:
+            self.step.preempted.remove(request.number)
+        if request in self.undecided:
+            self.undecided.remove(request)
 
 
 class DynamicEngine:
@@ -83,6 +114,9 @@ class DynamicEngine:
         self._requests: dict[int, Request] = {}
         self._count = 0
         self._seeds: Generator | None = None
+        # Kept after an error: the step that it stopped, and the completions that `run` has not returned.
+        self._open: _OpenStep | None = None
+        self._ended: dict[int, Completion] = {}
         self.suspended = False
 
     def add(
@@ -147,7 +181,12 @@ class DynamicEngine:
         """
         if number not in self._requests:
             raise DataError(f"there is no request {number}, or it has ended.")
-        self._schedule.end(self._requests.pop(number))
+        request = self._requests.pop(number)
+        self._schedule.end(request)
+        if not self._requests:
+            self._open = None
+        if self._open is not None:
+            self._open.leave(request)
 
     @property
     def unfinished(self) -> list[int]:
@@ -161,18 +200,29 @@ class DynamicEngine:
 
         Raises:
             ConfigurationError: the engine is suspended.
-            Exception: what the forward pass or a ``stop`` raises. All texts then begin again in the next step.
+            Exception: what the forward pass raises: all texts then begin again in the next step. Or what a ``stop``
+                raises: the next step asks it again, and returns what this one did. Cancel the request to go on without.
         """
         if self.suspended:
             raise ConfigurationError("the engine is suspended and has no cache; call resume() first.")
         if not another(self._model, bool(self._requests)):
             return None
-        if not self._requests:
+        if self._requests and self._open is None:
+            self._open = self._pass()
+        elif isinstance(self._model, ParallelGPT) and self._model.shares_experts:
             # Another replica needs the experts that this one holds.
-            assert isinstance(self._model, ParallelGPT)
             with evaluating(self._model):
                 self._model.accompany()
+        if self._open is None:
             return Step({}, {}, [])
+        step = self._open.close()
+        self._open = None
+        for number in step.finished:
+            self._schedule.end(self._requests.pop(number))
+        return step
+
+    def _pass(self) -> _OpenStep:
+        """Run a forward pass, and give each text that is ready its next token."""
         schedule = self._schedule
         counts, preempted = schedule.plan()
         slots = [request.slot for request in counts if request.slot is not None]
@@ -185,19 +235,16 @@ class DynamicEngine:
             # A part of a prompt has no next token yet.
             ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
             requests = [request for request in counts if not schedule.unread(request)]
-            step = Step({}, {}, [request.number for request in preempted])
-            for request, token, log_prob in zip(requests, *_chosen(requests, logits, ready), strict=True):
-                step.tokens[request.number] = token
-                completion = request.take(token, log_prob)
-                if completion is not None:
-                    step.finished[request.number] = completion
-                    schedule.end(self._requests.pop(request.number))
+            chosen = _chosen(requests, logits, ready)
         except BaseException:
-            # Out of memory, or stopped by the user: some layers have the new tokens, others do not, or some texts lack
-            # the token that follows what has run.
+            # Out of memory, or stopped by the user: some layers have the new tokens, others do not.
             schedule.preempt_all()
             raise
-        return step
+        step = Step({}, {}, [request.number for request in preempted])
+        for request, token, log_prob in zip(requests, *chosen, strict=True):
+            request.take(token, log_prob)
+            step.tokens[request.number] = token
+        return _OpenStep(step, deque(requests))
 
     def __iter__(self) -> Iterator[Step]:
         """Step until no request is left; requests may be added meanwhile."""
@@ -205,10 +252,13 @@ class DynamicEngine:
             yield step
 
     def run(self) -> dict[int, Completion]:
-        """Step until no request is left; return the completions by the numbers of their requests."""
-        found: dict[int, Completion] = {}
+        """Step until no request is left; return the completions by the numbers of their requests.
+
+        After an error, the next call returns those that ended before it, too.
+        """
         for step in self:
-            found |= step.finished
+            self._ended |= step.finished
+        found, self._ended = self._ended, {}
         return dict(sorted(found.items()))
 
     def suspend(self) -> None:

@@ -59,14 +59,17 @@ class Request:
     log_probs: list[float] | None = None
     slot: int | None = None
 
-    def take(self, token: int, log_prob: float | None) -> Completion | None:
-        """Add the next token; return the completion if that ends it."""
+    def take(self, token: int, log_prob: float | None) -> None:
+        """Add the next token."""
         self.tokens.append(token)
         if self.log_probs is not None and log_prob is not None:
             self.log_probs.append(log_prob)
+
+    def ended(self) -> Completion | None:
+        """Return the completion if the newest token ends it."""
         new = self.tokens[self.prompt_length :]
         reason: Reason | None = None
-        if token in self.ends:
+        if new[-1] in self.ends:
             reason = "end"
         elif self.stop is not None and self.stop(new):
             reason = "stop"

@@ -11,6 +11,7 @@ import torch
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference import Completion, DynamicEngine, Sampling, Step, generate
+from megalight.inference.request import Stop
 from megalight.models.gpt import GPT, MambaConfig
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
@@ -171,25 +172,82 @@ def test_texts_begin_again_after_an_error_in_a_forward_pass(monkeypatch: pytest.
     assert tokens_of(engine.run()) == alone(model)
 
 
-def test_texts_begin_again_after_an_error_in_a_stop() -> None:
-    model = build("hybrid")
-    prompts = [[5, 6, 7], [8], [9, 10]]
-    expected = [generate(model, [prompt], max_new_tokens=6, temperature=0)[0] for prompt in prompts]
-    engine = DynamicEngine(model, num_blocks=40, block_size=3)
-    errors = [ZeroDivisionError()]
+def raising(length: int, times: int = 1) -> Stop:
+    """Ends no text, and raises so many times where one has ``length`` new tokens."""
+    errors = [ZeroDivisionError()] * times
 
     def stop(new: Sequence[int]) -> bool:
-        if len(new) == 2 and errors:
+        if len(new) == length and errors:
             raise errors.pop()
         return False
 
-    for prompt in prompts:
-        engine.add(prompt, max_new_tokens=6, sampling=GREEDY, stop=stop)
-    engine.step()
+    return stop
+
+
+@pytest.mark.parametrize("length", [2, 6])
+def test_nothing_is_lost_by_an_error_in_a_stop(length: int) -> None:
+    model = build("hybrid")
+    prompts = [[5, 6, 7], [8], [9, 10]]
+    options: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "max_new_tokens": 6}
+    expected = [
+        generate(model, [prompt], generator=torch.Generator().manual_seed(seed), **options)[0]
+        for seed, prompt in enumerate(prompts)
+    ]
+    engine = DynamicEngine(model, num_blocks=40, block_size=3)
+    # 3 ends in the first step, 0 in the step of the error, before it
+    news = [length, 6, 6, 1]
+    for seed, (prompt, new) in enumerate(zip([*prompts, [1]], news, strict=True)):
+        stop = raising(length, 2) if seed == 1 else None
+        engine.add(prompt, max_new_tokens=new, sampling=DRAWN, seed=seed, stop=stop)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            engine.run()
+        assert engine.unfinished == [0, 1, 2]
+    found = engine.run()
+    assert [found[number].tokens for number in range(3)] == [expected[0][:length], *expected[1:]]
+    assert sorted(found) == [0, 1, 2, 3]
+    assert engine.run() == {}
+    assert engine.blocks.free == 40
+
+
+def test_the_step_after_an_error_in_a_stop_says_what_the_first_did() -> None:
+    model = build()
+    engine = DynamicEngine(model, num_blocks=40)
+    engine.add([5, 6, 7], max_new_tokens=1, sampling=GREEDY)
+    engine.add([8], max_new_tokens=6, sampling=GREEDY, stop=raising(1, 99))
+    engine.add([9, 10], max_new_tokens=1, sampling=GREEDY)
+    engine.add([11], max_new_tokens=1, sampling=GREEDY)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    first, second = [generate(model, [prompt], max_new_tokens=1, temperature=0)[0] for prompt in ([5, 6, 7], [9, 10])]
+    engine.cancel(1)
+    engine.cancel(3)
+    done = {0: Completion(first, None, "length"), 2: Completion(second, None, "length")}
+    assert engine.step() == Step({0: first[0], 2: second[0]}, done, [])
+    assert engine.step() is None
+    engine.add([8], max_new_tokens=6, sampling=GREEDY, stop=raising(1))
     with pytest.raises(ZeroDivisionError):
         engine.step()
+    engine.cancel(4)
+    engine.add([5, 6, 7], max_new_tokens=1, sampling=GREEDY)
+    assert engine.step() == Step({5: first[0]}, {5: done[0]}, [])
     assert engine.blocks.free == 40
-    assert [completion.tokens for completion in engine.run().values()] == expected
+
+
+def test_a_suspended_engine_keeps_the_step_of_an_error_in_a_stop() -> None:
+    model = build()
+    engine = DynamicEngine(model, num_blocks=40)
+    engine.add([5, 6, 7], max_new_tokens=1, sampling=GREEDY)
+    engine.add([8], max_new_tokens=4, sampling=GREEDY, stop=raising(1))
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.suspend()
+    assert engine.blocks.free == 40
+    engine.resume()
+    expected = [generate(model, [prompt], max_new_tokens=4, temperature=0)[0] for prompt in ([5, 6, 7], [8])]
+    assert tokens_of(engine.run()) == [expected[0][:1], expected[1]]
+    assert engine.blocks.free == 40
 
 
 def test_a_cancelled_request_gives_its_blocks_back() -> None:

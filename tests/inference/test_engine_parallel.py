@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import megalight
-from megalight.inference import DynamicEngine, ParallelGPT, Sampling, generate
+from megalight.inference import Completion, DynamicEngine, ParallelGPT, Sampling, generate
 from megalight.nn.init import initialize
+from tests.inference.test_engine import raising
 from tests.inference.test_generate_parallel import LAYOUTS, PROMPTS, divided, one_device
 from tests.parallel.expert.model import build
 from tests.workers import run
@@ -55,22 +56,32 @@ def test_every_rank_gets_the_completions_of_one_device(name: str, ranks: int, op
 REQUESTS = [([[5, 6, 7], [8]], 3), ([[9, 10, 11, 12, 13]], 9)]
 
 
-def _each(degrees: dict[str, int]) -> tuple[int, list[list[int]], int]:
+def _each(degrees: dict[str, int], error: bool) -> tuple[int, list[list[int]], int]:
     root = build().double().to("meta")
     split = megalight.parallelize(root, seed=3, fill=True, **degrees)
     replica, engine = split.mesh.rank("dp"), DynamicEngine(ParallelGPT(split), num_blocks=8, block_size=3)
     prompts, count = REQUESTS[replica]
+    stop = raising(2) if error and replica == 0 else None
     for prompt in prompts:
-        engine.add(prompt, max_new_tokens=count, sampling=Sampling(temperature=0))
-    steps = list(engine)
-    done = {number: completion for step in steps for number, completion in step.finished.items()}
-    return replica, [completion.tokens for _, completion in sorted(done.items())], len(steps)
+        engine.add(prompt, max_new_tokens=count, sampling=Sampling(temperature=0), stop=stop)
+    done: dict[int, Completion] = {}
+    steps = 0
+    while True:
+        try:
+            if (step := engine.step()) is None:
+                break
+            done |= step.finished
+        except ZeroDivisionError:
+            assert error
+        steps += 1
+    return replica, [completion.tokens for _, completion in sorted(done.items())], steps
 
 
-def test_replicas_that_share_experts_step_together() -> None:
+@pytest.mark.parametrize("error", [False, True])
+def test_replicas_that_share_experts_step_together(error: bool) -> None:
     whole = build().double()
     initialize(whole, 3, "model.")
-    for replica, found, steps in run(_each, 2, {"expert_parallel": 2}):
+    for replica, found, steps in run(_each, 2, {"expert_parallel": 2}, error):
         prompts, count = REQUESTS[replica]
         assert found == [generate(whole, [prompt], max_new_tokens=count, temperature=0)[0] for prompt in prompts]
         assert steps == 9

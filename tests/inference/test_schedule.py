@@ -47,8 +47,10 @@ def test_every_request_ends_whoever_comes_when(requests, sizes):
         assert len(plan.counts) == min(len(schedule.running), step_tokens)
         schedule.cache.extend([request.slot for request in plan.counts], list(plan.counts.values()), "cpu")
         for request in plan.counts:
-            if not schedule.unread(request) and request.take(0, None):
-                schedule.end(request)
-                left -= 1
+            if not schedule.unread(request):
+                request.take(0, None)
+                if request.ended():
+                    schedule.end(request)
+                    left -= 1
     assert blocks.free == count
     assert schedule.cache.lengths == [0] * slots
