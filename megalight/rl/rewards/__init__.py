@@ -1,0 +1,6 @@
+"""Rewards that data modules of prompts can be given by name; any function of an answer and a row is one, too."""
+
+from megalight.rl.rewards.countdown import Countdown as Countdown
+from megalight.rl.rewards.final_answer import FinalAnswer as FinalAnswer
+from megalight.rl.rewards.overlong import SoftOverlong as SoftOverlong
+from megalight.rl.rewards.pattern import Pattern as Pattern
