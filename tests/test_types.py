@@ -100,18 +100,22 @@ def test_documents_that_do_not_fill_the_rows(documents: tuple[tuple[int, ...], .
 
 def test_split_is_views_of_all_rows_in_order() -> None:
     whole = batch(5, 3, ((3,), (1, 2), (3,), (2, 1), (3,)))
+    whole = replace(whole, columns={"prices": 2.0 * whole.labels})
     parts = whole.split(2)
     assert [len(part) for part in parts] == [2, 2, 1]
     assert torch.equal(torch.cat([part.tokens for part in parts]), whole.tokens)
     assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
     assert [part.document_lengths for part in parts] == [((3,), (1, 2)), ((3,), (2, 1)), ((3,),)]
     assert parts[1].tokens.data_ptr() == whole.tokens[2:].data_ptr()
+    assert all(torch.equal(part.columns["prices"], 2.0 * part.labels) for part in parts)
     check(parts[1].sequences, [3, 2, 1])
 
 
 def test_batches_move() -> None:
-    moved = batch(2, 3, ((3,), (1, 2))).to("meta")
+    whole = batch(2, 3, ((3,), (1, 2)))
+    moved = replace(whole, columns={"prices": whole.loss_mask}).to("meta")
     assert {moved.tokens.device.type, moved.labels.device.type, moved.loss_mask.device.type} == {"meta"}
+    assert moved.columns["prices"].is_meta
     assert moved.document_lengths == ((3,), (1, 2))
 
 
@@ -123,7 +127,8 @@ def test_page_locked_copies_and_equal_descriptions_on_the_device() -> None:
     assert pinned.cu_seqlens.is_pinned()
     assert pinned.positions.is_pinned()
     assert pinned.keys.positions.is_pinned()
-    held = batch(2, 3).pin_memory()
+    held = replace(batch(2, 3), columns={"prices": torch.ones(2, 3)}).pin_memory()
+    assert held.columns["prices"].is_pinned()
     assert held.tokens.is_pinned()
     assert held.labels.is_pinned()
     assert held.loss_mask.is_pinned()

@@ -70,7 +70,8 @@ def test_batches(batch: int, length: int, size: int, multiple: int, documents: b
     assume(length >= 2 * size + 3)
     tokens = torch.arange(batch * length).view(batch, length) + 1
     mask = (tokens % 5 > 0).float()
-    whole = TokenBatch(tokens, 2 * tokens, mask, ((3, length - 3),) * batch if documents else None)
+    cut = ((3, length - 3),) * batch if documents else None
+    whole = TokenBatch(tokens, 2 * tokens, mask, cut, columns={"prices": 0.5 * tokens})
     seen = []
     for rank in range(size):
         share = whole.context_share(rank, size, multiple)
@@ -82,6 +83,7 @@ def test_batches(batch: int, length: int, size: int, multiple: int, documents: b
         assert share.tokens.numel() == share.sequences.num_tokens
         real = share.tokens > 0
         assert torch.equal(share.labels, 2 * share.tokens)
+        assert torch.equal(share.columns["prices"], 0.5 * share.tokens)
         assert torch.equal(share.loss_mask[real], (share.tokens[real] % 5 > 0).float())
         assert not share.loss_mask[~real].any()
         offset = torch.tensor([0, 3])[(((share.tokens[real] - 1) % length) >= 3).long()] if documents else 0

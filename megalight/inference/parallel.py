@@ -177,6 +177,11 @@ class ParallelGPT(nn.Module):
         """Whether several replicas share experts, so that these must run equally often."""
         return self._coupling is not None
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the first rank of its replica."""
+        return self.mesh.global_rank == self.mesh.ranks(*REPLICA_AXES)[0]
+
     def every(self, flag: bool) -> bool:
         """Return whether the flag is set on all ranks of the replica."""
         group = self.mesh.group(*REPLICA_AXES)

@@ -24,7 +24,7 @@ class Task:
     """
 
     prompt: tuple[int, ...]
-    row: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict[str, Any])
     number: int = 0
 
 

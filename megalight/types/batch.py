@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -38,6 +39,7 @@ class TokenBatch:
         rows: ``[M]`` int64: which of all tokens, laid end to end, count in the loss, so that a model can skip others
             behind its last mixer; see :meth:`with_rows`. None: unknown, or all or none do. A share has none.
         row_counts: how many each sample has, on the host; empty if unknown.
+        columns: name -> ``[B, S]``: what else is known of each label, such as its reward. A share has 0 for padding.
 
     Who lets more tokens count, by another loss mask, leaves out ``rows`` and ``row_counts``.
     """
@@ -53,6 +55,7 @@ class TokenBatch:
     taught: TopTokens | BaseStates | None = field(default=None, kw_only=True)
     rows: Tensor | None = field(default=None, kw_only=True)
     row_counts: tuple[int, ...] = field(default=(), kw_only=True)
+    columns: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -112,6 +115,7 @@ class TokenBatch:
                     None if documents is None else documents[part],
                     axis_positions=None if axes is None else axes[part],
                     taught=None if self.taught is None else self.taught.each(operator.itemgetter(part)),
+                    columns=self._each_column(operator.itemgetter(part)),
                 ),
             )
             for part in parts
@@ -156,6 +160,7 @@ class TokenBatch:
             taught=None,
             rows=None,
             row_counts=(),
+            columns={},
         )
 
     def context_share(self, rank: int, size: int, multiple: int = 1, ahead: int = 0) -> TokenBatch:
@@ -195,7 +200,7 @@ class TokenBatch:
 
         # shifted before the cut: a share's next token may be the first of another share
         later = tuple(cut(self.shifted(by)) for by in range(1, ahead + 1))
-        return replace(cut(self), later=later, places=places, taught=taught)
+        return replace(cut(self), later=later, places=places, taught=taught, columns=self._each_column(take))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """Copy to ``device``. Copies from page-locked memory never make the host wait."""
@@ -214,6 +219,7 @@ class TokenBatch:
             if self.taught is None
             else self.taught.each(lambda rows: rows.to(device, non_blocking=non_blocking)),
             rows=None if self.rows is None else self.rows.to(device, non_blocking=non_blocking),
+            columns=self._each_column(lambda column: column.to(device, non_blocking=non_blocking)),
         )
 
     def pin_memory(self) -> TokenBatch:
@@ -229,4 +235,8 @@ class TokenBatch:
             axis_positions=None if self.axis_positions is None else self.axis_positions.pin_memory(),
             taught=None if self.taught is None else self.taught.each(Tensor.pin_memory),
             rows=None if self.rows is None else self.rows.pin_memory(),
+            columns=self._each_column(Tensor.pin_memory),
         )
+
+    def _each_column(self, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        return {name: change(column) for name, column in self.columns.items()}

@@ -1,0 +1,188 @@
+"""GRPO as a LightningModule: answers are drawn, scored and compared, and the policy learns from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from torch import Tensor
+
+from megalight.errors import ConfigurationError, DataError
+from megalight.models.config import require_choice
+from megalight.models.distillation import Layout
+from megalight.models.gpt.config import GPTConfig
+from megalight.models.gpt.module import GPTModule
+from megalight.models.module import Carry
+from megalight.models.packing import masked_sum
+from megalight.models.saved import Keys
+from megalight.optim import AdamConfig
+from megalight.parallel.coupling import contents, emptied, is_empty
+from megalight.parallel.frozen import FrozenModel
+from megalight.rl.advantages import Scale
+from megalight.rl.environment import PromptBatch
+from megalight.rl.loss import PolicyLoss, divergence
+from megalight.rl.policy import Policy
+from megalight.rl.rollouts import Rollouts, Trajectory, roll_out
+from megalight.rl.rows import ADVANTAGES, COUNTS, DRAWN, ENDS, PER_TOKEN, pack_trajectories
+from megalight.types import Loss, TokenBatch, WithResults
+from megalight.types.results import opened
+
+REFERENCE = "reference"
+"""Name of the reference policy among the frozen models of a run."""
+
+
+class GRPOModule(GPTModule):
+    """Trains a GPT on rewards, with group relative policy optimization (https://arxiv.org/abs/2402.03300).
+
+    A batch is a :class:`~megalight.rl.environment.PromptBatch`: this replica's share of the prompts of a step. Before
+    the step, the policy draws a group of answers to each, in the layout in which it trains. The environment scores
+    them, and the step trains on them, packed into rows: ``micro_batch_size`` counts rows.
+
+    Args:
+        config: the policy; see :class:`~megalight.models.gpt.module.GPTModule`.
+        optimizer: settings of Adam, parameter groups and learning-rate schedule.
+        seed: seed of the initial weights, and of draws. They are the same in every layout, up to rounding.
+        weights: a checkpoint, a run's folder, or a ``transformers`` folder to start from.
+        weights_keys: see :class:`~megalight.models.family.module.FamilyModule`.
+        rollouts: how answers are drawn.
+        loss: what the policy learns from them.
+        advantages: ``group`` or ``none``: see :func:`~megalight.rl.advantages.group_advantages`.
+        reference: a checkpoint, a run's folder, or a ``transformers`` folder with the reference policy, for
+            ``loss.kl``. None: ``weights``. It is in no checkpoint.
+        reference_layout: its own layout, over the same ranks.
+
+    Logs, besides those of :class:`~megalight.models.module.MegalightModule`, in training and validation:
+        train_reward: mean reward of answers. ``train_reward_<name>``: that of one reward, before its weight.
+        train_group_std: mean standard deviation of the rewards in a group. Groups without any teach nothing.
+        train_answer_tokens: mean number of tokens of an answer.
+        train_truncated: how many answers were cut off.
+        train_entropy: mean of ``-log p`` of the tokens of answers, in nats.
+        train_clipped: how many tokens are clipped.
+        train_drift: mean divergence of the policy that drew from the one that trains, in nats: rounding, unless
+            weights changed in between.
+        train_kl: mean divergence from the reference, with ``loss.kl``.
+
+    Raises:
+        ConfigurationError: the model has dropout or multi-token prediction, or there is no reference for ``loss.kl``.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig | str | None = None,
+        optimizer: AdamConfig | None = None,
+        seed: int = 1234,
+        weights: str | os.PathLike[str] | None = None,
+        weights_keys: Keys = "strict",
+        rollouts: Rollouts | None = None,
+        loss: PolicyLoss | None = None,
+        advantages: Scale = "group",
+        reference: str | os.PathLike[str] | None = None,
+        reference_layout: Layout | None = None,
+    ) -> None:
+        super().__init__(config, optimizer, seed, weights, weights_keys)
+        self.rollouts = rollouts or Rollouts()
+        self.policy_loss = loss or PolicyLoss()
+        require_choice("advantages", advantages, get_args(Scale))
+        self.advantages: Scale = advantages
+        self.reference_layout = reference_layout or Layout()
+        self._reference: GPTModule | None = None
+        self._check()
+        if self.policy_loss.kl:
+            folder = self.weights if reference is None else reference
+            if folder is None:
+                raise ConfigurationError(
+                    "loss.kl compares with a reference policy, and there is none: give its folder (reference, or "
+                    "weights to begin with), or set loss.kl to 0."
+                )
+            self._reference = GPTModule(weights=folder)
+            if self._reference.config.vocab_size != self.config.vocab_size:
+                raise ConfigurationError(
+                    f"the reference in {folder} has vocab_size={self._reference.config.vocab_size}, and the policy has "
+                    f"{self.config.vocab_size}: their probabilities cannot be compared. Use a reference with the "
+                    "policy's tokenizer."
+                )
+        elif reference is not None:
+            raise ConfigurationError("reference has no effect while loss.kl is 0; set loss.kl, or leave it out.")
+
+    def _check(self) -> None:
+        if self.config.num_depths:
+            raise ConfigurationError("mtp is set: a policy predicts one token at a time. Set config.mtp to null.")
+        dropout = self.config.dropout
+        if any(vars(dropout).values()):
+            raise ConfigurationError(
+                f"the model has dropout ({dropout}), so that it would train with other probabilities than it draws "
+                "with. Set config.dropout to 0."
+            )
+
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """Return the reference policy, if there is one."""
+        if self.distiller is not None:
+            raise ConfigurationError("GRPOModule has rewards and no teacher; remove the callback Distillation.")
+        if self._reference is None:
+            return {}
+        declared = self.reference_layout.declare(
+            task=self._reference, source=self._reference.initial_weights(), for_last_stage=True
+        )
+        return {REFERENCE: declared}
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Replace prompts by answers to them, which are drawn now. Other batches are left as they are."""
+        prompts = contents(batch)
+        if not isinstance(prompts, PromptBatch):
+            return batch
+        answers = self.answers(prompts)
+        return emptied(answers) if is_empty(batch) else answers
+
+    def answers(self, prompts: PromptBatch) -> TokenBatch:
+        """Draw and score answers; return them as rows to train on. All ranks of a replica call this together."""
+        trainer = self._trainer
+        policy = Policy(self.model, None if trainer is None else trainer.strategy)
+        trains = trainer is None or trainer.training
+        size = self.rollouts.group_size if trains else self.rollouts.validation_size
+        # In validation the same draws each time, so that only the policy changes.
+        seed = f"{self.seed}/{self.global_step}" if trains else f"{self.seed}/validation"
+        groups = roll_out(policy, prompts, self.rollouts, size, seed)
+        self.on_answers(groups)
+        return pack_trajectories(
+            groups,
+            prompts.names,
+            self.policy_loss,
+            self.rollouts,
+            scale=self.advantages,
+            longest=self.config.max_sequence_length,
+            dtype=policy.dtype,
+        )
+
+    def on_answers(self, groups: list[list[Trajectory]]) -> None:
+        """Called with the answers to each prompt, on all ranks of the replica, before they are trained on."""
+
+    def loss_step(self, carry: Carry, batch: TokenBatch | WithResults) -> Loss:
+        """Return the policy's loss; see :class:`~megalight.rl.loss.PolicyLoss`."""
+        rows, results = opened(batch)
+        if DRAWN not in rows.columns:
+            raise DataError(
+                "the batch has no answers: GRPOModule trains on prompts, a PromptBatch. Use PromptDataModule."
+            )
+        columns = {name: column.flatten() for name, column in rows.columns.items()}
+        mask = rows.loss_mask.flatten()
+        log_probs = -carry["losses"][: len(mask)]
+        losses, clipped = self.policy_loss(log_probs, columns[DRAWN].to(log_probs), columns[ADVANTAGES].to(log_probs))
+        drawn = (mask != 0).to(log_probs)
+        tokens = drawn.sum()
+        ends = columns[ENDS].sum()
+        metrics = {name: (column.sum(), ends) for name, column in columns.items() if name not in PER_TOKEN}
+        now = log_probs.detach()
+        each = {"entropy": -now, "clipped": clipped, "drift": divergence(columns[DRAWN].to(now), now)}
+        if REFERENCE in results:
+            theirs = -results[REFERENCE]["losses"]
+            places = rows.places
+            apart = divergence(log_probs, (theirs[: len(mask)] if places is None else theirs[places]).to(log_probs))
+            losses = losses + self.policy_loss.kl * apart
+            each["kl"] = apart.detach()
+        metrics |= {name: ((values * drawn).sum(), tokens) for name, values in each.items()}
+        return Loss(masked_sum(losses, mask), metrics=metrics)
+
+    def loss_tokens(self, batch: TokenBatch) -> Tensor:
+        """Return what the tokens of answers count in all."""
+        return batch.columns[COUNTS].sum()

@@ -1,0 +1,124 @@
+"""Answers of a policy to prompts, drawn and scored."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalight.errors import ConfigurationError
+from megalight.inference import Completion, DynamicEngine
+from megalight.inference.text import BLOCK_SIZE
+from megalight.parallel.trace import span
+from megalight.rl.environment import PromptBatch, Score, Task
+from megalight.rl.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """How answers are drawn: from the policy itself, at temperature 1.
+
+    Attributes:
+        group_size: answers to each prompt, which are compared with each other.
+        max_new_tokens: tokens of the longest answer.
+        validation_size: answers to each prompt in validation.
+        cache_tokens: tokens for which the cache of a replica has room. None: as many as its answers can use. With
+            less, answers wait for each other.
+        max_sequences: answers that are drawn at a time.
+        step_tokens: tokens of a forward pass.
+
+    Raises:
+        ConfigurationError: a value is below 1, or the group has one answer, which has nothing to be compared with.
+    """
+
+    group_size: int = 8
+    max_new_tokens: int = 256
+    validation_size: int = 1
+    cache_tokens: int | None = None
+    max_sequences: int = 64
+    step_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2:
+            raise ConfigurationError(
+                f"group_size is {self.group_size}; it must be at least 2, as answers to a prompt are compared."
+            )
+        for name in ("max_new_tokens", "validation_size", "max_sequences", "step_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
+            raise ConfigurationError(f"cache_tokens is {self.cache_tokens}; it must be at least {BLOCK_SIZE}.")
+
+    def limit(self, prompt: Sequence[int], longest: int) -> int:
+        """Return how long an answer to a prompt may be, for a model of ``longest`` tokens."""
+        return max(1, min(self.max_new_tokens, longest - len(prompt)))
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A prompt and an answer.
+
+    Attributes:
+        task: the prompt.
+        completion: the answer, with the log-probabilities of its tokens.
+        score: what it is worth.
+    """
+
+    task: Task
+    completion: Completion
+    score: Score
+
+
+def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int, seed: str) -> list[list[Trajectory]]:
+    """Draw ``size`` answers to each prompt, and score them. All ranks of a replica call this together.
+
+    The draws follow from ``seed`` and the number of the prompt, so they do not depend on the layout.
+    """
+    policy.begin()
+    longest = policy.model.config.max_sequence_length
+    limits = [options.limit(task.prompt, longest) for task in prompts.tasks]
+    with span("rollouts", prompts=len(prompts.tasks)), policy.context():
+        engine = _engine(policy, prompts.tasks, limits, options, size)
+        for task, limit in zip(prompts.tasks, limits, strict=True):
+            for sample in range(size):
+                engine.add(
+                    task.prompt,
+                    max_new_tokens=limit,
+                    eos_id=prompts.ends,
+                    seed=_draw(seed, task.number, sample),
+                    log_probs=True,
+                )
+        completions = list(engine.run().values())
+        engine.suspend()
+
+    def score() -> list[Score]:
+        return [prompts.score(place // size, found.tokens, found.reason) for place, found in enumerate(completions)]
+
+    # Only once for a replica: a reward may be slow, or ask a service.
+    with span("rewards"):
+        scores = policy.once(score)
+    answers = [
+        Trajectory(prompts.tasks[i // size], *each) for i, each in enumerate(zip(completions, scores, strict=True))
+    ]
+    return [answers[first : first + size] for first in range(0, len(answers), size)]
+
+
+def _engine(
+    policy: Policy, tasks: Sequence[Task], limits: Sequence[int], options: Rollouts, size: int
+) -> DynamicEngine:
+    # Those that can be longest, all at once, in whole blocks.
+    needs = [-(-(len(task.prompt) + limit) // BLOCK_SIZE) for task, limit in zip(tasks, limits, strict=True)]
+    wanted = sum(sorted(needs * size, reverse=True)[: options.max_sequences])
+    blocks = wanted if options.cache_tokens is None else options.cache_tokens // BLOCK_SIZE
+    return DynamicEngine(
+        policy.model,
+        num_blocks=max(1, blocks),
+        block_size=BLOCK_SIZE,
+        max_sequences=options.max_sequences,
+        step_tokens=options.step_tokens,
+    )
+
+
+def _draw(seed: str, number: int, sample: int) -> int:
+    name = f"{seed}/{number}/{sample}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 2
