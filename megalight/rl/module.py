@@ -143,7 +143,10 @@ class GRPOModule(GPTModule):
         # In validation the same draws each time, so that only the policy changes.
         seed = f"{self.seed}/{self.global_step}" if trains else f"{self.seed}/validation"
         groups = roll_out(policy, prompts, self.rollouts, size, seed)
-        self.on_answers(groups)
+        self.on_answers(prompts, groups)
+        for callback in [] if trainer is None else trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "on_answers"):
+                callback.on_answers(trainer, self, prompts, groups)
         return pack_trajectories(
             groups,
             prompts.names,
@@ -154,8 +157,11 @@ class GRPOModule(GPTModule):
             dtype=policy.dtype,
         )
 
-    def on_answers(self, groups: list[list[Trajectory]]) -> None:
-        """Called with the answers to each prompt, on all ranks of the replica, before they are trained on."""
+    def on_answers(self, prompts: PromptBatch, groups: list[list[Trajectory]]) -> None:
+        """Called with the answers to each prompt, on all ranks of the replica, before they are trained on.
+
+        A callback's ``on_answers(trainer, module, prompts, groups)`` is called after it.
+        """
 
     def loss_step(self, carry: Carry, batch: TokenBatch | WithResults) -> Loss:
         """Return the policy's loss; see :class:`~megalight.rl.loss.PolicyLoss`."""

@@ -24,8 +24,11 @@ LR = 1e-2
 class Words:
     """Stands for a tokenizer: each token is a word."""
 
-    def decode_after(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
+
+    def decode_after(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        return self.decode(tokens)
 
 
 def large(answer: Answer, row: Mapping[str, Any]) -> float:
@@ -59,7 +62,7 @@ class Policy(GRPOModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=LR)
 
-    def on_answers(self, groups: Any) -> None:
+    def on_answers(self, prompts: PromptBatch, groups: Any) -> None:
         self.seen.append([[answer.completion.tokens for answer in group] for group in groups])
 
     def train_dataloader(self) -> DataLoader[Any]:
