@@ -1,0 +1,1 @@
+"""Data that a run reads on where it stopped."""
