@@ -88,7 +88,8 @@ class Environment:
         for name, weight in weights.items():
             if name not in rewards:
                 raise ConfigurationError(
-                    f"weights has {name!r}; the rewards are {', '.join(map(repr, rewards))}.{nearest(name, rewards)}"
+                    f"reward_weights has {name!r}; the rewards are {', '.join(map(repr, rewards))}."
+                    f"{nearest(name, rewards)}"
                 )
             if not math.isfinite(weight):
                 raise ConfigurationError(f"the weight of {name!r} is {weight}; it must be finite.")
@@ -96,6 +97,22 @@ class Environment:
         self.rewards = dict(rewards)
         self.weights = {name: float(weights.get(name, 1.0)) for name in rewards}
         self.ends = tuple(ends)
+
+    def check(self, place: str, row: Mapping[str, Any]) -> None:
+        """Let rewards that have a method ``check`` refuse a row, before work starts.
+
+        Args:
+            place: where the row stands, for messages.
+            row: the row.
+
+        Raises:
+            DataError: one refuses it.
+        """
+        for name, reward in self.rewards.items():
+            try:
+                getattr(reward, "check", _accepts)(row)
+            except DataError as error:
+                raise DataError(f"{place}, for the reward {name!r}: {error}") from error
 
     def score(self, task: Task, tokens: Sequence[int], reason: Reason) -> Score:
         """Return what the completion of a task's prompt is worth.
@@ -149,6 +166,10 @@ class PromptBatch:
     def score(self, place: int, tokens: Sequence[int], reason: Reason) -> Score:
         """Return what a completion of the prompt ``tasks[place]`` is worth; see :meth:`Environment.score`."""
         return self.environment.score(self.tasks[place], tokens, reason)
+
+
+def _accepts(row: Mapping[str, Any]) -> None:
+    """Refuse no row."""
 
 
 def check_reward(name: str, reward: Any) -> None:

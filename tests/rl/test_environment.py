@@ -67,7 +67,7 @@ def test_lightning_leaves_a_batch_as_it_is(tokenizer: Tokenizer) -> None:
         ({"a": Says}, None, "'a' is <class"),
         ({"a": "tests.judge"}, None, "a reward is called with an answer and a row"),
         ({"a": lambda answer: 1.0}, None, "too many positional arguments"),
-        ({"equal": equal}, {"equals": 1.0}, "weights has 'equals'.*Did you mean 'equal'"),
+        ({"equal": equal}, {"equals": 1.0}, "reward_weights has 'equals'.*Did you mean 'equal'"),
         ({"equal": equal}, {"equal": float("nan")}, "must be finite"),
     ],
 )

@@ -75,6 +75,39 @@ def conversations(record: Any, place: str, beside: Callable[[Any], bool] | None 
     )
 
 
+def asked(record: Any, place: str, column: str | None = None) -> Conversation:
+    """Return the messages of a row to which an answer is wanted.
+
+    Args:
+        record: the row.
+        place: file and line, for messages.
+        column: where it holds them: a text, which is a user's message, or a list of messages. None: ``prompt`` if the
+            row has that, else its conversation without the last answer.
+
+    Raises:
+        DataError: the row has no such column or is no conversation, has no message before an answer, or its messages
+            end with one.
+    """
+    row = _Row(record, place)
+    if column is None and "prompt" not in row.record:
+        whole = conversations(record, place)[0]
+        answers = [index for index, message in enumerate(whole.messages) if message["role"] == "assistant"]
+        found = Conversation(whole.messages[: answers[-1]] if answers else whole.messages, whole.tools)
+    elif (key := "prompt" if column is None else column) in row.record:
+        found = Conversation(row.messages(key, "user"), row.tools())
+    else:
+        raise DataError(
+            f"{place} has no key {key!r}; it has: {', '.join(map(repr, row.record))}. Name the column of prompts."
+            f"{nearest(key, row.record)}"
+        )
+    if not found.messages or found.messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{place}: the prompt {'ends with an answer' if found.messages else 'is empty'}; its last message must be "
+            "one to which an answer is wanted."
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class _Row:
     record: Mapping[str, Any]

@@ -54,16 +54,24 @@ class Countdown:
         Raises:
             DataError: the row has no target, or no numbers.
         """
+        self.check(row)
+        equation = tags(answer.text)
+        if equation is None:
+            return 0.0
+        return 1.0 if self._reaches(equation, row[self.target], Counter(row[self.numbers])) else self.wrong
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Refuse a row that is no puzzle, before work starts.
+
+        Raises:
+            DataError: it has no target, or no numbers.
+        """
         target, numbers = row.get(self.target), row.get(self.numbers)
         if not isinstance(target, int) or not isinstance(numbers, list | tuple):
             raise DataError(
                 f"the row has {self.target!r}: {target!r} and {self.numbers!r}: {numbers!r}; Countdown needs a whole "
                 "number and a list of them. Name their columns with target and numbers."
             )
-        equation = tags(answer.text)
-        if equation is None:
-            return 0.0
-        return 1.0 if self._reaches(equation, target, Counter(numbers)) else self.wrong
 
     def _reaches(self, equation: str, target: int, numbers: Counter[int]) -> bool:
         left, equals, right = equation.partition("=")

@@ -81,6 +81,14 @@ class FinalAnswer:
             return self.missing
         return 1.0 if any(same(given, truth, self.tolerance) for truth in truths) else self.wrong
 
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Refuse a row without a right answer, before work starts.
+
+        Raises:
+            DataError: it has none.
+        """
+        self.truths(row)
+
     def truths(self, row: Mapping[str, Any]) -> list[str]:
         """Return what a row says is right.
 

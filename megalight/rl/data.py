@@ -1,0 +1,211 @@
+"""The Lightning data module of prompts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalight.data.chat.template import read_template
+from megalight.data.resumable.module import ResumableDataModule
+from megalight.data.sizes import check_sizes
+from megalight.data.splits import SPLIT, SPLITS, split_bounds
+from megalight.data.text_files import Format, find
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError
+from megalight.rl.environment import Environment, PromptBatch, Reward, Task
+from megalight.rl.prompts import Prompts, PromptWriter, TaskDataset
+from megalight.rl.sources import SUFFIXES, Row, RowSource, read_rows
+
+log = logging.getLogger(__name__)
+
+Source = str | list[str] | RowSource
+"""Rows: a file, a directory, a glob or a list of them, or what makes rows without files."""
+
+
+class PromptDataModule(ResumableDataModule):
+    """Reads prompts, and knows the rewards of answers to them. A batch is a :class:`PromptBatch` for ``GRPOModule``.
+
+    Rows are JSON lines, or rows of ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` files, also packed by gzip. A prompt
+    is a text, or a list of messages; rows of fine-tuning (``messages``, ShareGPT's, Alpaca's) are read without their
+    last answer. Rewards see the whole row.
+
+    The number of prompts in a run and the position after a resume are as in
+    :class:`~megalight.data.gpt.module.GPTDataModule`. At the end of validation, batches may have fewer prompts, or
+    none.
+
+    Args:
+        tokenizer: the policy's: a ``tokenizer.json`` file or its folder.
+        rewards: name -> reward: a class with its arguments, such as :class:`~megalight.rl.rewards.FinalAnswer`, or a
+            function of an answer and a row by its import path. Logs show their values by name.
+        global_batch_size: prompts of a batch over all data-parallel ranks.
+        reward_weights: name -> factor of the reward in the sum; 1 where there is none. 0: it is only logged.
+        data: rows, which are divided into train, validation and test by ``split``: a file, a directory, a glob, a list
+            of them, or a :class:`~megalight.rl.sources.RowSource`.
+        split: weights of train, validation and test; rows are divided in this ratio, in their order.
+        train_data: rows for training only, in the forms of ``data``; give it instead of ``data``.
+        val_data: rows for validation only.
+        test_data: rows for testing only.
+        column: where rows hold the prompt. Default: ``prompt``, or their conversation.
+        chat: whether a prompt that is a text is a user's message. If not, it is read as it stands.
+        chat_template: a Jinja file. Default: the tokenizer's own template. It is saved with the tokenizer.
+        system: a system message before the messages of each prompt.
+        begin: text with which each answer begins, as part of the prompt, such as ``<think>``.
+        max_prompt_tokens: prompts with more tokens are left out. Default: those that leave no room for an answer in
+            the model's ``max_sequence_length``.
+        format: format of all files; ``auto``: by the suffix.
+        seed: seed of the order of prompts.
+        train_samples: prompts of a pass over the training data, instead of the number the trainer needs.
+        val_samples: upper limit of validation prompts.
+        test_samples: upper limit of test prompts.
+
+    Attributes:
+        vocab_size: size of the tokenizer's vocabulary.
+
+    Raises:
+        DataError: a file is missing; in ``setup``: a row has no prompt or lacks what a reward needs, or no prompt is
+            left.
+        ConfigurationError: neither or both of ``data`` and per-split data are given, or rewards are wrong.
+        LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
+    """
+
+    units: ClassVar = "prompts"
+    advice: ClassVar = "Give a larger share of split, more rows, or rows of its own by val_data or test_data."
+
+    def __init__(
+        self,
+        *,
+        tokenizer: str,
+        rewards: dict[str, Reward],
+        global_batch_size: int,
+        reward_weights: dict[str, float] | None = None,
+        data: Source | None = None,
+        split: str = SPLIT,
+        train_data: Source | None = None,
+        val_data: Source | None = None,
+        test_data: Source | None = None,
+        column: str | None = None,
+        chat: bool = False,
+        chat_template: str | None = None,
+        system: str | None = None,
+        begin: str = "",
+        max_prompt_tokens: int | None = None,
+        format: Format = "auto",
+        seed: int = 1234,
+        train_samples: int | None = None,
+        val_samples: int | None = None,
+        test_samples: int | None = None,
+    ) -> None:
+        check_sizes(
+            global_batch_size=global_batch_size,
+            seed=seed,
+            train_samples=train_samples,
+            val_samples=val_samples,
+            test_samples=test_samples,
+        )
+        if max_prompt_tokens is not None and max_prompt_tokens < 1:
+            raise ConfigurationError(f"max_prompt_tokens is {max_prompt_tokens}; it must be at least 1.")
+        samples = (train_samples, val_samples, test_samples)
+        # All rows are in memory, so there is nothing for workers to read.
+        super().__init__(global_batch_size=global_batch_size, seed=seed, num_workers=0, samples=samples)
+        own = dict(zip(SPLITS, (train_data, val_data, test_data), strict=True))
+        separate = any(value is not None for value in own.values())
+        if (data is None) != separate:
+            raise ConfigurationError(
+                "give either data, which split divides, or some of train_data, val_data and test_data; "
+                + ("neither was given." if data is None else "both were given.")
+            )
+        self.data = data
+        self.own = own
+        self.split = split
+        self.format: Format = format
+        self.max_prompt_tokens = max_prompt_tokens
+        self.tokenizer = Tokenizer.load(tokenizer)
+        if chat_template is not None:
+            self.tokenizer.chat_template = read_template(chat_template)
+        self.writer = PromptWriter(tokenizer=self.tokenizer, column=column, chat=chat, system=system, begin=begin)
+        self.vocab_size = self.tokenizer.vocab_size
+        self.environment = Environment(self.tokenizer, rewards, reward_weights)
+        split_bounds(split, 1)  # refuses weights that are none
+        for source in (data, *own.values()):
+            if source is not None and not isinstance(source, RowSource):
+                find(_listed(source), format, SUFFIXES)  # refuses what is not there
+        self._read: dict[str, Prompts] = {}
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """Return the files of the tokenizer, which every checkpoint gets."""
+        return self.tokenizer.files()
+
+    def _build(self, name: str) -> TaskDataset | None:
+        source = self.own[name] if self.data is None else self.data
+        if source is None and name == "train":
+            raise DataError("there are no prompts to train on; give train_data.")
+        if source is None:
+            return None
+        prompts = self._prompts(name, source)
+        whole = range(len(prompts))
+        part = whole if self.data is None else split_bounds(self.split, len(prompts))[SPLITS.index(name)]
+        places = self._fitting(name, prompts, np.arange(part.start, part.stop, dtype=np.int64))
+        if not len(places):
+            if name == "train":
+                raise DataError(f"the training split holds no prompts. {self.advice}")
+            return None
+        train = name == "train"
+        log.info("%s: %d prompts of at most %d tokens", name, len(places), int(prompts.lengths[places].max()))
+        return TaskDataset(
+            prompts, places, num_samples=self._train_samples if train else None, seed=self.seed if train else None
+        )
+
+    def _prompts(self, name: str, source: Source) -> Prompts:
+        key = name if self.data is None else ""  # data that splits share is read once
+        if key not in self._read:
+            rows = _rows(source, self.format)
+            for place, row in rows:
+                self.environment.check(place, row)
+            self._read[key] = Prompts(self.writer, rows)
+            ends = {*self.environment.ends, *self.writer.ends(self._read[key].chats)}
+            if not ends:
+                log.warning("the tokenizer has no token that ends a text, so every answer has the longest length")
+            self.environment.ends = tuple(sorted(ends))
+        return self._read[key]
+
+    def _fitting(self, name: str, prompts: Prompts, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places of prompts that are not too long.
+
+        Raises:
+            DataError: none is left.
+        """
+        config = getattr(getattr(self.trainer, "lightning_module", None), "config", None)
+        longest, reason = self.max_prompt_tokens, "max_prompt_tokens"
+        room = getattr(config, "max_sequence_length", None)
+        if isinstance(room, int) and (longest is None or longest >= room):
+            longest, reason = room - 1, f"an answer needs room in the model's max_sequence_length={room}"
+        if longest is None:
+            return places
+        kept = places[prompts.lengths[places] <= longest]
+        if len(kept) < len(places):
+            said = f"{len(places) - len(kept)} of {len(places)} prompts have more than {longest} tokens ({reason})"
+            if not len(kept):
+                raise DataError(f"{name}: {said}, so none is left; give shorter prompts, or raise it.")
+            log.warning("%s: %s, and are left out", name, said)
+        return kept
+
+    def serve(self, dataset: Any, name: str) -> tuple[Any, Callable[[Sequence[Any]], Any]]:
+        """Return tasks, and what makes a batch of them."""
+        return dataset, self._batch
+
+    def _batch(self, tasks: Sequence[Task | None]) -> PromptBatch:
+        return PromptBatch([task for task in tasks if task is not None], self.environment)
+
+
+def _listed(source: str | list[str]) -> list[str]:
+    return [source] if isinstance(source, str) else list(source)
+
+
+def _rows(source: Source, form: Format) -> list[tuple[str, Row]]:
+    if isinstance(source, RowSource):
+        return [(f"{type(source).__name__} row {number}", row) for number, row in enumerate(source.rows())]
+    return read_rows(_listed(source), form)

@@ -1,0 +1,169 @@
+"""Rows as prompts: their token ids, and in which order a run reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalight.data.chat.rows import asked
+from megalight.data.chat.template import ChatTemplate
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError
+from megalight.rl.environment import Task
+from megalight.rl.sources import Row
+
+log = logging.getLogger(__name__)
+
+ENCODED = 1024
+"""Texts that are encoded together, on all cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptWriter:
+    """Writes the prompt of a row.
+
+    Attributes:
+        tokenizer: the policy's, with the template of conversations.
+        column: where rows hold the prompt: a text or a list of messages. None: ``prompt`` if a row has it, else its
+            conversation without the last answer.
+        chat: whether a text is a user's message, for the template. If not, it is the prompt as it stands.
+        system: a system message before others; for the template, too.
+        begin: text with which each answer begins, as part of the prompt: ``<think>``.
+    """
+
+    tokenizer: Tokenizer
+    column: str | None = None
+    chat: bool = False
+    system: str | None = None
+    begin: str = ""
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The template of conversations.
+
+        Raises:
+            DataError: there is none, or it has a syntax error.
+        """
+        return ChatTemplate.of(self.tokenizer)
+
+    def ends(self, chats: bool) -> tuple[int, ...]:
+        """Return the tokens that end an answer: the end of a document, and of a message if there are ``chats``."""
+        document = () if self.tokenizer.eod_id is None else (self.tokenizer.eod_id,)
+        return tuple(dict.fromkeys([*document, *(self.chat_template.ends(self.tokenizer) if chats else ())]))
+
+    def text(self, place: str, row: Row) -> tuple[str, bool]:
+        """Return the text of a prompt, and whether the template wrote it.
+
+        Raises:
+            DataError: the row has no prompt.
+            ConfigurationError: ``system`` is given, and the prompt is no conversation.
+        """
+        given = row.get("prompt" if self.column is None else self.column)
+        if isinstance(given, str) and not self.chat:
+            if self.system is not None:
+                raise ConfigurationError(
+                    f"{place} has a text as its prompt, and system is a message of a conversation. Set chat to true, "
+                    "so that the text is a user's message, or leave system out."
+                )
+            return given + self.begin, False
+        found = asked(row, place, self.column)
+        messages = found.messages if self.system is None else [_system(self.system), *found.messages]
+        try:
+            return self.chat_template.render(messages, found.tools, answer=True) + self.begin, True
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+
+    def ids(self, texts: Sequence[tuple[str, bool]]) -> Iterator[list[int]]:
+        """Yield the ids of texts. Those that no template wrote begin as texts of ``transformers`` do (Llama: BOS)."""
+        for first in range(0, len(texts), ENCODED):
+            part = texts[first : first + ENCODED]
+            for (_, chat), ids in zip(part, self.tokenizer.encode_batch([text for text, _ in part]), strict=True):
+                yield ids if chat else [*self.tokenizer.start, *ids]
+
+
+def _system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
+class Prompts:
+    """Prompts in memory, in the order of their rows.
+
+    Attributes:
+        rows: of each prompt.
+        tokens: of all prompts, end to end.
+        bounds: ``[n + 1]``: where each begins.
+        chats: whether a template wrote any of them.
+    """
+
+    def __init__(self, writer: PromptWriter, rows: Iterable[tuple[str, Row]]) -> None:
+        placed = list(rows)
+        texts = [writer.text(place, row) for place, row in placed]
+        ids = list(writer.ids(texts))
+        for (place, _), each in zip(placed, ids, strict=True):
+            if not each:
+                raise DataError(f"{place}: the prompt is empty; an answer needs at least one token before it.")
+        self.rows = [row for _, row in placed]
+        self.chats = any(chat for _, chat in texts)
+        self.bounds = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        self.tokens = np.fromiter((token for each in ids for token in each), np.int32, int(self.bounds[-1]))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of tokens of each prompt, ``[n]``."""
+        return np.diff(self.bounds)
+
+    def __getitem__(self, place: int) -> tuple[tuple[int, ...], Row]:
+        return tuple(self.tokens[self.bounds[place] : self.bounds[place + 1]].tolist()), self.rows[place]
+
+
+class TaskDataset:
+    """The tasks of a split. Every pass has the same prompts, in an order of its own that follows from seed and pass.
+
+    Args:
+        prompts: all prompts.
+        places: those of the split.
+        num_samples: number of tasks needed; passes are repeated as often as this takes. None: one pass.
+        seed: seed of the order; None: that of the rows.
+
+    Attributes:
+        order: hash of everything that the order depends on.
+    """
+
+    def __init__(
+        self, prompts: Prompts, places: NDArray[np.int64], *, num_samples: int | None = None, seed: int | None = None
+    ) -> None:
+        self.prompts, self.places, self.seed = prompts, places, seed
+        passes = 1 if num_samples is None else max(1, -(-num_samples // len(places)))
+        self._length = passes * len(places)
+        digest = hashlib.blake2b(f"{seed}/{len(prompts)}".encode(), digest_size=16)
+        for array in (prompts.tokens, prompts.bounds, places):
+            digest.update(array.tobytes())
+        self.order = digest.hexdigest()
+        # Two passes: a batch may reach into the next one.
+        self._permutation = lru_cache(maxsize=2)(self._permuted)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int | None) -> Task | None:
+        """Return task ``index``, which is its number; None stays None, and fills up a batch."""
+        if index is None:
+            return None
+        if not 0 <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}.")
+        turn, place = divmod(index, len(self.places))
+        return Task(*self.prompts[int(self._permutation(turn)[place])], number=index)
+
+    def _permuted(self, turn: int) -> NDArray[np.int64]:
+        if self.seed is None:
+            return self.places
+        return np.random.Generator(np.random.PCG64([self.seed, turn])).permutation(self.places)
