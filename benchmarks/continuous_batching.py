@@ -6,6 +6,9 @@
 Both complete the same requests with the same number of texts at once. Static batches take the requests in order, and
 each lasts as long as its longest completion; tokens beyond what a request asked for do not count. The two are timed in
 turn, and the median counts. On a CPU it is CPU time of one thread, which other programs disturb less.
+
+Two more ways show what shared prompts save: requests in groups, each group with one prompt as in reinforcement
+learning, and requests of the same lengths whose prompts all differ.
 """
 
 from __future__ import annotations
@@ -49,6 +52,13 @@ def asks(count: int, vocab_size: int, shrink: int = 1) -> list[Ask]:
     return [Ask([draw.randrange(vocab_size) for _ in range(length)], new) for length, new in lengths]
 
 
+def in_groups(requests: list[Ask], group: int, vocab_size: int) -> tuple[list[Ask], list[Ask]]:
+    """Give each ``group`` of requests the prompt of its first; in the second list as long prompts, which all differ."""
+    draw = random.Random(1)
+    equal = [Ask(requests[place // group * group].prompt, ask.new) for place, ask in enumerate(requests)]
+    return equal, [Ask([draw.randrange(vocab_size) for _ in ask.prompt], ask.new) for ask in equal]
+
+
 def static(model: GPT, requests: list[Ask], batch: int) -> None:
     """Complete the requests in batches, which begin and end together."""
     for first in range(0, len(requests), batch):
@@ -85,6 +95,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("result", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--group", type=int, default=8, help="requests with one prompt")
     arguments = parser.parse_args(words)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     clock = time.perf_counter if device == "cuda" else time.process_time
@@ -99,11 +110,15 @@ def main(words: list[str] | None = None) -> int:
         runs[f"static, {batch} at once"] = lambda batch=batch: static(model, requests, batch)  # type: ignore[misc]
         runs[f"engine, {batch} at once"] = lambda batch=batch: engine(model, requests, batch)  # type: ignore[misc]
     runs["engine, a fifth of the cache"] = lambda: engine(model, requests, len(requests), 0.2)
+    group = min(arguments.group, len(requests))
+    equal, other = in_groups(requests, group, sizes["vocab_size"])
+    runs[f"engine, {group} texts of each prompt"] = lambda: engine(model, equal, len(requests))
+    runs["engine, as long prompts that differ"] = lambda: engine(model, other, len(requests))
     tokens = sum(ask.new for ask in requests)
     speeds = {name: tokens / spent for name, spent in seconds(runs, arguments.repeats, clock).items()}
     for name, speed in speeds.items():
-        print(f"{name:30} {speed:8.1f} tokens/s")
-    command = f"python benchmarks/continuous_batching.py RESULT.json --repeats {arguments.repeats}"
+        print(f"{name:36} {speed:8.1f} tokens/s")
+    command = f"python benchmarks/continuous_batching.py RESULT.json --repeats {arguments.repeats} --group {group}"
     result = {
         "command": command,
         "clock": clock.__name__,

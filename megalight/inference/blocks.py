@@ -1,14 +1,19 @@
-"""Which rows of a cache belong to which sequence: blocks of rows from one pool, given out and taken back."""
+"""Which rows of a cache belong to which sequences: blocks of rows from one pool, given out and taken back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 
 from megalight.errors import ConfigurationError, DataError
+from megalight.inference.prefixes import Prefixes
 
 
 class Blocks:
     """A pool of equally long blocks. Every slot has a table of its blocks, in the order of its tokens.
+
+    Several slots may have a block whose tokens they share (:meth:`remember`). It is taken back from the last of them.
+    Even then it can be found until another slot needs it: those that were taken back first go first.
 
     Args:
         num_slots: maximum number of sequences.
@@ -17,6 +22,7 @@ class Blocks:
 
     Attributes:
         tables: the numbers of each slot's blocks.
+        prefixes: the blocks that can be found by their tokens.
 
     Raises:
         ConfigurationError: a number is below 1.
@@ -28,8 +34,11 @@ class Blocks:
                 raise ConfigurationError(f"{name} is {value}; it must be at least 1.")
         self.count, self.size = count, size
         self.tables: list[list[int]] = [[] for _ in range(num_slots)]
-        # The last of the list is given out next: a fresh pool gives its blocks in order.
-        self._free = list(range(count))[::-1]
+        self.prefixes = Prefixes(size)
+        # How many slots have each block.
+        self._users = [0] * count
+        # The last one is given out next: a fresh pool gives its blocks in order.
+        self._free = OrderedDict.fromkeys(range(count)[::-1])
 
     @property
     def free(self) -> int:
@@ -57,10 +66,65 @@ class Blocks:
                 f"{self.free} of {self.count} are free; release sequences, or make the pool larger."
             )
         for slot, count in missing.items():
-            self.tables[slot] += [self._free.pop() for _ in range(count)]
+            self.tables[slot] += [self._fresh() for _ in range(count)]
 
     def shrink(self, slot: int, tokens: int) -> None:
         """Take back the blocks that a slot does not need to hold so many tokens."""
         table, kept = self.tables[slot], self.holding(tokens)
-        self._free += table[kept:][::-1]
+        # From the last to the first: a block is of use only after those before it.
+        for block in table[kept:][::-1]:
+            self._take_back(block)
         del table[kept:]
+
+    def share(self, slot: int, blocks: Sequence[int]) -> None:
+        """Give a slot without blocks those that were found for its tokens."""
+        for block in blocks:
+            self._give(block)
+        self.tables[slot] += blocks
+
+    def remember(self, slot: int, tokens: Sequence[int], stored: int, total: int) -> None:
+        """Let the full blocks of a slot be found by their tokens.
+
+        Where another block has the same tokens, the slot gets this one for its own.
+
+        Args:
+            slot: the slot.
+            tokens: of its sequence.
+            stored: how many of them its blocks hold now.
+            total: how many of them they hold after the next forward pass. In each layer of the pass all new tokens are
+                stored before any is read. So sequences of the same pass may share these blocks.
+        """
+        table, full = self.tables[slot], total // self.size
+        first = full
+        while first and table[first - 1] not in self.prefixes:
+            first -= 1
+        for place in range(first, full):
+            before, end = (table[place - 1] if place else None), (place + 1) * self.size
+            part = tokens[end - self.size : end]
+            known = self.prefixes.after(before, part)
+            if known is None:
+                self.prefixes.put(before, part, table[place])
+            elif end <= stored:
+                self._give(known)
+                self._take_back(table[place])
+                table[place] = known
+            else:
+                # The next pass still writes the slot's own block. No other may be written twice.
+                break
+
+    def _fresh(self) -> int:
+        block, _ = self._free.popitem()
+        self.prefixes.forget(block)
+        self._users[block] = 1
+        return block
+
+    def _give(self, block: int) -> None:
+        self._free.pop(block, None)
+        self._users[block] += 1
+
+    def _take_back(self, block: int) -> None:
+        self._users[block] -= 1
+        if not self._users[block]:
+            self._free[block] = None
+            if block in self.prefixes:
+                self._free.move_to_end(block, last=False)

@@ -162,6 +162,11 @@ class Cache:
         self.lengths[slot] = length
         self.blocks.shrink(slot, length)
 
+    def begin(self, slot: int, blocks: Sequence[int]) -> None:
+        """Begin a slot's sequence with full blocks of the pool, which hold its first tokens (``blocks.prefixes``)."""
+        self.blocks.share(slot, blocks)
+        self.lengths[slot] = len(blocks) * self.blocks.size
+
     def release(self, slot: int) -> None:
         """Forget a slot's sequence and take its blocks back. The slot's next tokens begin a new sequence."""
         # Entries of sequences stay, too: `begins` hides them from the next one.
@@ -172,6 +177,7 @@ class Cache:
         """Forget all sequences and give the memory back. The next forward pass allocates it again."""
         for slot in range(self.num_slots):
             self.release(slot)
+        self.blocks.prefixes.clear()
         self._step = None
         for buffer in self._buffers:
             buffer.drop()

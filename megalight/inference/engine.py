@@ -32,11 +32,13 @@ class Step(NamedTuple):
         tokens: the new token of each text that got one.
         finished: the completions that ended.
         preempted: requests that gave their blocks back, to begin again later. They keep their tokens.
+        shared: how many tokens of texts that began did not run, because the cache had them already.
     """
 
     tokens: dict[int, int]
     finished: dict[int, Completion]
     preempted: list[int]
+    shared: dict[int, int]
 
 
 class _OpenStep(NamedTuple):
@@ -63,6 +65,7 @@ class _OpenStep(NamedTuple):
         """Forget a request that was cancelled."""
         self.step.tokens.pop(request.number, None)
         self.step.finished.pop(request.number, None)
+        self.step.shared.pop(request.number, None)
         if request.number in self.step.preempted:
             self.step.preempted.remove(request.number)
         if request in self.undecided:
@@ -87,6 +90,8 @@ class DynamicEngine:
     Attributes:
         blocks: who has which blocks.
         suspended: whether the cache is given back.
+        shares_prefixes: whether texts that begin equally share blocks. Layers that keep one state for all tokens of a
+            text, as Mamba-2 does, prevent it: texts then run from their first token.
 
     Raises:
         ConfigurationError: a number is below 1, a layer has no state, or what a token becomes depends on the others in
@@ -110,7 +115,10 @@ class DynamicEngine:
         self._model = model
         self.blocks = Blocks(max_sequences, num_blocks, block_size)
         cache = Cache(model.layers, max_sequences, model.config.max_sequence_length, self.blocks)
-        self._schedule = Schedule(cache, step_tokens)
+        # Ranks of a replica may hold different layers, and must plan the same.
+        whole = cache.reversible
+        self.shares_prefixes = model.every(whole) if isinstance(model, ParallelGPT) else whole
+        self._schedule = Schedule(cache, step_tokens, self.shares_prefixes)
         self._requests: dict[int, Request] = {}
         self._count = 0
         self._seeds: Generator | None = None
@@ -214,7 +222,7 @@ class DynamicEngine:
             with evaluating(self._model):
                 self._model.accompany()
         if self._open is None:
-            return Step({}, {}, [])
+            return Step({}, {}, [], {})
         step = self._open.close()
         self._open = None
         for number in step.finished:
@@ -224,13 +232,13 @@ class DynamicEngine:
     def _pass(self) -> _OpenStep:
         """Run a forward pass, and give each text that is ready its next token."""
         schedule = self._schedule
-        counts, preempted = schedule.plan()
-        slots = [request.slot for request in counts if request.slot is not None]
-        fresh: list[list[int]] = []
-        for request, count in counts.items():
-            first = len(request.tokens) - schedule.unread(request)
-            fresh.append(request.tokens[first : first + count])
         try:
+            counts, preempted, shared = schedule.plan()
+            slots = [request.slot for request in counts if request.slot is not None]
+            fresh: list[list[int]] = []
+            for request, count in counts.items():
+                first = len(request.tokens) - schedule.unread(request)
+                fresh.append(request.tokens[first : first + count])
             logits = last_logits(self._model, schedule.cache, slots, fresh)
             # A part of a prompt has no next token yet.
             ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
@@ -239,8 +247,10 @@ class DynamicEngine:
         except BaseException:
             # Out of memory, or stopped by the user: some layers have the new tokens, others do not.
             schedule.preempt_all()
+            self.blocks.prefixes.clear()
             raise
-        step = Step({}, {}, [request.number for request in preempted])
+        found = {request.number: count for request, count in shared.items()}
+        step = Step({}, {}, [request.number for request in preempted], found)
         for request, token, log_prob in zip(requests, *chosen, strict=True):
             request.take(token, log_prob)
             step.tokens[request.number] = token

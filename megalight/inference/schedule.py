@@ -15,10 +15,12 @@ class Plan(NamedTuple):
     Attributes:
         counts: how many of its next tokens each request runs.
         preempted: requests that have lost their blocks, and wait.
+        shared: how many of the first tokens of requests that begin are in blocks that they share.
     """
 
     counts: dict[Request, int]
     preempted: list[Request]
+    shared: dict[Request, int]
 
 
 class Schedule:
@@ -28,23 +30,27 @@ class Schedule:
     If a sequence that grows finds no free block, the youngest loses its own and waits. It begins again from its first
     token, then with the part of its completion that it has. So the oldest request always goes on, and all end.
 
+    A request begins with the full blocks of the cache that hold its first tokens. Others may have them, or have had
+    them, or write them in the same forward pass: what one request reads then, an older one has written in each layer.
+
     Args:
         cache: where sequences are kept.
         step_tokens: maximum number of tokens of a forward pass.
+        sharing: whether sequences share blocks, because all states of layers have one row per token.
 
     Attributes:
         running: requests with a slot, from the oldest to the youngest.
         waiting: requests without, likewise.
     """
 
-    def __init__(self, cache: Cache, step_tokens: int) -> None:
-        self.cache, self.step_tokens = cache, step_tokens
+    def __init__(self, cache: Cache, step_tokens: int, sharing: bool) -> None:
+        self.cache, self.step_tokens, self.sharing = cache, step_tokens, sharing
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
 
     def plan(self) -> Plan:
         """Choose the tokens of the next forward pass, and reserve their blocks. :meth:`Cache.extend` must follow."""
-        left, plan, blocks = self.step_tokens, Plan({}, []), self.cache.blocks
+        left, plan, blocks = self.step_tokens, Plan({}, [], {}), self.cache.blocks
         # Only the youngest can have more than one token to run, as it began with what was left of a step. So a long
         # prompt does not stop those before it.
         for request in [*self.running]:
@@ -58,10 +64,17 @@ class Schedule:
                 break
             blocks.grow({request.slot: total})
             plan.counts[request] = count
+            self._remember(request, total)
             left -= count
         while left and (new := self._next()) is not None:
-            plan.counts[new] = min(len(new.tokens), left)
-            left -= plan.counts[new]
+            if new in plan.preempted:
+                # It had a block of its own with the tokens of another, which it shares now.
+                plan.preempted.remove(new)
+            if shared := len(new.tokens) - self.unread(new):
+                plan.shared[new] = shared
+            plan.counts[new] = count = min(self.unread(new), left)
+            self._remember(new, shared + count)
+            left -= count
         return plan
 
     def unread(self, request: Request) -> int:
@@ -89,6 +102,11 @@ class Schedule:
         self.cache.release(request.slot)
         request.slot = None
 
+    def _remember(self, request: Request, total: int) -> None:
+        if self.sharing and request.slot is not None:
+            stored = self.cache.lengths[request.slot]
+            self.cache.blocks.remember(request.slot, request.tokens, stored, total)
+
     def _next(self) -> Request | None:
         """Give the oldest request that waits a slot, and blocks for all of its tokens; None: it must wait."""
         taken = {request.slot for request in self.running}
@@ -96,9 +114,12 @@ class Schedule:
         if slot is None or not self.waiting:
             return None
         request, blocks = self.waiting[0], self.cache.blocks
+        # Without the last token, which always runs: nobody has kept its logits.
+        self.cache.begin(slot, blocks.prefixes.find(request.tokens[:-1]) if self.sharing else [])
         # All now, though it may run in parts: the rest of a prompt then never waits for blocks, and what was just
         # preempted cannot come back and be preempted again.
-        if blocks.holding(len(request.tokens)) > blocks.free:
+        if blocks.missing(slot, len(request.tokens)) > blocks.free:
+            self.cache.release(slot)
             return None
         blocks.grow({slot: len(request.tokens)})
         request.slot = slot

@@ -33,9 +33,24 @@ def test_both_complete_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [new for _, new in batches] == [max(news[:2]), max(news[2:4]), news[4]]
 
 
+def test_groups_have_one_prompt() -> None:
+    requests = continuous_batching.asks(5, 4096)
+    equal, other = continuous_batching.in_groups(requests, 2, 4096)
+    assert [ask.prompt for ask in equal] == [requests[place].prompt for place in (0, 0, 2, 2, 4)]
+    assert len({*map(tuple, (ask.prompt for ask in other))}) == 5
+    assert [(len(ask.prompt), ask.new) for ask in other] == [(len(ask.prompt), ask.new) for ask in equal]
+    assert [ask.new for ask in equal] == [ask.new for ask in requests]
+
+
 def test_the_script_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert continuous_batching.main([str(tmp_path / "r.json"), "--tiny", "--repeats", "1"]) == 0
+    assert continuous_batching.main([str(tmp_path / "r.json"), "--tiny", "--repeats", "1", "--group", "4"]) == 0
     result = json.loads((tmp_path / "r.json").read_text())
-    assert [*result["tokens_per_second"]] == ["static, 4 at once", "engine, 4 at once", "engine, a fifth of the cache"]
+    assert [*result["tokens_per_second"]] == [
+        "static, 4 at once",
+        "engine, 4 at once",
+        "engine, a fifth of the cache",
+        "engine, 4 texts of each prompt",
+        "engine, as long prompts that differ",
+    ]
     assert min(result["tokens_per_second"].values()) > 0
     assert "tokens/s" in capsys.readouterr().out

@@ -93,7 +93,7 @@ def test_requests_come_in_the_middle_and_a_long_prompt_stops_no_one() -> None:
     model = build()
     engine = DynamicEngine(model, num_blocks=30, block_size=3, step_tokens=4)
     first = engine.add([1, 2], max_new_tokens=12, sampling=GREEDY)
-    assert engine.step() == Step({first: generate(model, [[1, 2]], max_new_tokens=1, temperature=0)[0][0]}, {}, [])
+    assert engine.step() == Step({first: generate(model, [[1, 2]], max_new_tokens=1, temperature=0)[0][0]}, {}, [], {})
     long = list(range(20))
     second = engine.add(long, max_new_tokens=3, sampling=GREEDY)
     waited = 0
@@ -224,14 +224,14 @@ def test_the_step_after_an_error_in_a_stop_says_what_the_first_did() -> None:
     engine.cancel(1)
     engine.cancel(3)
     done = {0: Completion(first, None, "length"), 2: Completion(second, None, "length")}
-    assert engine.step() == Step({0: first[0], 2: second[0]}, done, [])
+    assert engine.step() == Step({0: first[0], 2: second[0]}, done, [], {})
     assert engine.step() is None
     engine.add([8], max_new_tokens=6, sampling=GREEDY, stop=raising(1))
     with pytest.raises(ZeroDivisionError):
         engine.step()
     engine.cancel(4)
     engine.add([5, 6, 7], max_new_tokens=1, sampling=GREEDY)
-    assert engine.step() == Step({5: first[0]}, {5: done[0]}, [])
+    assert engine.step() == Step({5: first[0]}, {5: done[0]}, [], {})
     assert engine.blocks.free == 40
 
 

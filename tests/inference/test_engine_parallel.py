@@ -11,7 +11,7 @@ import megalight
 from megalight.inference import Completion, DynamicEngine, ParallelGPT, Sampling, generate
 from megalight.nn.init import initialize
 from tests.inference.test_engine import raising
-from tests.inference.test_generate_parallel import LAYOUTS, PROMPTS, divided, one_device
+from tests.inference.test_generate_parallel import LAYOUTS, PP, PROMPTS, divided, one_device
 from tests.parallel.expert.model import build
 from tests.workers import run
 
@@ -26,7 +26,7 @@ def ask(model: Any) -> Any:
     done = {number: completion for step in steps for number, completion in step.finished.items()}
     logs = torch.tensor([done[number].log_probs for number in range(0, 8, 2)], dtype=torch.float64)
     tokens = [completion.tokens for _, completion in sorted(done.items())]
-    return tokens, logs.numpy(), [(step.tokens, step.preempted) for step in steps]
+    return tokens, logs.numpy(), [(step.tokens, step.preempted, step.shared) for step in steps]
 
 
 def _complete(name: str, options: dict[str, Any]) -> Any:
@@ -38,11 +38,15 @@ def _complete(name: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "options"), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3], LAYOUTS[4], LAYOUTS[5], LAYOUTS[6]], ids=str
+    ("name", "ranks", "options"),
+    # of "early", the second stage has attention alone, and could share blocks
+    [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3], LAYOUTS[4], LAYOUTS[5], LAYOUTS[6], ("early", 2, PP)],
+    ids=str,
 )
 def test_every_rank_gets_the_completions_of_one_device(name: str, ranks: int, options: dict[str, Any]) -> None:
     tokens, logs, steps = ask(one_device(name))
-    assert any(preempted for _, preempted in steps)
+    assert any(preempted for _, preempted, _ in steps)
+    assert any(shared for *_, shared in steps) == (name not in ("hybrid", "early"))
     greedy = [generate(one_device(name), [prompt], max_new_tokens=9, temperature=0)[0] for prompt in PROMPTS]
     assert tokens[::2] == greedy
     results = run(_complete, ranks, name, options)

@@ -1,6 +1,6 @@
 """What runs in a step, for any requests and any pool."""
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megalight.inference import Blocks, Cache
@@ -12,13 +12,16 @@ from megalight.inference.schedule import Schedule
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(0, 12)), min_size=1, max_size=8),
     st.tuples(st.integers(1, 4), st.integers(1, 8), st.integers(1, 4), st.integers(0, 6)),
+    st.booleans(),
 )
-def test_every_request_ends_whoever_comes_when(requests, sizes):
-    """Requests: length of the prompt, new tokens, the step in which it comes."""
+# The second gives its block back for a second one, finds that the first has an equal one, and goes on at once.
+@example([(1, 2, 0), (1, 3, 0)], (2, 2, 1, 0), True)
+def test_every_request_ends_whoever_comes_when(requests, sizes, sharing):
+    """Requests: length of the prompt, new tokens, the step in which it comes. All of their tokens are equal."""
     slots, step_tokens, block_size, spare = sizes
     count = max(-(-(prompt + new - 1) // block_size) for prompt, new, _ in requests) + spare
     blocks = Blocks(slots, count, block_size)
-    schedule = Schedule(Cache({}, slots, 100, blocks), step_tokens)
+    schedule = Schedule(Cache({}, slots, 100, blocks), step_tokens, sharing)
     arrivals = sorted(enumerate(requests), key=lambda each: each[1][2])
     number, step, left = 0, 0, len(requests)
     while left:
@@ -41,6 +44,9 @@ def test_every_request_ends_whoever_comes_when(requests, sizes):
         assert not {*plan.preempted} & {*plan.counts}
         assert {*plan.counts} <= {*schedule.running}
         # Older texts run their newest token in every step that has room for it: a long prompt stops no one.
+        assert sharing or not plan.shared
+        before |= {request: len(request.tokens) - count for request, count in plan.shared.items()}
+        assert min(before.values()) > 0, "a text without a token to run"
         parts = [request for request, count in plan.counts.items() if count < before[request]]
         assert parts in ([], schedule.running[-1:])
         assert [*plan.counts] == schedule.running[: len(plan.counts)]
