@@ -229,7 +229,7 @@ def add_adapter(layer: nn.Module, adapter: Adapter, name: str = DEFAULT) -> None
     """
     # A class of another package does not read the attribute.
     if not hasattr(layer, "adapter"):
-        layer.register_forward_hook(_add)
+        layer.register_forward_hook(added)
     adapters = getattr(layer, "adapter", None)
     if not isinstance(adapters, AdapterSet):
         adapters = AdapterSet()
@@ -239,7 +239,7 @@ def add_adapter(layer: nn.Module, adapter: Adapter, name: str = DEFAULT) -> None
 
 def remove_adapters(layer: nn.Module) -> None:
     """Undo all :func:`add_adapter` of a layer."""
-    hooks = [key for key, hook in layer._forward_hooks.items() if hook is _add]
+    hooks = [key for key, hook in layer._forward_hooks.items() if hook is added]
     for key in hooks:
         del layer._forward_hooks[key]
     del layer.adapter
@@ -248,6 +248,7 @@ def remove_adapters(layer: nn.Module) -> None:
         setattr(layer, "adapter", None)  # noqa: B010
 
 
-def _add(layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+def added(layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+    """Return an output with the adapters' own: the hook of layers that do not read the attribute."""
     summed: Tensor = layer.adapter(args[0], y, layer.weight, layer.bias)  # type: ignore[operator]
     return summed

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from megalight.errors import LayoutError
 from megalight.nn.adapter import Adapter, AdapterSet
@@ -118,12 +119,39 @@ class Splitter:
             for key, adapter in adapters.items():
                 self.done.add(id(adapter))
                 self.keep(joined(name, "adapter", key), adapter, partial=partial)
+        self._keep_buffers(name, module)
+
+    def keep_rest(self, name: str, module: nn.Module) -> None:
+        """Hold whole what the styles of a module do not know: tensors that its class or its user added."""
+
+        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+            return split.replicated(parts, shape, mesh, partial=False)
+
+        for local, parameter in module._parameters.items():
+            first = self._first.get(id(parameter))  # None: in place of one that was cut
+            if first is not None and first not in self.specs:
+                self.split(name, module, local, rule)
+        self._keep_buffers(name, module)
+
+    def _keep_buffers(self, name: str, module: nn.Module) -> None:
         for local, buffer in module._buffers.items():
             if buffer is not None and local not in module._non_persistent_buffers_set:
-                full, shape = f"{name}.{local}" if name else local, tuple(buffer.shape)
+                full, shape = joined(name, local), tuple(buffer.shape)
                 part = Part(full, self.prefix + full, shape, 0)
                 # Persistent buffers are saved in checkpoints, so they need a spec too.
                 self.specs[full] = split.replicated([part], shape, self.shared.mesh, partial=False)
+
+    def check_held(self, name: str, module: nn.Module, replacement: nn.Module) -> None:
+        """Refuse to replace a module that holds something which its replacement does not.
+
+        Raises:
+            LayoutError: names it.
+        """
+        if lost := _names(module) - _names(replacement):
+            raise LayoutError(
+                f"{name} ({type(module).__name__}) has {', '.join(sorted(lost))}, which would be lost: the plan "
+                f"replaces it by a {type(replacement).__name__}. Put that into a module around this one."
+            )
 
     def apply(self, name: str, module: nn.Module, styles: Sequence[Style]) -> None:
         """Apply styles to one module; without any style it is replicated.
@@ -131,6 +159,9 @@ class Splitter:
         Raises:
             LayoutError: a style does not fit the module, or something does not divide.
         """
+        # A rule for the layer without parametrizations finds other parameters, and refuses it where it splits.
+        if is_parametrized(module) and not any(style.splits(self.shared.mesh) for style in styles):
+            styles = ()
         if not styles:
             self.keep(name, module)
         current = module
@@ -150,9 +181,13 @@ class Splitter:
                     f"{name} has an adapter, which the style {type(style).__name__} does not split; leave it out of "
                     "the adapter's targets."
                 )
+            if not wraps:
+                self.check_held(name, current, replacement)
             self.dress(replacement, current)
             current = replacement
-        if current is not module:
+        if current is module:
+            self.keep_rest(name, module)
+        else:
             self.replace(module, current)
 
     def dress(self, replacement: nn.Module, module: nn.Module) -> None:
@@ -183,6 +218,12 @@ class Splitter:
     def sizes(self, weight: nn.Parameter) -> list[int]:
         """Return this rank's rows of each section of a one-device ``weight`` that was split."""
         return [piece.size[0] for piece in self.specs[self._first[id(weight)]].pieces]
+
+
+def _names(module: nn.Module) -> set[str]:
+    """Return the names of what a module itself holds, without adapters, which styles split or refuse."""
+    held = {**module._parameters, **module._buffers, **module._modules}
+    return {name for name, value in held.items() if value is not None and not isinstance(value, AdapterSet)}
 
 
 def _adapters(module: nn.Module) -> int:

@@ -46,7 +46,7 @@ class Column(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
         """Return a :class:`ColumnLinear`; a fused layer is split section by section, an adapter with its layer."""
-        linear = self.expect(name, module, nn.Linear, Linear)
+        linear = self.expect(name, module, nn.Linear, Linear, replaced=self.splits(splitter.shared.mesh))
         units = self._units(name, linear, splitter.shared.mesh)
 
         def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:

@@ -25,7 +25,7 @@ class ContextRegion(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
         """Return a :class:`ContextAttention` if there are several shares."""
-        inner = self.expect(name, module, InnerAttention)
+        inner = self.expect(name, module, InnerAttention, replaced=self.splits(splitter.shared.mesh))
         shared = splitter.shared
         # Without shares the attention is right as it is, and a wrapper would cost every call.
         if shared.mesh.cp == 1:

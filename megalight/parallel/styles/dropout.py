@@ -26,6 +26,7 @@ class Dropout(Style):
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
         """Return a :class:`ParallelDropout` for ``nn.Dropout``, and a wrapper for other modules that draw."""
         if isinstance(module, nn.Dropout):
+            self.expect(name, module, nn.Dropout, replaced=self.splits(splitter.shared.mesh))
             return ParallelDropout(module.p, splitter.shared, split=self.split)
         # A wrapper would hide the parameters from the rules for their modules.
         if next(module.parameters(), None) is not None:

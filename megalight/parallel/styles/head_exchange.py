@@ -25,7 +25,7 @@ class HeadExchange(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
         """Return a :class:`HeadShare` if there are several shares."""
-        self.expect(name, module, AllTokens)
+        self.expect(name, module, AllTokens, replaced=self.splits(splitter.shared.mesh))
         if splitter.shared.mesh.cp == 1:
             return None
         # this rank's number: the projection before it is already split

@@ -27,7 +27,7 @@ class LineageRegion(Style):
         Raises:
             LayoutError: another kind than ``all_gather`` is asked for.
         """
-        inner = self.expect(name, module, LineageAttention)
+        inner = self.expect(name, module, LineageAttention, replaced=self.splits(splitter.shared.mesh))
         shared = splitter.shared
         if shared.mesh.cp == 1:
             return None

@@ -30,7 +30,7 @@ class Row(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
         """Return a :class:`RowLinear`; an adapter is split with its layer."""
-        linear = self.expect(name, module, nn.Linear, Linear)
+        linear = self.expect(name, module, nn.Linear, Linear, replaced=self.splits(splitter.shared.mesh))
         # Each rank adds the bias to its own tokens, so its gradient is one term of a sum. Otherwise all ranks have all
         # of it.
         partial = splitter.shared.sequence_parallel

@@ -22,7 +22,7 @@ class RowExchange(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
         """Return a :class:`RowAttention` if there are several shares."""
-        inner = self.expect(name, module, InnerAttention)
+        inner = self.expect(name, module, InnerAttention, replaced=self.splits(splitter.shared.mesh))
         if splitter.shared.mesh.cp == 1:
             return None
         # This rank's number: the projection before it is already split.

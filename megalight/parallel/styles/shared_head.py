@@ -22,6 +22,6 @@ class SharedHead(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
         """Return a :class:`ForAllHeads`."""
-        self.expect(name, module, latent_attention.SharedHead)
+        self.expect(name, module, latent_attention.SharedHead, replaced=self.splits(splitter.shared.mesh))
         # It has no parameters: only the backward differs, which sums the gradients of all ranks' heads.
         return ForAllHeads(splitter.shared)

@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from megalight.errors import LayoutError
+from megalight.nn import adapter
 from megalight.parallel.mesh import ParallelMesh
 from megalight.registry import Registry
 
@@ -52,11 +54,14 @@ class Style(ABC):
         """Whether the split layer has a collective that :class:`~.tensor.overlap.options.TensorOptions` can hide."""
         return False
 
-    def expect(self, name: str, module: nn.Module, *types: type[nn.Module]) -> Any:
+    def expect(self, name: str, module: nn.Module, *types: type[nn.Module], replaced: bool = False) -> Any:
         """Return the module, if it has one of these types.
 
+        Args:
+            replaced: another module takes its place, and computes what these types do.
+
         Raises:
-            LayoutError: it has another type.
+            LayoutError: it has another type, or is replaced and computes something else than its type.
         """
         if not isinstance(module, types):
             known = ", ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in types)
@@ -64,7 +69,30 @@ class Style(ABC):
                 f"the plan's rule {type(self).__name__} meets {name}, a {type(module).__name__}; it serves {known}. "
                 "Make the rule's pattern narrower."
             )
+        if replaced and (own := _own(module, types)) is not None:
+            raise LayoutError(
+                f"{name} ({type(module).__name__}) has {own}, which would be lost: the plan's rule "
+                f"{type(self).__name__} replaces it. Put that into a module around this one, or make the rule's "
+                "pattern narrower."
+            )
         return module
+
+
+def _own(module: nn.Module, types: tuple[type[nn.Module], ...]) -> str | None:
+    """Return what a module computes besides what the type does that it is served as; None: nothing."""
+    known = next(kind for kind in types if isinstance(module, kind))
+    if "forward" in vars(module) or type(module).forward is not known.forward:
+        return "a forward pass of its own"
+    if is_parametrized(module):
+        return "parametrizations"
+    # A style splits adapters with their layer, and replaces their hook.
+    hooks = [
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+    ]
+    hooks += [hook for hook in module._forward_hooks.values() if hook is not adapter.added]
+    return "hooks" if hooks else None
 
 
 STYLES: Registry[type[Style]] = Registry("style")

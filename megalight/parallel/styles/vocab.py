@@ -28,7 +28,7 @@ class Vocab(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
         """Return a :class:`VocabEmbedding`."""
-        embedding = self.expect(name, module, nn.Embedding, Embedding)
+        embedding = self.expect(name, module, nn.Embedding, Embedding, replaced=self.splits(splitter.shared.mesh))
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option, None):
                 raise LayoutError(f"{name}: an embedding with {option} cannot be split by vocabulary; unset it.")

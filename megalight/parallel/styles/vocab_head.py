@@ -26,9 +26,11 @@ class VocabHead(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
         """Return a :class:`~.tensor.head.VocabHead` for an ``LMHead``, a ``VocabLinear`` for a linear layer."""
-        whole = self.expect(name, module, LMHead, nn.Linear, Linear)
+        replaced = self.splits(splitter.shared.mesh)
+        whole = self.expect(name, module, LMHead, nn.Linear, Linear, replaced=replaced)
         is_head = isinstance(whole, LMHead)
         linear, path = (whole.output_layer, f"{name}.output_layer") if is_head else (whole, name)
+        self.expect(path, linear, nn.Linear, Linear, replaced=replaced)
         weight, bias = (
             # A bias has one element per row, so it is cut and padded like the rows.
             splitter.split(path, linear, local, lambda parts, shape, mesh: split.vocabulary(parts[0], mesh))
@@ -41,6 +43,10 @@ class VocabHead(Style):
         # By hand, because the splitter dresses only what replaces a whole module, and this
         # layer lies inside one.
         splitter.dress(layer, linear)
+        if replaced:
+            splitter.check_held(path, linear, layer)
+        else:
+            splitter.keep_rest(path, linear)
         # The splitter must not visit the inner layer again, by a rule for linear layers.
         splitter.done.add(id(linear))
         # Logits stay split: the loss must be part of the module that has them.

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from megalight import nn as mnn
 from megalight.errors import LayoutError
@@ -19,6 +23,7 @@ from megalight.parallel.styles import (
     SequenceRegion,
     Style,
     Vocab,
+    VocabHead,
 )
 from megalight.parallel.tensor.dropout import ParallelDropout
 
@@ -73,6 +78,57 @@ def holder(module: nn.Module) -> nn.ModuleDict:
 def test_styles_that_do_not_fit(module: nn.Module, style: Style | tuple[Style, ...], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         parallelize(holder(module), Plan({"it": style}), MESH)
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return module
+
+
+def with_another(module: nn.Module) -> nn.Module:
+    module.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    module.register_buffer("count", torch.ones(1))
+    return module
+
+
+def of_an_instance(module: nn.Module) -> nn.Module:
+    module.forward = lambda x: x
+    return module
+
+
+def head(layer: nn.Module) -> mnn.LMHead:
+    return mnn.LMHead(mnn.RMSNorm(4), layer)
+
+
+OWN: list[tuple[Callable[[], nn.Module], Style, str]] = [
+    (lambda: Twice(4, 4), Column(), r"it \(Twice\) has a forward pass of its own.*rule Column replaces it"),
+    (lambda: of_an_instance(nn.Linear(4, 4)), Row(), "it .*has a forward pass of its own"),
+    (lambda: hooked(nn.Embedding(8, 4)), Vocab(), "it .*has hooks, which would be lost"),
+    (lambda: hooked(nn.Dropout()), Dropout(), "it .*has hooks"),
+    (lambda: weight_norm(nn.Linear(4, 4)), Row(), "it .*has parametrizations"),
+    (lambda: with_another(nn.Linear(4, 4)), Column(), r"it \(Linear\) has count, scale, which would be lost"),
+    (lambda: head(with_another(nn.Linear(4, 4))), VocabHead(), r"it\.output_layer \(Linear\) has count, scale"),
+    (lambda: head(Twice(4, 4)), VocabHead(), r"it\.output_layer \(Twice\) has a forward pass of its own"),
+]
+
+
+@pytest.mark.parametrize(("make", "style", "message"), OWN)
+def test_what_a_split_module_would_leave_out_is_refused(
+    make: Callable[[], nn.Module], style: Style, message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        parallelize(holder(make()), Plan({"it": style}), MESH)
+    # On one rank the module stays as it is.
+    whole = holder(make())
+    modules = list(whole.modules())
+    specs = parallelize(whole, Plan({"it": style}), ParallelMesh(1, 0))
+    assert list(whole.modules()) == modules
+    assert set(specs) == set(whole.state_dict())
 
 
 def test_a_model_is_split_once() -> None:
