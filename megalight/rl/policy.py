@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -40,19 +41,23 @@ class Policy:
         assert isinstance(found, GPT | ParallelGPT)
         self.model = found
 
-    def begin(self) -> None:
-        """Wait for the weights of the last step."""
-        if isinstance(self._strategy, MegatronStrategy):
-            self._strategy.sync_parameters()
+    @contextmanager
+    def drawing(self, whole: bool) -> Iterator[None]:
+        """Surround the passes that draw: with the weights of the last step, computed with as in a step.
 
-    @property
-    def context(self) -> Callable[[], Any]:
-        """Makes the context of the trainer's precision, in which the model computes as in a step."""
-        if self._strategy is None:
-            return torch.no_grad
-        precision = self._strategy.precision_plugin
-        found: Callable[[], Any] = getattr(precision, "step_context", precision.forward_context)
-        return found
+        Args:
+            whole: gather sharded weights once, and not in every pass. All ranks enter it together.
+        """
+        with ExitStack() as contexts:
+            strategy = self._strategy
+            if isinstance(strategy, MegatronStrategy):
+                strategy.sync_parameters()
+                if whole and strategy.parallel_model is not None:
+                    contexts.enter_context(strategy.parallel_model.full_parameters())
+            if strategy is not None:
+                precision = strategy.precision_plugin
+                contexts.enter_context(getattr(precision, "step_context", precision.forward_context)())
+            yield
 
     @property
     def dtype(self) -> torch.dtype:

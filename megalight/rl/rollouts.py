@@ -26,6 +26,8 @@ class Rollouts:
             less, answers wait for each other.
         max_sequences: answers that are drawn at a time.
         step_tokens: tokens of a forward pass.
+        whole_weights: with full sharding, hold all weights of this rank while answers are drawn. They are gathered once
+            then, and otherwise for each forward pass, which draws one token of each answer.
 
     Raises:
         ConfigurationError: a value is below 1, or the group has one answer, which has nothing to be compared with.
@@ -37,6 +39,7 @@ class Rollouts:
     cache_tokens: int | None = None
     max_sequences: int = 64
     step_tokens: int = 512
+    whole_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -74,10 +77,9 @@ def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int,
 
     The draws follow from ``seed`` and the number of the prompt, so they do not depend on the layout.
     """
-    policy.begin()
     longest = policy.model.config.max_sequence_length
     limits = [options.limit(task.prompt, longest) for task in prompts.tasks]
-    with span("rollouts", prompts=len(prompts.tasks)), policy.context():
+    with span("rollouts", prompts=len(prompts.tasks)), policy.drawing(options.whole_weights):
         engine = _engine(policy, prompts.tasks, limits, options, size)
         for task, limit in zip(prompts.tasks, limits, strict=True):
             for sample in range(size):

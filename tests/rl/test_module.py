@@ -198,10 +198,12 @@ def climbed() -> list[float]:
     return [statistics.fmean(rewards[at : at + 3]) for at in range(0, 12, 3)]
 
 
-def test_full_sharding_learns_the_same() -> None:
+@pytest.mark.parametrize("whole_weights", [False, True])
+def test_full_sharding_learns_the_same(whole_weights: bool) -> None:
     figures, weights, _ = by_hand()
-    options = {"data_parallel": DataParallel(level="optim_grads_params")}
-    check(run(trained, 2, options, {}), figures, weights)
+    strategy = {"data_parallel": DataParallel(level="optim_grads_params")}
+    options = {"rollouts": replace(ROLLOUTS, whole_weights=whole_weights)}
+    check(run(trained, 2, strategy, options), figures, weights)
 
 
 EXPERTS = replace(CONFIG, moe=MoEConfig(num_experts=4, ffn_hidden_size=16))
