@@ -18,6 +18,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 from megalight.rl.environment import Environment, PromptBatch, Reward, Task
 from megalight.rl.prompts import Prompts, PromptWriter, TaskDataset
+from megalight.rl.reuse import ReusedTasks, Use
 from megalight.rl.sources import SUFFIXES, Row, RowSource, read_rows
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class PromptDataModule(ResumableDataModule):
         rewards: name -> reward: a class with its arguments, such as :class:`~megalight.rl.rewards.FinalAnswer`, or a
             function of an answer and a row by its import path. Logs show their values by name.
         global_batch_size: prompts of a batch over all data-parallel ranks.
+        steps_per_batch: steps on the same answers. From the second on, the policy is another than the one that drew
+            them, as far as the clip of the loss allows.
         reward_weights: name -> factor of the reward in the sum; 1 where there is none. 0: it is only logged.
         data: rows, which are divided into train, validation and test by ``split``: a file, a directory, a glob, a list
             of them, or a :class:`~megalight.rl.sources.RowSource`.
@@ -68,7 +71,8 @@ class PromptDataModule(ResumableDataModule):
     Raises:
         DataError: a file is missing; in ``setup``: a row has no prompt or lacks what a reward needs, or no prompt is
             left.
-        ConfigurationError: neither or both of ``data`` and per-split data are given, or rewards are wrong.
+        ConfigurationError: neither or both of ``data`` and per-split data are given, or rewards are wrong; in
+            ``setup``: ``steps_per_batch`` without ``max_steps``, or with ``accumulate_grad_batches``.
         LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
     """
 
@@ -81,6 +85,7 @@ class PromptDataModule(ResumableDataModule):
         tokenizer: str,
         rewards: dict[str, Reward],
         global_batch_size: int,
+        steps_per_batch: int = 1,
         reward_weights: dict[str, float] | None = None,
         data: Source | None = None,
         split: str = SPLIT,
@@ -106,8 +111,9 @@ class PromptDataModule(ResumableDataModule):
             val_samples=val_samples,
             test_samples=test_samples,
         )
-        if max_prompt_tokens is not None and max_prompt_tokens < 1:
-            raise ConfigurationError(f"max_prompt_tokens is {max_prompt_tokens}; it must be at least 1.")
+        for name, value in (("max_prompt_tokens", max_prompt_tokens), ("steps_per_batch", steps_per_batch)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} is {value}; it must be at least 1.")
         samples = (train_samples, val_samples, test_samples)
         # All rows are in memory, so there is nothing for workers to read.
         super().__init__(global_batch_size=global_batch_size, seed=seed, num_workers=0, samples=samples)
@@ -118,6 +124,7 @@ class PromptDataModule(ResumableDataModule):
                 "give either data, which split divides, or some of train_data, val_data and test_data; "
                 + ("neither was given." if data is None else "both were given.")
             )
+        self.steps_per_batch = steps_per_batch
         self.data = data
         self.own = own
         self.split = split
@@ -139,7 +146,7 @@ class PromptDataModule(ResumableDataModule):
         """Return the files of the tokenizer, which every checkpoint gets."""
         return self.tokenizer.files()
 
-    def _build(self, name: str) -> TaskDataset | None:
+    def _build(self, name: str) -> TaskDataset | ReusedTasks | None:
         source = self.own[name] if self.data is None else self.data
         if source is None and name == "train":
             raise DataError("there are no prompts to train on; give train_data.")
@@ -155,9 +162,30 @@ class PromptDataModule(ResumableDataModule):
             return None
         train = name == "train"
         log.info("%s: %d prompts of at most %d tokens", name, len(places), int(prompts.lengths[places].max()))
-        return TaskDataset(
-            prompts, places, num_samples=self._train_samples if train else None, seed=self.seed if train else None
-        )
+        if not train:
+            return TaskDataset(prompts, places)
+        times, samples = self._times(), self._train_samples
+        if times == 1:
+            return TaskDataset(prompts, places, num_samples=samples, seed=self.seed)
+        assert samples is not None
+        tasks = TaskDataset(prompts, places, num_samples=-(-samples // times) + self.global_batch_size, seed=self.seed)
+        return ReusedTasks(tasks, self.global_batch_size, times)
+
+    def _times(self) -> int:
+        """Return how often a batch of prompts comes."""
+        trainer = self.trainer
+        if self.steps_per_batch > 1 and trainer is not None:
+            if not self._whole_run:
+                raise ConfigurationError(
+                    f"steps_per_batch={self.steps_per_batch} needs the length of the run in steps; give the trainer "
+                    "max_steps, and leave train_samples out."
+                )
+            if trainer.accumulate_grad_batches > 1 or self._accumulation:
+                raise ConfigurationError(
+                    f"steps_per_batch={self.steps_per_batch} with accumulate_grad_batches: a step would add up the "
+                    "same answers. Raise global_batch_size instead."
+                )
+        return self.steps_per_batch
 
     def _prompts(self, name: str, source: Source) -> Prompts:
         key = name if self.data is None else ""  # data that splits share is read once
@@ -197,8 +225,9 @@ class PromptDataModule(ResumableDataModule):
         """Return tasks, and what makes a batch of them."""
         return dataset, self._batch
 
-    def _batch(self, tasks: Sequence[Task | None]) -> PromptBatch:
-        return PromptBatch([task for task in tasks if task is not None], self.environment)
+    def _batch(self, tasks: Sequence[Task | Use | None]) -> PromptBatch:
+        found = [each if isinstance(each, Use) else Use(each, 0) for each in tasks if each is not None]
+        return PromptBatch([each.task for each in found], self.environment, not any(each.number for each in found))
 
 
 def _listed(source: str | list[str]) -> list[str]:

@@ -144,11 +144,14 @@ class PromptBatch:
     Args:
         tasks: the prompts.
         environment: what scores answers.
+        fresh: whether answers are to be drawn. If not, those to the last batch, of the same prompts, are trained on
+            again.
     """
 
-    def __init__(self, tasks: Sequence[Task], environment: Environment) -> None:
+    def __init__(self, tasks: Sequence[Task], environment: Environment, fresh: bool = True) -> None:
         self.tasks = tuple(tasks)
         self.environment = environment
+        self.fresh = fresh
 
     def __len__(self) -> int:
         return len(self.tasks)

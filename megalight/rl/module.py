@@ -87,6 +87,7 @@ class GRPOModule(GPTModule):
         self.advantages: Scale = advantages
         self.reference_layout = reference_layout or Layout()
         self._reference: GPTModule | None = None
+        self._held: TokenBatch | None = None
         self._check()
         if self.policy_loss.kl:
             folder = self.weights if reference is None else reference
@@ -131,17 +132,19 @@ class GRPOModule(GPTModule):
         prompts = contents(batch)
         if not isinstance(prompts, PromptBatch):
             return batch
-        answers = self.answers(prompts)
+        held = None if prompts.fresh or not self._trains else self._held
+        answers = self.answers(prompts) if held is None else held
+        if self._trains:
+            self._held = answers
         return emptied(answers) if is_empty(batch) else answers
 
     def answers(self, prompts: PromptBatch) -> TokenBatch:
         """Draw and score answers; return them as rows to train on. All ranks of a replica call this together."""
         trainer = self._trainer
         policy = Policy(self.model, None if trainer is None else trainer.strategy)
-        trains = trainer is None or trainer.training
-        size = self.rollouts.group_size if trains else self.rollouts.validation_size
+        size = self.rollouts.group_size if self._trains else self.rollouts.validation_size
         # In validation the same draws each time, so that only the policy changes.
-        seed = f"{self.seed}/{self.global_step}" if trains else f"{self.seed}/validation"
+        seed = f"{self.seed}/{self.global_step}" if self._trains else f"{self.seed}/validation"
         groups = roll_out(policy, prompts, self.rollouts, size, seed)
         self.on_answers(prompts, groups)
         for callback in [] if trainer is None else trainer.callbacks:  # type: ignore[attr-defined]
@@ -156,6 +159,10 @@ class GRPOModule(GPTModule):
             longest=self.config.max_sequence_length,
             dtype=policy.dtype,
         )
+
+    @property
+    def _trains(self) -> bool:
+        return self._trainer is None or bool(self._trainer.training)
 
     def on_answers(self, prompts: PromptBatch, groups: list[list[Trajectory]]) -> None:
         """Called with the answers to each prompt, on all ranks of the replica, before they are trained on.
