@@ -35,6 +35,8 @@ from megalight.models.family import families
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import MegalightModule
 from megalight.registry import load_plugins
+from megalight.rl.data import PromptDataModule
+from megalight.rl.module import GRPOModule
 from megalight.strategies import (
     MegatronFSDPStrategy,
     MegatronStrategy,
@@ -69,6 +71,8 @@ NAMED = (
     BertDataModule,
     SFTDataModule,
     MultimodalDataModule,
+    PromptDataModule,
+    GRPOModule,
     MegatronStrategy,
     MegatronFSDPStrategy,
     MegatronTowersStrategy,

@@ -21,12 +21,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "megalight.models.bert.BertModule",
         "megalight.models.vlm.VLMModule",
         "megalight.models.eagle.EagleModule",
+        "megalight.rl.module.GRPOModule",
     ),
     "data": (
         "megalight.data.gpt.module.GPTDataModule",
         "megalight.data.bert.module.BertDataModule",
         "megalight.data.chat.module.SFTDataModule",
         "megalight.data.multimodal.module.MultimodalDataModule",
+        "megalight.rl.data.PromptDataModule",
     ),
     STRATEGY: (
         START[STRATEGY],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -141,6 +142,12 @@ class PromptDataModule(ResumableDataModule):
             if source is not None and not isinstance(source, RowSource):
                 find(_listed(source), format, SUFFIXES)  # refuses what is not there
         self._read: dict[str, Prompts] = {}
+
+    def setup(self, stage: str) -> None:
+        """Read the prompts of the splits that ``stage`` needs."""
+        # GRPOModule draws answers in this hook, and Lightning warns that it runs the module's.
+        warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")
+        super().setup(stage)
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Return the files of the tokenizer, which every checkpoint gets."""

@@ -8,17 +8,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
+import yaml
 from lightning.pytorch.strategies import DDPStrategy
 
 from megalight.cli.lightning import parsed
+from megalight.cli.schema import Schema
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, LayoutError
+from megalight.models.gpt.config import GPTConfig
+from megalight.optim import AdamConfig
 from megalight.rl.countdown import CountdownPuzzles
 from megalight.rl.data import PromptDataModule
 from megalight.rl.environment import Answer, PromptBatch
+from megalight.rl.module import GRPOModule
 from megalight.rl.rewards import Countdown, FinalAnswer
+from megalight.rl.rollouts import Rollouts
 from megalight.strategies import MegatronStrategy
 from tests.data.chat.conftest import chat_tokenizer as chat_tokenizer
 from tests.data.gpt.test_module import Reader, every_step, trainer
@@ -269,24 +276,81 @@ def test_puzzles_need_no_files(chat_tokenizer: Path) -> None:
     assert batches[0].ends == (data.tokenizer.eod_id,)
 
 
-def test_a_configuration_names_rewards_and_sources(chat_tokenizer: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(f"""
-model: {{class_path: tests.rl.test_data.Asked}}
-trainer: {{accelerator: cpu, devices: 1, max_steps: 2, logger: false, enable_checkpointing: false}}
-data:
-  class_path: megalight.rl.data.PromptDataModule
+RUN = """
+model:
+  class_path: GRPOModule
   init_args:
-    tokenizer: {chat_tokenizer}
+    config: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 280, max_sequence_length: 48}
+    optimizer: {lr: 1.0e-2}
+    rollouts: {max_new_tokens: 4, group_size: 3}
+trainer: {accelerator: cpu, devices: 1, max_steps: 2, logger: false, enable_checkpointing: false}
+data:
+  class_path: PromptDataModule
+  init_args:
+    tokenizer: TOKENIZER
     global_batch_size: 2
     rewards:
-      answer: {{class_path: megalight.rl.rewards.FinalAnswer, init_args: {{column: target, marks: [tags]}}}}
+      answer: {class_path: megalight.rl.rewards.FinalAnswer, init_args: {column: target, marks: [tags]}}
       mine: tests.rl.test_data.judge
-    reward_weights: {{mine: 0.5}}
-    data: {{class_path: megalight.rl.countdown.CountdownPuzzles, init_args: {{count: 8}}}}
-""")
-    data = parsed(["fit", "-c", str(path)]).datamodule
+    reward_weights: {mine: 0.5}
+    split: "8,1"
+    data:
+      class_path: megalight.rl.countdown.CountdownPuzzles
+      init_args: {count: 9, text: "{numbers} {target}"}
+"""
+
+
+def test_a_configuration_names_rewards_and_sources(chat_tokenizer: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN.replace("TOKENIZER", str(chat_tokenizer)))
+    validator = jsonschema.Draft202012Validator(Schema().build())
+    assert not list(validator.iter_errors(yaml.safe_load(path.read_text())))
+    cli = parsed(["fit", "-c", str(path)])
+    data = cli.datamodule
     assert isinstance(data, PromptDataModule)
+    assert isinstance(cli.model, GRPOModule)
     assert data.environment.weights == {"answer": 1.0, "mine": 0.5}
     assert data.environment.rewards["mine"] is judge
     assert isinstance(data.data, CountdownPuzzles)
+
+
+def test_misspelled_arguments_of_rewards_are_told(
+    chat_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    for right, wrong in (("column:", "colum:"), ("rewards.FinalAnswer", "rewards.FinalAnswers"), (".judge", ".judg")):
+        path.write_text(RUN.replace("TOKENIZER", str(chat_tokenizer)).replace(right, wrong))
+        with pytest.raises(SystemExit):
+            parsed(["fit", "-c", str(path)])
+        assert wrong.strip(":") in capsys.readouterr().err
+
+
+class Policy(GRPOModule):
+    """Writes down the answers it drew."""
+
+    drawn: list[list[list[int]]]
+
+    def on_answers(self, prompts: PromptBatch, groups: Any) -> None:
+        self.drawn.append([answer.completion.tokens for group in groups for answer in group])
+
+
+def test_a_policy_draws_after_a_resume_what_it_would_have_drawn(chat_tokenizer: Path, tmp_path: Path) -> None:
+    config = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=280, max_sequence_length=48)
+
+    def fit(checkpoint: Path | None = None, **options: Any) -> Policy:
+        policy = Policy(config, AdamConfig(lr=1e-2), rollouts=Rollouts(max_new_tokens=4, group_size=3))
+        policy.drawn = []
+        data = module(chat_tokenizer, write(tmp_path / "rows.jsonl"), rewards={"digits": digits})
+        trainer(max_steps=4, strategy=MegatronStrategy(), **options).fit(policy, data, ckpt_path=checkpoint)
+        return policy
+
+    whole = fit(callbacks=[every_step(tmp_path / "saved")])
+    second = sorted((tmp_path / "saved").iterdir())[1]
+    rest = fit(second)
+    assert len(whole.drawn) == 4
+    assert rest.drawn == whole.drawn[2:]
+    assert Tokenizer.load(second / "files").identity == Tokenizer.load(chat_tokenizer).identity
+
+
+def digits(answer: Answer, row: Mapping[str, Any]) -> float:
+    return float(sum(letter.isdigit() for letter in answer.text))

@@ -28,6 +28,8 @@ MODULES = (
     "megalight.data.bert.module",
     "megalight.data.chat.module",
     "megalight.data.multimodal.module",
+    "megalight.rl.data",
+    "megalight.rl.module",
     "megalight.strategies",
     "megalight.optim",
     "megalight.callbacks",
