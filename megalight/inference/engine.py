@@ -56,9 +56,12 @@ class _OpenStep(NamedTuple):
         """Find the texts that end. After an error this goes on with the same text."""
         while self.undecided:
             request = self.undecided[0]
-            if (completion := request.ended()) is not None:
+            completion = request.ended()
+            if request not in self.undecided:
+                continue  # its stop has cancelled it
+            self.undecided.remove(request)
+            if completion is not None:
                 self.step.finished[request.number] = completion
-            self.undecided.popleft()
         return self.step
 
     def leave(self, request: Request) -> None:
@@ -191,10 +194,10 @@ class DynamicEngine:
             raise DataError(f"there is no request {number}, or it has ended.")
         request = self._requests.pop(number)
         self._schedule.end(request)
-        if not self._requests:
-            self._open = None
         if self._open is not None:
             self._open.leave(request)
+        if not self._requests:
+            self._open = None
 
     @property
     def unfinished(self) -> list[int]:
@@ -300,18 +303,33 @@ def _chosen(requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) ->
         return [], []
     if len(rows) < len(logits):
         logits = logits[rows]
+    generators = [request.generator for request in requests if request.generator is not None]
+    states = [generator.get_state() for generator in generators]
+    try:
+        tokens = _drawn(requests, logits, generators)
+        if all(request.log_probs is None for request in requests):
+            return tokens.tolist(), [None] * len(requests)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        found: list[float | None] = wide.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist()
+        return tokens.tolist(), found
+    except BaseException:
+        # These draws come again, when the texts have begun again.
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        raise
+
+
+def _drawn(requests: Sequence[Request], logits: Tensor, generators: Sequence[Generator]) -> Tensor:
+    """Return the next token ``[n]`` of each request, from logits ``[n, V]``."""
     kinds: dict[Sampling, list[int]] = {}
     for place, request in enumerate(requests):
         kinds.setdefault(request.sampling, []).append(place)
+    if len(kinds) == 1:
+        return sample(logits, requests[0].sampling, generators)
     tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
     for sampling, places in kinds.items():
-        generators = [generator for place in places if (generator := requests[place].generator) is not None]
-        tokens[places] = sample(logits if len(kinds) == 1 else logits[places], sampling, generators)
-    if all(request.log_probs is None for request in requests):
-        return tokens.tolist(), [None] * len(requests)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    found: list[float | None] = wide.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist()
-    return tokens.tolist(), found
+        tokens[places] = sample(logits[places], sampling, [generators[place] for place in places])
+    return tokens
 
 
 def _check_model(model: GPT | ParallelGPT) -> None:

@@ -12,11 +12,12 @@ from torch import nn
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set all modules to evaluation mode (no dropout), and restore the mode of each module afterwards."""
     # Module by module, as some may be in evaluation mode while others train.
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
+    # Past `Module.__setattr__`, which looks for parameters: a large model has hundreds of modules, in every step.
+    training = [vars(module) for module in model.modules() if module.training]
+    for attributes in training:
+        attributes["training"] = False
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for attributes in training:
+            attributes["training"] = True

@@ -67,12 +67,12 @@ class Request:
 
     def ended(self) -> Completion | None:
         """Return the completion if the newest token ends it."""
-        new = self.tokens[self.prompt_length :]
         reason: Reason | None = None
-        if new[-1] in self.ends:
+        # Without a copy of the tokens, where nobody asks for it: texts may be long.
+        if self.tokens[-1] in self.ends:
             reason = "end"
-        elif self.stop is not None and self.stop(new):
+        elif self.stop is not None and self.stop(self.tokens[self.prompt_length :]):
             reason = "stop"
-        elif len(new) == self.max_new_tokens:
+        elif len(self.tokens) - self.prompt_length == self.max_new_tokens:
             reason = "length"
-        return None if reason is None else Completion(new, self.log_probs, reason)
+        return None if reason is None else Completion(self.tokens[self.prompt_length :], self.log_probs, reason)

@@ -62,7 +62,8 @@ class Schedule:
                 plan.preempted.append(self.preempt())
             if request.slot is None:  # it has given its blocks to an older one, or found none for itself
                 break
-            blocks.grow({request.slot: total})
+            if blocks.missing(request.slot, total):
+                blocks.grow({request.slot: total})
             plan.counts[request] = count
             self._remember(request, total)
             left -= count

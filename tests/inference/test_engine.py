@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference import Completion, DynamicEngine, Sampling, Step, generate
+from megalight.inference import Completion, DynamicEngine, Sampling, Step, generate, sample
 from megalight.inference.request import Stop
 from megalight.models.gpt import GPT, MambaConfig
 from megalight.nn.init import initialize
@@ -170,6 +170,43 @@ def test_texts_begin_again_after_an_error_in_a_forward_pass(monkeypatch: pytest.
             engine.step()
     assert engine.blocks.free == 40
     assert tokens_of(engine.run()) == alone(model)
+
+
+def test_draws_come_again_after_an_error_in_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    engine = DynamicEngine(model, num_blocks=40)
+    for seed, prompt in enumerate(PROMPTS):
+        engine.add(prompt, max_new_tokens=9, sampling=DRAWN, seed=11 + seed)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("megalight.inference.engine.sample", lambda *given: (sample(*given), 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert tokens_of(engine.run()) == alone(model, seed=11)
+
+
+def test_a_stop_may_cancel_requests() -> None:
+    """Such as the other answers once one is right, or its own."""
+    model = build()
+    engine = DynamicEngine(model, num_blocks=40)
+
+    def first_wins(new: Sequence[int]) -> bool:
+        for number in engine.unfinished[1:]:
+            engine.cancel(number)
+        return False
+
+    ask(engine, stop=first_wins)
+    expected = alone(model)
+    assert engine.run() == {0: Completion(expected[0], None, "length")}
+
+    def withdraws(new: Sequence[int]) -> bool:
+        engine.cancel(engine.unfinished[0])
+        return True
+
+    ask(engine, stop=withdraws)
+    assert engine.step() == Step({}, {}, [], {})
+    assert engine.step() is None
+    assert engine.blocks.free == 40
 
 
 def raising(length: int, times: int = 1) -> Stop:
