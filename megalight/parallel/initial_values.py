@@ -18,7 +18,7 @@ from megalight.errors import ConfigurationError
 from megalight.nn.canonical import Part
 from megalight.nn.init import draw, initializers, key
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.splitter import Origin, on_meta
+from megalight.parallel.splitter import Elsewhere, Origin, on_meta
 from megalight.parallel.storage import has_memory, unknown, without_memory
 from megalight.parallel.tensor.split import take
 
@@ -89,8 +89,13 @@ def initialize(
     Raises:
         ConfigurationError: a module has no values and no method to draw them.
     """
-    stated = {name: initializer for name, _, _, initializer in initializers(model)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    stated = {name: initializer for name, _, _, initializer in initializers(model)}
+    away = _away(model)
+    for name, place in away.items():
+        stated.pop(name, None)
+        if (initializer := getattr(place.module, "initializers", {}).get(place.local)) is not None:
+            stated[name] = initializer
     give = on_values or (lambda name, values: None)
     for name, parameter in model.named_parameters():
         # A parameter with pieces of several tensors (q, k, v) is drawn if any of them is wanted.
@@ -107,6 +112,14 @@ def initialize(
     if only is not None:
         return
     drawn = {*stated, *later}
+    parameters = dict(model.named_parameters())
+    for name, place in away.items():
+        if name not in drawn:
+            found = _parts(place.module, place.local, specs[name])
+            seeded = key(seed, found[0].name.rpartition(".")[0])
+            whole = _drawn_whole(model, place.path, place.module, seeded, parameters[name].device)
+            _take_drawn(name, parameters[name], whole._parameters[place.local], found, specs[name], give)
+            drawn.add(name)
     for path, module in model.named_modules():
         mine = {local: names[id(p)] for local, p in module._parameters.items() if p is not None}
         wanted = {local: name for local, name in mine.items() if name not in drawn}
@@ -115,7 +128,8 @@ def initialize(
         parts = {local: _parts(module, local, specs[name]) for local, name in wanted.items()}
         # The seed must be equal on all ranks: it follows from the whole module's first tensor, held here or not.
         first = next((found[0].name.rpartition(".")[0] for found in parts.values() if found), path)
-        whole = _drawn_whole(model, path, module, key(seed, first))
+        device = next(t.device for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
+        whole = _drawn_whole(model, path, module, key(seed, first), device)
         for local, name in wanted.items():
             _take_drawn(name, module._parameters[local], whole._parameters[local], parts[local], specs[name], give)
         for local, buffer in module._buffers.items():
@@ -125,13 +139,22 @@ def initialize(
         drawn.update(wanted.values())
 
 
-def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int) -> nn.Module:
+def _away(model: nn.Module) -> dict[str, Elsewhere]:
+    """Return the place in the whole model of each tied parameter that has another one on this pipeline stage."""
+    found: dict[str, Elsewhere] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for local, place in getattr(module, "elsewhere", {}).items():
+            found[names[id(module._parameters[local])]] = place
+    return found
+
+
+def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int, device: torch.device) -> nn.Module:
     """Return a whole copy of a module, drawn by its own methods: float32, NaN where they draw nothing."""
     origin = getattr(module, "origin", None)
     # The one-device module, as its own method draws shapes that only the whole module has.
     shell = on_meta(origin.module if isinstance(origin, Origin) else module)
     # Drawn where the model lives. Generators of other devices give other bits for the same seed.
-    device = next(t.device for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
     for local, parameter in shell._parameters.items():
         if parameter is not None:
             # In float32 for every dtype: a float32 and a bfloat16 model begin from the same draws.
@@ -155,7 +178,11 @@ def _ways(model: nn.Module, path: str, shell: nn.Module) -> list[Callable[[], ob
     ways: list[Callable[[], object]] = []
     steps = path.split(".") if path else []
     for end in range(len(steps), -1, -1):
-        around = getattr(model.get_submodule(".".join(steps[:end])), "_init_weights", None)
+        try:
+            parent = model.get_submodule(".".join(steps[:end]))
+        except AttributeError:  # on another pipeline stage
+            continue
+        around = getattr(parent, "_init_weights", None)
         # The nearest parent wins, as its method knows the type of this module best.
         if callable(around):
             ways.append(functools.partial(around, shell))

@@ -40,6 +40,24 @@ class Origin:
     parts: Mapping[str, Sequence[Part]]
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """The place of a parameter in the whole model, of a tied one whose own place is on another pipeline stage.
+
+    Initial values are drawn there. A module that holds such a parameter has a dict ``elsewhere`` of them, by the
+    parameter's name in it.
+
+    Attributes:
+        path: name of the module in the whole model.
+        module: its parameters are on meta.
+        local: name of the parameter in it.
+    """
+
+    path: str
+    module: nn.Module
+    local: str
+
+
 class Splitter:
     """One pass over a model that splits its modules.
 

@@ -218,7 +218,10 @@ class PartialReducer:
         self.runs: list[tuple[ProcessGroup, list[tuple[int, int, int]]]] = []
         for mesh in dict.fromkeys(bucket.layout.kind.mesh for bucket in buckets):
             # Numbers of shards are those of all buckets, because gradients are looked up by them.
-            shards = {i: bucket.shard for i, bucket in enumerate(buckets) if bucket.layout.kind.mesh == mesh}
+            own = [(i, bucket) for i, bucket in enumerate(buckets) if bucket.layout.kind.mesh == mesh]
+            # By name: stages may come to tensors that they share in different orders.
+            own.sort(key=lambda numbered: numbered[1].layout.kind.shared)
+            shards = {i: bucket.shard for i, bucket in own}
             runs = partial_runs(shards)
             pieces = (piece for shard in shards.values() for spec, _ in shard.slots for piece in spec.pieces)
             # Sorted: groups are made, and fingerprints compared, in the same order on all ranks.

@@ -13,6 +13,7 @@ from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.shard import ShardSpec
+from megalight.parallel.splitter import Elsewhere, on_meta
 
 ENDS = {"embed": "embed", "head": "head", "mtp": "mtp", "distillation": "head"}
 """Part of a model -> attribute of the stages that hold it. A student's part for its teacher goes with the head."""
@@ -89,14 +90,39 @@ def cut(
             holders.setdefault(id(tensor), set()).add(stage.rank)
     here = layout.of_rank(mesh.rank("pp"))
     chunks = [_part(model, [stage]) for stage in here]
+    places = _places(model)
     # Only now: tied ends are visible only while the whole model is there.
     model._modules.update(_part(model, here)._modules)
+    _remember(model, places)
     kept = {name: tensor for name, tensor in _tensors(model).items() if id(tensor) in by_tensor}
     # Create the groups of shared tensors now, in the same order on all ranks.
     for ranks in sorted({tuple(sorted(ranks)) for ranks in holders.values() if len(ranks) > 1}):
         if mesh.rank("pp") in ranks:
             mesh.group(_axis(ranks, mesh))
     return {n: _shared(by_tensor[id(t)], sorted(holders[id(t)]), mesh) for n, t in kept.items()}, chunks
+
+
+def _places(model: nn.Module) -> dict[int, tuple[str, nn.Module, str]]:
+    """Return the first place of each parameter: the module's name and itself, and the parameter's name in it."""
+    places: dict[int, tuple[str, nn.Module, str]] = {}
+    for path, module in model.named_modules():
+        for local, parameter in module._parameters.items():
+            places.setdefault(id(parameter), (path, module, local))
+    return places
+
+
+def _remember(model: nn.Module, places: Mapping[int, tuple[str, nn.Module, str]]) -> None:
+    """Let the modules that are left know where the whole model has the parameters that they share with others."""
+    held = set(model.modules())
+    for module in held:
+        first = {local: places[id(p)] for local, p in module._parameters.items() if p is not None}
+        elsewhere = {
+            local: Elsewhere(path, on_meta(owner), name)
+            for local, (path, owner, name) in first.items()
+            if owner not in held
+        }
+        if elsewhere:
+            module.elsewhere = elsewhere  # type: ignore[assignment]
 
 
 def _part(model: nn.Module, stages: Sequence[Stage]) -> nn.Module:
