@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -89,6 +90,8 @@ class GRPOModule(GPTModule):
         self._reference: GPTModule | None = None
         self._held: TokenBatch | None = None
         self._check()
+        # Lightning warns that this hook is used beside a data module. It is meant to be.
+        warnings.filterwarnings("ignore", "You have overridden `on_before_batch_transfer`")
         if self.policy_loss.kl:
             folder = self.weights if reference is None else reference
             if folder is None:
