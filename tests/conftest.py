@@ -21,8 +21,8 @@ from tests.summary import Summary
 
 HERE = Path(__file__).parent
 # No test depends on speed: on a busy machine an example may take any time. `pytest-timeout` ends tests that hang.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+settings.register_profile("searching", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("repeated", settings.get_profile("searching"), derandomize=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What every change must pass has the same examples each time. Whole runs search for others.
+    settings.load_profile("repeated" if config.getoption("markexpr") else "searching")
     # Matrices in tests are small, and ranks share the cores: with two threads, some operations take 20 times as long.
     # Lightning sets the number of threads unless it finds the variable.
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from tests import conftest, summary
 from tests.programs import forked
@@ -54,6 +55,10 @@ FIRST: dict[str, float] = {}
 def test_every_test_starts_from_the_same_random_state(turn: int) -> None:
     for name, value in (("py", random.random()), ("np", np.random.rand()), ("torch", torch.rand(()).item())):
         assert FIRST.setdefault(name, value) == value
+
+
+def test_examples_of_properties_differ_in_whole_runs_alone(pytestconfig: pytest.Config) -> None:
+    assert settings.default.derandomize == bool(pytestconfig.getoption("markexpr"))
 
 
 def report(name: str, when: str, outcome: str, duration: float) -> pytest.TestReport:
@@ -142,8 +147,10 @@ def test_a_copy_of_the_files_is_told_its_commit(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("process", "writers"), [({}, 1), ({"workerinput": {}}, 0)])
-def test_one_process_of_several_writes_the_summary(process: dict[str, Any], writers: int, tmp_path: Path) -> None:
+def test_one_process_of_several_writes_the_summary(
+    process: dict[str, Any], writers: int, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     plugins = pytest.PytestPluginManager()
-    options = {"--summary": tmp_path / "full.md", "markexpr": "", "--remark": ""}
+    options = {"--summary": tmp_path / "full.md", "markexpr": pytestconfig.getoption("markexpr"), "--remark": ""}
     conftest.pytest_configure(SimpleNamespace(getoption=options.get, pluginmanager=plugins, **process))  # type: ignore[arg-type]
     assert sum(isinstance(plugin, Summary) for plugin in plugins.get_plugins()) == writers
