@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -220,13 +222,14 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RANK = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 from benchmarks.in_turn import add
 for row in json.loads(Path(sys.argv[1]).read_text()):
     if row["name"] == "dies":
         raise RuntimeError("no memory")
     if row["name"] == "hangs":
+        Path(os.environ["ASLEEP"]).write_text(str(os.getpid()))
         time.sleep(1000)
     add(Path(sys.argv[2]), row)
 """
@@ -236,11 +239,22 @@ def test_rows_behind_one_that_fails_or_hangs_run_all_the_same(tmp_path: Path, mo
     for name, value in environment().items():  # on a busy machine, an interpreter may take seconds to start
         monkeypatch.setenv(name, value)
     log, names = tmp_path / "result.log", ["a", "dies", "b", "hangs", "c"]
-    found = list(in_turn(["python", "-c", RANK], [{"name": name} for name in names], log, 4.0))
+    now, asleep = 0.0, tmp_path / "asleep"
+    monkeypatch.setenv("ASLEEP", str(asleep))
+
+    def look_again(seconds: float) -> None:
+        """Time passes while a row hangs, and not while an interpreter starts."""
+        nonlocal now
+        time.sleep(0.01)
+        now += 100 * (asleep.exists() and Path("/proc", asleep.read_text()).exists())
+
+    with monkeypatch.context() as patch:
+        patch.setattr("benchmarks.in_turn.time", SimpleNamespace(sleep=look_again, monotonic=lambda: now))
+        found = list(in_turn(["python", "-c", RANK], [{"name": name} for name in names], log, 90.0))
     assert [found[0], found[2], found[4]] == [{"name": name} for name in "abc"]
     assert found[1].startswith("exit code 1\n")
     assert "no memory" in found[1]
-    assert found[3].startswith("not done after 4 s")
+    assert found[3].startswith("not done after 90 s")
     assert "no memory" in log.read_text()
-    assert list(in_turn(["python", "-c", RANK], [{"name": "a"}], log, 30.0)) == [{"name": "a"}]
+    assert list(in_turn(["python", "-c", RANK], [{"name": "a"}], log, 240.0)) == [{"name": "a"}]
     assert not log.exists()

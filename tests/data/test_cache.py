@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -12,6 +11,7 @@ import pytest
 
 from megalight.data.cache import Arrays, build_once
 from megalight.errors import DataError
+from tests.workers import SERVER
 
 FACTS = {"seed": 1}
 
@@ -86,12 +86,11 @@ def test_a_torn_entry_is_built_again(tmp_path: Path, damage: str) -> None:
 
 
 def test_many_processes_build_once_also_after_one_was_killed(tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
-    victim = context.Process(target=die_while_building, args=(str(tmp_path),))
+    victim = SERVER.Process(target=die_while_building, args=(str(tmp_path),))
     victim.start()
-    victim.join(60)
+    victim.join()
     assert victim.exitcode == -signal.SIGKILL
-    with context.Pool(3) as pool:
+    with SERVER.Pool(3) as pool:
         sums = pool.starmap(build_slowly, [(str(tmp_path), str(tmp_path / "log"))] * 3, chunksize=1)
     assert sums == [499_500] * 3
     assert (tmp_path / "log").read_text() == "built\n"

@@ -220,11 +220,13 @@ def _shown(folder: str) -> str:
     """One save, which takes from the end of the first step to that of the third."""
     gate, path = Path(f"{folder}/gate"), f"{folder}/one.ckpt"
 
-    def opens(_: pl.Trainer) -> None:
+    def opens(trainer: pl.Trainer) -> None:
         gate.touch()
-        while not checkpoint.is_complete(path):
+        strategy = trainer.strategy
+        assert isinstance(strategy, MegatronStrategy)
+        while strategy.save_under_way is not None:
             time.sleep(0.01)
-        time.sleep(0.5)  # its worker tells the trainer next
+            strategy.check_saves()
 
     steps = [At(1, lambda trainer: trainer.save_checkpoint(path)), At(3, opens)]
     module = WithData(GQA, optimizer=ADAM, seed=SEED)

@@ -24,6 +24,8 @@ from tests.workers import free_port
 
 LAYOUT = {"tensor_parallel": 2, "sequence_parallel": True}
 RANKS = 2
+PEER_SECONDS = 240
+"""Until a rank must have noticed its peer's death and ended: far below the 1,800 that a collective waits for it."""
 
 
 def _doomed(rank: int, port: int, folder: str) -> None:
@@ -63,7 +65,7 @@ def kill_during_a_save(folder: Path, processes: list[Any], victims: list[int], d
     for rank in victims:
         os.kill(processes[rank].pid, signal.SIGKILL)
     for process in processes:
-        process.join(20)
+        process.join(PEER_SECONDS)
     assert not any(process.is_alive() for process in processes), "a rank outlived its peer"
 
 

@@ -311,8 +311,9 @@ def test_what_can_be_known_is_refused_before_processes_start(
 
 
 def test_children_that_hang_are_ended() -> None:
-    hanging = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    ending = subprocess.Popen([sys.executable, "-c", ""])
-    launchers.end([hanging, ending], grace=2)
-    assert ending.wait(10) == 0
-    assert hanging.wait(10) == -9
+    ending = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(0.1)"])
+    launchers.end([ending], grace=240)
+    assert ending.wait(0) == 0
+    hanging = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    launchers.end([hanging, ending], grace=0.1)
+    assert hanging.wait(60) == -9
