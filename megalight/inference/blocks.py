@@ -19,6 +19,7 @@ class Blocks:
         num_slots: maximum number of sequences.
         count: number of blocks in the pool.
         size: tokens of a block.
+        snapshots: number of states of texts that may be kept.
 
     Attributes:
         tables: the numbers of each slot's blocks.
@@ -28,13 +29,13 @@ class Blocks:
         ConfigurationError: a number is below 1.
     """
 
-    def __init__(self, num_slots: int, count: int, size: int) -> None:
+    def __init__(self, num_slots: int, count: int, size: int, snapshots: int = 0) -> None:
         for name, value in (("num_slots", num_slots), ("number of blocks", count), ("block_size", size)):
             if value < 1:
                 raise ConfigurationError(f"{name} is {value}; it must be at least 1.")
-        self.count, self.size = count, size
+        self.count, self.size, self.snapshots = count, size, snapshots
         self.tables: list[list[int]] = [[] for _ in range(num_slots)]
-        self.prefixes = Prefixes(size)
+        self.prefixes = Prefixes(size, range(num_slots, num_slots + snapshots))
         # How many slots have each block.
         self._users = [0] * count
         # The last one is given out next: a fresh pool gives its blocks in order.

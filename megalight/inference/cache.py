@@ -57,7 +57,7 @@ class TokenBuffer:
 
 
 class SequenceBuffer:
-    """Storage for one entry per slot."""
+    """Storage for one entry per slot, and for the snapshots of ``blocks``."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -70,11 +70,16 @@ class SequenceBuffer:
     def read(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return the entries ``[n, *shape]`` of the step's sequences. New sequences get 0, not a slot's old values."""
         if self._entries is None:
-            self._entries = like.new_empty(self._cache.num_slots, *shape)
+            self._entries = like.new_empty(self._cache.num_slots + self._cache.blocks.snapshots, *shape)
         step = self._cache.step
         # Slots are reused without zeroing; only a new sequence must not see what the last one left.
         begins = step.begins.view(-1, *[1] * len(shape))
         return self._entries[step.slots].masked_fill(begins, 0)
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy entries."""
+        assert self._entries is not None
+        self._entries[targets] = self._entries[sources]
 
     def write(self, entries: Tensor) -> None:
         """Store the entries ``[n, *shape]`` of the step's sequences."""
@@ -162,8 +167,18 @@ class Cache:
         self.lengths[slot] = length
         self.blocks.shrink(slot, length)
 
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of sequences, each from a slot or snapshot to another."""
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        for buffer in self._buffers if pairs else ():
+            if isinstance(buffer, SequenceBuffer):
+                buffer.copy(sources, targets)
+
     def begin(self, slot: int, blocks: Sequence[int]) -> None:
-        """Begin a slot's sequence with full blocks of the pool, which hold its first tokens (``blocks.prefixes``)."""
+        """Begin a slot's sequence with full blocks of the pool, which hold its first tokens (``blocks.prefixes``).
+
+        If the cache is not :attr:`reversible`, the state at their end must be copied to the slot before it is extended.
+        """
         self.blocks.share(slot, blocks)
         self.lengths[slot] = len(blocks) * self.blocks.size
 

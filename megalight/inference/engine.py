@@ -93,8 +93,6 @@ class DynamicEngine:
     Attributes:
         blocks: who has which blocks.
         suspended: whether the cache is given back.
-        shares_prefixes: whether texts that begin equally share blocks. Layers that keep one state for all tokens of a
-            text, as Mamba-2 does, prevent it: texts then run from their first token.
 
     Raises:
         ConfigurationError: a number is below 1, a layer has no state, or what a token becomes depends on the others in
@@ -116,12 +114,12 @@ class DynamicEngine:
             if value < 1:
                 raise ConfigurationError(f"{name} is {value}; it must be at least 1.")
         self._model = model
-        self.blocks = Blocks(max_sequences, num_blocks, block_size)
+        # Texts begin in the order in which they came, so few beginnings are wanted at a time.
+        self.blocks = Blocks(max_sequences, num_blocks, block_size, snapshots=-(-max_sequences // 16))
         cache = Cache(model.layers, max_sequences, model.config.max_sequence_length, self.blocks)
         # Ranks of a replica may hold different layers, and must plan the same.
-        whole = cache.reversible
-        self.shares_prefixes = model.every(whole) if isinstance(model, ParallelGPT) else whole
-        self._schedule = Schedule(cache, step_tokens, self.shares_prefixes)
+        rows = model.every(cache.reversible) if isinstance(model, ParallelGPT) else cache.reversible
+        self._schedule = Schedule(cache, step_tokens, states=not rows)
         self._requests: dict[int, Request] = {}
         self._count = 0
         self._seeds: Generator | None = None
@@ -236,13 +234,16 @@ class DynamicEngine:
         """Run a forward pass, and give each text that is ready its next token."""
         schedule = self._schedule
         try:
-            counts, preempted, shared = schedule.plan()
+            plan = schedule.plan()
+            counts = plan.counts
             slots = [request.slot for request in counts if request.slot is not None]
             fresh: list[list[int]] = []
             for request, count in counts.items():
                 first = len(request.tokens) - schedule.unread(request)
                 fresh.append(request.tokens[first : first + count])
+            schedule.cache.copy_states(plan.restored)
             logits = last_logits(self._model, schedule.cache, slots, fresh)
+            schedule.cache.copy_states(plan.kept)
             # A part of a prompt has no next token yet.
             ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
             requests = [request for request in counts if not schedule.unread(request)]
@@ -252,8 +253,8 @@ class DynamicEngine:
             schedule.preempt_all()
             self.blocks.prefixes.clear()
             raise
-        found = {request.number: count for request, count in shared.items()}
-        step = Step({}, {}, [request.number for request in preempted], found)
+        found = {request.number: count for request, count in plan.shared.items()}
+        step = Step({}, {}, [request.number for request in plan.preempted], found)
         for request, token, log_prob in zip(requests, *chosen, strict=True):
             request.take(token, log_prob)
             step.tokens[request.number] = token

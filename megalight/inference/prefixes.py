@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from megalight.inference.snapshots import Snapshots
 
 
 @dataclass(eq=False)
@@ -34,10 +36,15 @@ class Prefixes:
 
     Args:
         size: tokens of a block.
+        entries: for states at the ends of blocks.
+
+    Attributes:
+        snapshots: the states that are kept.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, entries: Iterable[int] = ()) -> None:
         self._size = size
+        self.snapshots = Snapshots(entries)
         self._first: _Parts = {}
         self._parts: dict[int, _Part] = {}
 
@@ -74,10 +81,12 @@ class Prefixes:
             part = self._parts.pop(block)
             assert not part.after, "blocks are forgotten from the last to the first"
             del part.siblings[part.tokens]
+            self.snapshots.forget(block)
 
     def clear(self) -> None:
         """Let no block be found."""
         self._first, self._parts = {}, {}
+        self.snapshots.clear()
 
     def _after(self, block: int | None) -> _Parts:
         return self._first if block is None else self._parts[block].after

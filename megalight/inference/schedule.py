@@ -16,11 +16,15 @@ class Plan(NamedTuple):
         counts: how many of its next tokens each request runs.
         preempted: requests that have lost their blocks, and wait.
         shared: how many of the first tokens of requests that begin are in blocks that they share.
+        restored: states to copy before the pass: from a snapshot, to a slot.
+        kept: states to copy after the pass: from a slot, to a snapshot.
     """
 
     counts: dict[Request, int]
     preempted: list[Request]
     shared: dict[Request, int]
+    restored: list[tuple[int, int]]
+    kept: list[tuple[int, int]]
 
 
 class Schedule:
@@ -32,25 +36,28 @@ class Schedule:
 
     A request begins with the full blocks of the cache that hold its first tokens. Others may have them, or have had
     them, or write them in the same forward pass: what one request reads then, an older one has written in each layer.
+    Layers with one state for all tokens of a sequence need the state at the end of these blocks, too. So a request
+    stops where it and the one that waits next go on differently, and its state is kept; the other begins in the next
+    pass.
 
     Args:
         cache: where sequences are kept.
         step_tokens: maximum number of tokens of a forward pass.
-        sharing: whether sequences share blocks, because all states of layers have one row per token.
+        states: whether layers have one state for all tokens of a sequence.
 
     Attributes:
         running: requests with a slot, from the oldest to the youngest.
         waiting: requests without, likewise.
     """
 
-    def __init__(self, cache: Cache, step_tokens: int, sharing: bool) -> None:
-        self.cache, self.step_tokens, self.sharing = cache, step_tokens, sharing
+    def __init__(self, cache: Cache, step_tokens: int, states: bool) -> None:
+        self.cache, self.step_tokens, self.states = cache, step_tokens, states
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
 
     def plan(self) -> Plan:
         """Choose the tokens of the next forward pass, and reserve their blocks. :meth:`Cache.extend` must follow."""
-        left, plan, blocks = self.step_tokens, Plan({}, [], {}), self.cache.blocks
+        left, plan, blocks = self.step_tokens, Plan({}, [], {}, [], []), self.cache.blocks
         # Only the youngest can have more than one token to run, as it began with what was left of a step. So a long
         # prompt does not stop those before it.
         for request in [*self.running]:
@@ -64,18 +71,10 @@ class Schedule:
                 break
             if blocks.missing(request.slot, total):
                 blocks.grow({request.slot: total})
-            plan.counts[request] = count
-            self._remember(request, total)
-            left -= count
-        while left and (new := self._next()) is not None:
-            if new in plan.preempted:
-                # It had a block of its own with the tokens of another, which it shares now.
-                plan.preempted.remove(new)
-            if shared := len(new.tokens) - self.unread(new):
-                plan.shared[new] = shared
-            plan.counts[new] = count = min(self.unread(new), left)
-            self._remember(new, shared + count)
-            left -= count
+            left -= self._run(plan, request, request.slot, left)
+        # A state that is kept can be copied after the pass alone, so those that wait for it begin in the next one.
+        while left and not plan.kept and (new := self._next(plan)) is not None:
+            left -= self._run(plan, *new, left)
         return plan
 
     def unread(self, request: Request) -> int:
@@ -103,12 +102,38 @@ class Schedule:
         self.cache.release(request.slot)
         request.slot = None
 
-    def _remember(self, request: Request, total: int) -> None:
-        if self.sharing and request.slot is not None:
-            stored = self.cache.lengths[request.slot]
-            self.cache.blocks.remember(request.slot, request.tokens, stored, total)
+    def _run(self, plan: Plan, request: Request, slot: int, left: int) -> int:
+        """Plan the next tokens of a request, at most ``left``; return how many."""
+        stored, blocks = self.cache.lengths[slot], self.cache.blocks
+        end = min(stored + left, len(request.tokens))
+        if fork := self._fork(request, stored, end):
+            blocks.remember(slot, request.tokens, stored, fork)
+            found = blocks.prefixes.find(request.tokens[:fork])
+            # Fewer, if an older block has the tokens of one that this pass writes, and others follow.
+            if len(found) * blocks.size == fork:
+                plan.kept.append((slot, blocks.prefixes.snapshots.keep(found[-1])))
+                end = fork
+        blocks.remember(slot, request.tokens, stored, end)
+        plan.counts[request] = end - stored
+        return end - stored
 
-    def _next(self) -> Request | None:
+    def _fork(self, request: Request, stored: int, end: int) -> int:
+        """Return where a request that runs its tokens up to ``end`` must stop for the one that waits next, or 0.
+
+        That is at the end of the full blocks with which both begin, if no state at this place or later is kept.
+        """
+        if not self.states or not self.waiting or len(request.tokens) - stored < 2:
+            return 0
+        wanted, blocks = self.waiting[0].tokens[:-1], self.cache.blocks
+        common = 0
+        for after in range(blocks.size, min(end, len(wanted)) + 1, blocks.size):
+            if request.tokens[common:after] != wanted[common:after]:
+                break
+            common = after
+        kept = blocks.prefixes.snapshots.last(blocks.prefixes.find(wanted)) * blocks.size
+        return common if common > max(stored, kept) else 0
+
+    def _next(self, plan: Plan) -> tuple[Request, int] | None:
         """Give the oldest request that waits a slot, and blocks for all of its tokens; None: it must wait."""
         taken = {request.slot for request in self.running}
         slot = next((slot for slot in range(self.cache.num_slots) if slot not in taken), None)
@@ -116,7 +141,10 @@ class Schedule:
             return None
         request, blocks = self.waiting[0], self.cache.blocks
         # Without the last token, which always runs: nobody has kept its logits.
-        self.cache.begin(slot, blocks.prefixes.find(request.tokens[:-1]) if self.sharing else [])
+        shared = blocks.prefixes.find(request.tokens[:-1])
+        if self.states:
+            shared = shared[: blocks.prefixes.snapshots.last(shared)]
+        self.cache.begin(slot, shared)
         # All now, though it may run in parts: the rest of a prompt then never waits for blocks, and what was just
         # preempted cannot come back and be preempted again.
         if blocks.missing(slot, len(request.tokens)) > blocks.free:
@@ -125,4 +153,11 @@ class Schedule:
         blocks.grow({slot: len(request.tokens)})
         request.slot = slot
         self.running.append(self.waiting.popleft())
-        return request
+        if request in plan.preempted:
+            # It had a block of its own with the tokens of another, which it shares now.
+            plan.preempted.remove(request)
+        if shared:
+            plan.shared[request] = len(shared) * blocks.size
+            if self.states:
+                plan.restored.append((blocks.prefixes.snapshots.use(shared[-1]), slot))
+        return request, slot

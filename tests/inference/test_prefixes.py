@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megalight.inference import DynamicEngine, Step, generate
 from megalight.inference.prefixes import Prefixes
+from megalight.inference.snapshots import Snapshots
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
 from tests.inference.test_engine import DRAWN, GREEDY, MODELS, raising
@@ -39,7 +40,6 @@ def collect(engine: DynamicEngine) -> tuple[list[list[int]], list[Step]]:
 def test_a_prompt_of_many_completions_runs_once(name: str, poison: None) -> None:
     model = build(**MODELS[name])
     engine = DynamicEngine(model, num_blocks=40, block_size=3)
-    assert engine.shares_prefixes
     for seed in range(4):
         engine.add(PROMPT, max_new_tokens=9, sampling=DRAWN, seed=seed)
     engine.add([*PROMPT[:7], 3], max_new_tokens=9, sampling=DRAWN, seed=4)
@@ -56,15 +56,64 @@ def test_a_prompt_of_many_completions_runs_once(name: str, poison: None) -> None
 
 
 @pytest.mark.parametrize("name", ["hybrid", "delta", "mamba"])
-def test_texts_with_states_of_their_own_run_whole(name: str) -> None:
+@pytest.mark.parametrize("step_tokens", [4, 512])
+def test_texts_with_states_go_on_from_the_end_of_the_common_part(name: str, step_tokens: int, poison: None) -> None:
     model = build(**MODELS[name])
-    engine = DynamicEngine(model, num_blocks=40, block_size=3)
-    assert not engine.shares_prefixes
-    for seed in range(2):
-        engine.add(PROMPT, max_new_tokens=5, sampling=DRAWN, seed=seed)
+    engine = DynamicEngine(model, num_blocks=40, block_size=3, max_sequences=2, step_tokens=step_tokens)
+    prompts = [PROMPT, PROMPT, PROMPT, [*PROMPT[:7], 3], [*PROMPT[:7], 4], [9, 9, 9]]
+    for seed, prompt in enumerate(prompts):
+        engine.add(prompt, max_new_tokens=3 + seed, sampling=DRAWN, seed=seed)
     found, steps = collect(engine)
-    assert found == [drawn(model, PROMPT, 5, seed) for seed in range(2)]
-    assert not any(step.shared for step in steps)
+    assert found == [drawn(model, prompt, 3 + seed, seed) for seed, prompt in enumerate(prompts)]
+    shared: dict[int, int] = {}
+    for step in steps:
+        shared |= step.shared
+    # the fourth text begins otherwise than those before it: what it has in common with the next is kept first
+    assert shared == {1: 9, 2: 9, 4: 6}
+    first = next(step for step in steps if step.tokens or step.shared)
+    assert first.shared == {1: 9}, "the first stops after 9 tokens, and goes on with the second"
+    assert engine.blocks.free == 40
+
+
+def test_a_state_is_kept_until_its_block_or_entry_is_needed(poison: None) -> None:
+    model = build("hybrid")
+    # one text at a time, and one state
+    engine = DynamicEngine(model, num_blocks=6, block_size=3, max_sequences=1)
+
+    def ask(*prompts: list[int]) -> list[int]:
+        """How many tokens of each prompt were there."""
+        numbers = [engine.add(prompt, max_new_tokens=1, sampling=GREEDY) for prompt in prompts]
+        found, steps = collect(engine)
+        assert found == [generate(model, [prompt], max_new_tokens=1, temperature=0)[0] for prompt in prompts]
+        shared: dict[int, int] = {}
+        for step in steps:
+            shared |= step.shared
+        return [shared.get(number, 0) for number in numbers]
+
+    other = list(range(20, 38))
+    assert ask(PROMPT, PROMPT) == [0, 9]
+    assert ask(PROMPT) == [9], "it stays after its texts have ended"
+    assert ask(other) == [0], "no one else begins like this"
+    assert ask(other, other, other) == [0, 15, 15]
+    engine = DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=1)
+    assert ask(PROMPT, PROMPT) == [0, 9]
+    assert ask(PROMPT[::-1], PROMPT, PROMPT[::-1], PROMPT[::-1]) == [0, 9, 0, 9]
+    assert ask(PROMPT) == [0], "the entry has another state"
+
+
+def test_the_state_that_was_used_longest_ago_goes_first() -> None:
+    snapshots = Snapshots([10, 11])
+    assert {snapshots.keep(1), snapshots.keep(2)} == {10, 11}
+    entry = snapshots.use(1)
+    assert snapshots.last([1, 2, 3]) == 2
+    assert snapshots.keep(3) != entry
+    assert [snapshots.last([block]) for block in (1, 2, 3)] == [1, 0, 1]
+    snapshots.forget(1)
+    assert snapshots.last([1, 4]) == 0
+    assert snapshots.keep(4) == entry
+    snapshots.clear()
+    assert snapshots.last([3, 4]) == 0
+    assert {snapshots.keep(5), snapshots.keep(6)} == {10, 11}
 
 
 def test_a_prompt_that_runs_in_parts_is_shared_when_it_has_run(poison: None) -> None:
@@ -171,13 +220,13 @@ def check(engine: DynamicEngine) -> None:
 
 
 @cache
-def model() -> GPT:
-    return build()
+def model(name: str) -> GPT:
+    return build(name)
 
 
 @cache
-def expected(prompt: tuple[int, ...], new: int, seed: int) -> list[int]:
-    return drawn(model(), [*prompt], new, seed)
+def expected(name: str, prompt: tuple[int, ...], new: int, seed: int) -> list[int]:
+    return drawn(model(name), [*prompt], new, seed)
 
 
 REQUEST = st.tuples(st.integers(0, 12), st.lists(st.integers(1, 2), max_size=4), st.integers(1, 8), st.integers(0, 1))
@@ -186,12 +235,12 @@ ACTIONS = st.sampled_from(["step", "step", "step", "cancel", "suspend", "fail", 
 
 
 @settings(max_examples=40)
-@given(SIZES, st.lists(REQUEST | ACTIONS, min_size=1, max_size=30), st.data())
-def test_whatever_happens_each_completion_is_that_of_its_prompt_alone(sizes, actions, data) -> None:
+@given(st.sampled_from(["llama", "hybrid"]), SIZES, st.lists(REQUEST | ACTIONS, min_size=1, max_size=30), st.data())
+def test_whatever_happens_each_completion_is_that_of_its_prompt_alone(name, sizes, actions, data) -> None:
     """Requests: how many tokens of a common beginning, its own, new tokens, a seed."""
     block_size, spare, max_sequences, step_tokens = sizes
     engine = DynamicEngine(
-        model(),
+        model(name),
         num_blocks=-(-23 // block_size) + spare,
         block_size=block_size,
         max_sequences=max_sequences,
@@ -216,7 +265,7 @@ def test_whatever_happens_each_completion_is_that_of_its_prompt_alone(sizes, act
             common, own, new, seed = action
             prompt = [*([1, 2] * 6)[:common], *own] or [1]
             number = engine.add(prompt, max_new_tokens=new, sampling=DRAWN, seed=seed, stop=stop)
-            asked[number], stop = expected(tuple(prompt), new, seed), None
+            asked[number], stop = expected(name, tuple(prompt), new, seed), None
         elif action == "stop":
             stop = raising(1)
         elif action == "cancel" and engine.unfinished:
@@ -229,7 +278,7 @@ def test_whatever_happens_each_completion_is_that_of_its_prompt_alone(sizes, act
             engine.resume()
         elif action == "fail" and engine.unfinished and engine._open is None:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(model().layers["1"], "forward", lambda *_: 1 / 0)
+                patch.setattr(model(name).layers["1"], "forward", lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     engine.step()
         elif action == "step":

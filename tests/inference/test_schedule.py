@@ -15,13 +15,14 @@ from megalight.inference.schedule import Schedule
     st.booleans(),
 )
 # The second gives its block back for a second one, finds that the first has an equal one, and goes on at once.
-@example([(1, 2, 0), (1, 3, 0)], (2, 2, 1, 0), True)
-def test_every_request_ends_whoever_comes_when(requests, sizes, sharing):
+@example([(1, 2, 0), (1, 3, 0)], (2, 2, 1, 0), False)
+def test_every_request_ends_whoever_comes_when(requests, sizes, states):
     """Requests: length of the prompt, new tokens, the step in which it comes. All of their tokens are equal."""
     slots, step_tokens, block_size, spare = sizes
     count = max(-(-(prompt + new - 1) // block_size) for prompt, new, _ in requests) + spare
-    blocks = Blocks(slots, count, block_size)
-    schedule = Schedule(Cache({}, slots, 100, blocks), step_tokens, sharing)
+    blocks = Blocks(slots, count, block_size, snapshots=2)
+    kept: dict[int, int] = {}
+    schedule = Schedule(Cache({}, slots, 100, blocks), step_tokens, states)
     arrivals = sorted(enumerate(requests), key=lambda each: each[1][2])
     number, step, left = 0, 0, len(requests)
     while left:
@@ -44,7 +45,9 @@ def test_every_request_ends_whoever_comes_when(requests, sizes, sharing):
         assert not {*plan.preempted} & {*plan.counts}
         assert {*plan.counts} <= {*schedule.running}
         # Older texts run their newest token in every step that has room for it: a long prompt stops no one.
-        assert sharing or not plan.shared
+        # Texts go on from what they share: with states, from one that was kept at its end.
+        assert [kept[source] for source, _ in plan.restored] == ([*plan.shared.values()] if states else [])
+        assert [target for _, target in plan.restored] == ([request.slot for request in plan.shared] if states else [])
         before |= {request: len(request.tokens) - count for request, count in plan.shared.items()}
         assert min(before.values()) > 0, "a text without a token to run"
         parts = [request for request, count in plan.counts.items() if count < before[request]]
@@ -52,6 +55,7 @@ def test_every_request_ends_whoever_comes_when(requests, sizes, sharing):
         assert [*plan.counts] == schedule.running[: len(plan.counts)]
         assert len(plan.counts) == min(len(schedule.running), step_tokens)
         schedule.cache.extend([request.slot for request in plan.counts], list(plan.counts.values()), "cpu")
+        kept |= {target: schedule.cache.lengths[source] for source, target in plan.kept}
         for request in plan.counts:
             if not schedule.unread(request):
                 request.take(0, None)
