@@ -81,6 +81,8 @@ USED = {
     "learning_rate_finder._update_attr": "whether it changes the module",
     "learning_rate_finder._attr_name": "the attribute that it changes",
     "batch_size_finder._batch_arg_name": "the attribute that it changes",
+    "strategy._lightning_module": "set by the Trainer before it looks at the module",
+    "module._compiler_ctx": "whether its steps are compiled",
     "module._trainer": "the field behind module.trainer, which may be None",
     "module._current_fx_name": "the hook that is running; part of the name under which a value is kept",
 }
@@ -111,6 +113,11 @@ def log(module: pl.LightningModule, name: str, value: Tensor, prog_bar: bool = F
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """Return the module's trainer, or None. ``module.trainer`` would raise."""
     return module._trainer
+
+
+def is_compiled(module: pl.LightningModule) -> bool:
+    """Return whether the Trainer was given what ``torch.compile(module)`` returns."""
+    return module._compiler_ctx is not None
 
 
 def attributes_for_rate(finder: LearningRateFinder) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.collectives import Collectives
 from megalight.strategies.foreign_arguments import check_arguments
 from megalight.strategies.micro_batches import MicroBatchSize
+from megalight.strategies.refusals import check_not_compiled
 from megalight.strategies.user_module import check_steps, options_for
 
 
@@ -93,6 +94,17 @@ class MeshStrategy(Collectives, ParallelStrategy):
         """Refuse arguments of other strategies by name. Here, so that constructors show only their own."""
         check_arguments(cls, kwargs)
         return super().__new__(cls)
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:
+        return self._module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        # The Trainer sets this first. After that it refuses compiled modules itself, without a next step.
+        if module is not None:
+            check_not_compiled(type(self).__name__, module)
+        self._module = module
 
     @property
     def specs(self) -> dict[str, ShardSpec]:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -38,6 +39,24 @@ def check_callbacks(trainer: pl.Trainer) -> None:
                 "knows none of its classes. Use lightning.pytorch throughout: pytorch_lightning is another package "
                 "with equal names."
             )
+
+
+def check_not_compiled(strategy: str, module: pl.LightningModule) -> None:
+    """Refuse a module whose steps are compiled, and give it its own steps again, so that it can be trained.
+
+    Args:
+        strategy: name of the strategy's class.
+    """
+    if not _lightning.is_compiled(module):
+        return
+    to_uncompiled(module)
+    name = type(module).__name__
+    where = "In build_model" if isinstance(module, MegalightModule) else "Before training"
+    raise ConfigurationError(
+        f"torch.compile({name}(...)) compiles whole steps, and {strategy} divides them into passes of its own. Pass "
+        f"the {name} itself. {where}, compile its layers, layer.forward = torch.compile(layer.forward), which "
+        "keeps their names in checkpoints."
+    )
 
 
 def check_pruning(trainer: pl.Trainer, module: pl.LightningModule, mesh: ParallelMesh) -> None:

@@ -244,12 +244,18 @@ def _precision_plugin() -> None:
     MegatronStrategy(precision_plugin=Odd("bf16-mixed", "cpu"))
 
 
-def test_compiled_modules() -> None:
-    assert "compiled model is incompatible with the current strategy: `MegatronStrategy`" in refused(_compiled)
+@pytest.mark.parametrize(("cls", "where"), [(Plain, "Before training"), (MegalightModule, "In build_model")])
+def test_compiled_modules(cls: type[pl.LightningModule], where: str) -> None:
+    ((message, own),) = run(_compiled, 1, cls)
+    assert "MegatronStrategy divides them into passes of its own" in message
+    assert f"{where}, compile its layers, layer.forward = torch.compile(layer.forward)" in message
+    assert own, "the module itself cannot be passed now, as the message says"
 
 
-def _compiled() -> None:
-    fit(torch.compile(Plain()), batches(8, 2))  # type: ignore[arg-type]
+def _compiled(cls: type[pl.LightningModule]) -> tuple[str, bool]:
+    module = cls()
+    message = _message(fit, torch.compile(module), batches(8, 2))
+    return message, module._compiler_ctx is None and not hasattr(module.training_step, "get_compiler_config")
 
 
 def test_backward_that_nobody_may_call() -> None:
