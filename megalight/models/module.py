@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.models.kept_batches import keep_batches
 from megalight.models.ratio import Ratio
 from megalight.models.shares import share_of_batch
 from megalight.models.signatures import check_signatures
@@ -153,6 +154,8 @@ class MegalightModule(pl.LightningModule):
         Raises:
             ConfigurationError: a method of the user's class does not take what it is called with.
         """
+        if self._trainer is not None:
+            keep_batches(self._trainer.precision_plugin)
         if self.model is not None:
             return
         check_signatures(self, pl.LightningModule)
