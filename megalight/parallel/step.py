@@ -124,6 +124,7 @@ class Step:
         frozen: models that run before each schedule, by name. If there are any, ``forward_step`` and ``loss_step`` get
             :class:`~megalight.types.WithResults` instead of the micro-batch.
         share: cuts this rank's share of the sequences out of a micro-batch that frozen models have seen whole.
+        around_empty: entered around the task's code in an empty micro-batch, inside of ``context``.
         runner: runs the passes of each training step; another runner may record and replay them.
         running: the number, in model order, of the pipeline stage whose code of the task runs, or ran last.
         token_shares: number of ranks that share the tokens of a layer's hidden states (sequence parallelism).
@@ -149,6 +150,7 @@ class Step:
         self.engine: DataParallelEngine | None = None
         self.frozen: Mapping[str, FrozenRun] = {}
         self.share: Callable[[Any], Any] = lambda batch: batch
+        self.around_empty: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.runner: StepRunner = run_passes
         self.running = 0
         self.timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
@@ -344,8 +346,9 @@ class Step:
     @contextmanager
     def _around(self, batch: Any) -> Iterator[None]:
         """Enter the contexts of the task's code for one micro-batch."""
-        losses = self._of_empty if coupling.is_empty(batch) else self.side_losses
-        with self.context(), collecting(losses):
+        empty = coupling.is_empty(batch)
+        losses = self._of_empty if empty else self.side_losses
+        with self.context(), self.around_empty() if empty else nullcontext(), collecting(losses):
             yield
 
     def _forward_step(self, chunk: nn.Module, batch: Any, carry: Carry | None) -> Carry:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from megalight.parallel.coupling import contents, is_empty
 from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.batch_size import weights
 from megalight.strategies.errors import StepError
+
+SUMS = ("sum", torch.sum, sum)
+"""What Lightning takes as ``reduce_fx`` for a sum."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,33 @@ def logs_to(module: pl.LightningModule, keep: Callable[[str, Any, dict[str, Any]
         keep(name, value.detach() if isinstance(value, Tensor) else value, {"prog_bar": prog_bar, **kwargs})
 
     # The instance's attribute hides the class's method. `log_dict` calls it, too.
+    before = module.__dict__.get("log")
     module.__dict__["log"] = log
     try:
         yield
     finally:
         del module.__dict__["log"]
+        if before is not None:
+            module.__dict__["log"] = before
+
+
+def logs_of_empty(module: pl.LightningModule) -> AbstractContextManager[None]:
+    """Let calls of ``module.log`` inside, in an empty micro-batch, add nothing to means and sums over an epoch.
+
+    They are still made: with ``sync_dist``, other ranks wait for them. The micro-batch is a real one again, so largest
+    and smallest values stay, and so does the value of a step.
+    """
+    log = module.log
+
+    def keep(name: str, value: Any, kwargs: dict[str, Any]) -> None:
+        by, epoch = kwargs.get("reduce_fx", "mean"), kwargs.get("on_epoch")
+        # Lightning's default.
+        epoch = not module.training if epoch is None else epoch
+        if by in SUMS and epoch and not isinstance(value, Metric):
+            value = value * 0
+        log(name, value, **{**kwargs, "batch_size": 0})  # the weight in a mean
+
+    return logs_to(module, keep)
 
 
 class OwnTrainingStep:
@@ -92,7 +118,8 @@ class OwnTrainingStep:
         real = weights([micro_batch for micro_batch in micro_batches if not is_empty(micro_batch)])
         for index, micro_batch in enumerate(micro_batches):
             weight = 0.0 if is_empty(micro_batch) else real[index]  # empty ones come last
-            with self.precision.step_context(), span("forward", chunk=0, micro_batch=index):
+            logs = logs_of_empty(self.module) if is_empty(micro_batch) else nullcontext()
+            with self.precision.step_context(), logs, span("forward", chunk=0, micro_batch=index):
                 made = self.module.training_step(contents(micro_batch), *others)
             if made is None and not self.distributed:
                 continue

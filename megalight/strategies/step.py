@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +22,7 @@ from megalight.parallel.step import Step, run_passes
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.batch_size import count_samples
 from megalight.strategies.micro_batches import MicroBatchSize
-from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_to
+from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_of_empty, logs_to
 from megalight.strategies.stage_logs import StageLogs
 from megalight.strategies.user_module import own_steps
 from megalight.types import mean
@@ -83,6 +84,7 @@ class Stepper:
             before_backward=before_backward,
         )
         self.step.share = self._share
+        self.step.around_empty = partial(logs_of_empty, module)
         self.logs = StageLogs.of(model.mesh, model.device, self.step)
         self.has_gradients = False
         self._zero_due = False

@@ -24,7 +24,7 @@ from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.strategies.step import Stepper
-from megalight.types import TokenBatch
+from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
 from tests.strategies.test_layout_changes import Again, contents
 from tests.strategies.training import (
@@ -271,6 +271,38 @@ def _own(layout: str) -> dict[str, Any]:
 def test_steps_that_users_wrote_skip_empty_micro_batches() -> None:
     found, expected = run(_own, 2, "ep2")[0], run(_own, 1, "one")[0]
     assert_same_run(found, expected)
+
+
+class Logging(Uneven):
+    """Logs in every micro-batch, from a step of one's own or not."""
+
+    def loss_step(self, carry: Any, batch: TokenBatch) -> Loss:
+        loss = super().loss_step(carry, batch)
+        each = {"on_epoch": True, "sync_dist": True}
+        self.log("mean", loss.sum / len(batch), batch_size=len(batch), **each)  # type: ignore[arg-type]
+        self.log("sum", loss.sum, reduce_fx="sum", **each)  # type: ignore[arg-type]
+        self.log("largest", batch.tokens.double().max(), reduce_fx="max", **each)  # type: ignore[arg-type]
+        return loss
+
+
+class OwnLogging(Logging):
+    training_step = OwnStep.training_step
+
+
+def _logged(options: dict[str, Any], own: bool) -> dict[str, float]:
+    module = (OwnLogging if own else Logging)(PLAIN, optimizer=ADAM, seed=SEED)
+    module.steps = 2
+    strategy = MegatronStrategy(micro_batch_size=1, **options)
+    runner = trainer(strategy, max_steps=-1, max_epochs=1, use_distributed_sampler=False, limit_val_batches=0)
+    runner.fit(module)
+    return {name: float(runner.callback_metrics[f"{name}_epoch"]) for name in ("mean", "sum", "largest")}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_empty_micro_batches_add_nothing_to_what_a_step_logs(own: bool) -> None:
+    (expected,) = run(_logged, 1, {}, own)
+    for found in run(_logged, 2, EP2, own):
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 AT, STEPS = 2, 4
