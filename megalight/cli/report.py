@@ -38,6 +38,8 @@ _PARENT = os.getppid()
 _ARGUMENT_AND_FLAG = re.compile(r"\b(\w+)(=[^\s()]+)? \((--[a-z][\w-]*)\)")
 """Errors of functions that commands call name the argument, then the flag: ``text_key (--text-key)``."""
 
+_NOT_A_NUMBER = re.compile(r"argument (?P<option>.+): invalid (?P<kind>int|float) value: (?P<value>.*)")
+"""What argparse says of a word that is no number."""
 _OF_TRAINER = re.compile(r"-c|--config\b|--(trainer|model|data)\.")
 """Begins options of verbs that run a Trainer."""
 
@@ -184,5 +186,8 @@ class Parser(argparse.ArgumentParser):
             choice, _, rest = message.partition("invalid choice: '")[2].partition("'")
             known = [word.strip(" '()") for word in rest.partition("choose from")[2].split(",")]
             message += "".join(f" Did you mean {m!r}?" for m in difflib.get_close_matches(choice, known, 1))
+        elif (found := _NOT_A_NUMBER.fullmatch(message)) is not None:
+            wanted = "an integer, such as 8" if found["kind"] == "int" else "a number, such as 0.5"
+            message = f"{found['option']} is {found['value']}; it must be {wanted}."
         tell(self.prog, f"{message}\nSee: {self.prog} --help")
         raise SystemExit(2)

@@ -10,6 +10,13 @@ from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
 from megalight.cli.trainer import with_slurm
 
+
+@pytest.fixture(autouse=True)
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my recipe.yaml").write_text("trainer: {}")
+
+
 COMMAND = ["fit", "-c", "my recipe.yaml", "--trainer.max_steps=5"]
 
 
@@ -71,6 +78,8 @@ def test_numbers_are_those_of_the_command(capsys, tmp_path):
         (["--slurm", "--nodes=0", "--", "fit"], "--nodes is 0"),
         (["--slurm", "--gpus=4", "--", "fit", "--trainer.devices=2"], "--gpus is 4, and --trainer.devices of the"),
         (["--", "fit"], "--slurm"),
+        (["--slurm", "--", "fit", "-c", "missing.yaml"], "cannot read the configuration file missing.yaml: No such"),
+        (["--slurm", "--nodes=two", "--", "fit"], "error: --nodes is 'two'; it must be an integer, such as 8."),
     ],
 )
 def test_refusals(words, part, capsys):

@@ -112,6 +112,8 @@ def test_a_reader_that_ends_early_is_no_error(words):
         (["prepare", "x.txt", "-o", "y", "--tokenizer=absent", "--workers=0"], ["error: --workers is 0"]),
         (["doctor", "--device", "cpux"], ["cpux", "'cpu'"]),
         (["doctor", "--layout", "tq=2"], ["'tq'", "'tp'"]),
+        (["doctor", "--layout", "tp"], ["tp has no degree in --layout; write tp=2."]),
+        (["doctor", "--layout", "tp2"], ["unknown axis 'tp2'", "Write degrees, --layout tp=2,dp=4"]),
         (["doctor", "--layout", "tp=0"], ["tp='0'", "at least 1"]),
         (["doctor", "--layout", "tp=2,ep=3"], ["3"]),
         (["prepare"], ["--output"]),

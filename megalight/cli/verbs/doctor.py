@@ -43,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print all tables or, with a layout, only the layout."""
-    # Both kinds of layout share one option: only degrees have an equals sign.
-    degrees = parse_layout(arguments.layout) if arguments.layout and "=" in arguments.layout else None
+    # Both kinds of layout share one option: stages have capital letters, and no equals sign.
+    text = arguments.layout or ""
+    degrees = parse_layout(text) if "=" in text or text.islower() else None
     layout = pipeline_of(arguments, degrees)
     if arguments.output is not None and layout is None:
         raise LayoutError("--output draws the stages of a pipeline; add --layers N, or a layout: --layout 'Et|tt|tL'.")
@@ -91,9 +92,14 @@ def parse_layout(text: str) -> dict[str, int]:
     """
     degrees = dict.fromkeys(AXES, 1)
     for part in text.replace(" ", "").split(","):
-        axis, _, degree = part.partition("=")
+        axis, equals, degree = part.partition("=")
         if axis not in degrees:
-            raise LayoutError(f"unknown axis {axis!r} in --layout; known: {', '.join(AXES)}.{nearest(axis, AXES)}")
+            raise LayoutError(
+                f"unknown axis {axis!r} in --layout; known: {', '.join(AXES)}.{nearest(axis, AXES)} Write degrees, "
+                "--layout tp=2,dp=4, or what each pipeline stage holds, --layout 'Et|tt|tL'."
+            )
+        if not equals:
+            raise LayoutError(f"{axis} has no degree in --layout; write {axis}=2.")
         if not degree.isdigit() or int(degree) < 1:
             raise LayoutError(f"{axis}={degree!r} in --layout; a degree must be an integer of at least 1.")
         degrees[axis] = int(degree)

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
+    from megalight.cli.checks.files import check_files
     from megalight.cli.verbs import TRAINER_VERBS
     from megalight.errors import ConfigurationError, nearest
 
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{verb!r} is not run on several machines.{nearest(verb, TRAINER_VERBS)} After --, give "
             f"{', '.join(TRAINER_VERBS)} and its options."
         )
+    # Here, and not when the job has waited for its machines.
+    check_files(arguments.command)
     _count(arguments)
     for name in ("nodes", "gpus", "grace"):
         if getattr(arguments, name) < 1:
