@@ -19,6 +19,7 @@ FRACTION = re.compile(
 )
 MIXED = re.compile(r"(?P<sign>[-+]?)(?P<whole>\d+)(?:\s+(?P<ratio>\d+/\d+)|\s*(?P<frac>\\frac.+))")
 UNIT = re.compile(r"(?P<number>\S+)\s+(?P<unit>[^\W\d_][^\W\d_.\s]+(?:[\s/.]+[^\W\d_]+)*\.?)")
+LATEX_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{([^{}\d]*)\}(?:\^\{?[23]\}?)?[\s.$]*$")
 CHANGING = re.compile(
     r"\b(pi|sqrt|plus|minus|times|over|squared|cubed|percent|and|or|to"
     r"|dozen|hundred|thousand|million|billion|trillion)\b",
@@ -71,6 +72,8 @@ def read_number(text: str) -> Number | None:
     """
     if len(text) > LONGEST:
         return None
+    if (unit := LATEX_UNIT.search(text)) and not CHANGING.search(unit[1]):
+        text = text[: unit.start()]
     text = plain(text)
     if text.count("=") == 1:
         text = text.partition("=")[2]

@@ -16,6 +16,7 @@ class Pattern:
     Args:
         pattern: a regular expression of Python in which ``.`` stands for line breaks, too, such as
             ``<think>.*?</think>\s*<answer>.*?</answer>``. Where prompts end with ``<think>``, answers begin after it.
+            Some patterns take very long for long answers, such as ``(a+)+b``.
         whole: whether the whole answer must match, without spaces around it. If not, a part of it is enough.
 
     Raises:

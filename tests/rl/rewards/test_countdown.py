@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -67,10 +66,8 @@ def test_division_is_exact() -> None:
     ],
 )
 def test_all_else_has_only_the_form(equation: str) -> None:
-    start = time.process_time()
     assert value(f"<answer>{equation}</answer>") == 0.1
     assert value(f"<answer>{equation}</answer>", wrong=-1.0) == -1.0
-    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("text", ["3 * 4 + 6 + 6", "<answer>3 * 4 + 6 + 6", "3 * 4 + 6 + 6</answer>", ""])

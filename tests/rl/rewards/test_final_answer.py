@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -123,12 +122,10 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize("piece", ["\\boxed{", "}", "<answer>", "####", "\\boxed{(", "(,", "[1,", "\\text{"])
-def test_long_answers_take_no_time(piece: str) -> None:
+def test_long_answers_end(piece: str) -> None:
+    # A blow-up would take hours.
     text = piece * (100_000 // len(piece))
-    start = time.process_time()
+    for answer in (text, f"\\boxed{{{text}", f"<answer>({text})</answer>"):
+        assert value(answer, "(1, 2)", wrong=0.0, missing=0.0) == 0.0
     for find in (boxed, tags, hashes):
-        find(text)
-    value(text, "(1, 2)")
-    value(f"\\boxed{{{text}", "(1, 2)")
-    value(f"<answer>({text})</answer>", "(1, 2)")
-    assert time.process_time() - start < 2  # a blow-up takes minutes
+        assert find(f"{text} x") != "(1, 2)"

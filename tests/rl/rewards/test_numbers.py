@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from fractions import Fraction
 
 import pytest
@@ -40,6 +39,9 @@ from megalight.rl.rewards.numbers import last_number, read_number
         ("2 + 3 = 5", 5),
         ("72 clips", 72),
         ("12\\text{ cm}", 12),
+        ("$12\\,\\mathrm{m/s}$", 12),
+        ("1.5 \\text{ m}^2.", "3/2"),
+        ("\\$5 \\text{ per hour}", 5),
         ("5 miles per hour.", 5),
         ("90^\\circ", 90),
         ("\\left(5\\right)", None),
@@ -49,6 +51,9 @@ from megalight.rl.rewards.numbers import last_number, read_number
         ("2x", None),
         ("2 pi", None),
         ("3 million", None),
+        ("3\\text{ million}", None),
+        ("\\text{ cm}", None),
+        ("5 \\text{ or } 6", None),
         ("5/0", None),
         ("\\frac{1}{0}", None),
         ("1/2/3", None),
@@ -98,11 +103,11 @@ def test_the_last_number_of_a_text(text: str, found: str | None) -> None:
 
 
 @pytest.mark.parametrize("piece", ["1 ", "1,", "1.", "\\frac{", "-", "(", "9" * 50, "a ", "1/", "$", "\\text{", "1 a."])
-def test_long_texts_take_no_time(piece: str) -> None:
+def test_long_texts_end(piece: str) -> None:
+    # A blow-up would take hours.
     text = piece * (200_000 // len(piece))
-    start = time.process_time()
     last_number(text)
     for length in (399, 400, len(text)):
-        read_number(text[:length])
-        read_number(f"1{text[: length - 1]}")
-    assert time.process_time() - start < 2  # a blow-up takes minutes
+        for start in ("", "1", "-"):
+            read_number(start + text[: length - len(start)])
+    assert read_number(text) is None
