@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -75,10 +77,13 @@ def test_a_port_in_use_is_refused_by_whoever_finds_it(monkeypatch: pytest.Monkey
 def test_who_waits_says_for_whom(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, nodes: int, message: str
 ) -> None:
-    monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 0.1)
+    looks = itertools.count(step=10)  # ten seconds pass between two looks
+    clock = SimpleNamespace(monotonic=lambda: next(looks), sleep=lambda seconds: None)
+    monkeypatch.setattr(meeting, "time", clock)
     with caplog.at_level(logging.WARNING), pytest.raises(LayoutError, match=message):
-        meeting.meet(strategy(rank, nodes), "127.0.0.1", free_port(), 0.5)
-    assert "seconds, and Trainer" in caplog.text
+        meeting.meet(strategy(rank, nodes), "127.0.0.1", free_port(), 100)
+    told = [record.getMessage() for record in caplog.records]
+    assert [re.search(r"after (\d+) seconds, and Trainer", text)[1] for text in told] == ["20", "30", "60"]  # type: ignore[index]
 
 
 def test_all_go_on_when_the_last_is_here() -> None:
