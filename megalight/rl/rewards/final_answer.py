@@ -15,6 +15,9 @@ from megalight.rl.rewards.numbers import Number, plain, read_number
 
 MARKS: tuple[Mark, ...] = ("boxed", "tags", "hashes", "last_number")
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
+ENDS = frozenset(BRACKETS.values())
+ORDERED = ("(", "[")
+"""Brackets of lists whose order counts; in a set, and without brackets, it does not."""
 LETTER = re.compile(r"\(?([a-zA-Z])[).]?")
 """A choice, such as ``(B)``."""
 
@@ -23,9 +26,9 @@ class FinalAnswer:
     r"""1 if the final answer is that of the row, else 0 (or ``wrong`` and ``missing``).
 
     Equal are numbers of equal value, however they are written (``1,000``, ``\frac{1}{2}``, ``0.5``, ``50\%``), texts
-    that differ in case, spaces and the looks of LaTeX alone, and lists in brackets whose entries are equal. Nothing is
-    computed: ``\sqrt{8}`` is not ``2\sqrt{2}``. For that, give a function of your own with a package such as
-    ``math-verify``.
+    that differ in case, spaces and the looks of LaTeX alone, and lists whose entries are equal: in ``(1, 2)`` their
+    order counts, in ``{1, 2}`` and ``1, 2`` it does not. Nothing is computed: ``\sqrt{8}`` is not ``2\sqrt{2}``. For
+    that, give a function of your own with a package such as ``math-verify``.
 
     Args:
         column: where rows hold the right answer: a number, a text, or a list of which any is right. A text that has a
@@ -123,11 +126,7 @@ def same(given: str, truth: str, tolerance: Fraction) -> bool:
     texts = plain(given).strip(" .").casefold(), plain(truth).strip(" .").casefold()
     lists = entries(texts[0]), entries(texts[1])
     if lists[0] and lists[1]:
-        return (
-            texts[0][0] == texts[1][0]
-            and len(lists[0]) == len(lists[1])
-            and all(same(mine, theirs, tolerance) for mine, theirs in zip(*lists, strict=True))
-        )
+        return lists[0][0] == lists[1][0] and _same_entries(*lists[0], lists[1][1], tolerance)
     letters = LETTER.fullmatch(texts[0]), LETTER.fullmatch(texts[1])
     if letters[0] and letters[1]:
         return letters[0][1] == letters[1][1]
@@ -149,20 +148,44 @@ def _near(one: Fraction, other: Fraction, tolerance: Fraction) -> bool:
     return abs(one - other) <= tolerance * max(abs(one), abs(other))
 
 
-def entries(text: str) -> list[str]:
-    """Return the entries of a list in brackets, such as ``(1, 2)``; empty if the text is none, or has one entry."""
+def _same_entries(bracket: str, given: list[str], truth: list[str], tolerance: Fraction) -> bool:
+    if len(given) != len(truth):
+        return False
+    if bracket in ORDERED:
+        return all(same(mine, theirs, tolerance) for mine, theirs in zip(given, truth, strict=True))
+    left = list(truth)
+    for mine in given:
+        found = next((place for place, theirs in enumerate(left) if same(mine, theirs, tolerance)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def entries(text: str) -> tuple[str, list[str]] | None:
+    """Return the bracket and the entries of a list, such as ``(1, 2)`` or, without brackets, ``1, 2``.
+
+    None if the text has no comma between entries, or ends brackets that it did not begin.
+    """
     text = text.replace("\\{", "{").replace("\\}", "}")
-    if len(text) < 2 or BRACKETS.get(text[0]) != text[-1]:
-        return []
-    found, depth, start = [], 0, 1
-    for place, sign in enumerate(text[1:-1], 1):
+    bracket = text[0] if len(text) > 1 and BRACKETS.get(text[0]) == text[-1] else ""
+    found = _divided(text[1:-1] if bracket else text)
+    if found is None and bracket:  # "(1, 2), (3, 4)" has no bracket around it
+        bracket, found = "", _divided(text)
+    return None if found is None or len(found) < 2 else (bracket, found)
+
+
+def _divided(text: str) -> list[str] | None:
+    """Divide a text at commas outside of brackets; None if a bracket ends that did not begin."""
+    found, depth, start = list[str](), 0, 0
+    for place, sign in enumerate(text):
         if sign in BRACKETS:
             depth += 1
-        elif sign in BRACKETS.values():
+        elif sign in ENDS:
             depth -= 1
-            if depth < 0:  # "(1, 2) and (3, 4)" is not one list
-                return []
+            if depth < 0:
+                return None
         elif sign == "," and not depth:
             found.append(text[start:place])
             start = place + 1
-    return [*found, text[start:-1]] if found else []
+    return [*found, text[start:]]
