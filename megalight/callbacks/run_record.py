@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import platform
 import shlex
@@ -22,8 +23,16 @@ PACKAGES = ("torch", "lightning", "torchmetrics", "jsonargparse", "numpy", "safe
             "transformers", "transformer-engine", "flash-attn", "nvidia-modelopt")  # fmt: skip
 
 
+FIRST = b"started:"
+"""What a record begins with."""
+
+log = logging.getLogger(__name__)
+
+
 class RunRecord(pl.Callback):
     """Writes ``run.yaml`` into the log folder when a stage starts, so that you know what produced the logs.
+
+    A file of this name that is no such record is left as it is.
 
     Args:
         filename: name of the file in the log folder.
@@ -37,8 +46,13 @@ class RunRecord(pl.Callback):
         folder = log_folder(trainer)  # a broadcast inside: every rank must call it
         if folder is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / self.filename).write_text(yaml.safe_dump(describe(trainer), sort_keys=False))
+        path = Path(folder) / self.filename
+        if path.exists() and not path.read_bytes().startswith(FIRST):
+            # Without a logger the folder is that of all runs, or the current one, where recipes lie.
+            log.warning("%s is no record of a run, so none is written there; give RunRecord another filename", path)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(describe(trainer), sort_keys=False))
 
 
 def log_folder(trainer: pl.Trainer) -> str | None:

@@ -23,6 +23,22 @@ def test_a_development_run_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_is_no_record_stays(tmp_path, caplog):
+    """Without a logger, the folder is where recipes may lie."""
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("trainer: {max_steps: 1}\n")
+
+    def fit():
+        tiny_trainer(callbacks=[RunRecord()], default_root_dir=tmp_path, logger=False).fit(Tiny())
+        return recipe.read_text()
+
+    assert fit() == "trainer: {max_steps: 1}\n"
+    assert "run.yaml is no record of a run" in caplog.text
+    recipe.unlink()
+    recipe.write_text(fit().replace("strategy:", "strategy: other #"))
+    assert "other" not in fit()  # a record is renewed
+
+
 def test_the_layout_is_that_of_the_mesh():
     assert run(_layout, 2) == ["2 ranks: tp2", "2 ranks: tp2"]
 
