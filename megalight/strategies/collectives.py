@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalight.errors import ConfigurationError
 from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 
@@ -17,18 +19,45 @@ from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 class Collectives:
     """Collectives of a strategy. Values are reduced over the ranks with different data, decisions over all ranks.
 
+    In a step that only some ranks run, those over all ranks raise a :class:`~megalight.errors.ConfigurationError`: they
+    would wait for ranks that never come.
+
     Attributes:
         mesh: the grid of ranks.
+        in_part: what divides the step that runs: ``pp=2``. None: all ranks run it, or none is running.
     """
 
     mesh: ParallelMesh
     world_size: int
+    in_part: str | None = None
     _host_group: dist.ProcessGroup | None = None
 
     @property
     @abstractmethod
     def root_device(self) -> torch.device:
         """This process's device."""
+
+    @contextmanager
+    def part(self, what: str, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Enter ``context``, and run code of the user's that other ranks do not run.
+
+        Args:
+            what: divides the step, for messages.
+        """
+        before, self.in_part = self.in_part, what
+        try:
+            with context():
+                yield
+        finally:
+            self.in_part = before
+
+    def _together(self, call: str) -> None:
+        if self.in_part is not None:
+            raise ConfigurationError(
+                f"{call} waits for all ranks, and with {self.in_part} only some of them run this forward_step or "
+                "loss_step. Call it in a hook between steps, such as on_train_batch_end, return the value as one of "
+                "loss_step's metrics, or use strategy.reduce(value), which asks the ranks of this part with other data."
+            )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks with different data. Ranks of one replica have equal values."""
@@ -58,6 +87,7 @@ class Collectives:
 
     def largest(self, values: list[int]) -> list[int]:
         """Return the maximum of each value over all ranks, without touching the device."""
+        self._together("a decision of all ranks (reduce_boolean_decision)")
         # On the host: a device collective would wait for all queued kernels, in every step.
         return values if self.world_size == 1 else _largest(values, self.host_group())
 
@@ -79,11 +109,13 @@ class Collectives:
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
+        self._together("barrier")
         if self.world_size > 1 and dist.is_initialized():
             dist.barrier(group=self.host_group())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object of rank ``src`` to all ranks."""
+        self._together("broadcast")
         if self.world_size == 1 or not dist.is_initialized():
             return obj
         box = [obj]

@@ -273,7 +273,7 @@ class MegatronStrategy(FolderCheckpoints):
             device = self.root_device
             self.micro_batches = micro_batches.of_strategy(self.micro_batch_size, device, self.mesh, saved)
             self._stepper = self.make_stepper(module, model, before_backward)
-            self._stepper.step.frozen = setup.build_frozen(self, module)
+            setup.prepare(self, module, self._stepper.step)
             self._setup_of = module
         else:
             setup.return_metrics(module, self.root_device)

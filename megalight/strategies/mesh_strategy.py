@@ -168,6 +168,17 @@ class MeshStrategy(Collectives, ParallelStrategy):
         return self.pipeline_parallel > 1
 
     @property
+    def divides_steps(self) -> str | None:
+        """What lets only some ranks run a user's ``forward_step`` or ``loss_step``; None: all of them run each."""
+        return f"pp={self.pipeline_parallel}" if self.pipeline_parallel > 1 else None
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor from all ranks, or from those of ``group``."""
+        if group is None:
+            self._together("all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
+    @property
     def is_distributed(self) -> bool:
         """Whether ranks have different data. If so, Lightning divides loaders over replicas and syncs logged values."""
         # By the degrees, not by the mesh: Lightning asks before there are processes.

@@ -28,6 +28,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.split_by_options import find_plan
+from megalight.parallel.step import Step
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.whole import unsplit
@@ -85,6 +86,13 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
 def keeps_random_state(module: pl.LightningModule, mesh: ParallelMesh) -> bool:
     """Return whether torch's random state stays as it is: a plain module in one process draws as under Lightning."""
     return not isinstance(module, MegalightModule) and mesh.world_size == 1
+
+
+def prepare(strategy: MeshStrategy, module: pl.LightningModule, step: Step) -> None:
+    """Give a step its frozen models, and let what runs on some ranks only know that."""
+    step.frozen = build_frozen(strategy, module)
+    if (what := strategy.divides_steps) is not None:
+        step.context = partial(strategy.part, what, step.context)
 
 
 def build_frozen(strategy: MeshStrategy, module: pl.LightningModule) -> dict[str, FrozenRun]:

@@ -115,6 +115,11 @@ class MegatronTowersStrategy(TowersStrategy):
         return self.tower.tower_options() if is_tower else super().options
 
     @property
+    def divides_steps(self) -> str | None:
+        """Ranks of the tower run no step of the user's."""
+        return self.what
+
+    @property
     def is_distributed(self) -> bool:
         """Whether ranks have different data: if so, Lightning syncs logged values."""
         language = self.divide(self.num_nodes * self.num_processes).language
@@ -133,9 +138,9 @@ class MegatronTowersStrategy(TowersStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas of the language model; all ranks call this, and those of the tower get the result.
 
-        Integers become float32. With a ``group``, only its ranks call this.
+        Integers become float32. With a ``group``, only its ranks call this; in a step, those of the language model.
         """
-        if group is not None or not isinstance(tensor, Tensor):
+        if group is not None or self.in_part is not None or not isinstance(tensor, Tensor):
             return super().reduce(tensor, group, reduce_op)
         own = tensor if self.own.is_tower else super().reduce(tensor, None, reduce_op)
         # On the wire all values are of one type: a mean of integers is a fraction.
