@@ -19,7 +19,7 @@ import pytest
 from tests.source import PACKAGE, ROOT, Import, Source, room, sources
 
 FLOORS = (
-    {"errors", "registry", "types", "imports"},
+    {"errors", "registry", "types", "imports", "first_rank"},
     {"ops", "data"},
     {"nn"},
     {"parallel"},

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from megalight.errors import BackendError, ConfigurationError, LayoutError, MegalightError, nearest, printable
+from megalight.first_rank import launch_rank
 
 MAX_LINES = 18
 ALIKE = (ConfigurationError, LayoutError, BackendError)
@@ -40,6 +41,7 @@ _ARGUMENT_AND_FLAG = re.compile(r"\b(\w+)(=[^\s()]+)? \((--[a-z][\w-]*)\)")
 
 _NOT_A_NUMBER = re.compile(r"argument (?P<option>.+): invalid (?P<kind>int|float) value: (?P<value>.*)")
 """What argparse says of a word that is no number."""
+
 _OF_TRAINER = re.compile(r"-c|--config\b|--(trainer|model|data)\.")
 """Begins options of verbs that run a Trainer."""
 
@@ -47,15 +49,6 @@ _OF_TRAINER = re.compile(r"-c|--config\b|--(trainer|model|data)\.")
 def debugging() -> bool:
     """Return whether the user asked for tracebacks: ``--debug`` or ``MEGALIGHT_DEBUG=1``."""
     return os.environ.get("MEGALIGHT_DEBUG", "") not in ("", "0")
-
-
-def launch_rank() -> int:
-    """Return the rank from the environment of torchrun, SLURM or Lightning's launcher; 0 without a launcher."""
-    # Only numbers: some launchers set these variables to nothing.
-    for name in ("RANK", "SLURM_PROCID"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return int(os.environ.get("LOCAL_RANK") or 0) or int(os.environ.get("NODE_RANK") or 0)
 
 
 def launched() -> bool:

@@ -17,8 +17,10 @@ from megalight.data.splits import SPLITS
 from megalight.data.taught import Store, Taught
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
+from megalight.first_rank import only_first
 
 log = logging.getLogger(__name__)
+log.addFilter(only_first)
 
 OTHER_WAYS = {
     "pairs": "A loss over preference pairs is yours to write: megalight.data.corpus.Corpus.open reads them, documents "

@@ -23,6 +23,7 @@ from megalight.checkpoint.sources.lenient import Lenient
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.sources.without import Without
 from megalight.errors import CheckpointError, ConfigurationError
+from megalight.first_rank import only_first
 from megalight.models.bounds import check_held
 from megalight.models.completed import completed
 from megalight.models.config import compare as compare_configs
@@ -42,6 +43,7 @@ from megalight.parallel.source import Source
 from megalight.parallel.transform import ModelTransform
 
 log = logging.getLogger(__name__)
+log.addFilter(only_first)
 
 SEED = 1234
 """Seed of initial values, unless a module has another one."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.first_rank import is_first
 from megalight.nn.moe import MoE
 from megalight.parallel.coupling import Coupling
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
@@ -62,7 +63,8 @@ def engine_over(
         )
         if not some:
             raise ConfigurationError(text)
-        log.warning(text)
+        if is_first():
+            log.warning(text)
     for model in models:
         # A collective over the pipeline, so it comes after all errors that every rank finds alone.
         _check_equal_groups(model, len(groups), {key: info.group for key, info in infos.items()})
@@ -157,7 +159,7 @@ def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]
     units = [unit for model in models for unit in _units_of(model, options)]
     check_units(units)
     _check_streams(models, units)
-    if not units and all(model.mesh.pp == 1 for model in models):
+    if not units and all(model.mesh.pp == 1 for model in models) and is_first():
         log.warning(
             "data_parallel.level=%r: %s has no repeated layers, so that its gradients and parameters stay whole. Name "
             "the classes to shard in data_parallel.units.",

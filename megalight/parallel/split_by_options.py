@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.first_rank import only_first
 from megalight.parallel.apply import check_backends, check_overlap, parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
@@ -23,6 +24,7 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.transform import apply_transforms
 
 log = logging.getLogger(__name__)
+log.addFilter(only_first)
 
 
 def find_plan(root: nn.Module, mesh: ParallelMesh, options: ParallelOptions) -> Plan:

@@ -4,20 +4,8 @@ import os
 import pytest
 
 from megalight.cli import report
-from megalight.cli.report import Parser, launch_rank, reported, tell
+from megalight.cli.report import Parser, reported, tell
 from megalight.errors import DataError, LayoutError
-
-
-@pytest.mark.parametrize(
-    ("variables", "rank"),
-    [({}, 0), ({"RANK": "3", "LOCAL_RANK": "0"}, 3), ({"LOCAL_RANK": "2"}, 2), ({"NODE_RANK": "1"}, 1)],
-)
-def test_ranks_as_launchers_announce_them(variables, rank, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert launch_rank() == rank
 
 
 def test_long_messages_are_cut_to_a_screen(capsys):

@@ -20,9 +20,11 @@ from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import Sample
 from megalight.data.gpt.dataset import collate as collate_text
 from megalight.errors import ConfigurationError, DataError
+from megalight.first_rank import only_first
 from megalight.types import TokenBatch
 
 log = logging.getLogger(__name__)
+log.addFilter(only_first)
 
 TooLong = Literal["cut_end", "cut_start", "drop", "raise"]
 

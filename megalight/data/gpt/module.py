@@ -11,8 +11,10 @@ from megalight.data.mixture import Data, Part
 from megalight.data.module import TokenDataModule
 from megalight.data.splits import SPLIT, split_bounds
 from megalight.errors import ConfigurationError
+from megalight.first_rank import only_first
 
 log = logging.getLogger(__name__)
+log.addFilter(only_first)
 
 
 class GPTDataModule(TokenDataModule):

@@ -25,8 +25,10 @@ from megalight.data.multimodal.files import decode, measure
 from megalight.data.multimodal.forms import Cut, Form, shifted, sources
 from megalight.data.multimodal.patches import Images
 from megalight.errors import ConfigurationError, DataError
+from megalight.first_rank import only_first
 
 log = logging.getLogger(__name__)
+log.addFilter(only_first)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from torch import nn
 
 from megalight.checkpoint.foreign.transformers_folder import image_processor, read_config, tensor_names
 from megalight.errors import ConfigurationError
+from megalight.first_rank import only_first
 from megalight.models.config import compare
 from megalight.models.folder import Folder
 from megalight.models.weights import WeightMap
@@ -28,6 +29,7 @@ from megalight.parallel.plans import PLANS
 from megalight.registry import Registry
 
 log = logging.getLogger(__name__)
+log.addFilter(only_first)
 
 
 @dataclass(frozen=True)

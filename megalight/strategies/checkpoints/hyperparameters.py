@@ -7,8 +7,10 @@ from typing import Any
 
 from megalight.checkpoint.json_values import encode
 from megalight.errors import CheckpointError
+from megalight.first_rank import only_first
 
 log = logging.getLogger(__name__)
+log.addFilter(only_first)
 
 ENTRIES = ("hyper_parameters", "datamodule_hyper_parameters")
 """Lightning's entries with hyperparameters."""
