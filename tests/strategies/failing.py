@@ -19,7 +19,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor, nn
 
 from megalight.models.module import Carry
-from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, launchers
 from megalight.types import Loss
 from tests.strategies.toy import ToyModule
 
@@ -85,6 +85,9 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1)
     a = parser.parse_args()
     torch.set_num_threads(1)
+    if a.where == "kill":
+        # A rank of tests is behind a small program, which ends after it: on a busy machine more than half a second.
+        launchers.SETTLE_SECONDS = 60.0
     pipeline = MegatronStrategy(pipeline_parallel=1 if a.sharded else a.pp, micro_batch_size=1)
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     pl.Trainer(
