@@ -171,6 +171,8 @@ class Wrong(ToyModule):
         output = super().forward_step(model, batch, carry)
         if self.what == "more" and here:
             output["more"] = output["hidden"] * 2
+        if self.what == "detached" and here:
+            output["penalty"] = output["penalty"].detach()
         if self.what == "tensor" and here:
             return output["hidden"]  # type: ignore[return-value]
         return {**output, "hidden": None} if self.what == "none" and here else output  # type: ignore[dict-item]
@@ -204,7 +206,11 @@ MIDWAY = {
         r"TypeError: forward_step returned Tensor on stage 0 \(embed, layers 0 to 1\); it must return a dict",
     ),
     "none": (1, r"TypeError: forward_step returned 'hidden': NoneType on stage 1 \(layers 2 to 3, head\)"),
-    "more": (0, r"(?s)forward_step returned \(.*more \[1, 8\] float64\) on stage 0 and earlier.*varying_carry = True"),
+    "more": (
+        0,
+        r"(?s)forward_step returned \(.*more \[1, 8\] float64 with a gradient\) on stage 0 and .*varying_carry",
+    ),
+    "detached": (0, r"returned \([^(]*penalty \[\] float64, .*and earlier.*penalty \[\] float64 with a gradient"),
     "metrics": (1, r"loss_step returned \['loss'\] and earlier \['error', 'loss'\]"),
     "loss": (1, r"Wrong\.loss_step returned Tensor; return megalight\.types\.Loss\(sum="),
     "layer": (1, r"(?s)TypeError.*pipeline: forward of micro-batch 0 on stage 1 \(layers 2 to 3, head\) of 2"),

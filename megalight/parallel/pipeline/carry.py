@@ -28,7 +28,8 @@ class Entry(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+        wants = " with a gradient" if self.requires_grad else ""
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}{wants}"
 
 
 Form: TypeAlias = tuple[Entry, ...]

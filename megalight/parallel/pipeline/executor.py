@@ -326,8 +326,9 @@ class _Run:
         elif known != form:
             raise ConfigurationError(
                 f"forward_step returned ({', '.join(map(str, form))}) on stage {stage.index} and earlier, for a "
-                f"micro-batch of the same form, ({', '.join(map(str, known))}). Let the carry's names and shapes "
-                "follow from the micro-batch, or set varying_carry = True on the module: stages then ask every time."
+                f"micro-batch of the same form, ({', '.join(map(str, known))}). Let the carry's names, shapes "
+                "and gradients follow from the micro-batch, or set varying_carry = True on the module: stages then ask "
+                "every time."
             )
 
     # ------------------------------------------------------------------ small things

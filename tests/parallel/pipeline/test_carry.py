@@ -62,4 +62,5 @@ def test_the_oldest_form_is_forgotten_first() -> None:
 
 def test_a_form_names_its_entries() -> None:
     x: Tensor = CARRY["hidden"]
-    assert str(form_of({"x": x})[0]) == "x [3, 4] bfloat16"
+    assert str(form_of({"x": x})[0]) == "x [3, 4] bfloat16 with a gradient"
+    assert str(form_of({"x": x.detach()})[0]) == "x [3, 4] bfloat16"
