@@ -18,8 +18,10 @@ from megalight.data.loader import TokenLoader
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.data.splits import SPLITS
 from megalight.errors import ConfigurationError, DataError
+from megalight.first_rank import only_first
 
 log = logging.getLogger(__name__)
+log.addFilter(only_first)
 
 
 class ResumableDataModule(pl.LightningDataModule, ABC):
