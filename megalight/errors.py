@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterable
-from numbers import Integral
-from typing import Any
 from unicodedata import category
 
 
@@ -44,27 +42,6 @@ class ConfigurationError(MegalightError, ValueError):
 
 class MissingPackageError(MegalightError, ImportError):
     """An optional package is missing. The message contains the pip command that installs it."""
-
-
-def is_integer(value: object) -> bool:
-    """Return whether a value counts something: an integer, which ``True`` and ``2.0`` are not."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def wrong_count(value: Any) -> str:
-    """Return a value with what is wrong with it as a number of at least 1, or an empty string."""
-    if not is_integer(value):
-        return f"{value!r}; it must be an integer of at least 1.{as_integer(value)}"
-    return f"{value}; it must be at least 1." if value < 1 else ""
-
-
-def as_integer(value: object) -> str:
-    """Return ``" Write 2."`` for a number or text that means an integer (``2.0``, ``"2"``), or an empty string."""
-    try:
-        number = float(str(value))
-    except ValueError:
-        return ""
-    return f" Write {number:.0f}." if number.is_integer() else ""
 
 
 def printable(text: str) -> str:

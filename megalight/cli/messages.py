@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from megalight.cli.other_names import ours
-from megalight.errors import as_integer, nearest
+from megalight.errors import nearest
 
 
 def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], known: Iterable[str] = ()) -> str:
@@ -40,8 +40,7 @@ def not_valid(key: str, value: Any, expected: str, choices: Iterable[str] = ()) 
     """Say that a key has a value of another kind than expected, with the nearest of the choices."""
     shown = f"{key} = {str(value)!r}" if value is not None else key
     hint = nearest(str(value), choices) if value is not None else ""
-    whole = as_integer(value) if expected.startswith("int") else ""
-    return f"{shown} is not valid; expected: {expected or 'see --help'}.{hint or whole}"
+    return f"{shown} is not valid; expected: {expected or 'see --help'}.{hint}"
 
 
 def no_class(key: str, name: str, reason: str, hint: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalight.errors import DataError, LayoutError, wrong_count
+from megalight.errors import DataError, LayoutError
 
 
 def check_sizes(
@@ -21,8 +21,8 @@ def check_sizes(
         DataError: with the value and the rule.
     """
     for name, value in (("global_batch_size", global_batch_size), ("sequence_length", sequence_length)):
-        if wrong := wrong_count(value):
-            raise DataError(f"{name} is {wrong}")
+        if value < 1:
+            raise DataError(f"{name} is {value}; it must be at least 1.")
     if num_workers < 0:
         raise DataError(f"num_workers is {num_workers}; it must be at least 0, which reads in the main process.")
     if not 0 <= seed < 2**32:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Self, get_args, get_type_hints
 
-from megalight.errors import ConfigurationError, as_integer, is_integer, nearest, wrong_count
+from megalight.errors import ConfigurationError, nearest
 
 UNBINDING = {
     "dropout",
@@ -116,7 +116,6 @@ class ModelConfig:
     init: InitConfig = field(default_factory=InitConfig)
 
     def __post_init__(self) -> None:
-        self._require_integers()
         # 0 stands for the default, so that a configuration of plain values needs no null.
         object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
         # First: other checks go through all layers.
@@ -125,16 +124,9 @@ class ModelConfig:
             "num_layers", "hidden_size", "num_heads", "vocab_size", "max_sequence_length", "ffn_hidden_size"
         )
 
-    def _require_integers(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.type == "int" and not is_integer(value):  # text, under postponed evaluation
-                require(False, f"{each.name} is {value!r}; it must be an integer.{as_integer(value)}")
-
     def _require_positive(self, *names: str) -> None:
         for name in names:
-            wrong = wrong_count(getattr(self, name))
-            require(not wrong, f"{name} is {wrong}")
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.")
 
     @property
     def residual_std(self) -> float:

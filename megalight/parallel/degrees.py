@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megalight.errors import ConfigurationError, LayoutError, nearest, wrong_count
+from megalight.errors import ConfigurationError, LayoutError, nearest
 
 BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi", "fake")
 """Backends of collectives that torch knows by itself."""
@@ -34,10 +34,10 @@ def check_degrees(
     check_sequence_parallel(sequence_parallel, tensor_parallel)
 
 
-def check_at_least_one(name: str, value: object) -> None:
-    """Refuse counts below one, and what is no integer."""
-    if wrong := wrong_count(value):
-        raise LayoutError(f"{name}={wrong}")
+def check_at_least_one(name: str, value: int) -> None:
+    """Refuse counts below one."""
+    if value < 1:
+        raise LayoutError(f"{name}={value}; it must be at least 1.")
 
 
 def check_sequence_parallel(sequence_parallel: bool, tensor_parallel: int) -> None:

@@ -141,7 +141,7 @@ class MegatronStrategy(FolderCheckpoints):
         if process_group_backend is not None:
             known = torch.distributed.Backend.backend_list
             degrees.check_backend(process_group_backend, [each for each in known if each != "undefined"])
-        if micro_batch_size not in (None, "auto"):
+        if isinstance(micro_batch_size, int):
             degrees.check_at_least_one("micro_batch_size", micro_batch_size)
         refusals.check_checkpoint_io(checkpoint_io)
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)

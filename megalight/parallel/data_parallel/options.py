@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from megalight.errors import ConfigurationError, wrong_count
+from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.data_parallel.layout import level_of
 from megalight.parallel.data_parallel.param_info import ParamInfo
@@ -159,8 +159,8 @@ class DataParallel:
             )
         for name in ("replicate", "bucket_size", "edge_bucket_size", "max_ctas"):
             value = getattr(self, name)
-            if value is not None and (wrong := wrong_count(value)):
-                raise ConfigurationError(f"data_parallel.{name}={wrong}")
+            if value is not None and value < 1:
+                raise ConfigurationError(f"data_parallel.{name}={value}; it must be at least 1.")
         if not 0 <= self.optimizer_offload_fraction <= 1:
             raise ConfigurationError(
                 f"data_parallel.optimizer_offload_fraction={self.optimizer_offload_fraction}; it must be between 0 "

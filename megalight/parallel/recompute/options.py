@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megalight.errors import ConfigurationError, nearest, wrong_count
+from megalight.errors import ConfigurationError, nearest
 from megalight.parallel.aliases import translated
 
 GRANULARITIES = ("none", "selective", "full")
@@ -73,8 +73,8 @@ class Recompute:
                 "recompute.method='block' needs num_layers: how many layers of a chunk to recompute."
             )
         number = 1 if self.num_layers is None else self.num_layers
-        if wrong := wrong_count(number):
-            raise ConfigurationError(f"recompute.num_layers={wrong}")
+        if number < 1:
+            raise ConfigurationError(f"recompute.num_layers={number}; it must be at least 1.")
         object.__setattr__(self, "method", method)
         object.__setattr__(self, "num_layers", number)
 

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megalight.errors import LayoutError, nearest, wrong_count
+from megalight.errors import LayoutError, nearest
 
 MAX_CTAS = 16
 """Default number of multiprocessors that messages of ``pipelined`` may occupy."""
@@ -41,8 +41,8 @@ class TensorOptions:
     def __post_init__(self) -> None:
         for name in ("pieces", "max_ctas"):
             value = getattr(self, name)
-            if value is not None and (wrong := wrong_count(value)):
-                raise LayoutError(f"TensorOptions.{name}={wrong}")
+            if value is not None and value < 1:
+                raise LayoutError(f"TensorOptions.{name}={value}; it must be at least 1.")
 
     def kind_of(self, name: str) -> str:
         """Return the backend's name for the split layer ``name``."""
