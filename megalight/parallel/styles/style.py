@@ -81,7 +81,9 @@ class Style(ABC):
 def _own(module: nn.Module, types: tuple[type[nn.Module], ...]) -> str | None:
     """Return what a module computes besides what the type does that it is served as; None: nothing."""
     known = next(kind for kind in types if isinstance(module, kind))
-    if "forward" in vars(module) or type(module).forward is not known.forward:
+    # A class may say that its replacement lacks nothing of it.
+    computes = getattr(module, "stands_for", type(module))
+    if "forward" in vars(module) or computes.forward is not known.forward:
         return "a forward pass of its own"
     if is_parametrized(module):
         return "parametrizations"
