@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.prefixes import Prefixes
+
+BLOCK_SIZE = 16
+"""Tokens of a block where nobody says otherwise."""
+
+
+def blocks_at_once(lengths: Iterable[int], at_once: int) -> int:
+    """Return how many blocks of :data:`BLOCK_SIZE` hold the longest ``at_once`` of these texts; at least 1."""
+    needs = sorted((-(-length // BLOCK_SIZE) for length in lengths), reverse=True)
+    return max(1, sum(needs[: max(at_once, 1)]))
 
 
 class Blocks:

@@ -19,6 +19,7 @@ from megalight.data.multimodal.image_text import ImageText, image_text_of
 from megalight.data.multimodal.images import Resize
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError
+from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.inference.engine import DynamicEngine
 from megalight.inference.generate import generate
 from megalight.inference.parallel import ParallelGPT
@@ -38,9 +39,6 @@ from megalight.parallel.model import ParallelModel
 
 TOKENIZER = "tokenizer.json"
 """Name of the tokenizer's file in a checkpoint."""
-
-BLOCK_SIZE = 16
-"""Tokens of a block of the cache."""
 
 NEW_TOKENS = 128
 """Length of a completion for which nobody gave a limit, in tokens."""
@@ -355,9 +353,7 @@ class TextGenerator:
             for request, prompt in zip(requests, ids, strict=True)
         ]
         if cache_tokens is None:
-            # Those that can be longest, all at once, in whole blocks.
-            needs = sorted((-(-(len(p) + n) // BLOCK_SIZE) for p, n in zip(ids, limits, strict=True)), reverse=True)
-            blocks = max(1, sum(needs[: max(max_sequences, 1)]))
+            blocks = blocks_at_once((len(p) + n for p, n in zip(ids, limits, strict=True)), max_sequences)
         elif (blocks := cache_tokens // BLOCK_SIZE) < 1:
             raise ConfigurationError(
                 f"cache_tokens (--cache-tokens) is {cache_tokens}; it must be at least {BLOCK_SIZE}, one block."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megalight.errors import ConfigurationError
 from megalight.inference import Completion, DynamicEngine
-from megalight.inference.text import BLOCK_SIZE
+from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.parallel.trace import span
 from megalight.rl.environment import PromptBatch, Score, Task
 from megalight.rl.policy import Policy
@@ -108,13 +108,14 @@ def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int,
 def _engine(
     policy: Policy, tasks: Sequence[Task], limits: Sequence[int], options: Rollouts, size: int
 ) -> DynamicEngine:
-    # Those that can be longest, all at once, in whole blocks.
-    needs = [-(-(len(task.prompt) + limit) // BLOCK_SIZE) for task, limit in zip(tasks, limits, strict=True)]
-    wanted = sum(sorted(needs * size, reverse=True)[: options.max_sequences])
-    blocks = wanted if options.cache_tokens is None else options.cache_tokens // BLOCK_SIZE
+    longest = [len(task.prompt) + limit for task, limit in zip(tasks, limits, strict=True)] * size
+    if options.cache_tokens is None:
+        blocks = blocks_at_once(longest, options.max_sequences)
+    else:
+        blocks = options.cache_tokens // BLOCK_SIZE
     return DynamicEngine(
         policy.model,
-        num_blocks=max(1, blocks),
+        num_blocks=blocks,
         block_size=BLOCK_SIZE,
         max_sequences=options.max_sequences,
         step_tokens=options.step_tokens,
