@@ -91,7 +91,7 @@ def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int,
                     log_probs=True,
                 )
         completions = list(engine.run().values())
-        engine.suspend()
+        engine.suspend()  # its memory, before rewards take their time
 
     def score() -> list[Score]:
         return [prompts.score(place // size, found.tokens, found.reason) for place, found in enumerate(completions)]
