@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,67 @@ class Config(Protocol):
 
 
 C = TypeVar("C", bound=Config)
+
+INTEGERS = """
+attention_chunk_size conv_kernel decoder_sparse_step depth first_k_dense_replace floor_scale full_attention_interval
+hidden_size image_token_id image_token_index in_channels in_chans interleave_moe_layer_step intermediate_size
+intermediate_size_mlp kv_lora_rank linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+linear_num_value_heads linear_value_head_dim mamba_head_dim mamba_num_heads max_position_embeddings max_window_layers
+mm_tokens_per_image moe_intermediate_size moe_shared_expert_intermediate_size n_embd n_group n_groups n_head n_inner
+n_layer n_positions n_routed_experts n_shared_experts no_rope_layer_interval num_attention_heads num_channels
+num_experts num_experts_per_tok num_heads num_hidden_layers num_key_value_heads num_local_experts num_mtp_layers
+num_nextn_predict_layers num_position_embeddings original_max_position_embeddings out_hidden_size q_lora_rank
+qk_nope_head_dim qk_rope_head_dim shared_expert_intermediate_size sliding_window sliding_window_pattern
+spatial_merge_size ssm_state_size state_size temporal_patch_size topk_group type_vocab_size v_head_dim
+video_token_id video_token_index vocab_size window_size head_dim attention_head_dim
+"""
+NUMBERS = """
+attention_dropout attention_factor attention_probs_dropout_prob attn_logit_softcapping attn_pdrop attn_scale beta_fast
+beta_slow downsample_ratio embd_pdrop factor final_logit_softcapping hidden_dropout_prob high_freq_factor
+initializer_range layer_norm_eps layer_norm_epsilon layer_scale_init_value low_freq_factor mscale mscale_all_dim
+partial_rotary_factor query_pre_attn_scalar resid_pdrop rms_norm_eps rope_local_base_freq rope_theta
+routed_scaling_factor time_step_floor time_step_max time_step_min
+"""
+FLAGS = """
+attention_bias mlp_bias mrope_interleaved multimodal_projector_bias norm_topk_prob
+rope_interleave scale_attn_weights tie_word_embeddings truncate use_absolute_position_embeddings use_bias use_conv_bias
+use_mean_pooling use_qk_norm use_sliding_window
+"""
+WORDS = """
+activation_function hidden_act hidden_activation hybrid_override_pattern model_type norm_type projector_hidden_act
+rope_type topk_method type vision_aspect_ratio vision_feature_select_strategy
+"""
+LISTS = """
+architectures deepstack_visual_indexes fullatt_block_indexes image_grid_pinpoints layer_types layers_block_type
+mlp_only_layers moe_layers mrope_section no_rope_layers time_step_limit
+"""
+PARTS = "full_attention quantization_config rope_parameters rope_scaling sliding_attention text_config vision_config"
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    key: (types, what)
+    for keys, types, what in (
+        (INTEGERS, (int,), "an integer of at least 0"),
+        (NUMBERS, (int, float), "a number of at least 0"),
+        (FLAGS, (bool,), "true or false"),
+        (WORDS, (str,), "a word"),
+        (LISTS, (list, tuple), "a list"),
+        (PARTS, (Mapping,), "an object with keys of its own"),
+        ("attn_temperature_tuning", (bool, int), "true or false"),  # Llama 4 has 4
+        ("image_size patch_size", (int, list, tuple), "an integer, or a list of two"),
+    )
+    for key in keys.split()
+}
+"""Key of a ``config.json`` that is read -> types of its value, and the word for them."""
+
+NULLS = """
+architectures attention_chunk_size attention_factor attn_logit_softcapping beta_fast beta_slow factor
+final_logit_softcapping full_attention_interval head_dim image_grid_pinpoints layer_types layers_block_type
+mlp_only_layers moe_layers mrope_interleaved mrope_section mscale mscale_all_dim n_group n_inner no_rope_layers
+num_key_value_heads num_mtp_layers num_nextn_predict_layers original_max_position_embeddings partial_rotary_factor
+q_lora_rank quantization_config rope_local_base_freq rope_parameters rope_scaling rope_theta rope_type sliding_window
+sliding_window_pattern time_step_limit topk_group truncate type video_token_id video_token_index vision_config
+"""
+NULLABLE = frozenset(NULLS.split())
+"""Those that may be null: no such part, or what follows from other values."""
 
 COUNTS = re.compile(r"(n|num)_.*(layer|expert)s?")
 """Names of settings that say how many layers or experts there are."""
@@ -87,8 +149,9 @@ class Kinds(Generic[C]):
             ConfigurationError: the model type or an option is not supported here.
         """
         kind = values.get("model_type")
-        if kind not in self.readers:
+        if not isinstance(kind, str) or kind not in self.readers:
             raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(self.readers)} can be read.")
+        check_types(values)
         _check_counts(values)
         try:
             return self.readers[kind].read(values)
@@ -144,6 +207,30 @@ class Kinds(Generic[C]):
             )
         # Kinds that keep tensors elsewhere than the first one lack the parts that it has.
         return [kind for kind in kinds if kind.places is kinds[0].places]
+
+
+def check_types(values: Mapping[str, Any], inside: str = "") -> None:
+    """Refuse values of other types than those in :data:`TYPES`, before any of them is read.
+
+    Args:
+        values: the content of a ``config.json``.
+        inside: what names of keys begin with in messages: the part that ``values`` is.
+
+    Raises:
+        ConfigurationError: the message names the key, its value and the type.
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            check_types(value, f"{inside}{key}.")
+        if key not in TYPES or (value is None and key in NULLABLE):
+            continue
+        types, what = TYPES[key]
+        # JSON's true is an int to Python.
+        good = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+        if not good or (isinstance(value, int | float) and value < 0):
+            step = f"Write {value:.0f}" if isinstance(value, float) and value.is_integer() else "Copy the file again"
+            said = json.dumps(value, default=str)
+            raise ConfigurationError(f"{inside}{key} is {said}; it must be {what}. {step}.")
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:

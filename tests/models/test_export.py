@@ -201,7 +201,7 @@ SMALL = GPTConfig(num_layers=2, hidden_size=24, num_heads=3, vocab_size=53, max_
     ("config", "message"),
     [
         (replace(SMALL, logit_softcap=3.0), "logit_softcap is 3.0 here and None in transformers' "),
-        (replace(SMALL, activation="squared_relu"), "activation 'squared_relu' has no counterpart"),
+        (replace(SMALL, activation="squared_relu"), "hidden_act 'squared_relu' has no counterpart"),
         (replace(SMALL, position=PositionConfig(fraction=0.5)), "position.fraction is 0.5 here and 1.0"),
         (replace(SMALL, norm=NormConfig(kind="layer")), "norm.kind is layer here and rms"),
         (

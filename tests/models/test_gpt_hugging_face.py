@@ -54,6 +54,10 @@ MODELS = {
     "llama": ("Llama", {**SIZES}),
     "llama_tied_scaled": ("Llama", {**SIZES, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
     "llama_biased": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "ministral": (
+        "Ministral",
+        {**SIZES, "head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "qwen2": ("Qwen2", {**SIZES}),
     "qwen2_windowed": (
         "Qwen2",

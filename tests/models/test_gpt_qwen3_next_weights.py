@@ -136,7 +136,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
         ({"layer_types": ["full_attention"] * 4}, "layer_types has no linear_attention"),
         (
             {"layer_types": ["chunked_attention", "linear_attention"]},
-            "layer_types has chunked_attention; known: linear",
+            "layer_types has chunked_attention; models of qwen3_next have linear_att",
         ),
     ],
 )

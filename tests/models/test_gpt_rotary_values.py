@@ -23,20 +23,25 @@ def test_axes_are_read_and_written() -> None:
         assert rotary_from(rotary_to(position)) == position
 
 
-def test_dynamic_scaling_changes_no_sequence_that_is_read() -> None:
-    """As InternVL3 has it. Other keys, such as ``alpha`` of Hunyuan, change short sequences, too."""
+def test_dynamic_scaling_changes_no_sequence_that_is_read_and_is_written_again() -> None:
+    """As InternVL3 has it. ``alpha`` of Hunyuan changes short sequences, too."""
     pytest.importorskip("transformers")
     from transformers import Qwen2Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    sizes = {"hidden_size": 64, "num_attention_heads": 1, "max_position_embeddings": 32}
     values = {"rope_theta": 1e6, "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"}}
-    config = Qwen2Config(hidden_size=64, num_attention_heads=1, max_position_embeddings=32, **values)
-    frequencies, factor = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=32)
-    plain = 1e6 ** -(torch.arange(0, 64, 2).double() / 64)
+    position = rotary_from(values)
+    assert position == PositionConfig(base=1e6, scaling=RotaryScaling("dynamic", 2.0))
+    frequencies, factor = ROPE_INIT_FUNCTIONS["dynamic"](Qwen2Config(**sizes, **values), "cpu", seq_len=32)
     assert factor == 1
-    assert relative_error(frequencies.double(), plain) < 1e-6
-    assert rotary_from(values) == PositionConfig(base=1e6)
-    with pytest.raises(ConfigurationError, match="rope_type 'dynamic' has no counterpart"):
+    assert position.scaling is not None
+    assert relative_error(position.scaling.frequencies(64, 1e6), frequencies.double()) < 1e-6
+    configs = Qwen2Config(**sizes, **values), Qwen2Config(**sizes, **rotary_to(position))
+    longer = [ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=100)[0] for config in configs]
+    assert torch.equal(*longer)
+    assert not torch.equal(longer[0], frequencies)
+    with pytest.raises(ConfigurationError, match=r"rope_type 'dynamic' with alpha=1000\.0 has no counterpart"):
         rotary_from({"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}})
 
 

@@ -287,7 +287,12 @@ def test_published_configurations(name: str) -> None:
         ("gemma3", None, {"mm_tokens_per_image": 3}, "mm_tokens_per_image is 3, and an image has 4 x 4 patches"),
         ("internvl", None, {"vision_feature_layer": -2}, "vision_feature_layer is -2; only -1 has a counterpart"),
         ("internvl", None, {"downsample_ratio": 0.4}, "downsample_ratio is 0.4; squares of patches have whole sides"),
-        ("internvl", "vision_config", {"image_size": [16, 8]}, "image_size is [16, 8]; only squares are read"),
+        (
+            "internvl",
+            "vision_config",
+            {"image_size": [16, 8]},
+            "image_size is [16, 8]; it must be the side of a",
+        ),
         (
             "internvl",
             "vision_config",

@@ -8,6 +8,7 @@ from megalight.models.bert.config import BertConfig as BertConfig
 from megalight.models.bert.config import DropoutConfig as DropoutConfig
 from megalight.models.bert.config import InitConfig as InitConfig
 from megalight.models.bert.hugging_face import (
+    READERS,
     config_from_transformers,
     config_to_transformers,
     weight_map,
@@ -27,7 +28,7 @@ register(
         plan=bert_plan,
         presets=PRESETS,
         module=lambda: import_module("megalight.models.bert.module").BertModule,
-        weights=Weights(("bert",), config_from_transformers, weight_map, config_to_transformers, without_pooler),
+        weights=Weights(tuple(READERS), config_from_transformers, weight_map, config_to_transformers, without_pooler),
     )
 )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.models.bert.config import BertConfig, DropoutConfig, InitConfig
+from megalight.models.kinds import Kind, Kinds
 from megalight.models.weights import Theirs, WeightMap
 
 PLACES = {
@@ -118,18 +119,12 @@ def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[s
     return weight_map(config).write(tensors)
 
 
-def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | None = None) -> BertConfig:
-    """Convert the ``config.json`` of a ``transformers`` BERT to our configuration.
-
-    Args:
-        values: content of ``config.json``.
-        sentence_order: whether the weights have a pooler and a next-sentence head. None: decide by ``architectures``.
+def _read(values: Mapping[str, Any]) -> BertConfig:
+    """Convert a ``config.json``, whose ``architectures`` say which heads the weights have.
 
     Raises:
-        ConfigurationError: the model type or an option is not supported here.
+        ConfigurationError: an option is not supported here.
     """
-    if values.get("model_type") != "bert":
-        raise ConfigurationError(f"model_type is {values.get('model_type')!r}; weights of bert can be read.")
     for option, plain in (
         ("is_decoder", False),
         ("add_cross_attention", False),
@@ -139,10 +134,7 @@ def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | N
             raise ConfigurationError(f"{option} is {values[option]!r}; it has no counterpart here.")
     name = values.get("hidden_act", "gelu")
     if name not in ACTIVATIONS:
-        raise ConfigurationError(f"activation {name!r} has no counterpart here; known: {', '.join(ACTIVATIONS)}.")
-    # Weights say it too, but they are not read here.
-    if sentence_order is None:
-        sentence_order = any(kind in WITH_ORDER for kind in values.get("architectures") or ())
+        raise ConfigurationError(f"hidden_act {name!r} has no counterpart here; known: {', '.join(ACTIVATIONS)}.")
     bare = values.get("architectures") == [BARE]
     dropout = values.get("hidden_dropout_prob", 0.1)
     return BertConfig(
@@ -155,7 +147,7 @@ def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | N
         num_token_types=values.get("type_vocab_size", 2),
         activation=ACTIVATIONS[name],
         norm_eps=values.get("layer_norm_eps", 1e-12),
-        sentence_order=sentence_order,
+        sentence_order=any(kind in WITH_ORDER for kind in values.get("architectures") or ()),
         tie_embeddings=bool(values.get("tie_word_embeddings", True)),
         head="pooler" if bare else "pretraining",
         dropout=DropoutConfig(
@@ -165,22 +157,19 @@ def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | N
     )
 
 
-def config_to_transformers(config: BertConfig, model_type: str | None = None) -> dict[str, Any]:
-    """Return the content of ``config.json`` for this model. ``model_type`` is not used: there is one kind.
+def _write(config: BertConfig) -> dict[str, Any]:
+    """Return the content of ``config.json``.
 
     Raises:
-        ConfigurationError: theirs cannot express the activation or the dropouts.
+        ConfigurationError: the dropouts differ.
     """
     names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
-    if config.activation not in names:
-        raise ConfigurationError(f"activation {config.activation!r} has no counterpart in transformers' BERT.")
     if config.dropout.hidden != config.dropout.embedding:
         raise ConfigurationError(
             f"dropout.hidden is {config.dropout.hidden} and dropout.embedding {config.dropout.embedding}; "
-            "transformers' BERT has one value for both."
+            "transformers has one value for both"
         )
     return {
-        "model_type": "bert",
         "architectures": [_architecture(config)],
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -189,7 +178,7 @@ def config_to_transformers(config: BertConfig, model_type: str | None = None) ->
         "max_position_embeddings": config.max_sequence_length,
         "intermediate_size": config.ffn_hidden_size,
         "type_vocab_size": config.num_token_types,
-        "hidden_act": names[config.activation],
+        "hidden_act": names.get(config.activation, config.activation),
         "layer_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_dropout_prob": config.dropout.hidden,
@@ -202,3 +191,14 @@ def _architecture(config: BertConfig) -> str:
     if config.head != "pretraining":
         return BARE
     return "BertForPreTraining" if config.sentence_order else "BertForMaskedLM"
+
+
+def _settings(config: BertConfig) -> dict[str, Any]:
+    """Return plain values. A bare model is read with its pooler, which its folder may lack."""
+    return config.to_dict() | {"head": "bare" if config.head != "pretraining" else config.head}
+
+
+FAMILY = Kinds((Kind("bert", "BertForPreTraining", lambda config: True, weight_map, _read, _write),), _settings)
+config_from_transformers = FAMILY.read
+config_to_transformers = FAMILY.write
+READERS = FAMILY.readers

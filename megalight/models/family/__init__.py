@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from megalight.checkpoint.foreign.transformers_folder import image_processor, read_config, tensor_names
+from megalight.checkpoint.disk.publish import place
+from megalight.checkpoint.foreign.transformers_folder import CONFIG, image_processor, read_config, tensor_names
 from megalight.errors import ConfigurationError
 from megalight.first_rank import only_first
 from megalight.models.config import compare
@@ -70,7 +71,10 @@ class Weights:
                 f"{folder} holds a model of type {values.get('model_type')!r}; this family reads "
                 f"{', '.join(self.kinds)}."
             )
-        config = self.config(values)
+        try:
+            config = self.config(values)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{place(folder) / CONFIG}: {error}") from error
         if self.processed is not None:
             config = self.processed(config, image_processor(folder))
         # Names are looked up only by families that ask: listing a folder reads the headers of its files.
@@ -171,7 +175,7 @@ def family_of_transformers(values: Mapping[str, Any]) -> Family:
     kind = values.get("model_type")
     # All families are imported here, as any of them may know the type.
     readers = {known: found for found in families() if found.weights for known in found.weights.kinds}
-    if kind not in readers:
+    if not isinstance(kind, str) or kind not in readers:
         raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(sorted(readers))} can be read.")
     return readers[kind]
 

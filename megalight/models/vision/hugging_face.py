@@ -110,20 +110,35 @@ def tower_from(values: Mapping[str, Any], kind: str, layer: Any) -> VisionConfig
     # Theirs counts hidden states, the first of which is the input of the first layer.
     used = layer if layer >= 0 else layers + 1 + layer
     require(1 <= used <= layers, f"vision_feature_layer is {layer}; the tower has {layers} layers.")
+    image, patch = side_of("image_size", tower), side_of("patch_size", tower)
     return VisionConfig(
         num_layers=used,
         hidden_size=tower["hidden_size"],
         num_heads=tower["num_attention_heads"],
         ffn_hidden_size=tower["intermediate_size"],
-        image_size=tower["image_size"],
-        patch_size=tower["patch_size"],
+        image_size=image,
+        patch_size=patch,
         # Their convolution stops where no whole patch is left.
-        margin=tower["image_size"] % tower["patch_size"],
+        margin=image % patch,
         channels=tower["num_channels"],
         activation=activation_from("vision_config.hidden_act", tower["hidden_act"]),
         norm_eps=tower["layer_norm_eps"],
         **known.fixed,
     )
+
+
+def side_of(key: str, vision: Mapping[str, Any]) -> int:
+    """Return the side of images or patches, which their ``vision_config`` says once or twice.
+
+    Raises:
+        ConfigurationError: it says two sides, or no integer.
+    """
+    sides = vision[key] if isinstance(vision[key], list | tuple) else [vision[key]]
+    require(
+        len(sides) in (1, 2) and len(set(map(repr, sides))) == 1 and type(sides[0]) is int and sides[0] > 0,
+        f"vision_config.{key} is {vision[key]}; it must be the side of a square.",
+    )
+    return int(sides[0])
 
 
 def tower_to(config: VisionConfig) -> dict[str, Any]:

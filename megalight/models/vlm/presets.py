@@ -11,7 +11,7 @@ from megalight.models.vision.anyres_config import AnyResConfig
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vision.dynamic_config import DynamicConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
-from megalight.ops.rotary import RotaryAxes
+from megalight.ops.rotary import RotaryAxes, RotaryScaling
 from megalight.registry import Registry
 
 PRESETS: Registry[VLMConfig] = Registry("VLM preset")
@@ -97,11 +97,12 @@ def internvit_300m() -> VisionConfig:
 def internvl3(name: str) -> VLMConfig:
     """Configure InternVL3 (https://arxiv.org/abs/2504.10479) with a Qwen2.5: 256 tokens for each tile of an image.
 
-    Vocabulary and image token are those of ``config.json`` in OpenGVLab's folders, whose dynamic scaling of rotary
-    embedding begins behind ``max_sequence_length``; the tower has the defaults of ``InternVLVisionConfig``.
+    Vocabulary and image token are those of ``config.json`` in OpenGVLab's folders; the tower has the defaults of
+    ``InternVLVisionConfig``.
     """
+    text = replace(language(name, 151674), tie_embeddings=False)
     return VLMConfig(
-        language=replace(language(name, 151674), tie_embeddings=False),
+        language=replace(text, position=replace(text.position, scaling=RotaryScaling("dynamic", 2.0))),
         vision=internvit_300m(),
         projector=ProjectorConfig(merge=2, norm="layer", norm_joined=True, norm_eps=1e-5),
         image_token=151667,

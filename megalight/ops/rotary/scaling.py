@@ -22,6 +22,9 @@ class RotaryScaling:
     ``ntk`` multiplies the base by ``factor^(d / (d - 2))``: the fastest pair of features stays, and the slowest is
     divided by ``factor``.
 
+    ``dynamic`` (https://arxiv.org/abs/2309.00071) is ``ntk`` with a factor that grows with sequences longer than the
+    model's ``max_sequence_length``. Those are refused here, so it changes nothing and is only kept for exports.
+
     ``llama3`` (Llama 3.1) divides only frequencies whose wavelength exceeds ``original_length /
     low_frequency_factor``, keeps those whose wavelength is below ``original_length / high_frequency_factor``, and
     interpolates between them.
@@ -46,7 +49,7 @@ class RotaryScaling:
         ConfigurationError: a value is out of range.
     """
 
-    kind: Literal["linear", "ntk", "llama3", "yarn"] = "llama3"
+    kind: Literal["linear", "ntk", "dynamic", "llama3", "yarn"] = "llama3"
     factor: float = 8.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
@@ -152,6 +155,10 @@ def _ntk(scaling: RotaryScaling, dim: int, base: float, device: torch.device | s
     return unscaled(dim, base * scaling.factor ** (dim / (dim - 2)), device)
 
 
+def _dynamic(scaling: RotaryScaling, dim: int, base: float, device: torch.device | str) -> Tensor:
+    return unscaled(dim, base, device)
+
+
 def _llama3(scaling: RotaryScaling, dim: int, base: float, device: torch.device | str) -> Tensor:
     frequencies = unscaled(dim, base, device)
     turns = scaling.original_length * frequencies / (2 * math.pi)  # full turns within the original context
@@ -173,6 +180,7 @@ def _yarn(scaling: RotaryScaling, dim: int, base: float, device: torch.device | 
 KINDS: dict[str, Callable[[RotaryScaling, int, float, torch.device | str], Tensor]] = {
     "linear": _linear,
     "ntk": _ntk,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
 }
@@ -180,6 +188,7 @@ KINDS: dict[str, Callable[[RotaryScaling, int, float, torch.device | str], Tenso
 USED: dict[str, set[str]] = {
     "linear": set(),
     "ntk": set(),
+    "dynamic": set(),
     "llama3": {"low_frequency_factor", "high_frequency_factor", "original_length"},
     "yarn": {"original_length", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "round_range"},
 }

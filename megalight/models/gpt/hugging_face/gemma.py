@@ -10,8 +10,8 @@ from typing import Any
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
-from megalight.models.gpt.hugging_face.llama import LLAMA
-from megalight.models.gpt.hugging_face.options import refuse_others, tied_head
+from megalight.models.gpt.hugging_face.llama import LLAMA, WHOLE, WINDOWED, types_to
+from megalight.models.gpt.hugging_face.options import layer_types, refuse_others, tied_head
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
 from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
@@ -65,12 +65,18 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     refuse_others(said, good | ({"attn_logit_softcapping": None} if kind == "gemma3_text" else {}))
     heads, head_dim = values["num_attention_heads"], values.get("head_dim") or 256
     scalar, window = values.get("query_pre_attn_scalar", 256), values.get("sliding_window", 4096)
+    if not scalar:
+        raise ConfigurationError("query_pre_attn_scalar is 0; it must be above 0.")
     full = values.get("sliding_window_pattern") or PERIOD[kind]  # in older files
-    kinds = values.get("layer_types") or [_kind((layer + 1) % full > 0) for layer in range(layers)]
-    local = window is not None and "sliding_attention" in kinds
+    kinds = layer_types(values, WHOLE, WINDOWED) or [
+        WINDOWED if (layer + 1) % full else WHOLE for layer in range(layers)
+    ]
+    local = window is not None and WINDOWED in kinds
     # Of each kind of layer in newer files; else a base for each beside a scaling of full attention.
     rotations = values.get("rope_parameters") or {}
-    position = rotary_from(values if "full_attention" not in rotations else {"rope_parameters": _full(rotations)})
+    longest = values.get("max_position_embeddings", 8192 if kind == "gemma2" else 131072)
+    scaled = _full(rotations) if "full_attention" in rotations else rotations
+    position = rotary_from({**values, "max_position_embeddings": longest, "rope_parameters": scaled})
     if kind == "gemma3_text":
         sliding = rotations.get("sliding_attention") or {"rope_theta": values.get("rope_local_base_freq")}
         if "full_attention" not in rotations and "rope_theta" not in {**values, **rotations}:
@@ -91,7 +97,7 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
         head_dim=head_dim,
         ffn_hidden_size=values["intermediate_size"],
         vocab_size=values["vocab_size"],
-        max_sequence_length=values.get("max_position_embeddings", 8192 if kind == "gemma2" else 131072),
+        max_sequence_length=longest,
         activation="geglu_tanh",
         tie_embeddings=bool(values.get("tie_word_embeddings", True)),
         embedding_multiplier=values["hidden_size"] ** 0.5,
@@ -103,7 +109,7 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
             scale=None if scalar == head_dim else scalar**-0.5,
             softcap=values.get("attn_logit_softcapping"),
             window=window - 1 if local else None,  # theirs counts the token itself
-            window_pattern=tuple(kind == "sliding_attention" for kind in kinds) if local else (True,),
+            window_pattern=tuple(kind == WINDOWED for kind in kinds) if local else (True,),
         ),
         dropout=DropoutConfig(attention=values.get("attention_dropout") or 0.0),
     )
@@ -142,7 +148,7 @@ def _write(kind: str, config: GPTConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": attention.softcap,
         "final_logit_softcapping": config.logit_softcap,
-        "layer_types": [_kind(attention.window_of(layer) is not None) for layer in range(config.num_layers)],
+        **types_to(config),
         "attention_bias": attention.qkv_bias,
         "attention_dropout": config.dropout.attention,
         "initializer_range": config.init.std,
@@ -151,10 +157,6 @@ def _write(kind: str, config: GPTConfig) -> dict[str, Any]:
 
 def _full(rotations: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": BASES["full_attention"], **(rotations["full_attention"] or {})}
-
-
-def _kind(windowed: bool) -> str:
-    return "sliding_attention" if windowed else "full_attention"
 
 
 KINDS = tuple(

@@ -58,7 +58,7 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
         ffn_hidden_size=values.get("n_inner") or 0,
         vocab_size=values["vocab_size"],
         max_sequence_length=values["n_positions"],
-        activation=activation_of(values["activation_function"], PLAIN),
+        activation=activation_of(values, "activation_function", PLAIN),
         mlp_bias=True,
         tie_embeddings=bool(values.get("tie_word_embeddings", True)),
         norm=NormConfig(kind="layer", eps=values["layer_norm_epsilon"]),

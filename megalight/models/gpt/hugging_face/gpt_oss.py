@@ -8,7 +8,7 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.hugging_face.llama import llama_from, llama_map, llama_to
+from megalight.models.gpt.hugging_face.llama import WHOLE, WINDOWED, llama_from, llama_map, llama_to, types_to
 from megalight.models.gpt.hugging_face.options import refuse_others
 from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
@@ -57,10 +57,10 @@ def _places(config: GPTConfig) -> WeightMap:
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ``config.json`` with what it need not say."""
     # Every other layer has a window, beginning with the first.
-    turns = [_kind(layer % 2 == 0) for layer in range(values["num_hidden_layers"])]
+    turns = [WHOLE if layer % 2 else WINDOWED for layer in range(values["num_hidden_layers"])]
     # The file's own values win over the defaults. A null means no window, but not that there is no scaling.
     given = {name: value for name, value in values.items() if name != "rope_scaling" or value}
-    return {**DEFAULTS, **given, "layer_types": values.get("layer_types") or turns}
+    return {**DEFAULTS, **given, "layer_types": turns if values.get("layer_types") is None else values["layer_types"]}
 
 
 def _read(values: Mapping[str, Any]) -> GPTConfig:
@@ -92,13 +92,15 @@ def _write(config: GPTConfig) -> dict[str, Any]:
     """
     moe = _experts(config)
     return {
+        # Without the key, theirs would scale frequencies.
+        "rope_scaling": {"rope_type": "default"},
         **llama_to(config),
         "hidden_act": "silu",
         "swiglu_limit": LIMIT,
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.router.top_k,
         "attention_bias": config.attention.proj_bias,
-        "layer_types": [_kind(config.attention.window_of(layer) is not None) for layer in range(config.num_layers)],
+        **types_to(config),
     }
 
 
@@ -106,10 +108,6 @@ def _experts(config: GPTConfig) -> MoEConfig:
     if config.moe is None:
         raise ConfigurationError("a model of gpt_oss has experts; this one has not")
     return config.moe
-
-
-def _kind(windowed: bool) -> str:
-    return "sliding_attention" if windowed else "full_attention"
 
 
 KINDS = (

@@ -1,13 +1,14 @@
-"""Llama, Mistral, Qwen2, Qwen3 and SmolLM3 in ``transformers``: names of tensors and configurations."""
+"""Llama, Mistral, Ministral, Qwen2, Qwen3 and SmolLM3 in ``transformers``: names of tensors and configurations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from megalight.errors import ConfigurationError
 from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
-from megalight.models.gpt.hugging_face.options import activation_of, activation_to, tied_head
+from megalight.models.gpt.hugging_face.options import activation_of, activation_to, layer_types, tied_head
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to, rotated_layers
 from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
@@ -32,6 +33,7 @@ LLAMA = {
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8, "rope_theta": 1_000_000.0},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
@@ -42,6 +44,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 SWITCHED = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Kinds whose window counts only with ``use_sliding_window``."""
+ALIKE = {"llama": False, "olmoe": False, "mixtral": True, "qwen3_moe": True}
+"""Kinds whose layers are alike -> whether they may have a window. Their ``layer_types`` has no effect in theirs."""
+WINDOWED, WHOLE = "sliding_attention", "full_attention"
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 """Their name of an activation -> ours."""
@@ -64,7 +69,7 @@ def llama_map(config: GPTConfig, others: Mapping[str, Theirs] | None = None) -> 
 
 
 def llama_from(values: Mapping[str, Any]) -> GPTConfig:
-    """Convert Llama, Mistral, Qwen2, Qwen3 and SmolLM3. They differ only in biases, norms, windows and rotation."""
+    """Convert a ``config.json`` of these kinds. They differ only in biases, norms, windows and rotation."""
     kind = values["model_type"]
     values = {**DEFAULTS.get(kind, {}), **values}
     if kind == "smollm3":
@@ -80,7 +85,7 @@ def llama_from(values: Mapping[str, Any]) -> GPTConfig:
         ffn_hidden_size=values["intermediate_size"],
         vocab_size=values["vocab_size"],
         max_sequence_length=values["max_position_embeddings"],
-        activation=activation_of(values["hidden_act"], GATED),
+        activation=activation_of(values, "hidden_act", GATED),
         mlp_bias=bool(values.get("mlp_bias", False)),
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
@@ -101,25 +106,29 @@ def llama_from(values: Mapping[str, Any]) -> GPTConfig:
 def _window(values: Mapping[str, Any]) -> tuple[int | None, tuple[bool, ...]]:
     """Convert the window, and the layers that have it. Theirs counts the token itself, ours does not."""
     kind, window = values["model_type"], values.get("sliding_window")
+    if not ALIKE.get(kind, True) or (kind in SWITCHED and not values.get("use_sliding_window")):
+        window = None
     windowed = _windowed(kind, values)
-    if window is None or not any(windowed) or (kind in SWITCHED and not values.get("use_sliding_window")):
-        return None, (True,)
-    return window - 1, windowed
+    types = layer_types(values, WHOLE, WINDOWED)
+    if types is not None and kind not in ALIKE:
+        windowed = tuple(each == WINDOWED for each in types)
+    elif types is not None and set(types) != {WHOLE if window is None else WINDOWED}:
+        raise ConfigurationError(
+            f"layer_types has {', '.join(sorted(set(types)))} and sliding_window is {window}; layers of {kind} are "
+            "alike in transformers, which passes the types over. Remove one of both keys."
+        )
+    return (None, (True,)) if window is None or not any(windowed) else (window - 1, windowed)
 
 
 def _windowed(kind: str, values: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return which layers have a window, if there is one."""
-    if kind in ("mistral", "mixtral", "qwen3_moe"):
-        return (True,)
-    if types := values.get("layer_types"):
-        return tuple(each == "sliding_attention" for each in types)
+    """Return which layers have a window, if there is one and nothing says which."""
     # Older files give a number of layers without a window, which come first.
     if kind in ("qwen2", "qwen3"):
         whole = values.get("max_window_layers", 28)
         return tuple(layer >= whole for layer in range(values["num_hidden_layers"]))
     if kind == "smollm3":
         return tuple(not rotated for rotated in values["no_rope_layers"])
-    return (False,)
+    return (True,)
 
 
 def llama_to(config: GPTConfig) -> dict[str, Any]:
@@ -156,13 +165,19 @@ def _to_mistral(config: GPTConfig) -> dict[str, Any]:
     return {"sliding_window": None, **llama_to(config)}
 
 
+def types_to(config: GPTConfig) -> dict[str, Any]:
+    """Write which layers have a window."""
+    windows = (config.attention.window_of(layer) for layer in range(config.num_layers))
+    return {"layer_types": [WHOLE if window is None else WINDOWED for window in windows]}
+
+
+def _to_ministral(config: GPTConfig) -> dict[str, Any]:
+    return {**_to_mistral(config), **types_to(config)}
+
+
 def _to_qwen(config: GPTConfig) -> dict[str, Any]:
-    windowed = [config.attention.window_of(layer) is not None for layer in range(config.num_layers)]
-    return {
-        **llama_to(config),
-        "use_sliding_window": any(windowed),
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windowed],
-    }
+    types = types_to(config)
+    return {**llama_to(config), "use_sliding_window": WINDOWED in types["layer_types"], **types}
 
 
 def _to_smollm3(config: GPTConfig) -> dict[str, Any]:
@@ -184,6 +199,7 @@ KINDS = tuple(
     for kind, architecture, write in (
         ("llama", "LlamaForCausalLM", _to_biased_llama),
         ("mistral", "MistralForCausalLM", _to_mistral),
+        ("ministral", "MinistralForCausalLM", _to_ministral),
         ("qwen2", "Qwen2ForCausalLM", _to_qwen),
         ("qwen3", "Qwen3ForCausalLM", _to_qwen3),
         ("smollm3", "SmolLM3ForCausalLM", _to_smollm3),

@@ -10,7 +10,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt.attention_config import AttentionConfig, TemperatureConfig
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.llama import LLAMA
-from megalight.models.gpt.hugging_face.options import refuse_others, tied_head
+from megalight.models.gpt.hugging_face.options import layer_types, refuse_others, tied_head
 from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to, rotated_layers
 from megalight.models.kinds import Kind
 from megalight.models.weights import Theirs, WeightMap
@@ -69,7 +69,7 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     refuse_others(values, {"attention_bias": False, "hidden_act": "silu"})
     values = {**DEFAULTS, **values}
     rotated = rotated_layers(values)
-    kinds = values.get("layer_types") or [_kind(bool(layer)) for layer in rotated]
+    kinds = layer_types(values, _kind(True), _kind(False)) or [_kind(bool(layer)) for layer in rotated]
     chunk = values.get("attention_chunk_size", 8192)
     chunked = chunk is not None and "chunked_attention" in kinds
     step = values.get("interleave_moe_layer_step", 1)

@@ -10,7 +10,13 @@ from typing import Any
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
-from megalight.models.gpt.hugging_face.options import refuse_other_sums, refuse_others, router_groups, tied_head
+from megalight.models.gpt.hugging_face.options import (
+    refuse_other_sums,
+    refuse_others,
+    router_groups,
+    stated,
+    tied_head,
+)
 from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.models.gpt.position_config import PositionConfig
 from megalight.models.kinds import Kind
@@ -109,7 +115,7 @@ def _mamba2_from(values: Mapping[str, Any]) -> GPTConfig:
         ConfigurationError: an option has no counterpart here.
     """
     refuse_others(values, {"use_bias": False, "hidden_act": "silu", "rms_norm": True})
-    heads, head_dim = values["num_heads"], values["head_dim"]
+    heads, head_dim = values["num_heads"], stated(values, "head_dim")
     return GPTConfig(
         num_layers=values["num_hidden_layers"],
         hidden_size=values["hidden_size"],
@@ -139,15 +145,17 @@ def _nemotron_h_from(values: Mapping[str, Any]) -> GPTConfig:
     if "attention_head_dim" in values:  # the older word, as in the published files of Nemotron-H-8B and 56B
         values = {"head_dim": values["attention_head_dim"], **values}
     types = values.get("layers_block_type") or values.get("layer_types")
-    if unknown := sorted(set(types or ()) - TYPES.keys()):
+    if unknown := sorted({str(each) for each in types or ()} - TYPES.keys()):
         raise ConfigurationError(f"layers_block_type has {', '.join(unknown)}; known: {', '.join(TYPES)}.")
+    if not types and "hybrid_override_pattern" not in values:
+        raise KeyError("layers_block_type")
     pattern = "".join(TYPES[kind] for kind in types) if types else values["hybrid_override_pattern"]
     return GPTConfig(
         num_layers=len(pattern),
         hidden_size=values["hidden_size"],
         num_heads=values["num_attention_heads"],
         num_kv_heads=values.get("num_key_value_heads") or 0,
-        head_dim=values["head_dim"],
+        head_dim=stated(values, "head_dim"),
         ffn_hidden_size=values["intermediate_size"],
         vocab_size=values["vocab_size"],
         max_sequence_length=values["max_position_embeddings"],

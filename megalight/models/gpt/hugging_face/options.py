@@ -24,6 +24,39 @@ def refuse_others(values: Mapping[str, Any], supported: Mapping[str, Any]) -> No
             raise ConfigurationError(f"{option} is {value!r}; only {good!r} has a counterpart here.")
 
 
+def stated(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key that must be there, and not null.
+
+    Raises:
+        KeyError: it is missing or null.
+    """
+    if values.get(key) is None:
+        raise KeyError(key)
+    return values[key]
+
+
+def layer_types(values: Mapping[str, Any], *known: str) -> list[str] | None:
+    """Return their ``layer_types``, one for each layer. None: the ``config.json`` has none.
+
+    Args:
+        values: the content of ``config.json``.
+        known: the types that models of this kind may have.
+
+    Raises:
+        ConfigurationError: there is another type, or not one for each layer.
+    """
+    types, layers = values.get("layer_types"), values["num_hidden_layers"]
+    if types is None:
+        return None
+    if unknown := sorted({str(each) for each in types} - set(known)):
+        raise ConfigurationError(
+            f"layer_types has {', '.join(unknown)}; models of {values['model_type']} have {', '.join(known)}."
+        )
+    if len(types) != layers:
+        raise ConfigurationError(f"layer_types has {len(types)} entries and num_hidden_layers is {layers}; one each.")
+    return list(types)
+
+
 def router_groups(values: Mapping[str, Any], group_experts: int) -> dict[str, Any]:
     """Return the arguments of a ``RouterConfig`` for the groups of experts in a ``config.json``.
 
@@ -48,14 +81,15 @@ def refuse_other_sums(values: Mapping[str, Any]) -> None:
     refuse_others({"norm_topk_prob": True, **values}, {"norm_topk_prob": values["num_experts_per_tok"] > 1})
 
 
-def activation_of(name: str, known: Mapping[str, str]) -> str:
+def activation_of(values: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
     """Return our name of an activation.
 
     Raises:
         ConfigurationError: it has no counterpart here.
     """
+    name = values[key]
     if name not in known:
-        raise ConfigurationError(f"activation {name!r} has no counterpart here; known: {', '.join(known)}.")
+        raise ConfigurationError(f"{key} {name!r} has no counterpart here; known: {', '.join(known)}.")
     return known[name]
 
 

@@ -13,7 +13,7 @@ from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
 from megalight.models.gpt.delta_config import DeltaNetConfig
 from megalight.models.gpt.hugging_face.experts import sparse_layers
 from megalight.models.gpt.hugging_face.llama import llama_map, llama_to
-from megalight.models.gpt.hugging_face.options import refuse_others
+from megalight.models.gpt.hugging_face.options import layer_types, refuse_others, stated
 from megalight.models.gpt.hugging_face.rotary import rotary_from
 from megalight.models.kinds import Kind
 from megalight.models.weights import Blocks, Theirs, WeightMap
@@ -87,11 +87,9 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     refuse_others(values, {"hidden_act": "silu"})
     layers = values["num_hidden_layers"]
     every = values.get("full_attention_interval") or 4
-    types = values.get("layer_types") or [
+    types = layer_types(values, *TYPES) or [
         "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)
     ]
-    if unknown := sorted(set(types) - TYPES.keys()):
-        raise ConfigurationError(f"layer_types has {', '.join(unknown)}; known: {', '.join(TYPES)}.")
     if "linear_attention" not in types:
         raise ConfigurationError("layer_types has no linear_attention; a model of qwen3_next has such layers.")
     bias = bool(values.get("attention_bias", False))
@@ -101,8 +99,8 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
         num_layers=layers,
         hidden_size=values["hidden_size"],
         num_heads=values["num_attention_heads"],
-        num_kv_heads=values["num_key_value_heads"],
-        head_dim=values["head_dim"],
+        num_kv_heads=stated(values, "num_key_value_heads"),
+        head_dim=stated(values, "head_dim"),
         ffn_hidden_size=values["intermediate_size"],
         vocab_size=values["vocab_size"],
         max_sequence_length=values["max_position_embeddings"],

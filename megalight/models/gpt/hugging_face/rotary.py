@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.errors import ConfigurationError
+from megalight.models.gpt.hugging_face.options import stated
 from megalight.models.gpt.position_config import PositionConfig
 from megalight.ops.rotary import RotaryAxes, RotaryScaling
 
+LENGTH = "original_max_position_embeddings"
 FIELDS = {
     "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
         "low_frequency_factor": "low_freq_factor",
         "high_frequency_factor": "high_freq_factor",
-        "original_length": "original_max_position_embeddings",
+        "original_length": LENGTH,
     },
     "yarn": {
         "factor": "factor",
@@ -24,12 +27,10 @@ FIELDS = {
         "mscale": "mscale",
         "mscale_all_dim": "mscale_all_dim",
         "round_range": "truncate",
-        "original_length": "original_max_position_embeddings",
+        "original_length": LENGTH,
     },
 }
 """Kind of scaling -> our field -> their key."""
-DYNAMIC = {"rope_type", "type", "factor", "rope_theta", "partial_rotary_factor"}
-"""Keys of a scaling that begins behind ``max_position_embeddings``, where sequences are refused here."""
 OPTIONAL = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 """Their keys that may be missing or empty. Defaults are the same on both sides."""
 
@@ -57,27 +58,39 @@ def rotary_from(values: Mapping[str, Any]) -> PositionConfig:
     kind = options.get("rope_type") or options.get("type") or "default"
     sections = options.get("mrope_section")
     axes = RotaryAxes(tuple(sections), bool(options.get("mrope_interleaved"))) if sections else None
-    unscaled = kind in ("default", "mrope") or (kind == "dynamic" and options.keys() <= DYNAMIC)
-    if unscaled:  # older files name the axes in place of the scaling
+    if kind in ("default", "mrope"):  # older files name the axes in place of the scaling
         return PositionConfig(base=base, pattern=rotated, axes=axes)
     if kind not in FIELDS:
         raise ConfigurationError(f"rope_type {kind!r} has no counterpart here; known: default, {', '.join(FIELDS)}.")
+    if kind == "dynamic" and options.get("alpha") is not None:  # of Hunyuan: it changes short sequences, too
+        raise ConfigurationError(f"rope_type 'dynamic' with alpha={options['alpha']} has no counterpart here.")
+    if LENGTH in FIELDS[kind].values():
+        options = _with_length(options, values)
     given = {
-        ours: options[theirs]
+        ours: stated(options, theirs)
         for ours, theirs in FIELDS[kind].items()
         if theirs not in OPTIONAL or options.get(theirs) is not None
     }
     # weights of 0 mean the same as none
     given = {name: value for name, value in given.items() if value or not name.startswith("mscale")}
     scaling = RotaryScaling(**{"kind": kind, **given})
-    stated = options.get("attention_factor")
+    own = options.get("attention_factor")
     # A factor of its own would change all scores, so it is not passed over.
-    if stated is not None and abs(stated - scaling.concentration) > 1e-6 * stated:
+    if own is not None and abs(own - scaling.concentration) > 1e-6 * own:
         raise ConfigurationError(
-            f"attention_factor is {stated}, and the other values of {kind} give {scaling.concentration:.6f}; a factor "
+            f"attention_factor is {own}, and the other values of {kind} give {scaling.concentration:.6f}; a factor "
             "of its own has no counterpart here."
         )
     return PositionConfig(base=base, scaling=scaling, pattern=rotated, axes=axes)
+
+
+def _with_length(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the length of the original training, which need not be among them."""
+    length = values.get(LENGTH) or options.get(LENGTH) or stated(values, "max_position_embeddings")
+    factor = options["factor"]
+    if factor is None:  # as some files of YaRN have it
+        factor = stated(values, "max_position_embeddings") / length
+    return {**options, LENGTH: length, "factor": factor}
 
 
 def rotary_to(position: PositionConfig) -> dict[str, Any]:
@@ -87,8 +100,8 @@ def rotary_to(position: PositionConfig) -> dict[str, Any]:
     # kinds that they lack keep their name, and are refused when the values are read back
     if scaling is not None:
         fields = FIELDS.get(scaling.kind, FIELDS["linear"])
-        stated = {theirs: getattr(scaling, ours) for ours, theirs in fields.items()}
-        values["rope_scaling"] = {"rope_type": scaling.kind, **{k: v for k, v in stated.items() if v is not None}}
+        given = {theirs: getattr(scaling, ours) for ours, theirs in fields.items()}
+        values["rope_scaling"] = {"rope_type": scaling.kind, **{k: v for k, v in given.items() if v is not None}}
     if (axes := position.axes) is not None:
         options = values.setdefault("rope_scaling", {"rope_type": "default"})
         options.update(mrope_section=list(axes.sections), mrope_interleaved=axes.interleaved)

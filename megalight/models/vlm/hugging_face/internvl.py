@@ -97,7 +97,7 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
     refuse_others(vision, {"use_absolute_position_embeddings": True})
     refuse_others(values, {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"})
     ratio = values.get("downsample_ratio", 0.5)
-    merge = round(1 / ratio)
+    merge = round(1 / ratio) if ratio else 0
     require(merge * ratio == 1, f"downsample_ratio is {ratio}; squares of patches have whole sides, such as 0.5 for 2.")
     norm = vision["norm_type"]
     require(norm in NORMS, f"vision_config.norm_type is {norm!r}; {', '.join(NORMS)} are read.")
@@ -110,8 +110,8 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
             hidden_size=vision["hidden_size"],
             num_heads=vision["num_attention_heads"],
             ffn_hidden_size=vision["intermediate_size"],
-            image_size=_side("image_size", vision),
-            patch_size=_side("patch_size", vision),
+            image_size=towers.side_of("image_size", vision),
+            patch_size=towers.side_of("patch_size", vision),
             channels=vision["num_channels"],
             tiles=TILES,
             resize="stretch",
@@ -136,12 +136,6 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
         ),
         image_token=values.get("image_token_id", values.get("image_token_index", 151667)),  # as older files have it
     )
-
-
-def _side(name: str, vision: Mapping[str, Any]) -> int:
-    sides = vision[name] if isinstance(vision[name], list | tuple) else [vision[name]]
-    require(len(set(sides)) == 1, f"vision_config.{name} is {vision[name]}; only squares are read.")
-    return int(sides[0])
 
 
 def _write(config: VLMConfig) -> dict[str, Any]:

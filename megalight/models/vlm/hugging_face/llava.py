@@ -145,6 +145,8 @@ def _grids(values: Mapping[str, Any], kind: str, vision: VisionConfig) -> tuple[
     points, size = values.get("image_grid_pinpoints"), vision.image_size
     if points is None:
         return GRIDS[kind]
+    pairs = (isinstance(point, list | tuple) and len(point) == 2 for point in points)
+    require(all(pairs), f"image_grid_pinpoints is {points}; it must be a list of heights and widths.")
     strange = [point for point in points if any(side % size for side in point)]
     require(
         not strange,

@@ -9,6 +9,7 @@ from megalight.models.config import require
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
+from megalight.models.vision import hugging_face as towers
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.hugging_face import videos
@@ -58,6 +59,7 @@ def places(config: VisionConfig, named: Mapping[str, str]) -> dict[str, Theirs]:
 def sizes_from(vision: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of ``VisionConfig`` from their ``vision_config``: sizes, and what all of these towers have."""
     return {ours: vision[theirs] for ours, theirs in SIZES.items()} | {
+        "patch_size": towers.side_of("patch_size", vision),
         "image_size": 0,
         "class_token": False,
         "input_norm": False,
