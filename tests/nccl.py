@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.workers import free_port
+from tests.workers import meeting
 
 PATIENCE = 240.0
 """Maximum seconds for one job. On a new machine its kernels are compiled first, beside those of other tests."""
@@ -37,9 +37,9 @@ class Runs:
         self.results = context.Queue()
         self.found: dict[str, Any] = {}
         self.broken: str | None = None
-        port = free_port()
+        place = meeting()
         self.workers = [
-            context.Process(target=_rank, args=(rank, world, port, jobs, self.results), daemon=True)
+            context.Process(target=_rank, args=(rank, world, place, jobs, self.results), daemon=True)
             for rank in range(world)
         ]
         for worker in self.workers:
@@ -79,13 +79,13 @@ def runs_of(jobs: Callable[[int], Sequence[tuple[Job, tuple[Any, ...]]]], world:
     return Runs(world, jobs(world))
 
 
-def _rank(rank: int, world: int, port: int, jobs: Sequence[tuple[Job, tuple[Any, ...]]], results: Any) -> None:
+def _rank(rank: int, world: int, place: str, jobs: Sequence[tuple[Job, tuple[Any, ...]]], results: Any) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     # Hosts of GPUs may be shared, and there are few multicast groups for all who use them.
-    os.environ.update(MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0")
+    os.environ.update(NCCL_NVLS_ENABLE="0")
     torch.cuda.set_device(rank)
     patience = datetime.timedelta(seconds=PATIENCE)
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=patience)
+    dist.init_process_group("nccl", place, rank=rank, world_size=world, timeout=patience)
     for job, arguments in jobs:
         try:
             found = job(*arguments)

@@ -1,6 +1,8 @@
 import os
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import workers
-from tests.workers import run
+from tests.workers import free_port, meeting, run
 
 
 def _sum_of_ranks(offset: int) -> int:
@@ -66,6 +68,31 @@ def test_each_rank_answers_in_order() -> None:
 
 def test_a_rank_may_leave_before_others_meet() -> None:
     assert run(_meet_without_first, 3) == [0, 3, 3]
+
+
+def test_processes_meet_at_a_file_and_leave_none_behind() -> None:
+    place = meeting()
+    assert place != meeting()
+    with ThreadPoolExecutor(2) as ranks:
+        stores = list(ranks.map(lambda rank: next(dist.rendezvous(place, rank, 2))[0], range(2)))
+    stores[0].set("word", "found")
+    assert stores[1].get("word") == b"found"
+    path = Path(place.removeprefix("file://"))
+    assert path.exists()
+    del stores
+    assert not path.exists()
+
+
+def test_free_ports_are_none_that_the_system_gives_to_others() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(free_port() < lowest for _ in range(20))
+
+
+def test_only_tests_of_ports_ask_for_one() -> None:
+    """All other processes meet at a file: another test may take a port before it is used."""
+    here = Path(__file__).parent
+    found = {path.name for path in here.rglob("*.py") if "free_port" in path.read_text()}
+    assert found == {"workers.py", "test_workers.py", "test_launch.py", "test_meeting.py", "test_resiliency.py"}
 
 
 IMPORTED_BY = os.getpid()

@@ -15,11 +15,15 @@ import importlib
 import multiprocessing as mp
 import os
 import queue
+import random
 import re
 import socket
+import tempfile
 import time
 import traceback
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -63,11 +67,23 @@ class NotMet(Exception):
     """The ranks of a job did not find each other, so its function did not run."""
 
 
+def meeting() -> str:
+    """Return the address of a new file at which processes can meet (``init_method``); the last of them deletes it.
+
+    A port that is free now may be another test's when the first process wants it.
+    """
+    return f"file://{tempfile.gettempdir()}/meeting-{uuid.uuid4().hex}"
+
+
 def free_port() -> int:
-    """Return a free TCP port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a free TCP port, for programs that can meet at nothing else (SLURM's tasks).
+
+    It is below those from which the system chooses, so that only another call of this may take it before it is used.
+    """
+    for port in random.Random(os.urandom(8)).sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("none of 100 ports from 20000 to 31999 is free")
 
 
 def _answer(rank: int, job: bytes) -> bytes:

@@ -32,7 +32,7 @@ from tests.parallel.data_parallel.stale import stale_gradients
 from tests.strategies.test_gpu import Batches, Watch
 from tests.strategies.test_low_precision import CONFIG as WIDE
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, fit
-from tests.workers import free_port
+from tests.workers import meeting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -283,11 +283,10 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 PATIENCE = 120.0
 
 
-def _rank(rank: int, port: int, results: Any) -> None:
+def _rank(rank: int, place: str, results: Any) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=PATIENCE))
+    dist.init_process_group("nccl", place, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=PATIENCE))
     config = replace(DROPPING, num_layers=4)
     for number, (scope, layout) in enumerate(LAYOUTS):
         try:
@@ -310,8 +309,8 @@ def over_nccl() -> dict[int, Any]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     context = mp.get_context("spawn")
-    results, port = context.Queue(), free_port()
-    workers = [context.Process(target=_rank, args=(rank, port, results)) for rank in range(2)]
+    results, place = context.Queue(), meeting()
+    workers = [context.Process(target=_rank, args=(rank, place, results)) for rank in range(2)]
     for worker in workers:
         worker.start()
     found: dict[int, Any] = {}

@@ -24,7 +24,7 @@ from megalight.strategies import Checkpoints, MegatronStrategy
 from tests.checkpoint.beside import workers_of
 from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData
-from tests.workers import free_port, run
+from tests.workers import run
 
 STEPS = 8
 
@@ -55,20 +55,20 @@ def _fit(folder: str, resume: str | None, kind: Any = None, told: int = STEPS) -
     runner.fit(module, ckpt_path=resume)
 
 
-def _doomed(port: int, folder: str, kind: Any, told: int) -> None:
+def _doomed(folder: str, kind: Any, told: int) -> None:
     """In a process of its own, which says nothing."""
     torch.set_num_threads(1)
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
+    os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
     _fit(folder, None, kind, told)
 
 
 def killed(folder: Path, kind: str | None, draw: random.Random) -> bool:
     """Tell a run to stop, and kill it a moment after its last save has begun. Returns whether that was in time."""
     process = mp.get_context("fork").Process(
-        target=_doomed, args=(free_port(), str(folder), kind, draw.randrange(2, STEPS - 2)), daemon=False
+        target=_doomed, args=(str(folder), kind, draw.randrange(2, STEPS - 2)), daemon=False
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megalight.parallel import ending
-from tests.workers import free_port
+from tests.workers import meeting
 
 KEPT: list[object] = []
 
 
-def late(port: int) -> None:
+def late(place: str) -> None:
     """Begin collectives that nobody waits for, and end."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
     KEPT.append(dist.group.WORLD)
     ending.end_at_exit()
     cpu = min(os.sched_getaffinity(0))
@@ -39,7 +39,7 @@ def main(count: int) -> None:
     for _ in range(count):
         child = os.fork()
         if not child:
-            late(free_port())
+            late(meeting())
             return
         failed += os.waitpid(child, 0)[1] != 0
     sys.exit(failed)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,17 +7,16 @@ import torch.multiprocessing as mp
 
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.mesh import ParallelMesh
-from tests.workers import free_port
+from tests.workers import meeting
 
 pytestmark = pytest.mark.gpu
 COUNT, ROWS, HIDDEN = 4, 3, 1 << 20
 
 
-def _both_send_first(rank: int, size: int, port: int) -> None:
+def _both_send_first(rank: int, size: int, place: str) -> None:
     """One forward, one backward in turn, many megabytes each; the host never waits for the device."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=size)
+    dist.init_process_group("nccl", place, rank=rank, world_size=size)
     half = size // 2
     src = ParallelMesh(half, rank, offset=0)
     bridge = BridgeCommunicator(src, ParallelMesh(half, rank, tp=half, offset=half), batch_dim={"x": 1, "id": 0})
@@ -64,4 +61,4 @@ def test_both_sides_may_send_first_over_nccl() -> None:
     size = min(torch.cuda.device_count(), 4) // 2 * 2
     if not size:
         pytest.skip("needs two GPUs")
-    mp.spawn(_both_send_first, (size, free_port()), nprocs=size)
+    mp.spawn(_both_send_first, (size, meeting()), nprocs=size)

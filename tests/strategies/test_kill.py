@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalight import checkpoint
 from tests.interpreters import environment
 from tests.strategies.test_launch import STARTED
 from tests.strategies.test_resume import STEPS, ranks
-from tests.workers import free_port
+from tests.workers import meeting
 
 LAYOUT = {"tensor_parallel": 2, "sequence_parallel": True}
 RANKS = 2
@@ -28,15 +29,15 @@ PEER_SECONDS = 240
 """Until a rank must have noticed its peer's death and ended: far below the 1,800 that a collective waits for it."""
 
 
-def _doomed(rank: int, port: int, folder: str) -> None:
+def _doomed(rank: int, place: str, folder: str) -> None:
     """Train like :mod:`tests.strategies.test_resume` does, saving after every step."""
     os.setpgid(0, 0)
     torch.set_num_threads(1)
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(RANKS))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(RANKS), RANK=str(rank), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", place, rank=rank, world_size=RANKS)
     from tests.strategies.test_resume import _rank
 
     _rank(folder, LAYOUT, STEPS, None, "gqa", "64-true")
@@ -44,9 +45,9 @@ def _doomed(rank: int, port: int, folder: str) -> None:
 
 def start(folder: Path) -> list[Any]:
     """Two ranks, forked: this process has loaded everything already."""
-    port = free_port()
+    place = meeting()
     context = mp.get_context("fork")
-    processes = [context.Process(target=_doomed, args=(rank, port, str(folder)), daemon=True) for rank in range(RANKS)]
+    processes = [context.Process(target=_doomed, args=(rank, place, str(folder)), daemon=True) for rank in range(RANKS)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
         for process in processes:

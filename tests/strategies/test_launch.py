@@ -92,7 +92,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def torchrun(count: int) -> list[str]:
-    return ["torchrun", "--nproc-per-node", str(count), "--master-port", str(free_port())]
+    return ["torchrun", "--standalone", "--nproc-per-node", str(count)]
 
 
 @pytest.fixture(scope="module")

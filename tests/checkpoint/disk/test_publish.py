@@ -21,7 +21,7 @@ from megalight.checkpoint.disk import files, manifest, publish
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 from tests.checkpoint.faults import Faults
-from tests.workers import free_port, run
+from tests.workers import meeting, run
 
 ERRORS = [OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EIO, errno.EROFS)]
 
@@ -138,9 +138,9 @@ def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
     assert simple.step_of(path) == 1
 
 
-def save_and_die(rank: int, port: int, path: Path) -> None:
+def save_and_die(rank: int, place: str, path: Path) -> None:
     """Exit with 3 after a clear error; rank 1 dies in its first write."""
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=30), 2, rank)
+    dist.init_process_group("gloo", place, datetime.timedelta(seconds=30), 2, rank)
     if rank == 1:
         os.write = lambda *_: os._exit(9)
     try:
@@ -154,8 +154,8 @@ def save_and_die(rank: int, port: int, path: Path) -> None:
 def test_a_rank_that_dies_fails_the_others(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     simple.save(path, 1)
-    context, port = mp.get_context("spawn"), free_port()
-    processes = [context.Process(target=save_and_die, args=(rank, port, path)) for rank in range(2)]
+    context, place = mp.get_context("spawn"), meeting()
+    processes = [context.Process(target=save_and_die, args=(rank, place, path)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

@@ -13,7 +13,7 @@ from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import accumulate, assert_close, infos, loss
-from tests.workers import free_port
+from tests.workers import meeting
 
 pytestmark = pytest.mark.gpu
 WIDTH = 512
@@ -88,10 +88,10 @@ def test_gradients_of_half_parameters_add_up_in_float32() -> None:
         assert_close(p.main_grad, expected.grad, 2e-2)  # type: ignore[attr-defined]
 
 
-def _two_ranks(rank: int, port: int) -> None:
+def _two_ranks(rank: int, place: str) -> None:
     torch.cuda.set_device(rank)
     expected_norms, expected = _train(0, 2, True)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, device_id=rank)
+    dist.init_process_group("nccl", init_method=place, rank=rank, world_size=2, device_id=rank)
     try:
         for options in (
             {"level": "no_shard"},
@@ -112,4 +112,4 @@ def _two_ranks(rank: int, port: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_ranks_train_like_one() -> None:
-    mp.spawn(_two_ranks, (free_port(),), nprocs=2)  # type: ignore[no-untyped-call]
+    mp.spawn(_two_ranks, (meeting(),), nprocs=2)  # type: ignore[no-untyped-call]
