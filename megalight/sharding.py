@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from megalight.checkpoint.plain import PlainRun
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
+from megalight.optim.sharded import sharding_of
 from megalight.parallel.data_parallel import DataParallel, clip_coefficient
 from megalight.parallel.data_parallel.foreign_clipping import refuse_clipping
 from megalight.parallel.groups import speaks
@@ -117,7 +118,8 @@ class FullyShard(PlainRun):
     """A module that :func:`fully_shard` has sharded, with its optimizer.
 
     Gradients are reduced inside ``backward()`` and kept as shards, so ``parameter.grad`` is None. Backward passes
-    before ``optimizer.step()`` add up. ``optimizer.zero_grad()`` discards gradients; a step does so, too.
+    before ``optimizer.step()`` add up, also those of a closure. ``optimizer.zero_grad()`` discards gradients; a step
+    does so, too.
 
     Attributes:
         model: the module as a parallel model.
@@ -149,7 +151,7 @@ class FullyShard(PlainRun):
         self.engine = engine_over([self.model], [group["params"] for group in optimizer.param_groups], options)
         # The optimizer of the user steps by itself, so the sums are completed in front of it. This hook comes first:
         # those of the shards send the sums to masters in host memory.
-        optimizer.register_step_pre_hook(lambda *_: self._reduce())
+        optimizer.register_step_pre_hook(self._before_step)
         shard_optimizer(optimizer, self.engine)
         self._whole = self.engine.homes_of(module.parameters())
         # Made once: a copy from the host to the device would make the host wait in every step.
@@ -268,6 +270,32 @@ class FullyShard(PlainRun):
                 f"load_state_dict() of a sharded {type(module).__name__} does not reach its optimizer's masters. Call "
                 "sharded.load_state_dict(state) on all ranks (what fully_shard returned is `sharded`)."
             )
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Run a step's closure first, as it may run backward passes, and complete the sums over ranks."""
+        closure = args[1] if len(args) > 1 else named.pop("closure", None)
+        if closure is None:
+            self._reduce()
+            return None
+        first = [self._evaluate(closure)]
+
+        def evaluate() -> Any:
+            if first:
+                return first.pop()
+            sharding = sharding_of(optimizer)
+            assert sharding is not None
+            with sharding.interrupted():  # the optimizer has moved the masters since
+                return self._evaluate(closure)
+
+        return (args[0], evaluate, *args[2:]), named
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self._reduce()
+        return loss
 
     def _reduce(self) -> None:
         """Complete the sums over ranks, once per step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import megalight
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, MegalightError
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
 from megalight.sharding import _device_of
@@ -183,6 +184,141 @@ def test_means_are_clipped_whoever_multiplies(kind: Any, skip: bool) -> None:
         np.testing.assert_allclose(found[1], weights, rtol=1e-12)
     if kind is megalight.optim.Adam:
         np.testing.assert_allclose(weights, run(_clipped, 1, torch.optim.AdamW, skip)[0][1], rtol=1e-9)
+
+
+class Twice(torch.optim.SGD):
+    """Steps from where it was with the gradients of where a first step led to."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        held = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in held]
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            for parameter, value in zip(held, before, strict=True):
+                parameter.copy_(value - 0.2 * parameter.grad)
+        return loss
+
+
+class Pair(nn.Sequential):
+    """A unit, by its name."""
+
+
+def _blocks(level: str | None, kind: Any = torch.optim.SGD) -> tuple[Any, Any, Any]:
+    """A model, its optimizer, and what ``fully_shard`` returns."""
+    torch.manual_seed(4)
+    model = nn.Sequential(*(Pair(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)), nn.Linear(4, 2)).double()
+    optimizer = kind(model.parameters(), lr=0.1)
+    if level is None:
+        return model, optimizer, None
+    options = DataParallel(level=level, units=("Pair",) if "grads" in level else ())  # type: ignore[arg-type]
+    sharded = megalight.fully_shard(model, optimizer, data_parallel=options)
+    assert dist.get_world_size() == 1 or (sharded.engine.units is None) == (not options.units)
+    return model, optimizer, sharded
+
+
+def _inputs(step: int) -> torch.Tensor:
+    """``[ranks, backward passes, 3, 4]``"""
+    shape, drawn = (WORLD, 2, 3, 4), torch.Generator().manual_seed(step)
+    return torch.randn(shape, generator=drawn, dtype=torch.float64)
+
+
+def _closures(kind: Any, level: str | None, clears: bool) -> tuple[list[float], np.ndarray[Any, Any]]:
+    """Steps by closures with two backward passes, on the whole batch or a rank's part of it."""
+    model, optimizer, sharded = _blocks(level, kind)
+    losses = []
+    for step in range(3):
+        batches = _inputs(step)[dist.get_rank()] if sharded else _inputs(step).transpose(0, 1).flatten(1, 2)
+
+        def closure(batches: torch.Tensor = batches) -> torch.Tensor:
+            if clears:
+                optimizer.zero_grad()
+            found = [model(batch).square().mean() for batch in batches]
+            for loss in found:
+                loss.backward()
+            return torch.stack(found).sum().detach()
+
+        loss = optimizer.step(closure)
+        optimizer.zero_grad()
+        if sharded:
+            dist.all_reduce(loss)
+            loss /= WORLD
+        losses.append(float(loss))
+    with nullcontext() if sharded is None else sharded.full_parameters():
+        return losses, _flat(model).copy()
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("kind", "clears"),
+    [(torch.optim.SGD, False), (torch.optim.SGD, True), (megalight.optim.Adam, True), (Twice, True)],
+    ids=["sgd", "sgd-clears", "adam", "twice"],
+)
+def test_gradients_of_closures_are_those_of_the_step(level: str, kind: Any, clears: bool) -> None:
+    plain = torch.optim.AdamW if kind is megalight.optim.Adam else kind
+    losses, weights = _closures(plain, None, clears)
+    for found in run(_closures, WORLD, kind, level, clears):
+        np.testing.assert_allclose(found[0], losses, rtol=1e-9)
+        np.testing.assert_allclose(found[1], weights, rtol=1e-9)
+
+
+def _late(level: str) -> str:
+    model, _, sharded = _blocks(level)
+    x = _inputs(0)[0, 0]
+    model(x).sum().backward()
+    sharded.clip_grad_norm_(1.0)
+    with pytest.raises(MegalightError) as told:
+        model[:3](x).sum().backward()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("level", ["optim", "optim_grads", "optim_grads_params"])
+def test_gradients_after_the_reduction_are_refused(level: str) -> None:
+    for told in run(_late, WORLD, level):
+        assert "zero_grad()" in told
+
+
+def _penalized(level: str | None, whole: bool = False, bare: bool = False) -> np.ndarray[Any, Any]:
+    """A loss with the norm of its gradient by the inputs, or that norm alone (``bare``).
+
+    Physics-informed models and critics have such losses.
+    """
+    model, optimizer, sharded = _blocks(level)
+    for step in range(3):
+        with sharded.full_parameters() if sharded and whole else nullcontext():
+            for x in _inputs(step)[:, 0] if sharded is None else _inputs(step)[None, dist.get_rank(), 0]:
+                x.requires_grad_()
+                loss = model(x).square().mean()
+                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                (slope.square().sum() + (0 if bare else loss)).div(1 if sharded else WORLD).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with sharded.full_parameters() if sharded else nullcontext():
+        return _flat(model).copy()
+
+
+@pytest.mark.parametrize(("level", "whole"), [("optim", False), ("optim_grads", False), ("optim_grads_params", True)])
+@pytest.mark.parametrize("bare", [False, True])
+def test_gradients_of_gradients_are_right_where_parameters_are_whole(level: str, whole: bool, bare: bool) -> None:
+    weights = _penalized(None, False, bare)
+    for found in run(_penalized, WORLD, level, whole, bare):
+        np.testing.assert_allclose(found, weights, rtol=1e-9)
+
+
+def _penalty_refused() -> str:
+    with pytest.raises(MegalightError) as refused:
+        _penalized("optim_grads_params")
+    return str(refused.value)
+
+
+def test_gradients_of_gradients_are_refused_where_parameters_come_and_go() -> None:
+    for told in run(_penalty_refused, WORLD):
+        assert "create_graph=True reached Pair, whose parameters are sharded" in told
+    alone = [run(_penalized, 1, level)[0] for level in ("optim", "optim_grads_params")]
+    np.testing.assert_allclose(alone[1], alone[0], rtol=1e-9)
 
 
 def _from_meta(level: str) -> tuple[list[float], np.ndarray[Any, Any], int]:

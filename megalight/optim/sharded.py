@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -162,6 +163,15 @@ class Sharding:
                 own = {name: _cut(value, slot, info.parameter, bucket) for name, value in whole.items()}
                 if own:
                     self.optimizer.state[info.parameter] = own
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Run passes inside, in the middle of a step, with the values that the masters have now."""
+        self._leave()
+        self.engine.publish()
+        yield
+        self._enter()
+        self._bring_gradients()
 
     def _enter(self) -> None:
         if self.changed:

@@ -220,6 +220,29 @@ def test_lbfgs_on_replicas_sees_the_mean_loss() -> None:
         close(found, weights(module))
 
 
+class Again(torch.optim.SGD):
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        closure()
+        return super().step(closure)
+
+
+class OnShardsAgain(Plain):
+    def configure_optimizers(self) -> Any:
+        return Again(self.parameters(), lr=0.1)
+
+
+def _again() -> str:
+    with pytest.raises(ConfigurationError) as refused:
+        fit(OnShardsAgain(), batches(4, 4))
+    return str(refused.value)
+
+
+def test_a_closure_that_runs_again_on_shards_is_refused() -> None:
+    assert "Again runs its closure again in a step" in run(_again, 1)[0]
+
+
 class Factored(Plain):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters(), lr=0.01)

@@ -47,6 +47,7 @@ class UnitGradients:
         """Address of a buffer -> what to wait for before another unit can use it."""
         self._summed: set[Bucket] = set()
         self._open: int | None = None
+        self._finished = False
         self._put_off: Counter[int] = Counter()
         """Unit -> gradients that will come after its backward pass."""
         self._came_late = False
@@ -65,7 +66,7 @@ class UnitGradients:
         """Begin a step: the shards hold old sums, and no unit is open."""
         # Reductions are in flight only if the last step was abandoned. They write to the shards that come next.
         self._wait()
-        self._open = None
+        self._open, self._finished = None, False
         self._put_off.clear()
         self._aside.clear()
         self._summed.clear()
@@ -148,6 +149,7 @@ class UnitGradients:
         """Complete the sums of the step."""
         self.close()
         self._wait()
+        self._finished = True
         for bucket in self.buckets:
             if bucket not in self._summed:  # no backward pass has reached it
                 bucket.own_grads.zero_()
@@ -202,6 +204,11 @@ class UnitGradients:
         def arrived() -> None:
             if (alive := here()) is None or alive.recording:
                 return
+            if alive._finished:
+                raise MegalightError(
+                    f"a gradient of {name} arrived after those of its step were reduced, by the step or by clipping. "
+                    "Call zero_grad() before the backward passes of the next one."
+                )
             if alive._open != unit:
                 raise MegalightError(
                     f"a gradient of {name} arrived outside the backward pass of its unit, when the memory for it was "

@@ -198,7 +198,18 @@ class MegatronPrecision(Precision):
         self._after_closure(model, optimizer)
         if finite:
             # The closure has run: the optimizer gets its result, and the passes do not run again.
-            return optimizer.step(closure=lambda: result, **kwargs)
+            results = [result]
+
+            def once() -> Any:
+                if not results:
+                    name = type(optimizer).__name__
+                    raise ConfigurationError(
+                        f"{name} runs its closure again in a step, where its masters are shards of weights; take "
+                        "elementwise = True from the class, so that it updates whole weights."
+                    )
+                return results.pop()
+
+            return optimizer.step(closure=once, **kwargs)
         if isinstance(optimizer, Adam):
             optimizer.grad_scale = None  # clipping was for gradients that are not used
         return result
