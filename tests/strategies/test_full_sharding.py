@@ -265,6 +265,31 @@ def test_a_plain_module_without_a_plan() -> None:
         np.testing.assert_allclose(run(_plain, 2, options), whole, rtol=1e-12)
 
 
+class Penalized(Plain):
+    """The norm of the loss's gradient by the inputs is a part of the loss."""
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = super().training_step(batch.requires_grad_(), index)
+        (slope,) = torch.autograd.grad(loss, batch, create_graph=True)
+        return loss + slope.square().sum()
+
+
+def _penalized(options: dict[str, Any]) -> list[float] | str:
+    module, strategy = Penalized(), MegatronFSDPStrategy(**options)
+    try:
+        trainer(strategy, max_epochs=1, max_steps=-1, limit_val_batches=0).fit(module)
+    except MegalightError as error:
+        return str(error)
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).tolist()
+
+
+def test_gradients_of_gradients_are_right_or_refused() -> None:
+    refused = run(_penalized, 2, {})
+    assert all("create_graph=True reached Block" in str(told) and "SHARD_GRAD_OP" in str(told) for told in refused)
+    whole, grads = (run(_penalized, 2, {"sharding_strategy": name}) for name in ("NO_SHARD", "SHARD_GRAD_OP"))
+    np.testing.assert_allclose(grads, whole, rtol=1e-9)
+
+
 class Spoilt(Plain):
     """The second rank has a bad batch."""
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from megalight.errors import MegalightError
 from megalight.imports import in_backward
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.frozen import FrozenShards, Store
@@ -92,6 +93,8 @@ class Units:
                 self._places[id(route.chunks[number])] = places
         self._coming: Sequence[Pass] = ()
         self._chunks: Sequence[nn.Module] = ()
+        self._divided = False
+        """Whether a unit's parameters come from several ranks."""
         self._trained, self._frozen = list(buckets), frozen
         self.gradients: UnitGradients | None = gradients
         self.residency: Residency | None = None
@@ -100,6 +103,7 @@ class Units:
             own = [[b for b in held if b.layout.kind.unit == unit] for unit in range(len(modules))]
             # Of each model those of its first chunk, which may have none.
             first = [[self._order[place] for place in next(filter(None, phase), ())] for phase in route.by_phase(every)]
+            self._divided = any(bucket.unit_group is not None for bucket in held)
             self.residency = Residency(own, device, route.turns(modules, turns), first, pushes)
         for place, module in enumerate(self.modules):
             remove_hooks(module)
@@ -238,6 +242,14 @@ class Units:
 
     def _after_forward(self, place: int) -> Any:
         def begin_backward(gradient: Tensor) -> None:
+            # Only under `create_graph=True` does a backward pass record what it does.
+            if torch.is_grad_enabled() and self._divided and self.residency and not self.residency.whole:
+                raise MegalightError(
+                    f"create_graph=True reached {type(self.modules[place]).__name__}, whose parameters are sharded: "
+                    "the backward pass of the gradients would read parameters that are no longer there. Use "
+                    "data_parallel.level='optim_grads' (sharding_strategy='SHARD_GRAD_OP'), which keeps them whole, "
+                    "or run all passes of the step in `with sharded.full_parameters():` of megalight.fully_shard."
+                )
             self.begin_backward(place)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
