@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--print_config": "print the complete configuration and stop",
         "--export_hf=FOLDER": "write the trained model for transformers when training ends",
         "--ckpt_path=PATH": "a checkpoint, or a run's folder: its newest one. last: the newest of all runs",
+        "--resume.optimizer=saved": "keep the checkpoint's learning rate and others (default: what is given wins)",
         "--seed_everything=N": "seed of all random numbers (default: 1234)",
     },
     "trainer": {

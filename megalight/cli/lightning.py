@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -257,6 +257,10 @@ class MegalightCLI(LightningCLI):
         given = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
         own = [*given] if isinstance(given, list) else [given]  # Lightning appends to the list itself
         trainer = super().instantiate_trainer(**kwargs)  # adds Lightning's own bar and summary
+        strategy = trainer.strategy
+        if isinstance(strategy, MegatronStrategy) and strategy.checkpoints.resume_optimizer is None:
+            # A command says what it wants now, so that wins over what a checkpoint holds.
+            strategy.checkpoints = replace(strategy.checkpoints, resume_optimizer="configured")
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         present = {type(callback) for callback in callbacks}
         added: list[pl.Callback] = [make() for make in ADDED if make not in present]

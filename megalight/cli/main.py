@@ -109,7 +109,7 @@ def _train(name: str, rest: list[str]) -> int:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does: users' modules lie in the working directory
     with reported(f"megalight {name}"):
         from megalight.cli.checks.files import check_files
-        from megalight.cli.export_flag import written_out
+        from megalight.cli.short_flags import written_out
 
         every = "--help-all" in rest
         rest = written_out(name, [word for word in rest if word != "--help-all"])

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from megalight.errors import ConfigurationError
+
+NOTE = "schedule"
+"""Field of a scheduler, also in checkpoints, with the class and the fields of the schedule that it follows."""
 
 
 class Schedule(ABC):
@@ -31,7 +35,17 @@ class Schedule(ABC):
     def build(self, optimizer: Optimizer) -> LambdaLR:
         """Create a torch scheduler, which must be stepped once after every optimizer step."""
         # A plain function: LambdaLR saves the fields of a callable object in checkpoints and restores them from there.
-        return LambdaLR(optimizer, lambda step: self.factor(step))
+        scheduler = LambdaLR(optimizer, lambda step: self.factor(step))
+        # Its fields are saved, too. So a run that resumes can say what has changed, or keep it.
+        setattr(scheduler, NOTE, {"kind": type(self).__name__, **(asdict(self) if is_dataclass(self) else {})})
+        return scheduler
+
+
+def noted(note: Mapping[str, Any] | None) -> Schedule | None:
+    """Return the schedule that a scheduler's note tells of; None if it is none of Megalight's."""
+    kinds: dict[str, type[Schedule]] = {kind.__name__: kind for kind in (Constant, Cosine, Linear, WSD, InverseSqrt)}
+    kind = kinds.get((note or {}).get("kind", ""))
+    return None if kind is None or note is None else kind(**{name: note[name] for name in note if name != "kind"})
 
 
 def advance(scheduler: LRScheduler, step: int) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
 from megalight.checkpoint.run import Run
+from megalight.optim.configured import Configured
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
 from megalight.parallel.expert import ExpertOptions
@@ -58,6 +59,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
         mesh: the grid of ranks.
         micro_batches: the number of samples per micro-batch that is in use. None before setup.
         parallel_model: this rank's part of the model. None before setup.
+        configured: the hyperparameters that the run began with. None before ``fit``.
         engine: the data-parallel engine. None outside ``fit``.
         streams: random streams. None before the environment is set up.
         extra_shard_states: name -> one flat tensor per engine shard, for example a moving average of the weights. It is
@@ -83,6 +85,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     process_group_backend: str | None
     micro_batch_size: int | Literal["auto"] | None
     micro_batches: MicroBatchSize | None = None
+    configured: Configured | None = None
     num_nodes: int
     mesh: ParallelMesh
     parallel_model: ParallelModel | None

@@ -21,6 +21,7 @@ from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.run import STATE
 from megalight.checkpoint.staging import size_of
 from megalight.errors import ConfigurationError
+from megalight.optim.configured import Configured
 from megalight.optim.sharded import shard_optimizer, sharding_of
 from megalight.parallel.trace import spanned
 from megalight.strategies import _lightning
@@ -116,7 +117,11 @@ class FolderCheckpoints(MeshStrategy):
             beside.finish()
 
     def begin_saving(self, trainer: pl.Trainer) -> None:
-        """Check the callbacks that save, and let links wait for the checkpoints that they lead to."""
+        """Note the hyperparameters, which are saved, and check the callbacks that save.
+
+        Links wait for the checkpoints that they lead to.
+        """
+        self.configured = Configured.of(self.optimizers, self.lr_scheduler_configs)
         for callback in trainer.checkpoint_callbacks:
             # Refuses addresses that could only fail at the first save.
             place(getattr(callback, "dirpath", None) or "")
@@ -291,6 +296,8 @@ class FolderCheckpoints(MeshStrategy):
             self._resumed.read_optimizer(self)
             # Masters have changed, and codes are cast from them.
             self.engine.recast()
+        assert self.configured is not None and isinstance(checkpoint, dict)
+        self.configured = self._resumed.settle(self, self.configured, checkpoint)
         if self.micro_batches is not None:
             self.micro_batches.resumed()
         # All is read: the checkpoint may be removed from now on.

@@ -1,4 +1,4 @@
-"""How a strategy writes checkpoints, as an option."""
+"""How a strategy writes checkpoints, and resumes from them, as an option."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RETIRED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """How checkpoints are written.
+    """How checkpoints are written, and what a run that resumes takes from one.
 
     Attributes:
         format: ``fully_reshardable``: any layout resumes from any other. ``dp_reshardable``: optimizer state as it lies
@@ -33,14 +33,22 @@ class Checkpoints:
             process per rank serves the whole run. ``per_save``: one for each save. None: training waits for the disk.
         when_busy: with ``async_save``, what a save does while another is under way: ``wait`` for it, or ``skip``: this
             one is left out. Saves at the end of training, before a load and by ``Preemption`` wait in any case.
+        resume_optimizer: which hyperparameters a run that resumes goes on with, where those of the checkpoint differ
+            from those that ``configure_optimizers`` sets. ``configured``: learning rate, weight decay, betas and all
+            others that have changed are those configured now, rates are those that the schedule of now has after the
+            steps so far, and a line in the log says old and new. ``saved``: all are those of the checkpoint, also the
+            schedule, if it is one of Megalight's. None: as under Lightning's own strategies those of the checkpoint,
+            with the functions of schedules as they are now; a warning names the difference. The ``megalight`` command
+            means ``configured``.
 
     Raises:
-        ConfigurationError: there is no such format or way to save.
+        ConfigurationError: there is no such format, way to save, or choice.
     """
 
     format: str = FULLY_RESHARDABLE
     async_save: Kind | None = None
     when_busy: Literal["wait", "skip"] = "wait"
+    resume_optimizer: Literal["configured", "saved"] | None = None
 
     def __post_init__(self) -> None:
         if self.format in RETIRED:
@@ -59,6 +67,11 @@ class Checkpoints:
             )
         if self.when_busy not in ("wait", "skip"):
             raise ConfigurationError(f"checkpoints.when_busy is {self.when_busy!r}; it must be wait or skip.")
+        if self.resume_optimizer not in (None, "configured", "saved"):
+            raise ConfigurationError(
+                f"checkpoints.resume_optimizer (--resume.optimizer) is {self.resume_optimizer!r}; it must be "
+                "configured or saved."
+            )
         if self.when_busy == "skip" and self.async_save is None:
             raise ConfigurationError(
                 "checkpoints.when_busy='skip' does nothing without async_save, where no save is ever under way; choose "

@@ -11,7 +11,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from megalight import checkpoint
 from megalight.checkpoint.disk import manifest, publish
@@ -22,10 +24,11 @@ from megalight.errors import CheckpointError, MegalightError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import holds_base, needs_base
 from megalight.optim import schedules
+from megalight.optim.configured import Configured, go_on
 from megalight.parallel.source import Source
 from megalight.strategies import _lightning
 from megalight.strategies.checkpoints.edits import Edits, SavedWeights, holds_whole_model, prefix_of, write
-from megalight.strategies.checkpoints.saving import ORDINARY
+from megalight.strategies.checkpoints.saving import CONFIGURED, ORDINARY
 from megalight.strategies.checkpoints.single_file import STATES, SingleFile
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.micro_batches import Found
@@ -182,6 +185,44 @@ class Resumed:
             assert strategy.lightning_module is not None
             for config in strategy.lightning_module.trainer.lr_scheduler_configs:
                 schedules.advance(config.scheduler, self.saved.common["global_step"])
+
+    def settle(self, strategy: MeshStrategy, now: Configured, checkpoint: dict[str, Any]) -> Configured:
+        """Choose between hyperparameters that were just read and those configured now. Returns those in effect.
+
+        Args:
+            strategy: its optimizers were just read.
+            now: what is configured now.
+            checkpoint: Lightning loads the states of schedulers from it next.
+        """
+        if self.from_elsewhere:  # it has none, so those of now are used already
+            return now
+        assert strategy.lightning_module is not None
+        trainer, which = strategy.lightning_module.trainer, strategy.checkpoints.resume_optimizer
+        optimizers, configs, states = strategy.optimizers, trainer.lr_scheduler_configs, checkpoint["lr_schedulers"]
+        then = Configured.saved(self.saved.common.get("megalight", {}).get(CONFIGURED), optimizers)
+        if which is None:
+            # Lightning loads fields, but no checkpoint holds functions: those of now act from the next step on.
+            then = then.with_functions(now)
+            for config, state in zip(configs, states, strict=False):  # there may be more or fewer schedulers now
+                if schedules.NOTE in state:
+                    state[schedules.NOTE] = getattr(config.scheduler, schedules.NOTE, None)
+        changes = then.changes(now)
+        if which == "saved":
+            for config, state in zip(configs, states, strict=False):
+                if (kept := schedules.noted(state.get(schedules.NOTE))) and isinstance(config.scheduler, LambdaLR):
+                    config.scheduler.lr_lambdas = [kept.factor] * len(config.scheduler.lr_lambdas)
+        elif which == "configured":
+            done = {"step": trainer.global_step, "epoch": trainer.current_epoch}
+            states = go_on(optimizers, configs, states, then, now, done)
+            if changes:
+                rank_zero_info(f"resumed with what is configured now: {', '.join(changes)} ({self.saved.path})")
+        elif changes:
+            rank_zero_warn(
+                f"{self.saved.path} was saved with other hyperparameters, which stay: what is configured now would be "
+                f"{', '.join(changes)}. Choose with Checkpoints(resume_optimizer='configured') or 'saved'."
+            )
+        checkpoint["lr_schedulers"] = states
+        return now if which == "configured" else then
 
     def read_ordinary(self, strategy: MeshStrategy, optimizers: Sequence[Optimizer]) -> None:
         """Read the states of optimizers of whole parameters, and random states.

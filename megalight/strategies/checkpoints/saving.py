@@ -14,6 +14,8 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 
 NOT_STORED = ("state_dict", "optimizer_states")
 """Lightning's entries that canonical tensors replace."""
+CONFIGURED = "configured"
+"""Our entry's entry with the hyperparameters that a run began with."""
 ORDINARY = "ordinary_optimizers"
 """Entry with the states of optimizers of whole parameters, in torch's form."""
 
@@ -37,6 +39,8 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edit
     }
     if (sizes := strategy.micro_batches) is not None and sizes.result is not None:
         common["megalight"]["micro_batches"] = asdict(sizes.result)
+    if "optimizer_states" in entries and strategy.configured is not None:
+        common["megalight"][CONFIGURED] = strategy.configured.entry()
     # Optimizers of whole parameters are saved in torch's form, as no shard tells where their state lies.
     resumable = "optimizer_states" in entries and strategy.engine is not None
     if "optimizer_states" in entries and strategy.engine is None:

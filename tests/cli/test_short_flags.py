@@ -1,4 +1,4 @@
-"""``--export_hf`` adds the callback that exports."""
+"""Short flags of ``fit`` stand for longer words."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megalight.cli.export_flag import written_out
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
+from megalight.cli.short_flags import written_out
+from megalight.strategies import MegatronStrategy
 from tests.cli.test_strategies import WORDS
 
 
@@ -24,6 +25,13 @@ def test_one_more_callback(flag: list[str], tmp_path: Path) -> None:
     assert export.folder == "out/a b"
 
 
+@pytest.mark.parametrize("words", [[], ["--resume.optimizer=saved"], ["--resume.optimizer", "configured"]])
+def test_what_a_run_goes_on_with(words: list[str]) -> None:
+    strategy = MegalightCLI(args=[*WORDS, *written_out("fit", words)], run=False).trainer.strategy
+    assert isinstance(strategy, MegatronStrategy)
+    assert strategy.checkpoints.resume_optimizer == ("saved" if "--resume.optimizer=saved" in words else "configured")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -31,6 +39,9 @@ def test_one_more_callback(flag: list[str], tmp_path: Path) -> None:
         (["fit", "--export_hf", "--trainer.max_steps=1"], "--export_hf needs a folder"),
         (["fit", "--export_hf=a", "--export_hf=b"], "2 times (a, b)"),
         (["validate", "--export_hf=a"], "validate trains none"),
+        (["fit", "--resume.optimizer"], "--resume.optimizer needs a word"),
+        (["test", "--resume.optimizer=saved"], "test has none"),
+        (["fit", *WORDS, "--resume.optimizer=old"], "resume_optimizer"),
     ],
 )
 def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
