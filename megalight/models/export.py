@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.disk.files import Entry, Place, sync_directory, write_file
@@ -32,7 +33,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import with_floats
 from megalight.models.family import Family
-from megalight.models.folder import GENERATION
+from megalight.models.folder import GENERATION, is_finite, warn_not_finite
 from megalight.models.saved import PREFIX
 from megalight.models.stored import StoredModel
 from megalight.nn.canonical import canonical_tensors, parts
@@ -90,13 +91,21 @@ def export(
 
     # Alone: each rank reads its own files' tensors, and must not wait for others between them.
     def write() -> None:
+        strange: list[str] = []
+
+        def seen(keys: list[str], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+            for key, tensor in zip(keys, tensors, strict=True):
+                strange.extend([] if is_finite(tensor) else [key])
+                yield tensor
+
         with alone() as group:
             # In turns: files have about equal sizes, and so have the shares of the ranks.
             for name, keys in list(files.items())[ranks.rank :: ranks.size]:
-                wanted = [whole[key] for key in keys]
+                tensors = stream(model.weights, [whole[key] for key in keys], group)
                 entries = [Entry(key, dtype_name(whole[key].dtype), whole[key].shape) for key in keys]
                 # Tensors go to disk one by one, so memory for one of them is enough.
-                write_tensors(folder / name, entries, host_blocks(stream(model.weights, wanted, group)), name)
+                write_tensors(folder / name, entries, host_blocks(seen(keys, tensors)), name)
+        warn_not_finite(str(target), strange)
 
     def finish() -> None:
         if len(files) > 1:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.boxes import in_threads
@@ -153,9 +154,12 @@ class Folder:
             if target.name in self.tensors:
                 by_file.setdefault(self.tensors[target.name].stored.file, []).append(target)
         counts: list[int] = []
+        strange: list[str] = []
+        read = partial(self._read, strange)
         # A failure on one rank is raised on all of them, instead of leaving them at the next collective.
-        ranks.together(f"reading {where}", lambda: counts.extend(in_threads(self._read, sorted(by_file.items()))))
+        ranks.together(f"reading {where}", lambda: counts.extend(in_threads(read, sorted(by_file.items()))))
         self.bytes_read += sum(counts)
+        warn_not_finite(where, map(self.label, strange))
         log.info(
             "read %.3f GiB of the %.3f GiB of weights in %s on rank %d",
             sum(counts) / 2**30,
@@ -165,8 +169,11 @@ class Folder:
         )
         return filled
 
-    def _read(self, file: str, targets: Sequence[Target]) -> int:
-        """Fill boxes from one file (scales may be in others), and return the number of bytes read."""
+    def _read(self, strange: list[str], file: str, targets: Sequence[Target]) -> int:
+        """Fill boxes from one file (scales may be in others), and return the number of bytes read.
+
+        Names of tensors with values that are not finite are added to ``strange``.
+        """
         buffer, opened = host_buffer().numpy(), dict[str, OpenFile]()
         with ExitStack() as stack:
 
@@ -179,6 +186,8 @@ class Folder:
             for target in targets:
                 kept = self.tensors[target.name]
                 kept.place.read(partial(kept.stored.read, files), target.offset, target.data)
+                if not is_finite(target.data):
+                    strange.append(target.name)
         return sum(each.count for each in opened.values())
 
     def _check_copies(self, tensors: Mapping[str, Stored]) -> None:
@@ -220,6 +229,20 @@ class Folder:
             return f"{name!r} ({self._weights.theirs(name.removeprefix(self._prefix)).name})"
         except CheckpointError:
             return repr(name)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor infinity."""
+    # The sum is finite if all are, but for very large values: one pass, without a tensor of as many booleans.
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())
+
+
+def warn_not_finite(where: str, names: Iterable[str]) -> None:
+    """Name the tensors whose values are not finite, if there are any."""
+    if found := sorted(set(names)):
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        log.warning("%s holds NaN or infinity in %s%s: the model computes NaN.", where, ", ".join(found[:5]), more)
 
 
 def _equal_rows(files: Open, one: Stored, other: Stored) -> Iterator[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from megalight.checkpoint import boxes
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.bert import BertModule
+from megalight.models.export import export
 from megalight.models.folder import Folder
 from megalight.models.gpt import GPTConfig, GPTModule
 from megalight.models.gpt.hugging_face import config_from_transformers, from_transformers, weight_map
+from megalight.models.saved import transformers_model
+from megalight.models.stored import open_model, save_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import materialize
@@ -167,6 +171,37 @@ def test_several_files_that_are_links(folders: Callable[[str], Path], tmp_path: 
     assert len(list((tmp_path / "snapshot").glob("*.safetensors"))) > 3
     expected, found = whole(folders("llama")), whole(tmp_path / "snapshot")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_index_beside_a_single_file_is_passed_over(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """As ``transformers`` does: a model that was saved in several files, and again in one, has both."""
+    theirs("llama").float().save_pretrained(tmp_path, max_shard_size="10KB")
+    new = {name: tensor + 1 for name, tensor in load_file(folders("llama") / "model.safetensors").items()}
+    save_file(new, tmp_path / "model.safetensors", {"format": "pt"})
+    found = canonical_tensors(transformers_model(tmp_path).root)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(found["head.norm.weight"], expected.model.norm.weight)
+    assert torch.equal(found["head.norm.weight"], new["model.norm.weight"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(
+    value: float, folders: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoilt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+        return tensors
+
+    with caplog.at_level(logging.WARNING, "megalight"):
+        save_model(open_model(folders("llama")), tmp_path / "good.ckpt")
+        assert "NaN" not in caplog.text
+        folder = rewritten(folders("llama"), tmp_path / "bad", spoilt)
+        save_model(open_model(folder), tmp_path / "bad.ckpt")
+        name = r"'model\.layers\.1\.mlp\.up\.weight' \(model\.layers\.1\.mlp\.up_proj\.weight\)"
+        assert re.search(rf"bad holds NaN or infinity in {name}: the model computes NaN", caplog.text)
+        caplog.clear()
+        export(open_model(tmp_path / "bad.ckpt"), tmp_path / "exported")
+        assert "exported holds NaN or infinity in model.layers.1.mlp.up_proj.weight: the model" in caplog.text
 
 
 def changed(name: str, value: Tensor | None) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

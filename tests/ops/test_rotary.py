@@ -149,7 +149,7 @@ def test_bad_arguments_are_refused() -> None:
         RotaryScaling(factor=0.5)
     with pytest.raises(ValueError, match="must be above 0 and at most the second"):
         RotaryScaling(low_frequency_factor=5.0)
-    with pytest.raises(ValueError, match=r"choose linear, ntk, llama3, yarn\. Did you mean 'yarn'"):
+    with pytest.raises(ValueError, match=r"choose linear, ntk, dynamic, llama3, yarn\. Did you mean 'yarn'"):
         RotaryScaling("yarns")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="original_length is 0"):
         RotaryScaling("yarn", original_length=0)

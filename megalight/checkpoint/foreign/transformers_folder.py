@@ -70,9 +70,12 @@ def tensor_names(path: str | os.PathLike[str]) -> set[str]:
 
 
 def files_of(folder: Place) -> list[str]:
-    """List the names of the weight files. They may be links, as in the cache of the Hugging Face Hub."""
+    """List the names of the weight files. They may be links, as in the cache of the Hugging Face Hub.
+
+    An index beside a single file is an older one, which ``transformers`` does not read either.
+    """
     names = [WEIGHTS]
-    if (folder / INDEX).is_file():
+    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
         listed = json_of(folder / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not listed:
             raise CheckpointError(f"{folder / INDEX} names no files; copy the folder again.")
