@@ -15,7 +15,7 @@ from megalight.parallel.transform import apply_transforms
 
 
 def outline(module: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
-    """Return the tree of a module without memory: names, classes, modes, and parameters on meta. It cannot run.
+    """Return the tree of a module without memory: names, class names, modes, and parameters on meta. It cannot run.
 
     Args:
         module: the module, before it is divided.
@@ -25,9 +25,10 @@ def outline(module: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
     if isinstance(module, torch.jit.ScriptModule):  # its parameters are not Python's, and no plan divides them
         return module
     if id(module) not in made:
-        twin = made[id(module)] = object.__new__(type(module))
-        # Nothing else of the module: its buffers, for example, would be kept alive.
-        twin.__dict__.update(nn.Module().__dict__, training=module.training)
+        # Nothing else of the module: its buffers, for example, would be kept alive, and methods of its class (such as
+        # the hash of a metric) need attributes that the twin lacks.
+        twin = made[id(module)] = type(type(module).__name__, (nn.Module,), {})()
+        twin.training = module.training
         for name, child in module._modules.items():
             twin._modules[name] = None if child is None else outline(child, made)
         for name, parameter in module._parameters.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from megalight.strategies import MegatronStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, strategy, weights
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
@@ -248,3 +255,83 @@ def test_the_learning_rate_finder_puts_weights_back(tmp_path: Path) -> None:
     for before, after, rate in run(_found, 1, str(tmp_path)):
         assert after == before
         assert rate > 0
+
+
+class Classifier(pl.LightningModule):
+    """What many users write: metrics, a batch norm, and values of all kinds that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.accuracy = MulticlassAccuracy(3)
+        self.scores = MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)], prefix="val_")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        output = self.net(x)
+        loss = nn.functional.cross_entropy(output, y)
+        self.accuracy(output, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        output = self.net(x)
+        self.scores.update(output, y)
+        self.log("val_loss", nn.functional.cross_entropy(output, y), sync_dist=True)
+        self.log_dict(self.scores)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)]
+
+
+def _classes(seed: int, shuffle: bool) -> DataLoader[Any]:
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4, shuffle=shuffle)
+
+
+def _classified(kind: str, path: str) -> tuple[Any, dict[str, float]]:
+    """Return how the run ended, and all figures that its user sees."""
+    save = ModelCheckpoint(monitor="val_loss", filename="{epoch}-{step}", save_last=True)
+    stop = EarlyStopping("val_MulticlassAccuracy", mode="max", patience=2)
+    loggers = [CSVLogger(path, "csv", ""), TensorBoardLogger(path, "board", "")]
+    fitted = trainer(
+        {"ddp": "ddp", "megatron": MegatronStrategy(), "fsdp": MegatronFSDPStrategy()}[kind],  # type: ignore[arg-type]
+        path, callbacks=[save, stop, LearningRateMonitor()], logger=loggers, enable_checkpointing=True, max_steps=-1,
+        max_epochs=8, enable_model_summary=True, log_every_n_steps=1, num_sanity_val_steps=2,
+        # with one device, only ddp would replace the loader's own shuffling
+        use_distributed_sampler=os.environ["WORLD_SIZE"] != "1",
+    )  # fmt: skip
+    module = Classifier()
+    fitted.fit(module, _classes(1, shuffle=True), _classes(2, shuffle=False))
+    end = fitted.current_epoch, fitted.global_step, stop.stopped_epoch, Path(save.best_model_path).name
+    trained = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    figures = {f"weight {place}": float(value) for place, value in enumerate(trained)}
+    figures |= {
+        name: float(value) for name, value in {**fitted.callback_metrics, "score": save.best_model_score}.items()
+    }
+    best = fitted.validate(module, _classes(2, shuffle=False), ckpt_path="best", verbose=False)[0]
+    figures |= {f"best {name}": value for name, value in best.items()}
+    if fitted.is_global_zero:
+        names, *rows = [line.split(",") for line in Path(path, "csv", "metrics.csv").read_text().splitlines()]
+        for number, row in enumerate(rows):
+            figures |= {f"row {number} {name}": float(cell) for name, cell in zip(names, row, strict=True) if cell}
+        board = EventAccumulator(str(Path(path, "board"))).Reload()
+        for tag in board.Tags()["scalars"]:
+            figures |= {f"board {tag} {event.step}": event.value for event in board.Scalars(tag)}
+    return end, figures
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_classifier_with_all_that_users_add_runs_as_under_ddp(tmp_path: Path, ranks: int) -> None:
+    expected = run(_classified, ranks, "ddp", str(tmp_path / "ddp"))
+    on_buffers = re.compile("val_|score")
+    for kind in ("megatron", "fsdp"):
+        for mine, theirs in zip(run(_classified, ranks, kind, str(tmp_path / kind)), expected, strict=True):
+            assert mine[0] == theirs[0]
+            assert mine[1].keys() == theirs[1].keys()
+            same = {name: value for name, value in theirs[1].items() if ranks == 1 or not on_buffers.search(name)}
+            assert {name: mine[1][name] for name in same} == pytest.approx(same, rel=1e-6)
