@@ -110,9 +110,9 @@ def log(module: pl.LightningModule, name: str, value: Tensor, prog_bar: bool = F
         connector._current_fx = fx
 
 
-def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
-    """Return the module's trainer, or None. ``module.trainer`` would raise."""
-    return module._trainer
+def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:
+    """Return the module's trainer, or None where there is no module or trainer. ``module.trainer`` would raise."""
+    return None if module is None else module._trainer
 
 
 def is_compiled(module: pl.LightningModule) -> bool:

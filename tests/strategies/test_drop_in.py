@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -476,3 +477,23 @@ def test_a_plain_file_is_removed_whole(tmp_path: Path) -> None:
     file.write_text("a checkpoint of another strategy")
     strategy().remove_checkpoint(file)
     assert list(tmp_path.iterdir()) == []
+
+
+def _read_without_a_trainer(path: str) -> None:
+    runner = trainer(strategy(), max_epochs=1, max_steps=-1, accumulate_grad_batches=3, limit_val_batches=0)
+    runner.fit(Plain(), batches(8, 2))
+    runner.save_checkpoint(path)
+    alone, connected = strategy(), strategy()
+    connected.connect(Plain())
+    saved = checkpoint.open(path).common["loops"]
+    for each in (alone, connected):
+        entries = each.load_checkpoint(path)
+        assert entries["loops"] == saved
+        assert sorted(entries["state_dict"]) == sorted(Plain().state_dict())
+    shutil.copytree(path, path + "2")  # that one is being read
+    connected.remove_checkpoint(path + "2")
+
+
+def test_a_checkpoint_is_read_and_removed_before_there_is_a_trainer(tmp_path: Path) -> None:
+    run(_read_without_a_trainer, 1, str(tmp_path / "a.ckpt"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]

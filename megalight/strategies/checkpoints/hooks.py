@@ -184,7 +184,7 @@ class FolderCheckpoints(MeshStrategy):
         """
         self._in_fit = False
         # none where fit was refused before the module met its trainer
-        trainer = None if self.lightning_module is None else _lightning.trainer_of(self.lightning_module)
+        trainer = _lightning.trainer_of(self.lightning_module)
         for callback in () if trainer is None else trainer.checkpoint_callbacks:
             _lightning.link_by(callback, None)
         beside, self._beside = self._beside, None
@@ -331,10 +331,8 @@ class FolderCheckpoints(MeshStrategy):
     def _tell(self, event: str, path: str) -> None:
         """Call a method of the callbacks that have it, on all ranks."""
         changed(place(path))
-        if self.lightning_module is None:  # no callbacks are connected yet
-            return
-        trainer = self.lightning_module.trainer
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        trainer = _lightning.trainer_of(self.lightning_module)
+        for callback in () if trainer is None else trainer.callbacks:  # type: ignore[attr-defined]
             getattr(callback, event, _ignored)(trainer, self.lightning_module, path)
 
 

@@ -121,9 +121,9 @@ class Resumed:
         states = whole if options is None else [options]
         if self.from_elsewhere:
             common = {**_lightning.entries_at(common["global_step"]), **common}
-        elif "loops" in common:
-            assert strategy.lightning_module is not None
-            common["loops"] = _lightning.begin_window(strategy.lightning_module.trainer, common["loops"])
+        # Without a trainer, no run resumes from what is read here.
+        elif "loops" in common and (trainer := _lightning.trainer_of(strategy.lightning_module)) is not None:
+            common["loops"] = _lightning.begin_window(trainer, common["loops"])
         self.weights = SavedWeights(self.saved, prefix_of(strategy), holds_whole_model(strategy))
         # Hooks see a `state_dict` that reads tensors one by one. Lightning hands it on without a look.
         return {**common, "state_dict": self.weights, **({} if states is None else {"optimizer_states": states})}
