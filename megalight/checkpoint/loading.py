@@ -123,18 +123,22 @@ class Checkpoint:
             value: dict[str, Any] = json_values.read(self._root, f"ranks/{rank}", dict(self.manifest.files))
         return value
 
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that were saved along."""
+        # Files of the user have a folder of their own, so that no name collides with ours.
+        return [key.removeprefix("files/") for key in self.manifest.files if key.startswith("files/")]
+
     def file(self, name: str) -> bytes:
         """A file that was saved along.
 
         Raises:
             CheckpointError: there is none of this name, or it is torn.
         """
-        # Files of the user have a folder of their own, so that no name collides with ours.
-        known = [key.removeprefix("files/") for key in self.manifest.files if key.startswith("files/")]
-        if name not in known:
+        if name not in self.files:
             raise CheckpointError(
-                f"checkpoint {self.path} holds no file {name!r}; it holds {', '.join(known) or 'none'}."
-                f"{nearest(name, known)}"
+                f"checkpoint {self.path} holds no file {name!r}; it holds {', '.join(self.files) or 'none'}."
+                f"{nearest(name, self.files)}"
             )
         with _naming_another(self.path):
             return self._bytes(f"files/{name}")

@@ -356,8 +356,7 @@ def companions_of(path: str | os.PathLike[str]) -> dict[str, bytes]:
     if not checkpoint.is_complete(path):
         return {}
     opened = checkpoint.open(path)
-    held = {name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")}
-    return {name: opened.file(name) for name in COMPANIONS if name in held}
+    return {name: opened.file(name) for name in COMPANIONS if name in opened.files}
 
 
 def _weights(known: Family) -> Weights:

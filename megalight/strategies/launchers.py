@@ -36,8 +36,8 @@ from megalight.strategies._lightning import (
     WorkerOutput,
 )
 from megalight.strategies.checkpoints.resuming import newest_for_last
-from megalight.strategies.checkpoints.whole import restore_whole
-from megalight.strategies.mesh_strategy import MeshStrategy
+from megalight.strategies.checkpoints.whole import load_weights
+from megalight.strategies.mesh_strategy import HandedBack, MeshStrategy
 
 GRACE_SECONDS = 1.0
 """How long other ranks may run after rank 0 has failed and shown its error. It is enough to end by themselves, and too
@@ -143,6 +143,7 @@ class WorkerLauncher(MultiProcessingLauncher):
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         """Run one rank. If SIGTERM ends it, tell the main process, which waits for a result."""
+        self._strategy.handed_back = None  # by the workers of an earlier fit, to the main process
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
         except SIGTERMException:
@@ -185,8 +186,12 @@ class WorkerLauncher(MultiProcessingLauncher):
             raise SIGTERMException("SIGTERM ended the processes of this run, so it has no results.")
         if worker_output.weights_path is not None:
             # Into a whole module, as this process has the model of one device.
-            loops = restore_whole(trainer.lightning_module, worker_output.weights_path)
-            trainer.fit_loop.load_state_dict(loops["fit_loop"])
+            load_weights(trainer.lightning_module, worker_output.weights_path)
+            saved = checkpoint.open(worker_output.weights_path)
+            trainer.fit_loop.load_state_dict(saved.common["loops"]["fit_loop"])
+            files = {name: saved.file(name) for name in saved.files}
+            self._strategy.handed_back = HandedBack(trainer.lightning_module, files)
+            saved.release()
             checkpoint.remove(worker_output.weights_path)
             os.rmdir(os.path.dirname(worker_output.weights_path))
         trainer.state = worker_output.trainer_state

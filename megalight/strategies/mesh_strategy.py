@@ -31,7 +31,7 @@ from megalight.strategies.collectives import Collectives
 from megalight.strategies.foreign_arguments import check_arguments
 from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.refusals import check_not_compiled
-from megalight.strategies.user_module import check_steps, options_for
+from megalight.strategies.user_module import check_steps, options_for, root_of
 
 
 class Part(NamedTuple):
@@ -48,6 +48,18 @@ class Part(NamedTuple):
     take: Callable[[nn.Module], nn.Module]
 
 
+class HandedBack(NamedTuple):
+    """What worker processes hand back when ``fit`` ends.
+
+    Attributes:
+        module: it has the whole trained model.
+        files: those that module and data add to a checkpoint, by name.
+    """
+
+    module: pl.LightningModule
+    files: dict[str, bytes]
+
+
 class MeshStrategy(Collectives, ParallelStrategy):
     """A strategy with ranks on a mesh. Setup, checkpoints and launchers depend only on this class.
 
@@ -60,6 +72,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
         micro_batches: the number of samples per micro-batch that is in use. None before setup.
         parallel_model: this rank's part of the model. None before setup.
         configured: the hyperparameters that the run began with. None before ``fit``.
+        handed_back: what worker processes have handed back to this process, which called ``fit``. None in others.
         engine: the data-parallel engine. None outside ``fit``.
         streams: random streams. None before the environment is set up.
         extra_shard_states: name -> one flat tensor per engine shard, for example a moving average of the weights. It is
@@ -89,6 +102,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     num_nodes: int
     mesh: ParallelMesh
     parallel_model: ParallelModel | None
+    handed_back: HandedBack | None = None
     engine: DataParallelEngine | None
     streams: RandomStreams | None
     extra_shard_states: dict[str, list[Tensor]]
@@ -196,6 +210,9 @@ class MeshStrategy(Collectives, ParallelStrategy):
     @property
     def run(self) -> Run:
         """The parts of the run that checkpoints save."""
+        if self.handed_back is not None:
+            whole = ParallelModel(root_of(self.handed_back.module), ParallelMesh(), ParallelOptions(plan=Plan()))
+            return Run(whole, RandomStreams(whole.mesh))
         assert self.parallel_model is not None and self.streams is not None
         # A callback may have added parameters since the split.
         self.parallel_model.describe_new()

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from megalight.strategies import MegatronStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered, whole
 
 STEPS = 3
@@ -53,12 +53,18 @@ class Fails(pl.Callback):
             raise ArithmeticError(f"rank {self.rank} has had enough")
 
 
-def new_trainer(folder: Path, start: str, max_steps: int, devices: int = 2) -> pl.Trainer:
-    layout = {"tensor_parallel": devices, "sequence_parallel": devices > 1}
+class Noted(WithData):
+    def checkpoint_files(self) -> dict[str, bytes]:
+        return {"pid.txt": str(os.getpid()).encode()}
+
+
+def new_trainer(folder: Path, start: str, max_steps: int, devices: int = 2, sharded: bool = False) -> pl.Trainer:
+    kind = MegatronFSDPStrategy if sharded else MegatronStrategy
+    layout = {} if sharded else {"tensor_parallel": devices, "sequence_parallel": devices > 1}
     return pl.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=MegatronStrategy(**layout, micro_batch_size=2, start_method=start),
+        strategy=kind(**layout, micro_batch_size=2, start_method=start),
         precision="64-true",
         max_steps=max_steps,
         limit_val_batches=1,
@@ -93,13 +99,14 @@ def facts(trainer: pl.Trainer, module: WithData) -> dict[str, Any]:
 
 def main(folder: Path, start: str, again: bool) -> None:
     torch.set_num_threads(1)
-    module = WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    module = Noted(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
     trainer = new_trainer(folder, start, STEPS)
     trainer.fit(module)
     if trainer.is_global_zero:
         (folder / "after.json").write_text(json.dumps(facts(trainer, module)))
     if start in ("fork", "spawn"):
         np.savez(folder / "whole.npz", **whole(module.model))
+        trainer.save_checkpoint(folder / "saved.ckpt")
     if again:
         (folder / "again").mkdir()
         second = new_trainer(folder / "again", start, STEPS)
@@ -114,6 +121,11 @@ def main(folder: Path, start: str, again: bool) -> None:
             runner = new_trainer(folder / name, start, STEPS, devices)
             runner.fit(module)
             (folder / name / "after.json").write_text(json.dumps(facts(runner, module)))
+        (folder / "sharded").mkdir()
+        runner = new_trainer(folder / "sharded", start, STEPS, sharded=True)
+        runner.fit(module)
+        np.savez(folder / "sharded" / "whole.npz", **whole(module.model))
+        runner.save_checkpoint(folder / "sharded" / "saved.ckpt")
 
 
 if __name__ == "__main__":

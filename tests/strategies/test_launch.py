@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from megalight import checkpoint
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, MegalightError
-from megalight.strategies import MegatronStrategy, launchers
+from megalight.strategies import MegatronStrategy, launchers, load_weights
 from tests.interpreters import environment
 from tests.strategies import training
 from tests.strategies.launched import STEPS
@@ -132,6 +132,23 @@ def test_workers_hand_their_results_back(started: Any, how: str) -> None:
     for name, value in gathered.items():
         assert value.dtype == whole[name].dtype == np.float64
         assert np.array_equal(value, whole[name]), name
+
+
+@pytest.mark.parametrize(("how", "part"), [("fork", "."), ("spawn", "."), ("fork", "sharded")])
+def test_the_main_process_saves_what_it_was_handed_back(started: Any, how: str, part: str) -> None:
+    run = started(how)
+    assert run.codes == [0], run.text
+    path = run.folder / part / "saved.ckpt"
+    assert f"{path} gets the weights and no optimizer state" in run.text
+    saved = checkpoint.open(path)
+    assert saved.common["global_step"] == STEPS
+    assert not {"optimizer", "ordinary_optimizers", "lr_schedulers"} & saved.common.keys()  # no run may resume without
+    assert saved.file("pid.txt") != str(run.json("after.json")["pid"]).encode()  # a worker has written it
+    module = training.WithData(training.CONFIGS["gqa"])
+    load_weights(module, path)
+    weights = training.whole(module.model)
+    for name, value in run.weights(f"{part}/whole.npz").items():
+        assert np.array_equal(weights[name], value), name
 
 
 def test_a_second_fit_goes_on_from_the_weights_of_the_first(started: Any) -> None:

@@ -41,7 +41,6 @@ def rewrite(
     source = watched(canonical(opened))
     # All ranks that saved it, though one process writes: their random states must not be lost.
     states = {rank: opened.rank_state(rank) for rank in range(opened.world_size)}
-    names = [name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")]
     # One process of a larger run may call this, so it must not wait for the others.
     with alone() as group:
         save(
@@ -49,7 +48,7 @@ def rewrite(
             _views(source, scheme, group),
             common=opened.common,
             other_ranks={rank: state for rank, state in states.items() if state is not None},
-            files={name: opened.file(name) for name in names},
+            files={name: opened.file(name) for name in opened.files},
             scheme=scheme,
             process_group=group,
         )

@@ -51,12 +51,11 @@ def merge_checkpoint(
     # The optimizer's state is that of the adapters, which are gone.
     common = {name: value for name, value in opened.common.items() if name not in RUN}
     common["model"] = {**described, "transforms": describe(others), BASE: True}
-    # Tokenizer and templates go with the weights, whatever became of the adapters.
-    kept = {name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")}
     checkpoint.save(
         output,
         views_of_parameters(model.tensors().items(), model.specs, model.mesh),
         common=common,
-        files={name: opened.file(name) for name in kept},
+        # Tokenizer and templates go with the weights, whatever became of the adapters.
+        files={name: opened.file(name) for name in opened.files},
     )
     return count

@@ -35,6 +35,9 @@ from megalight.strategies.refusals import check_checkpoint_io
 
 log = logging.getLogger(__name__)
 
+STATES_OF_WORKERS = ("optimizer_states", "lr_schedulers")
+"""Lightning's entries that the process which called ``fit`` cannot fill if other processes trained."""
+
 
 class FolderCheckpoints(MeshStrategy):
     """A strategy that saves canonical tensors, and reads them as soon as the split model exists.
@@ -92,10 +95,19 @@ class FolderCheckpoints(MeshStrategy):
                 "storage_options are not supported: all ranks and their worker processes write a checkpoint. Leave "
                 "them out, and set what remote storage needs in the environment."
             )
-        if self._setup_of is None:
+        back = self.handed_back
+        if self._setup_of is None and (back is None or back.module is not self.lightning_module):
             raise ConfigurationError(
                 f"cannot save {filepath}: the strategy is not set up, so there is no model to save yet. Save from the "
-                "hook on_fit_start on, or after fit, validate, test or predict."
+                "hook on_fit_start on, or after fit, validate, test or predict. (Ranks that are forked or spawned hand "
+                "back a model after fit only.)"
+            )
+        if back is not None and "optimizer_states" in checkpoint:
+            checkpoint = {name: value for name, value in checkpoint.items() if name not in STATES_OF_WORKERS}
+            log.warning(
+                "%s gets the weights and no optimizer state, which has ended with the processes that trained. No run "
+                "resumes from it; a ModelCheckpoint saves both while they run.",
+                filepath,
             )
         # Weights may still be gathered, and edits are compared with what is there.
         self.sync_parameters()
@@ -105,7 +117,7 @@ class FolderCheckpoints(MeshStrategy):
         edits.check(self)
         beside = self._saves_beside()
         # The next step reads masters and states no earlier than it writes them, so these are copied during its passes.
-        deferred: dict[str, Any] = {"later": _is_state} if self._is_training and self._only_updates_write else {}
+        deferred: dict[str, Any] = {"later": _is_state} if self._only_updates_write and self._is_training else {}
         write = folders.save if beside is None else partial(beside.begin, **deferred)
         # States of the optimizer are saved by shard, so it must step on shards while it is read.
         with self._sharded():

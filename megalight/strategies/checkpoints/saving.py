@@ -71,6 +71,8 @@ def views(strategy: MeshStrategy, optimizer: bool, edits: Edits) -> dict[str, Vi
 
 def _files(strategy: MeshStrategy) -> dict[str, bytes]:
     """Return files that the module or the data add to a checkpoint, for example a tokenizer."""
+    if strategy.handed_back is not None:
+        return strategy.handed_back.files
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer
     files: dict[str, bytes] = {}

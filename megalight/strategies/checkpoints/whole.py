@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.ranks import alone
 from megalight.models.module import MegalightModule
 from megalight.models.saved import holds_base, widest
@@ -36,16 +34,7 @@ def load_weights(module: pl.LightningModule, path: str | os.PathLike[str]) -> No
     Raises:
         CheckpointError: the checkpoint is missing, incomplete, or of another model.
     """
-    _load(module, str(path))
-
-
-def restore_whole(module: pl.LightningModule, path: str) -> dict[str, Any]:
-    """Do :func:`load_weights`, and return the state of Lightning's loops."""
-    return dict(_load(module, path).common["loops"])
-
-
-def _load(module: pl.LightningModule, path: str) -> Saved:
-    saved = open_saved(path, module)
+    saved = open_saved(str(path), module)
     check = getattr(module, "check_checkpoint", None)
     if check is not None:
         check(saved.common)
@@ -65,7 +54,6 @@ def _load(module: pl.LightningModule, path: str) -> Saved:
         if not whole:
             model.read(base_of(module, saved), process_group=group)
         model.read(saved, only_added=not whole, process_group=group)
-    return saved
 
 
 def unsplit(module: MegalightModule, model: ParallelModel) -> bool:
