@@ -192,6 +192,8 @@ class TransformersExport(pl.Callback):
         self._export(newest, folder, overwrite=False)
         # Only now: if the folder cannot be written, the weights are still there.
         if saved is not None:
+            # A rank reads it until its export returns, and rank 0 removes nothing that is being read.
+            trainer.strategy.barrier()
             trainer.strategy.remove_checkpoint(saved)
 
     def _serves(self, saved: checkpoint.Checkpoint, step: int) -> bool:

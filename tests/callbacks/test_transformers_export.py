@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from megalight.callbacks import EMA, Adapters, Preemption, TransformersExport
+from megalight.callbacks import EMA, Adapters, Preemption, TransformersExport, transformers_export
 from megalight.checkpoint.disk.publish import delete, place
 from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.export import export
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.test_weights import GPT2, LLAMA, OPTIONS, SIZES
@@ -215,6 +217,26 @@ def test_a_folder_of_the_last_step_whatever_was_saved(tmp_path: Path) -> None:
     first = _parameters(tmp_path / "none")
     for name in ("older", "last"):
         assert all(torch.equal(tensor, first[key]) for key, tensor in _parameters(tmp_path / name).items())
+
+
+def _slowly(folder: Path) -> None:
+    """Rank 1 reads its checkpoint for longer."""
+
+    def slow(model: Any, *args: Any, **options: Any) -> None:
+        export(model, *args, **options)
+        time.sleep(torch.distributed.get_rank() * 0.5)
+
+    callbacks = [TransformersExport(folder=str(folder))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_export, "export", slow)
+        trainer(MegatronStrategy(tensor_parallel=2), callbacks=callbacks, max_steps=1, **OPTIONS).fit(
+            WithData(BASE, optimizer=ADAM)
+        )
+
+
+def test_the_checkpoint_of_the_last_step_goes_when_no_rank_reads_it(tmp_path: Path) -> None:
+    run(_slowly, 2, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_folder_is_refused_before_training(tmp_path: Path) -> None:
