@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.models.batch_size import loaded, split_batch
 from megalight.models.kept_batches import keep_batches
 from megalight.models.ratio import Ratio
 from megalight.models.shares import share_of_batch
@@ -124,10 +125,12 @@ class MegalightModule(pl.LightningModule):
     def split_batch(self, batch: Any, size: int) -> Sequence[Any]:
         """Divide one rank's share of a global batch into micro-batches of ``size`` samples.
 
-        Tensors, and lists of strings or numbers, are divided along dim 0. Other containers are divided entry by entry.
-        Objects are divided by their own ``split(size)``.
+        Default: :func:`~megalight.models.batch_size.split_batch`.
+
+        Raises:
+            ConfigurationError: it is not certain which dim or list is the samples, or an object cannot be cut.
         """
-        return split_batch(batch, size)
+        return split_batch(batch, size, loaded(self._trainer))
 
     def context_share(self, batch: Any, rank: int, size: int) -> Any:
         """Return share ``rank`` of ``size`` of every sequence of a micro-batch, for context parallelism (``cp > 1``).
@@ -282,26 +285,3 @@ class MegalightModule(pl.LightningModule):
     def _totals(self, batch: Any) -> Totals:
         loss = self._loss(batch)
         return {"loss": (loss.sum.detach(), self.loss_tokens(batch)), **loss.metrics}
-
-
-def split_batch(batch: Any, size: int) -> list[Any]:
-    """Divide nested tensors or an object with ``split`` into micro-batches of ``size`` samples (the last: at most)."""
-    # Before the containers: a batch with its own `split` may be a tuple.
-    if hasattr(batch, "split") and not isinstance(batch, Tensor | str):
-        return list(batch.split(size))
-    if isinstance(batch, Tensor):
-        return list(torch.split(batch, size))
-    if isinstance(batch, Mapping):
-        columns = {key: split_batch(value, size) for key, value in batch.items()}
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    if isinstance(batch, tuple | list):
-        # A list of texts or numbers is a column, with an entry for each sample.
-        if batch and all(isinstance(value, str | bytes | int | float) for value in batch):
-            return [batch[start : start + size] for start in range(0, len(batch), size)]
-        rows = zip(*(split_batch(value, size) for value in batch), strict=True)
-        # A named tuple takes its entries as arguments.
-        return [type(batch)(row) if type(batch) in (tuple, list) else type(batch)(*row) for row in rows]
-    raise ConfigurationError(
-        f"a batch of type {type(batch).__name__} cannot be cut into micro-batches; "
-        "give it a split(size) method or override split_batch(batch, size)."
-    )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from megalight.models.batch_size import weights
 from megalight.parallel.coupling import contents, is_empty
 from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies.batch_size import weights
 from megalight.strategies.errors import StepError
 
 SUMS = ("sum", torch.sum, sum)
@@ -95,12 +95,13 @@ class OwnTrainingStep:
         self.before_backward = before_backward
 
     def __call__(
-        self, micro_batches: Sequence[Any], others: Sequence[Any], scale: float, data_ranks: int
+        self, micro_batches: Sequence[Any], sizes: Sequence[int], others: Sequence[Any], scale: float, data_ranks: int
     ) -> tuple[Any, Tensor | None]:
         """Run all micro-batches. Empty ones have weight 0.
 
         Args:
-            micro_batches: this rank's micro-batches.
+            micro_batches: this rank's micro-batches. Empty ones come last.
+            sizes: the number of samples of each that is not empty.
             others: further arguments of ``training_step`` from Lightning.
             scale: factor of the objective.
             data_ranks: number of ranks over which gradients are summed.
@@ -115,9 +116,9 @@ class OwnTrainingStep:
         outputs: list[Any] = []
         losses = []
         # By samples: a last micro-batch may be smaller, and its mean must count less.
-        real = weights([micro_batch for micro_batch in micro_batches if not is_empty(micro_batch)])
+        real = weights(sizes)
         for index, micro_batch in enumerate(micro_batches):
-            weight = 0.0 if is_empty(micro_batch) else real[index]  # empty ones come last
+            weight = 0.0 if is_empty(micro_batch) else real[index]
             logs = logs_of_empty(self.module) if is_empty(micro_batch) else nullcontext()
             with self.precision.step_context(), logs, span("forward", chunk=0, micro_batch=index):
                 made = self.module.training_step(contents(micro_batch), *others)

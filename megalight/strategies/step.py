@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.models.module import MegalightModule, split_batch
+from megalight.models.batch_size import Loaded, count_samples, loaded, split_batch
+from megalight.models.module import MegalightModule
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.same_batch import check_same
 from megalight.parallel.step import Step, run_passes
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies.batch_size import count_samples
 from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_of_empty, logs_to
 from megalight.strategies.stage_logs import StageLogs
@@ -142,11 +142,12 @@ class Stepper:
             the step's output for Lightning, and the report. Both are None if the user's step skipped the batch.
         """
         self.precision.begin(number)
-        samples, micro_batches = self._split(args[0])
+        sizes, micro_batches = self._split(args[0])
+        samples = sum(sizes)
         if own_steps(self.module, "training_step"):
             _check_own(self.module, "training_step", args[0])
             with self.micro_batches.step(samples):
-                return self._train_own(samples, micro_batches, args[1:], scale, sync)
+                return self._train_own(sizes, micro_batches, args[1:], scale, sync)
         self.has_gradients = True
         with self.micro_batches.step(samples), self.logs.shared(self.module, "train", self._recording):
             done = self.step.train(micro_batches, scale, sync)
@@ -154,7 +155,7 @@ class Stepper:
         return report.loss, report
 
     def _train_own(
-        self, samples: int, micro_batches: Sequence[Any], others: Sequence[Any], scale: float, sync: bool
+        self, sizes: list[int], micro_batches: Sequence[Any], others: Sequence[Any], scale: float, sync: bool
     ) -> tuple[Any, StepReport | None]:
         engine, totals = self.engine, self.step.totals
         assert engine is not None
@@ -168,7 +169,7 @@ class Stepper:
                 logs_to(self.module, lambda *call: logs.append(call)) if self._recording else nullcontext(),
                 self._whole_side_losses(),
             ):
-                output, loss = step(micro_batches, others, scale, totals.data_ranks)
+                output, loss = step(micro_batches, sizes, others, scale, totals.data_ranks)
                 self._zero_grad()  # the step has skipped the whole batch
             # Without gradients, the optimizer must find None and not zeros.
             if sync and (self.has_gradients or loss is not None):
@@ -185,7 +186,7 @@ class Stepper:
         self.has_gradients |= done.loss is not None
         if done.loss is None:
             return None, None
-        report = StepReport(done.loss, torch.zeros_like(done.loss), samples * self.model.mesh.size("dp"), {})
+        report = StepReport(done.loss, torch.zeros_like(done.loss), sum(sizes) * self.model.mesh.size("dp"), {})
         output = done.output
         return ({**output, "loss": done.loss} if isinstance(output, Mapping) else done.loss), report
 
@@ -251,28 +252,30 @@ class Stepper:
         assert isinstance(self.module, MegalightModule)
         return self.module
 
-    def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
-        """Return the number of samples, and this rank's micro-batches: all of their tokens, or its share.
+    def _split(self, batch: Any) -> tuple[list[int], Sequence[Any]]:
+        """Return the sizes of this rank's micro-batches in samples, and these: all of their tokens, or its share.
 
-        An empty batch has 0 samples and one empty micro-batch, so that this rank still takes part in communication.
+        An empty batch has one empty micro-batch and no size, so that this rank still takes part in communication.
         """
         if is_empty(batch):
             # One micro-batch is enough: `joined` adds as many empty ones as others run.
-            return 0, [emptied(part) for part in self._split(contents(batch))[1][:1]]
+            return [], [emptied(part) for part in self._split(contents(batch))[1][:1]]
         mesh = self.model.mesh
         # Once per run, because the host waits for the result.
         if not self._compared:
             self._compared = True
             check_same(batch, mesh, self.model.device)
-        parts: Sequence[Any] = [batch]
+        told = loaded(self.module._trainer)
+        sizes, parts = [samples := count_samples(batch, told)], [batch]
         if (size := self.micro_batches.size) is not None:
-            split = self.module.split_batch if isinstance(self.module, MegalightModule) else split_batch
-            parts = split(batch, size)
-        samples = sum(count_samples(part) for part in parts)
+            split = getattr(self.module, "split_batch", None)  # a plain module may define it
+            parts = split_batch(batch, size, told) if split is None else split(batch, size)
+            of_part = Loaded(frozenset([size]), frozenset([samples % size]), told.form)
+            sizes = [count_samples(part, of_part) for part in parts]
         # After the samples were counted, as a share of the tokens still counts as the whole sample.
         if mesh.cp > 1 and not self.step.frozen:
             parts = [self._share(part) for part in parts]
-        return samples, parts
+        return sizes, parts
 
     def _share(self, part: Any) -> Any:
         """Return this rank's share of the sequences of a micro-batch."""

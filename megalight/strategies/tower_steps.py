@@ -12,12 +12,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from megalight.errors import ConfigurationError, DataError
+from megalight.models.batch_size import count_samples
 from megalight.models.packing import skips
 from megalight.models.vlm.batches import check_images
 from megalight.models.vlm.module import VLMModule
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents, emptied, is_empty
-from megalight.strategies.batch_size import count_samples
 from megalight.strategies.stage_logs import StageLogs
 from megalight.strategies.step import Stepper, StepReport
 from megalight.towers.division import Division
@@ -128,7 +128,7 @@ class LanguageStepper(Stepper):
         self.relay.outputs(output)
         return output
 
-    def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
+    def _split(self, batch: Any) -> tuple[list[int], Sequence[Any]]:
         # That of an empty batch asks for its contents.
         return super()._split(batch if is_empty(batch) else self._own(batch))
 
@@ -156,7 +156,8 @@ class TowerStepper(Stepper):
         """Run forward and backward of the images; the gradients that come back have the scale."""
         assert self.engine is not None
         self.precision.begin(number)
-        samples, micro_batches = self._split(args[0])
+        sizes, micro_batches = self._split(args[0])
+        samples = sum(sizes)
         self.has_gradients = True
         passes = partial(self.encoder.train, engine=self.engine, sync=sync)
         shared = self.logs.shared(self.module, "train")
@@ -193,11 +194,11 @@ class TowerStepper(Stepper):
         """Return the micro-batch as it is: ranks share the rows of images, not the text."""
         return part
 
-    def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
-        """Return the samples of the lane, and for each micro-batch those of its replicas side by side."""
+    def _split(self, batch: Any) -> tuple[list[int], Sequence[Any]]:
+        """Return the sizes of the lane's micro-batches in samples, and for each those of its replicas side by side."""
         assert isinstance(self.module, VLMModule)
         if is_empty(batch):
-            return 0, [emptied(self._split(contents(batch))[1][0])]
+            return [], [emptied(self._split(contents(batch))[1][0])]
         shares = _shares(self._module, batch, self.encoder.division.readers)
         divided = [Stepper._split(self, share) for share in shares]
         rows = list(zip(*(parts for _, parts in divided), strict=True))
@@ -206,7 +207,7 @@ class TowerStepper(Stepper):
         for each in (each for row in rows for each in row):
             check_images(self.module.config, each.parts()[0])  # while images are those of the batch
             self.module.count_work(each, language.cp == 1 and skips(each, multiple))
-        return sum(samples for samples, _ in divided), rows
+        return [sum(row) for row in zip(*(sizes for sizes, _ in divided), strict=True)], rows
 
 
 def _logs(stepper: Stepper, division: Division, host: dist.ProcessGroup | None) -> StageLogs:

@@ -174,7 +174,7 @@ def _rank(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def _with_data(prefix: str, options: dict[str, Any]) -> dict[str, float]:
     """Two steps of training, then validation, from token files."""
-    data = BertDataModule(data=prefix, split="2,1", global_batch_size=4, sequence_length=24)
+    data = BertDataModule(data=prefix, split="2,1,0", global_batch_size=4, sequence_length=24)
     module = BertModule(replace(BASE, vocab_size=320), optimizer=ADAM, seed=SEED)
     runner = trainer(MegatronStrategy(**options), max_steps=2, gradient_clip_val=CLIP)
     runner.fit(module, datamodule=data)

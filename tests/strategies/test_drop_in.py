@@ -337,6 +337,39 @@ def test_outputs_are_those_of_all_micro_batches() -> None:
     assert outputs["mean"] == pytest.approx(x.mean().item(), rel=1e-12)
 
 
+class Lists(Plain):
+    """Gets lists of samples, or columns beside tensors without samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = map(torch.stack, zip(*batch, strict=True)) if isinstance(batch, list) else (batch["x"], batch["y"])
+        assert len(x) <= 4
+        if isinstance(batch, dict):
+            assert [batch[name].tolist() for name in ("scale", "mask", "weights")] == [2.0, [[1.0, 1.0]], [1.0] * 3]
+        return super().training_step((x, y), batch_idx)
+
+
+def _with_shared(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    x, y = map(torch.stack, zip(*rows, strict=True))
+    ones = torch.ones(3, dtype=x.dtype)
+    return {"weights": ones, "x": x, "y": y, "mask": ones[None, :2], "scale": ones.sum() - 1}
+
+
+def _micro_batches_of(collate: Any) -> list[list[float]]:
+    module = Lists("SGD")
+    loader: DataLoader[Any] = DataLoader(TensorDataset(*samples(14)), batch_size=8, collate_fn=collate)
+    fit(module, loader, strategy(micro_batch_size=4))
+    return weights(module)
+
+
+@pytest.mark.parametrize("collate", [list, _with_shared], ids=["list", "shared"])
+def test_micro_batches_are_cut_between_samples(collate: Any) -> None:
+    x, y = samples(14)
+    steps = [[(x[:8], y[:8])], [(x[8:], y[8:])]]
+    assert run(_micro_batches_of, 1, collate)[0] == [
+        pytest.approx(each, rel=1e-12, abs=1e-14) for each in by_hand(Plain("SGD"), steps)
+    ]
+
+
 # ---------------------------------------------------------------------- one replica
 
 
