@@ -106,7 +106,7 @@ class ChatEncoder:
             if not encoded[-1][1].any():
                 raise DataError(
                     f"{place}: the conversation has no token of the assistant to learn from; it needs a message with "
-                    "the role 'assistant', which the template writes."
+                    "the role 'assistant', which the template writes and which is not marked with weight 0."
                 )
         return encoded
 
@@ -152,7 +152,8 @@ def prepare_chat(
         output: the data prefix.
         tokenizer: the folder of a tokenizer, or a ``tokenizer.json`` file.
         chat_template: a Jinja file. None: the tokenizer's own template. It is saved with the tokenizer.
-        train_on: ``all``: every message of the assistant counts. ``last``: only the last of each conversation.
+        train_on: ``all``: every message of the assistant counts. ``last``: only the last of each conversation. One with
+            ``"weight": 0`` or ``"train": false`` never counts.
         format: format of the inputs; ``auto`` goes by the suffix.
         workers: number of processes that tokenize. Default: one per CPU, fewer for little text.
         on_bad: what happens with a row that cannot be used: ``raise`` stops with an error that names file, line and

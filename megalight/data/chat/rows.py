@@ -7,13 +7,15 @@ Alpaca                    ``{"instruction": ..., "input": ..., "output": ..., "s
 ShareGPT                  ``{"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}``
 preference pairs          ``{"prompt": ..., "chosen": ..., "rejected": ...}``; ``prompt`` may be part of both answers
 ========================= ==============================================================================================
+
+A message with ``"weight": 0`` or ``"train": false`` is not learned. 1 and true are the default.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from megalight.errors import DataError, nearest
@@ -32,6 +34,8 @@ SPEAKERS = {
     "tool": "tool",
 }
 """Names of speakers in ShareGPT's files, and the roles that templates know."""
+MARKS = ("weight", "train")
+"""Keys of messages that say whether an assistant's message is learned."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,13 @@ class Conversation:
         messages: each has a ``role``, and ``content`` or ``tool_calls``.
         tools: JSON schemas of the tools that the assistant may call, or None.
         first: assistant messages before this position carry no loss.
+        masked: positions of messages that are marked as not to be learned.
     """
 
     messages: list[Message]
     tools: list[Any] | None = None
     first: int = 0
+    masked: frozenset[int] = frozenset()
 
 
 def conversations(record: Any, place: str, beside: Callable[[Any], bool] | None = None) -> tuple[Conversation, ...]:
@@ -94,7 +100,7 @@ def asked(record: Any, place: str, column: str | None = None) -> Conversation:
         answers = [index for index, message in enumerate(whole.messages) if message["role"] == "assistant"]
         found = Conversation(whole.messages[: answers[-1]] if answers else whole.messages, whole.tools)
     elif (key := "prompt" if column is None else column) in row.record:
-        found = Conversation(row.messages(key, "user"), row.tools())
+        found = row.conversation(row.messages(key, "user"))
     else:
         raise DataError(
             f"{place} has no key {key!r}; it has: {', '.join(map(repr, row.record))}. Name the column of prompts."
@@ -157,7 +163,24 @@ class _Row:
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
             self.fail(f"{where}.tool_calls", calls, "a list of objects")
         # Parquet fills absent keys with nulls. Templates test for keys, so a null must look absent.
-        return {key: value for key, value in message.items() if value is not None or key == "content"}
+        kept = {k: value for k, value in message.items() if (value is not None or k == "content") and k not in MARKS}
+        return kept | self.mark(where, message)
+
+    def mark(self, where: str, message: Mapping[str, Any]) -> Message:
+        """Return the mark of a message that is not to be learned; empty for others."""
+        given = {key: message[key] for key in MARKS if message.get(key) is not None}
+        for key, value in given.items():
+            if not isinstance(value, int | float) or value not in (0, 1):
+                self.fail(f"{where}.{key}", value, "0, 1, true or false")
+        if (detail := message.get("train_detail")) is not None:
+            self.fail(f"{where}.train_detail", detail, "absent: whole messages are marked, with 'train' or 'weight'")
+        return {} if all(given.values()) else {MARKS[0]: 0}
+
+    def conversation(self, messages: list[Message], first: int = 0) -> Conversation:
+        """Return messages as a conversation. Their marks go, as templates may write all that a message has."""
+        masked = frozenset(index for index, message in enumerate(messages) if MARKS[0] in message)
+        plain = [{key: value for key, value in message.items() if key not in MARKS} for message in messages]
+        return Conversation(plain, self.tools(), first, masked)
 
     def tools(self) -> list[Any] | None:
         value = self.record.get("tools")
@@ -179,13 +202,13 @@ def _short(value: Any) -> str:
 
 
 def _of_messages(row: _Row) -> tuple[Conversation, ...]:
-    return (Conversation(row.messages("messages", "user"), row.tools()),)
+    return (row.conversation(row.messages("messages", "user")),)
 
 
 def _of_prompt(row: _Row) -> tuple[Conversation, ...]:
     prompt = row.messages("prompt", "user")
     # Only the completion is learned, whoever speaks in the prompt.
-    return (Conversation(prompt + row.messages("completion", "assistant"), row.tools(), len(prompt)),)
+    return (row.conversation(prompt + row.messages("completion", "assistant"), len(prompt)),)
 
 
 def _of_alpaca(row: _Row) -> tuple[Conversation, ...]:
@@ -208,12 +231,13 @@ def _of_sharegpt(row: _Row) -> tuple[Conversation, ...]:
             row.fail(f"{where}.value", value, "a string")
         if speaker == "function_call":
             # The name that ShareGPT's files have for a message that calls a tool.
-            messages.append({"role": "assistant", "tool_calls": _calls(row, f"{where}.value", value), "content": None})
+            message = {"role": "assistant", "tool_calls": _calls(row, f"{where}.value", value), "content": None}
         elif speaker in SPEAKERS:
-            messages.append({"role": SPEAKERS[speaker], "content": value})
+            message = {"role": SPEAKERS[speaker], "content": value}
         else:
             row.fail(f"{where}.from", speaker, f"one of {', '.join([*SPEAKERS, 'function_call'])}")
-    return (Conversation(messages, row.tools()),)
+        messages.append(message | row.mark(where, turn))
+    return (row.conversation(messages),)
 
 
 def _calls(row: _Row, where: str, value: str) -> list[Message]:
@@ -229,19 +253,15 @@ def _calls(row: _Row, where: str, value: str) -> list[Message]:
 
 
 def _of_pair(row: _Row) -> tuple[Conversation, ...]:
-    chosen, rejected = row.messages("chosen", "assistant"), row.messages("rejected", "assistant")
-    if "prompt" in row.record:
-        prompt = row.messages("prompt", "user")
-        first = len(prompt)
-        chosen, rejected = prompt + chosen, prompt + rejected
-    else:
-        # the prompt is what both begin with
-        same = (number for number, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1])
-        # If one answer begins with the other, what they share is the prompt.
-        first = next(same, min(len(chosen), len(rejected)))
+    prompt = row.messages("prompt", "user") if "prompt" in row.record else []
+    pair = [row.conversation(prompt + row.messages(key, "assistant")) for key in ("chosen", "rejected")]
+    chosen, rejected = (each.messages for each in pair)
     if chosen == rejected:
         row.fail("'rejected'", row.record["rejected"], "another answer than 'chosen'")
-    return tuple(Conversation(messages, row.tools(), first) for messages in (chosen, rejected))
+    # Without a prompt, it is what both begin with. If one answer begins with the other, what they share is the prompt.
+    same = (number for number, both in enumerate(zip(chosen, rejected, strict=False)) if both[0] != both[1])
+    first = len(prompt) or next(same, min(len(chosen), len(rejected)))
+    return tuple(replace(each, first=first) for each in pair)
 
 
 def _system(row: _Row) -> list[Message]:

@@ -110,7 +110,8 @@ class ChatTemplate:
 
         Args:
             conversation: the messages.
-            train_on: ``all``: every assistant message. ``last``: only the last.
+            train_on: ``all``: every assistant message. ``last``: only the last. A message that is marked as not to be
+                learned does not count.
 
         Raises:
             DataError: the template refuses the conversation, or its text before an answer changes with later messages.
@@ -119,6 +120,7 @@ class ChatTemplate:
         answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
         wanted = [index for index in answers if index >= conversation.first]
         wanted = wanted[-1:] if train_on == "last" else wanted
+        wanted = [index for index in wanted if index not in conversation.masked]
         if GENERATION.search(self.source):
             text, found = self._render(messages, tools, return_assistant_tokens_mask=True)
             if len(found) != len(answers):

@@ -166,7 +166,8 @@ def prepare_multimodal(
             own around images. None: as the published model with this image token writes it, such as
             ``<img><IMG_CONTEXT></img>``, if the tokenizer has all of its tokens; else ``image_token``.
         chat_template: a Jinja file. None: the tokenizer's own template.
-        train_on: ``all``: every message of the assistant counts. ``last``: only the last of each conversation.
+        train_on: ``all``: every message of the assistant counts. ``last``: only the last of each conversation. One with
+            ``"weight": 0`` or ``"train": false`` never counts.
         format: format of the inputs; ``auto`` goes by the suffix.
         workers: number of processes that tokenize and check images. Default: one per CPU, fewer for little text.
         on_bad: what happens with a row that cannot be used, a broken or missing image among the reasons: ``raise``

@@ -33,6 +33,31 @@ def test_tokens_and_mask(prepared, tmp_path: Path) -> None:
     assert f"{report.meta.num_loss_tokens:,} count in the loss" in str(report)
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_messages_that_are_marked_are_not_learned(template: str, prepared) -> None:
+    """Per message, in every shape of rows, and so in the labels of packed rows."""
+    said = [("user", "u", 1), ("assistant", "one", 0), ("user", "v", None), ("assistant", "two", 1), ("user", "w", 0)]
+    said.append(("assistant", "six", None))
+    turns = [{"from": role, "value": text, "train": mark is None or bool(mark)} for role, text, mark in said]
+    marked = [{"role": role, "content": text, "weight": mark} for role, text, mark in said]
+    rows = [{"messages": marked}, {"conversations": turns}, {"prompt": marked[:1], "completion": marked[1:]}]
+    plain = [{"messages": [{"role": role, "content": text} for role, text, _ in said]}]
+    report, other = prepared(rows, template=template), prepared(plain, "plain", template=template)
+    corpus, unmarked = Corpus.open(report.prefix), Corpus.open(other.prefix)
+    assert corpus.loss is not None
+    decode = Tokenizer.load(report.tokenizer).decode
+    end = "<|im_end|>" if template == MARKED else "<|im_end|>\n"
+    for index in range(3):
+        assert corpus.data[index].tolist() == unmarked.data[0].tolist()
+        assert decode(corpus.data[index][corpus.loss[index] == 1].tolist()) == f"two{end}six{end}"
+    data = SFTDataModule(data=report.prefix, split="1", global_batch_size=1, sequence_length=128)
+    row = data.dataset(data.parts["train"][0], "train", 1)[0]
+    assert decode(row.labels[row.loss_mask == 1].tolist()) == f"two{end}six{end}"
+    last = Corpus.open(prepared(rows[:1], "last", template=template, train_on="last").prefix)
+    assert last.loss is not None
+    assert decode(last.data[0][last.loss[0] == 1].tolist()) == f"six{end}"
+
+
 def test_workers_do_not_matter(prepared, tmp_path: Path) -> None:
     one, two = prepared(ROWS, "one"), prepared(ROWS, "two", workers=2)
     for suffix in (".bin", ".idx", ".loss.bin", ".loss.idx"):
@@ -72,6 +97,10 @@ def test_preference_pairs_are_documents_of_two(prepared) -> None:
     [
         ({"messages": [{"role": "user", "content": "u"}]}, "no token of the assistant to learn from"),
         ({"messages": [{"role": "user", "content": 1}]}, r"messages\[0\]\.content is 1"),
+        (
+            {"messages": [*chat("u", "a")["messages"][:1], {"role": "assistant", "content": "a", "weight": 0}]},
+            "weight 0",
+        ),
         (chat("u", "a") | {"image": "a.png"}, r"has images \(key 'image'\), and --chat reads none.*--multimodal"),
         (chat("u", "a") | {"images": ["a.png"]}, r"has images \(key 'images'\)"),
         (

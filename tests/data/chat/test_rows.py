@@ -67,6 +67,8 @@ def test_preference_pairs() -> None:
         assert chosen.messages == [USER, BOT]
         assert rejected.messages == [USER, worse]
         assert chosen.first == rejected.first == 1
+    pair = conversations({"chosen": [USER, BOT | {"train": False}], "rejected": [USER, worse]}, "f")
+    assert [(each.first, each.masked) for each in pair] == [(1, {1}), (1, set())]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,10 @@ def test_preference_pairs() -> None:
             r"messages\[0\]\.content\[0\] is .*; it must be text",
         ),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": 1}]}, r"tool_calls is 1; it must be a list"),
+        ({"messages": [BOT | {"weight": 0.5}]}, r"messages\[0\]\.weight is 0\.5; it must be 0, 1, true or false"),
+        ({"messages": [BOT | {"train": "no"}]}, r"messages\[0\]\.train is 'no'; it must be 0, 1, true or false"),
+        ({"messages": [BOT | {"train_detail": []}]}, r"train_detail is \[\]; .* whole messages are marked"),
+        ({"conversations": [{"from": "gpt", "value": "x", "weight": 2}]}, r"conversations\[0\]\.weight is 2"),
         ({"prompt": 1, "completion": "a"}, "'prompt' is 1; it must be a string or a list of messages"),
         ({"instruction": "u", "output": 1}, "'output' is 1; it must be a string"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, r"conversations\[0\]\.from is 'robot'.*one of human"),

@@ -80,6 +80,17 @@ def test_messages_may_have_parts(prepared: Callable[..., Any]) -> None:
     assert corpus.images.documents.tolist() == [0, 1, 3, 4]
 
 
+def test_messages_that_are_marked_are_not_learned(prepared: Callable[..., Any]) -> None:
+    ask, (_, answer) = {"role": "user", "content": "<image>"}, row("0.png", "<image>")["conversations"]
+    said = answer.get("value") or answer["content"]
+    messages = [ask, {"role": "assistant", "content": "bad", "weight": 0}, {"role": "user", "content": "again"}]
+    report = prepared([{"messages": [*messages, {"role": "assistant", "content": said}], "image": "0.png"}])
+    corpus = Corpus.open(report.prefix)
+    assert corpus.loss is not None
+    learned = corpus.data.get(0)[corpus.loss.get(0) == 1]
+    assert Tokenizer.load(report.tokenizer).decode(learned.tolist()) == f"{said}<|endoftext|>"
+
+
 def test_nothing_but_bad_rows_names_one(prepared: Callable[..., Any]) -> None:
     with pytest.raises(DataError, match=r"all that was read is bad \(2 rows or files\), such as: .* entry 0, image 0"):
         prepared([row("none.png", "<image>"), row(None, "<image>")], on_bad="skip")
