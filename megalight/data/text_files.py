@@ -100,7 +100,8 @@ def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Ki
     """Find the files that the inputs name, in a fixed order, each once.
 
     An input is a file, a glob pattern (``**`` is allowed), or a directory. A directory stands for all files below it,
-    in sorted order, without hidden files and without binary files (a zero byte in the first 8 KiB, as in git).
+    in sorted order, without hidden files and without binary files (a zero byte in the first 8 KiB, as in git). Symbolic
+    links are followed; a folder that is reached twice, such as by a cycle of links, is read once.
 
     Args:
         inputs: the inputs.
@@ -135,13 +136,23 @@ def _named(given: str, form: Format, suffixes: Mapping[str, Kind]) -> list[Path]
     if place.is_dir():
         return _below(place, suffixes)
     if not place.exists():
-        return [Path(name) for name in sorted(glob.glob(given, recursive=True)) if os.path.isfile(name)]
+        return _matching(given)
     if form == "auto" and _suffix(place) == ".json" and ".json" not in suffixes:
         raise DataError(
             f"input {given!r} may be one document or an array of rows; say which with format='text' or 'json' "
             "(--format)."
         )
     return [place]
+
+
+def _matching(pattern: str) -> list[Path]:
+    """Return the files that match. Where links form cycles, a file has many names; its shortest is taken."""
+    found: dict[tuple[str, str], str] = {}
+    for name in sorted(glob.glob(pattern, recursive=True), key=lambda name: (name.count(os.sep), name)):
+        if os.path.isfile(name):
+            folder, base = os.path.split(name)
+            found.setdefault((os.path.realpath(folder), base), name)
+    return [Path(name) for name in sorted(found.values())]
 
 
 def _check_readable(paths: Sequence[Path], suffixes: Container[str]) -> None:
@@ -164,19 +175,24 @@ def _below(folder: Path, suffixes: Mapping[str, Kind]) -> list[Path]:
     known = COMPRESSED.keys() | {*suffixes}  # the first of these are refused, and not left out without a word
     try:
         return [
-            path for path in _walk(folder) if _suffix(path) in known or not (_suffix(path) in ARCHIVES or _binary(path))
+            path
+            for path in _walk(folder, set())
+            if _suffix(path) in known or not (_suffix(path) in ARCHIVES or _binary(path))
         ]
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error}") from error
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
+    """Yield the files below a folder. ``seen`` holds the folders that were read, as links may form cycles."""
+    if (real := os.path.realpath(folder)) in seen:
+        return
+    seen.add(real)
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            if not entry.is_symlink():  # symbolic links may form cycles
-                yield from _walk(entry)
+            yield from _walk(entry, seen)
         elif entry.is_file():
             yield entry
 

@@ -144,6 +144,22 @@ def test_a_closed_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         find(["a/b.txt"])
 
 
+def test_linked_folders_are_read_once(tmp_path: Path, tokenizer_file: Path) -> None:
+    for name in ("corpus/own/a.txt", "elsewhere/b.txt", "elsewhere/deep/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "corpus/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus/newest").symlink_to("own")
+    (tmp_path / "elsewhere/deep/cycle").symlink_to(tmp_path / "corpus")
+    names = ["linked/b.txt", "linked/deep/c.txt", "newest/a.txt"]
+    found = [file.path for file in find([str(tmp_path / "corpus")])]
+    assert found == [tmp_path / "corpus" / name for name in names]
+    # the same by a pattern, as of prepare --glob, where each file has many names
+    assert [file.path for file in find([f"{tmp_path}/corpus/**/*.txt"])] == found
+    report = prepare([str(tmp_path / "corpus")], tmp_path / "out", tokenizer=tokenizer_file, workers=1, progress=False)
+    assert report.meta.num_documents == 3
+
+
 def test_compressed_files_of_a_folder_are_not_left_out_without_a_word(tmp_path: Path, tokenizer_file: Path) -> None:
     """Archives are, as all binary files."""
     (tmp_path / "a.txt").write_text("good")
