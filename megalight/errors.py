@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import fnmatch
 from collections.abc import Iterable
@@ -47,6 +48,31 @@ class MissingPackageError(MegalightError, ImportError):
 def printable(text: str) -> str:
     """Return ``text`` with characters that steer a terminal written out (``\\x1b``): names in files may hold any."""
     return "".join(each if each in "\n\t" or category(each)[0] != "C" else repr(each)[1:-1] for each in text)
+
+
+def decode_utf8(data: bytes, what: str, start: int = 0, line: int = 0, advice: str = "convert it to UTF-8.") -> str:
+    """Return bytes as text. A mark of byte order at the beginning of a file is left out.
+
+    Args:
+        data: the bytes.
+        what: the file, for messages.
+        start: position of the first of them in the file.
+        line: number of their first line, for messages. 0: ``what`` says it.
+        advice: the next step, for messages.
+
+    Raises:
+        DataError: they are not UTF-8. The message says which byte at which position of the file.
+    """
+    text = data.removeprefix(codecs.BOM_UTF8) if start == 0 else data
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        at = start + len(data) - len(text) + error.start
+        place = f" line {line + text.count(10, 0, error.start)}" if line else ""
+        raise DataError(
+            f"{what}{place} is not UTF-8 text (byte 0x{text[error.start]:02x} at position {at}: {error.reason}); "
+            f"{advice}"
+        ) from error
 
 
 ALIKE = 0.75

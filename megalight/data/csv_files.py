@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TextIO
 
 from megalight.errors import DataError
 
@@ -15,16 +14,16 @@ SEPARATORS = {".tsv": "\t"}
 """Suffix -> what stands between two values. A comma elsewhere."""
 
 
-def lines(file: TextIO, path: Path, suffix: str) -> Iterator[bytes]:
+def lines(file: Iterable[str], path: Path, suffix: str) -> Iterator[bytes]:
     """Yield each row as a line of JSON, with the names of the columns as keys.
 
     Args:
-        file: the text, opened with ``newline=""``.
+        file: the lines of the text, with their ends.
         path: the file, for messages.
         suffix: of the name, without ``.gz``.
 
     Raises:
-        DataError: the file is no CSV, has no UTF-8, two columns have one name, or a row has more or fewer values than
+        DataError: the file is no CSV, two columns have one name, or a row has more or fewer values than
             there are columns.
     """
     # Values may be longer than 128 KiB, Python's default.
@@ -47,8 +46,3 @@ def lines(file: TextIO, path: Path, suffix: str) -> Iterator[bytes]:
             yield json.dumps(dict(zip(names, row, strict=True))).encode()
     except csv.Error as error:
         raise DataError(f"{path} line {reader.line_num} is not CSV ({error}). Is the file incomplete?") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text ({error.reason} after line {reader.line_num}); convert it, or skip bad files "
-            "with on_bad='skip' (--skip-bad)."
-        ) from error

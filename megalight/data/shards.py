@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalight.errors import DataError
+from megalight.errors import DataError, decode_utf8
 
 BLOCK = 1 << 20
 IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "jp2", "avif"})
@@ -122,8 +122,9 @@ def records(path: Path, places: bytes) -> Iterator[tuple[str, Any]]:
 def _record(place: str, key: str, names: list[str], read: Any) -> Any:
     pictures = [name for name in names if name.rpartition(".")[2] in IMAGES]
     if "json" in names:
+        text = decode_utf8(read("json"), f"{place}: its json")
         try:
-            record = json.loads(read("json"))
+            record = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: its json is not JSON ({error}).") from error
         if not isinstance(record, dict):
@@ -138,10 +139,7 @@ def _record(place: str, key: str, names: list[str], read: Any) -> Any:
                 f"{place} has a caption, and no image; the files of a sample stand next to each other in a shard. A "
                 "text without images is a row (json)."
             )
-        try:
-            caption = read("txt").decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{place}: its txt is not UTF-8 text ({error.reason}).") from error
+        caption = decode_utf8(read("txt"), f"{place}: its txt")
         record = {"prompt": "<image>" * len(pictures), "completion": caption.strip()}
     else:
         raise DataError(f"{place} has the parts {', '.join(names)}; it needs json, a row, or txt, a caption.")

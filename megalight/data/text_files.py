@@ -6,19 +6,19 @@ One process finds and reads the files in a fixed order (:func:`find`, :func:`blo
 
 from __future__ import annotations
 
-import codecs
 import glob
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from megalight.data import csv_files, shards
-from megalight.errors import DataError
+from megalight.errors import DataError, decode_utf8
 from megalight.imports import require
 
 Kind = Literal["text", "jsonl", "json", "csv", "parquet", "webdataset"]
@@ -75,6 +75,7 @@ class Piece:
             (Parquet).
         ends: whether the document ends with this piece. Only a text file can have a document of several pieces.
         size: bytes of the input file that this piece accounts for, for the progress bar.
+        start: position of the first byte of text or JSON lines in the decompressed file.
     """
 
     path: Path
@@ -83,6 +84,7 @@ class Piece:
     first: int
     ends: bool
     size: int
+    start: int = 0
 
 
 Block = tuple[Piece, ...]
@@ -254,17 +256,18 @@ def _lines(source: TextFile) -> Iterator[Piece]:
     """Pieces of about a megabyte that end at line ends. Only the last piece of a text ends its document."""
     opener = gzip.open if source.compressed else open
     with cast(BinaryIO, opener(source.path, "rb")) as file:
-        line, data = 1, _chunk(file)
+        line, start, data = 1, 0, _chunk(file)
         while True:
             # One chunk ahead, because a piece must say whether it ends its document.
             following = _chunk(file) if data else b""
             last = not following
             # Progress counts bytes of the input: of a compressed file they are only known for the whole.
             size = len(data) if not source.compressed else source.size if last else 0
-            yield Piece(source.path, source.kind, data, line, last, size)
+            yield Piece(source.path, source.kind, data, line, last, size, start)
             if last:
                 return
             line += data.count(b"\n")
+            start += len(data)
             data = following
 
 
@@ -272,8 +275,9 @@ def _entries(source: TextFile) -> Iterator[Piece]:
     """Pieces of about a megabyte of a JSON array, with a line for each entry. The array is read as a whole."""
     opener = gzip.open if source.compressed else open
     with cast(BinaryIO, opener(source.path, "rb")) as file:
+        text = decode_utf8(file.read(), str(source.path), 0, 1, f"convert it, {SKIP}")
         try:
-            entries = json.loads(file.read())
+            entries = json.loads(text)
         except (ValueError, RecursionError) as error:
             advice = f" {LINES}" if _goes_on(error) else ""
             raise DataError(f"{source.path} is not JSON: {error}.{advice}") from error
@@ -291,9 +295,18 @@ def _dumped(entry: Any) -> bytes:
 def _table(source: TextFile) -> Iterator[Piece]:
     """Pieces of about a megabyte of a CSV file, with a line of JSON for each row under the names of the columns."""
     opener = gzip.open if source.compressed else open
-    # The codec takes a mark of byte order away; line breaks within quotes stay as they are.
-    with cast(TextIO, opener(source.path, "rt", encoding="utf-8-sig", newline="")) as file:
-        yield from _joined(source, csv_files.lines(file, source.path, _suffix(source.path)), 1)
+    with cast(BinaryIO, opener(source.path, "rb")) as file:
+        yield from _joined(source, csv_files.lines(_decoded(file, source.path), source.path, _suffix(source.path)), 1)
+
+
+def _decoded(file: BinaryIO, path: Path) -> Iterator[str]:
+    """Yield the lines of a table, which end as they do in the file."""
+    at = 0
+    for number, line in enumerate(file, 1):
+        text = decode_utf8(line, str(path), at, number, f"convert it, {SKIP}")
+        # A lone carriage return ends a line, too.
+        yield from filter(None, re.split(r"(?<=\r)(?!\n)", text))
+        at += len(line)
 
 
 def _joined(source: TextFile, rows: Iterable[bytes], first: int) -> Iterator[Piece]:
@@ -381,13 +394,15 @@ def _json_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
     """Each line of JSON, or why it is none, with its place for messages."""
     unit = UNITS.get(piece.kind, "line")
     # At line feeds alone, as `_lines` counts them. `splitlines` divides at other characters, too.
+    start = piece.start
     for number, line in enumerate(piece.data.split(b"\n"), piece.first):
         if line.strip():
             place = f"{piece.path} {unit} {number}"
             try:
-                yield place, _json(place, number, line)
+                yield place, _json(place, line, start)
             except DataError as error:
                 yield place, error
+        start += len(line) + 1
 
 
 def _text(place: str, key: str, value: Any) -> Text | DataError:
@@ -402,13 +417,7 @@ def _text(place: str, key: str, value: Any) -> Text | DataError:
 
 
 def _decode(piece: Piece) -> str:
-    # A mark of byte order may stand at the very beginning of a file.
-    data = piece.data.removeprefix(codecs.BOM_UTF8) if piece.first == 1 else piece.data
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = piece.first + data.count(b"\n", 0, error.start)
-        raise DataError(f"{piece.path} line {line} is not UTF-8 text ({error.reason}); convert it, {SKIP}") from error
+    return decode_utf8(piece.data, str(piece.path), piece.start, piece.first, f"convert it, {SKIP}")
 
 
 def records_of(block: Block) -> Iterator[tuple[str, Any]]:
@@ -442,20 +451,16 @@ def _sample_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
     return shards.records(piece.path, piece.data)
 
 
-def _json(place: str, number: int, line: bytes) -> Any:
+def _json(place: str, line: bytes, start: int) -> Any:
+    # Not `json.loads(bytes)`, which guesses an encoding for each line by itself.
+    text = decode_utf8(line, place, start, advice="convert the file, or skip bad rows with on_bad='skip' (--skip-bad).")
     try:
-        # Not `json.loads(bytes)`, which guesses an encoding for each line by itself.
-        return json.loads((line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode())
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place} is not UTF-8 text ({error.reason}); convert the file, or skip bad rows with on_bad='skip' "
-            "(--skip-bad)."
-        ) from error
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         advice = "Is the file incomplete?"
         if _goes_on(error):
             advice = "Each line holds one value, and something follows it here. Is a line break missing?"
-        elif number == 1 and line.lstrip().startswith(b"["):
+        elif start == 0 and text.lstrip().startswith("["):
             advice = "An array of rows is read with format='json' (--format json)."
         raise DataError(f"{place} is not JSON ({error}). {advice}") from error
 

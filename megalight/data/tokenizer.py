@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Model  # type: ignore[import-untyped]
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalight.data.special_text import MEDIA, MEDIA_KEYS, without
-from megalight.errors import DataError
+from megalight.errors import DataError, decode_utf8
 from megalight.imports import require
 
 log = logging.getLogger(__name__)
@@ -225,18 +225,38 @@ class Tokenizer:
         return next((whole[:place] for place in places if whole[place : place + len(plain)] == plain), [])
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. No special tokens are added."""
+        """Return the ids of a text. No special tokens are added.
+
+        Raises:
+            DataError: the text holds half of a surrogate pair.
+        """
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, computed on all cores. No special tokens are added."""
+        """Return the ids of each text, computed on all cores. No special tokens are added.
+
+        Raises:
+            DataError: a text holds half of a surrogate pair.
+        """
         # Without special tokens: those at the ends of documents are added by `prepare`.
-        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:
+            check_unicode(texts)
+            raise
         return [encoding.ids for encoding in encodings]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text, and the characters ``[start, end)`` that each id stands for."""
-        encoding = self._model.encode(text, add_special_tokens=False)
+        """Return the ids of a text, and the characters ``[start, end)`` that each id stands for.
+
+        Raises:
+            DataError: the text holds half of a surrogate pair.
+        """
+        try:
+            encoding = self._model.encode(text, add_special_tokens=False)
+        except TypeError:
+            check_unicode([text])
+            raise
         return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
@@ -287,6 +307,21 @@ def config_path(file: Path) -> Path:
     return file.with_name(f"{file.stem}_config.json")
 
 
+def check_unicode(texts: Sequence[str]) -> None:
+    """Refuse half of a surrogate pair: JSON may hold one, and Python reads a byte that is not UTF-8 as one.
+
+    Raises:
+        DataError: a text holds one.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"a text is not Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate pair."
+            ) from error
+
+
 def _read_model(file: Path) -> Any:
     try:
         return Model.from_file(str(file))
@@ -326,7 +361,7 @@ def _read_template(file: Path, config: Mapping[str, Any]) -> str | None:
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     beside = file.with_name(CHAT_TEMPLATE)
     if template is None and file.name == FILE and beside.is_file():
-        template = beside.read_text(encoding="utf-8")
+        template = decode_utf8(beside.read_bytes(), str(beside))
     return template if isinstance(template, str) else None
 
 

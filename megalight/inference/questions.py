@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalight.errors import DataError
+from megalight.errors import DataError, decode_utf8
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
     """
     try:
         # At line feeds alone: `splitlines` divides at characters that may stand in a message, too.
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = decode_utf8(Path(path).read_bytes(), str(path), line=1).split("\n")
+    except OSError as error:
         raise DataError(f"the questions in {path} cannot be read: {error}") from error
     found = [_question(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found:

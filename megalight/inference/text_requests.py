@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError, DataError, decode_utf8
 from megalight.inference.request import Reason, Stop
 from megalight.inference.sampling import Sampling
 
@@ -65,12 +65,17 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
+def _text(value: Any) -> bool:
+    # JSON may hold half of a surrogate pair, which no tokenizer reads.
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def _texts(value: Any) -> bool:
-    return isinstance(value, str | list) and bool(value) and all(isinstance(text, str) and text for text in value)
+    return isinstance(value, str | list) and bool(value) and all(text and _text(text) for text in value)
 
 
 KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt": (lambda value: isinstance(value, str), "a text"),
+    "prompt": (_text, "a text of Unicode"),
     "max_new_tokens": (_whole(1), "a whole number of at least 1"),
     "temperature": (_number, "a number"),
     "top_k": (_whole(1), "a whole number of at least 1"),
@@ -95,9 +100,9 @@ def read_requests(path: Path, default: TextRequest) -> list[TextRequest]:
         DataError: the file cannot be read or has no request, or a line is no request.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as text in UTF-8: {error}.") from error
+        lines = decode_utf8(path.read_bytes(), str(path), line=1).split("\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
     found: list[TextRequest] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

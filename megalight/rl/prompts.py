@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megalight.data.chat.rows import asked
 from megalight.data.chat.template import ChatTemplate
-from megalight.data.tokenizer import Tokenizer
+from megalight.data.tokenizer import Tokenizer, check_unicode
 from megalight.errors import ConfigurationError, DataError
 from megalight.rl.environment import Task
 from megalight.rl.sources import Row
@@ -61,7 +61,7 @@ class PromptWriter:
         """Return the text of a prompt, and whether the template wrote it.
 
         Raises:
-            DataError: the row has no prompt.
+            DataError: the row has no prompt, or it is not Unicode.
             ConfigurationError: ``system`` is given, and the prompt is no conversation.
         """
         given = row.get("prompt" if self.column is None else self.column)
@@ -71,13 +71,17 @@ class PromptWriter:
                     f"{place} has a text as its prompt, and system is a message of a conversation. Set chat to true, "
                     "so that the text is a user's message, or leave system out."
                 )
-            return given + self.begin, False
-        found = asked(row, place, self.column)
-        messages = found.messages if self.system is None else [_system(self.system), *found.messages]
+            text, chat = given, False
+        else:
+            found, chat = asked(row, place, self.column), True
+            messages = found.messages if self.system is None else [_system(self.system), *found.messages]
         try:
-            return self.chat_template.render(messages, found.tools, answer=True) + self.begin, True
+            if chat:
+                text = self.chat_template.render(messages, found.tools, answer=True)
+            check_unicode([text])
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
+        return text + self.begin, chat
 
     def ids(self, texts: Sequence[tuple[str, bool]]) -> Iterator[list[int]]:
         """Yield the ids of texts. Those that no template wrote begin as texts of ``transformers`` do (Llama: BOS)."""

@@ -35,6 +35,12 @@ def test_generate_writes_what_the_library_writes(saved, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab"))
     assert main(words) == 0
     assert capsys.readouterr().out == f"ab{expected}\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
+    assert main(words) == 2
+    assert "the standard input is not UTF-8 text" in capsys.readouterr().err
+    # an argument of the shell that is not UTF-8, as Python reads it
+    assert main([*words, "--prompt", "ab\udcff"]) == 2
+    assert "a text is not Unicode: character 2 is" in capsys.readouterr().err
 
 
 def test_generate_completes_a_file_of_prompts(saved, tmp_path, capsys):

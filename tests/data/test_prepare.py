@@ -15,7 +15,7 @@ from megalight.data.indexed import IndexedDataset
 from megalight.data.meta import CorpusMeta
 from megalight.data.prepare import PrepareReport, prepare
 from megalight.data.statistics import unigram_entropy
-from megalight.data.text_files import find
+from megalight.data.text_files import blocks, find, texts_of
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 from tests.data.conftest import documents
@@ -102,11 +102,15 @@ def test_empty_documents_are_left_out(tokenizer_file: Path, tmp_path: Path) -> N
         ("t.jsonl", b'{"text": "a"}\n{"text": "b', r"t\.jsonl line 2 is not JSON .*incomplete"),
         ("t.jsonl", b'{"text": "a"}\n\n{"body": "b", "id": 1}\n', r"line 3 has no key 'text'; it has: 'body', 'id'"),
         ("t.jsonl", b'{"text": 7}', r"line 1: 'text' is of type int; it must be a string"),
-        ("t.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', r"line 2 is not UTF-8 text \(invalid continuation byte\)"),
-        ("t.jsonl", '{"text": "a"}\n'.encode("utf-16"), r"line 1 is not UTF-8 text \(invalid start byte\)"),
+        (
+            "t.jsonl",
+            b'{"text": "a"}\n{"text": "caf\xe9"}',
+            r"line 2 is not UTF-8 text \(byte 0xe9 at position 27: ",
+        ),
+        ("t.jsonl", '{"text": "a"}\n'.encode("utf-16"), r"line 1 is not UTF-8 text \(byte 0xff at position 0: "),
         ("t.csv", b"text,n\na,1,2\n", r"t\.csv line 2 has 3 values, but the first line names 2 columns \(text, n\)"),
         ("t.csv", b'text\n"open', r"t\.csv line 2 is not CSV \(unexpected end of data\)"),
-        ("t.csv", b"text\ncaf\xe9\n", r"t\.csv is not UTF-8 text"),
+        ("t.csv", b"text\ncaf\xe9\n", r"t\.csv line 2 is not UTF-8 text \(byte 0xe9 at position 8: "),
         ("t.csv", b"title;text\na;b\n", r"t\.csv row 1 has no key 'text'; it has: 'title;text'"),
         ("t.json", b'[{"text": "a"}]', r"may be one document or an array of rows"),
         ("t.jsonl", rb'{"text": "half \ud800 a pair"}', r"line 1: 'text' is not Unicode text"),
@@ -119,7 +123,7 @@ def test_empty_documents_are_left_out(tokenizer_file: Path, tmp_path: Path) -> N
         ("t.tar", b"\0" * 1024, r"t\.tar is an archive: unpack it, and give the files, or shards with --multimodal"),
         ("t.tar.gz", b"", r"t\.tar\.gz is an archive: unpack it"),
         ("t.zip", b"PK", r"t\.zip is an archive: unpack it, and give the files\."),
-        ("t.txt", b"one\ntwo \xff\n", r"t\.txt line 2 is not UTF-8"),
+        ("t.txt", b"one\ntwo \xff\n", r"t\.txt line 2 is not UTF-8 text \(byte 0xff at position 8: "),
         ("t.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0)[:-4], r"t\.jsonl\.gz cannot be read"),
         ("t.jsonl.gz", b"no gzip", r"t\.jsonl\.gz cannot be read"),
         ("t.parquet", b"PAR1 torn", r"t\.parquet is not a readable Parquet file"),
@@ -133,6 +137,19 @@ def test_bad_input_is_named(tmp_path: Path, tokenizer_file: Path, name: str, con
         with pytest.raises(DataError, match=message):
             prepare([str(tmp_path / name)], tmp_path / "out", tokenizer=tokenizer_file, workers=workers, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [name]  # and nothing is left behind
+
+
+def test_the_position_of_a_byte_counts_from_the_beginning_of_its_file(tmp_path: Path) -> None:
+    """Files are read in pieces of a megabyte; a mark of byte order is part of the file."""
+    lines = b"\xef\xbb\xbf" + b"one\n" * 300_000
+    (tmp_path / "t.txt").write_bytes(lines + b"\xff")
+    *_, last = blocks(find([str(tmp_path / "t.txt")]))
+    with pytest.raises(DataError, match=r"t\.txt line 300001 is not UTF-8 text \(byte 0xff at position 1200003: inv"):
+        texts_of(last, "text")
+    (tmp_path / "t.jsonl").write_bytes(b'{"text": "a"}\n' * 80_000 + b'"\xff"')
+    bad = [each for block in blocks(find([str(tmp_path / "t.jsonl")])) for each in texts_of(block, "text", "skip")[1]]
+    assert len(bad) == 1
+    assert "line 80001 is not UTF-8 text (byte 0xff at position 1120001: " in bad[0]
 
 
 def test_a_closed_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,9 @@ def test_lines_are_requests(tmp_path: Path) -> None:
         ("[1]", '2 is no object of JSON; write {"prompt": ...}.'),
         ('{"prompts": "a"}', "2 has the key 'prompts'; a request has prompt, max_new_tokens, temperature,"),
         ('{"seed": 1}', "2 has no key 'prompt'."),
-        ('{"prompt": 3}', "2: prompt is 3; it must be a text."),
+        ('{"prompt": 3}', "2: prompt is 3; it must be a text of Unicode."),
+        (r'{"prompt": "\ud800"}', r'2: prompt is "\ud800"; it must be a text of Unicode.'),
+        (r'{"prompt": "a", "stop": "\ud800"}', r'stop is "\ud800"; it must be a text'),
         ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0; it must be a whole number of at least 1."),
         ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is true; it must be a whole number"),
         ('{"prompt": "a", "temperature": "1"}', 'temperature is "1"; it must be a number.'),
@@ -124,11 +126,13 @@ def test_bad_lines_are_refused_by_file_and_number(tmp_path: Path, line: str, mes
 
 def test_files_without_requests_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
-    with pytest.raises(DataError, match="cannot be read as text in UTF-8"):
+    with pytest.raises(DataError, match="cannot be read"):
         read_requests(file, DEFAULT)
-    file.write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(DataError, match="cannot be read as text in UTF-8"):
+    file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}')
+    with pytest.raises(DataError, match=r"p\.jsonl line 2 is not UTF-8 text \(byte 0xff at position 28: invalid start"):
         read_requests(file, DEFAULT)
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}')  # as editors on Windows write it
+    assert read_requests(file, DEFAULT)[0].prompt == "a"
     file.write_text("\n \n")
     with pytest.raises(DataError, match="has no request; write one in each line"):
         read_requests(file, DEFAULT)

@@ -74,6 +74,8 @@ def test_rows_are_written_as_fine_tuning_writes_them(
         ({"question": "What?"}, {}, "place is no conversation"),
         ({"question": "What?"}, {"column": "questions"}, "Did you mean 'question'"),
         ({"prompt": ""}, {}, "the prompt is empty"),
+        ({"prompt": "a\ud800"}, {}, "place: a text is not Unicode: character 1 is"),
+        ({"prompt": "a\ud800"}, {"chat": True}, "place: a text is not Unicode: character"),
         ({"prompt": 5}, {}, "must be a string or a list of messages"),
         ({"prompt": []}, {}, "must be a string or a list of messages"),
         ({"prompt": [{"role": "assistant", "content": "That."}]}, {}, "ends with an answer"),

@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         decode(file, f"--image {number} ({image})")
 
     requests = [] if arguments.prompts is None else prompt_lines.read(arguments)
-    prompts = [] if requests else arguments.prompt or [sys.stdin.read()]
+    prompts = [] if requests else arguments.prompt or [_standard_input()]
     with joined(arguments) as (mesh, device):
         writer = TextGenerator.from_checkpoint(
             path,
@@ -192,6 +192,15 @@ def _check_images(arguments: argparse.Namespace) -> None:
     for option in ("resize", "image_text"):
         if getattr(arguments, option) is not None and not arguments.image:
             raise ConfigurationError(f"--{option.replace('_', '-')} is for images; give --image, too.")
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        from megalight.errors import DataError
+
+        raise DataError(f"the standard input is not UTF-8 text ({error}); convert it.") from error
 
 
 def _template(arguments: argparse.Namespace) -> str | None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megalight.data.chat.rows import Conversation
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import DataError
+from megalight.errors import DataError, decode_utf8
 from megalight.imports import require
 
 TrainOn = Literal["all", "last"]
@@ -189,10 +189,6 @@ def encode(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[list
     Raises:
         DataError: the text holds half of a surrogate pair.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair, which is no text
-        raise DataError(f"the conversation is not Unicode text ({error.reason}).") from error
     # As a whole, because tokens may reach over the ends of messages: pieces would be encoded differently.
     ids, offsets = tokenizer.encode_with_offsets(text)
     loss = np.zeros(len(ids), np.uint8)
@@ -215,6 +211,7 @@ def read_template(path: str | os.PathLike[str]) -> str:
         DataError: the file cannot be read.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = Path(path).read_bytes()
+    except OSError as error:
         raise DataError(f"chat_template (--chat-template) {os.fspath(path)!r} cannot be read: {error}.") from error
+    return decode_utf8(data, f"chat_template (--chat-template) {os.fspath(path)!r}")

@@ -134,7 +134,7 @@ def test_bad_rows_can_be_skipped(prepared) -> None:
 def test_half_of_a_surrogate_pair_is_a_bad_row(prepared) -> None:
     report = prepared([chat("\ud800", "yes"), *ROWS], on_bad="skip")
     assert report.meta.num_documents == 9
-    assert "line 1: the conversation is not Unicode text" in report.skipped[0]
+    assert "line 1: a text is not Unicode: character" in report.skipped[0]
 
 
 def test_the_command(tmp_path: Path, chat_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ BAD = {
     "no image": ([("b.png", PICTURES[0]), ("b.json", talk("<image>", image="c.png"))], r"the row names the image 'c"),
     "too few": ([("b.json", talk("<image>"))], r"holds '<image>' 1 times, and there are 0 images"),
     "a video": ([("b.mp4", b""), ("b.json", talk("what", video="b.mp4"))], r"has a video \(key 'video'\)"),
-    "no text": ([("b.png", PICTURES[0]), ("b.txt", b"\xff")], r"its txt is not UTF-8"),
+    "no text": ([("b.png", PICTURES[0]), ("b.txt", b"\xff")], r"its txt is not UTF-8 text \(byte 0xff at position 0: "),
     "no picture": (
         [("b.txt", b"a red thing")],
         r"sample b has a caption, and no image; the files .* next to each other",
