@@ -74,6 +74,8 @@ class TokenDataModule(ResumableDataModule):
     advice: ClassVar = NO_DOCUMENTS
     kinds: ClassVar[tuple[str, ...]] = ("text",)
     """Kinds of corpora (:attr:`~megalight.data.meta.CorpusMeta.kind`) that this class reads."""
+    mixed_in: ClassVar[tuple[str, ...]] = ()
+    """Those of these kinds that are read only beside others."""
 
     def __init__(
         self,
@@ -159,6 +161,14 @@ class TokenDataModule(ResumableDataModule):
         return corpus
 
     def _check(self) -> None:
+        kinds = {corpus.kind for corpus in self._corpora.values()}
+        if kinds and kinds <= {*self.mixed_in}:
+            main = " or ".join(repr(kind) for kind in self.kinds if kind not in self.mixed_in)
+            raise DataError(
+                f"{next(iter(self._corpora))} was prepared as {' and '.join(map(repr, sorted(kinds)))}, which "
+                f"{type(self).__name__} only mixes in beside data of the kind {main}. Add such data, or take another "
+                "data module (GPTDataModule trains on text)."
+            )
         meta = same_tokenizer(self._corpora.values())
         if meta is not None:
             self.eod_id, self.pad_id = meta.eod_id, meta.pad_id

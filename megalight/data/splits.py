@@ -17,21 +17,22 @@ def split_bounds(split: str, num_documents: int) -> tuple[range, range, range]:
     ``round(bound * num_documents)``.
 
     Args:
-        split: up to three weights, such as ``"969,30,1"``. Missing weights are 0.
+        split: three weights, such as ``"969,30,1"``; or one number, which means training alone.
         num_documents: number of documents.
 
     Raises:
-        DataError: a weight is no number or is negative, all are zero, or there are more than three.
+        DataError: a weight is no number or is negative, all are zero, or there are two, or more than three.
     """
     try:
         weights = [float(part) for part in str(split).replace("/", ",").split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
+    if len(weights) not in (1, 3) or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
         raise DataError(
-            f"split is {split!r}; give one to three weights >= 0 for train, validation and test, such as '969,30,1'."
+            f"split is {split!r}; give three weights >= 0 for train, validation and test, such as '90,10,0', or '1' to "
+            "train on all."
         )
-    weights += [0.0] * (3 - len(weights))
+    weights = [*weights, 0.0, 0.0][:3]
     # In floats and in this order, because another rounding would move a document to another split.
     total = sum(weights)
     bound, edges = 0.0, [0]

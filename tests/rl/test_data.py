@@ -245,7 +245,7 @@ def test_splits_without_prompts_are_told(
     with pytest.raises(DataError, match="there are no prompts to train on"):
         module(chat_tokenizer, None, val_data=path).setup("fit")
     with pytest.raises(DataError, match="the training split holds no prompts"):
-        module(chat_tokenizer, path, split="0,1").setup("fit")
+        module(chat_tokenizer, path, split="0,1,0").setup("fit")
     with pytest.raises(DataError, match="the test split holds no prompts"):
         module(chat_tokenizer, path).setup("test")
     module(chat_tokenizer, path).setup("fit")
@@ -296,7 +296,7 @@ data:
         class_path: megalight.rl.rewards.Where
         init_args: {column: target, equals: 7, reward: {class_path: megalight.rl.rewards.Countdown}}
     reward_weights: {mine: 0.5}
-    split: "8,1"
+    split: "8,1,0"
     data:
       class_path: megalight.rl.countdown.CountdownPuzzles
       init_args: {count: 9, text: "{numbers} {target}"}

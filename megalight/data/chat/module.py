@@ -17,7 +17,7 @@ class SFTDataModule(TokenDataModule):
     A batch on each rank is ``[global_batch_size / data-parallel ranks, sequence_length]``. A row holds several whole
     conversations: attention stays inside each, and positions restart. The number of rows in a run and the position
     after a resume are as in :class:`~megalight.data.gpt.module.GPTDataModule`. Text without a loss mask may be mixed
-    in: all its tokens count.
+    in beside conversations: all its tokens count.
 
     Args:
         data: a data prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or
@@ -44,13 +44,14 @@ class SFTDataModule(TokenDataModule):
 
     Raises:
         DataError: a file is missing or incomplete, an id is outside the vocabulary, the data was made with another
-            tokenizer or holds preference pairs, or no conversation can be used.
+            tokenizer, holds preference pairs or is all text, or no conversation can be used.
         ConfigurationError: neither or both of ``data`` and per-split data are given.
         LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
     """
 
     # Text may be mixed in, so that a model keeps what it knew; preference pairs have another loss.
     kinds: ClassVar = ("chat", "text")
+    mixed_in: ClassVar = ("text",)
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class MultimodalDataModule(TokenDataModule):
     """
 
     kinds: ClassVar = ("images", "chat", "text")
+    mixed_in: ClassVar = ("text",)
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ MISTAKES = [
     (["--data.seqence_length=1"], ["'data.seqence_length'", "'sequence_length'"]),
     ([], ["absent/text.bin does not exist", "megalight prepare"]),
     (
-        ["--data.data=short", "--data.split=1,1", "--data.sequence_length=9"],
+        ["--data.data=short", "--data.split=1,1,0", "--data.sequence_length=9"],
         ["train split of short: the documents hold 5 tokens", "sequence_length 9 takes 10. Lower"],
     ),
     (["--data.data=null", "--data.train_data=short"], ["train split of short", "hold 8 tokens", "length 8 takes 9."]),

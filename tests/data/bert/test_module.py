@@ -18,7 +18,7 @@ from tests.data.corpora import write
 
 
 def module(report: PrepareReport, **options: Any) -> BertDataModule:
-    defaults = {"data": report.prefix, "split": "30,10", "global_batch_size": 4, "sequence_length": 64}
+    defaults = {"data": report.prefix, "split": "30,10,0", "global_batch_size": 4, "sequence_length": 64}
     made = BertDataModule(**{**defaults, **options})
     made.setup("fit")
     return made

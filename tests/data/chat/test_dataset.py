@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from megalight.data.chat.dataset import PackedDataset, PackOptions
 from megalight.data.chat.module import SFTDataModule
 from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import Sample
+from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.data.prepare import prepare
 from megalight.errors import ConfigurationError, DataError
 from tests.data.chat.conftest import chat
@@ -128,6 +130,15 @@ def test_text_is_mixed_in_and_all_of_it_counts(prepared, tmp_path: Path, chat_to
     module.setup("fit")
     batch = next(iter(module.train_dataloader()))
     assert int((batch.loss_mask.mean(1) > 0.9).sum()) == 1  # one row in four is text
+
+
+@pytest.mark.parametrize("kind", [SFTDataModule, MultimodalDataModule])
+def test_text_alone_is_refused(kind: Any, tmp_path: Path, chat_tokenizer: Path) -> None:
+    (tmp_path / "text.txt").write_text("what is the question " * 40)
+    text = prepare([str(tmp_path / "text.txt")], tmp_path / "text", tokenizer=chat_tokenizer, progress=False)
+    for how in ({"data": text.prefix}, {"train_data": text.prefix, "val_data": text.prefix}):
+        with pytest.raises(DataError, match=f"text was prepared as 'text', which {kind.__name__} only mixes in"):
+            kind(**how, global_batch_size=4, sequence_length=S)
 
 
 def test_ids_outside_the_vocabulary(corpus: Corpus, tmp_path: Path) -> None:

@@ -308,13 +308,13 @@ def test_an_empty_split(tmp_path: Path) -> None:
 def rank_reads(folder: str) -> dict[str, list[list[int]]]:
     reader = Reader()
     strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=PoolEnvironment())
-    data = module(Path(folder), global_batch_size=6, split="60,40")
+    data = module(Path(folder), global_batch_size=6, split="60,40,0")
     trainer(strategy=strategy, devices=2, max_steps=5, limit_val_batches=1.0, val_check_interval=5).fit(reader, data)
     return reader.rows
 
 
 def test_two_ranks_share_each_batch_and_lightning_leaves_the_sampler_alone(tmp_path: Path) -> None:
-    data = module(tmp_path, global_batch_size=6, split="60,40")
+    data = module(tmp_path, global_batch_size=6, split="60,40,0")
     reader = Reader()
     trainer(max_steps=5, limit_val_batches=1.0, val_check_interval=5).fit(reader, data)
     ranks = run(rank_reads, 2, str(tmp_path), timeout=240)
