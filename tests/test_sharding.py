@@ -372,12 +372,15 @@ class Stack(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
+        self.rows = nn.Embedding(7, 6, sparse=True) if way == "sparse" else None
         if way == "lists":
             self.layers = nn.ModuleList(nn.ModuleList([Block(), nn.Linear(6, 6)]) for _ in range(2))
         else:
             self.layers = nn.ModuleList((Passing if way == "passing" else Block)() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rows is not None:
+            x = x + self.rows((x > 0).sum(-1))
         if self.way == "lists":
             for first, second in self.layers:  # type: ignore[misc]
                 x = second(first(x))
@@ -407,6 +410,8 @@ class Passing(Block):
 def _stack(way: str, level: str) -> np.ndarray[Any, Any]:
     torch.manual_seed(0)
     model = Stack(way).double()
+    if model.rows is not None and level == "alone":
+        model.rows.sparse = False  # which AdamW of torch refuses
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if level == "alone":
         sharded, rank, world = None, 0, 1
@@ -426,7 +431,7 @@ def _stack(way: str, level: str) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("level", ["optim_grads_params", "optim_grads"])
-@pytest.mark.parametrize("way", ["lists", "passing", "pairs", "all", "nested"])
+@pytest.mark.parametrize("way", ["lists", "passing", "pairs", "all", "nested", "sparse"])
 def test_blocks_train_as_on_one_device_however_they_are_called(way: str, level: str) -> None:
     expected = _stack(way, "alone")
     for found in run(_stack, WORLD, way, level):

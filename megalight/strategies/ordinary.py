@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
@@ -97,6 +97,13 @@ def _check(
             f"{what}, which needs whole gradients and optimizer state on every rank, but data_parallel.level="
             f"{strategy.data_parallel.level!r} divides them. Pass data_parallel=DataParallel(level='no_shard'), or use "
             f"{instead}."
+        )
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = [name for name, each in module.named_modules() if isinstance(each, kinds) and each.sparse]
+    if mesh.dp > 1 and found:
+        raise ConfigurationError(
+            f"{what}, and the gradients of {found[0]} are sparse (sparse=True), which replicas do not average. Set "
+            f"sparse=False, use {instead}, or one device."
         )
     if strategy.micro_batch_size is not None:
         raise ConfigurationError(

@@ -370,6 +370,57 @@ def test_micro_batches_are_cut_between_samples(collate: Any) -> None:
     ]
 
 
+class Rows(Plain):
+    """Reads rows of an embedding, whose gradients are sparse tensors."""
+
+    def __init__(self, optimizer: str = "AdamW", sparse: bool = True) -> None:
+        super().__init__(optimizer)
+        self.rows = nn.Embedding(9, 5, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.rows((x > 0).sum(1)))
+
+
+def _sparse(optimizer: str, level: str, micro_batch_size: int | None) -> list[list[float]]:
+    module = Rows(optimizer)
+    fit(module, batches(16, 4), strategy(level, micro_batch_size=micro_batch_size))
+    return weights(module)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "level", "ranks", "micro_batch_size"),
+    [
+        ("SGD", "no_shard", 2, None),
+        ("AdamW", "optim", 1, 2),
+        ("SGD", "optim_grads", 2, 2),
+        ("AdamW", "optim_grads_params", 2, None),
+    ],
+)
+def test_sparse_gradients_are_added_to_dense_ones(
+    optimizer: str, level: str, ranks: int, micro_batch_size: int | None
+) -> None:
+    expected = by_hand(Rows(optimizer, sparse=False), dealt(16, 4, ranks))
+    for found in run(_sparse, ranks, optimizer, level, micro_batch_size):
+        close(found, expected)
+
+
+class ByHand(Rows):
+    """Steps itself, so that its parameters keep gradients of their own."""
+
+    automatic_optimization = False
+
+
+def _sparse_replicas() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"gradients of rows are sparse \(sparse=True\), which replicas do not"
+    ):
+        fit(ByHand(), batches(16, 4), strategy("no_shard"))
+
+
+def test_replicas_refuse_to_average_sparse_gradients() -> None:
+    run(_sparse_replicas, 2)
+
+
 # ---------------------------------------------------------------------- one replica
 
 

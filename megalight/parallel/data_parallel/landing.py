@@ -38,7 +38,8 @@ def land_gradients(
                     "backward(create_graph=True) reached a parameter whose gradients live in a flat buffer; "
                     "use torch.autograd.grad for gradients of gradients."
                 )
-            state.add(gradient)
+            # An embedding with sparse=True has rows alone.
+            state.add(gradient.to_dense() if gradient.is_sparse else gradient)
             accumulated.grad = main_grad if autograd_adds else None
         arrived()
 
