@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -173,8 +174,24 @@ def merge(model: nn.Module) -> int:
 
     Returns:
         the number of layers that had that adapter; a stack of experts is one layer.
+
+    Raises:
+        ConfigurationError: another module holds a layer's weight too (a tied head), and the sum would be its as well;
+            or weights are stored as codes.
     """
     count = 0
+    holders = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    for path, module in model.named_modules():
+        adapters = getattr(module, "adapter", None)
+        if (
+            isinstance(adapters, AdapterSet)
+            and isinstance(adapters.current, Adapter)
+            and holders[id(module.weight)] > 1
+        ):
+            raise ConfigurationError(
+                f"{path} has an adapter and shares its weight with the embedding, which the sum would change, too. Use "
+                "the adapter as it is (--base), or train with exclude=['output_layer']."
+            )
     # A list, because adapters are removed from the tree on the way.
     for module in list(model.modules()):
         adapters = getattr(module, "adapter", None)
@@ -185,7 +202,6 @@ def merge(model: nn.Module) -> int:
                 continue
             assert isinstance(module.weight, Tensor)
             _check_plain(module.weight)
-            # In place, as other modules may hold the same parameter.
             module.weight.copy_(merged(module.weight, adapter))
             count += 1
         elif isinstance(module, Experts) and module.adapters:

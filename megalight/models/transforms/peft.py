@@ -32,6 +32,7 @@ from megalight.models.saved import (
     companions_of,
     description,
     initial_config,
+    initial_source,
     saved_config,
     serving,
     shapes_of,
@@ -39,8 +40,9 @@ from megalight.models.saved import (
 from megalight.models.transforms import describe
 from megalight.models.transforms.dora import DoRA
 from megalight.models.transforms.lora import LoRA
-from megalight.models.transforms.peft_experts import ExpertLayer, check_config, check_export, cut
+from megalight.models.transforms.peft_experts import MERGE, ExpertLayer, check_config, check_export, cut
 from megalight.models.transforms.saved import chosen_adapter, tensors_of
+from megalight.models.weights import Theirs
 from megalight.nn.adapter import DEFAULT, parse_tensor_name, tensor_name
 from megalight.nn.canonical import canonical_tensors, parts
 from megalight.parallel.source import Target
@@ -50,6 +52,9 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 ROOT = "base_model.model."
 """Prefix of all names in a file of ``peft``, before the name in ``transformers``."""
+
+COPY = ".base_layer.weight"
+"""End of names of weights of the base that ``peft`` saves along: heads and embeddings that have adapters."""
 
 MAGNITUDE = "magnitude_vector"
 
@@ -118,7 +123,7 @@ def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str],
         raise CheckpointError(f"checkpoint {opened.path} has {kinds}; a folder of peft holds one LoRA.")
     lora, known = chosen_adapter(opened, adapter), family(described["family"])
     config = saved_config(described, opened.path)
-    modules, transposed, experts = _modules(known, config)
+    modules, transposed, experts, _ = _modules(known, config)
     source = FullPrecision(opened)
     parsed = {name: parse_tensor_name(name.removeprefix(PREFIX)) for name in tensors_of(opened, lora.adapter)}
     adapted = {each[0] for each in parsed.values() if each is not None}
@@ -191,25 +196,33 @@ def import_adapter(
 
     Raises:
         CheckpointError: a file is missing or damaged, or the adapters are of another base model.
-        ConfigurationError: they are of a kind that we do not have.
+        ConfigurationError: they are of a kind that we do not have, or of an embedding.
     """
     values = _read_config(place(folder))
     known, config = _base(base)
-    modules, _, experts = _modules(known, config)
-    names = {theirs: ours for ours, theirs in modules.items()}
+    modules, _, experts, fused = _modules(known, config)
+    places = {theirs: {ours: Theirs(theirs)} for ours, theirs in modules.items()} | fused
     tensors: dict[str, Tensor] = {}
     stacks: dict[str, Tensor] = {}
     for key, tensor in _read_weights(place(folder)).items():
         module, _, leaf = key.removeprefix(ROOT).rpartition(".lora_")
-        if module not in names and values.get("target_parameters") and experts:
+        if key.endswith(COPY):
+            _check_copy(key, tensor, base, known, config, folder)
+        elif leaf.startswith("embedding_"):
+            raise ConfigurationError(f"{folder} adapts {module}, an embedding; adapters of those are not read. {MERGE}")
+        elif module in places:
+            # Parts of a fused weight have the same A, and each its rows of B.
+            for ours, part in places[module].items():
+                matrix = leaf.removesuffix(".weight")
+                rows = tensor if matrix == "A" else Theirs(module, part.rows).part(tensor).contiguous()
+                tensors[tensor_name(ours, matrix, adapter)] = rows
+        elif values.get("target_parameters") and experts:
             stacks[key.removeprefix(ROOT)] = tensor
-            continue
-        if module not in names:
+        else:
             raise CheckpointError(
-                f"{folder} adapts {module!r}, which the base {base} does not have.{nearest(module, names)} Name the "
+                f"{folder} adapts {module!r}, which the base {base} does not have.{nearest(module, places)} Name the "
                 "base that the adapters were trained on."
             )
-        tensors[tensor_name(names[module], leaf.removesuffix(".weight"), adapter)] = tensor
     tensors |= cut(stacks, values["r"], experts.values(), adapter, folder)
     if not tensors:
         raise CheckpointError(f"{folder} holds no adapters; copy it again.")
@@ -244,10 +257,37 @@ def _base(path: str | os.PathLike[str]) -> tuple[Family, Any]:
     return known, config
 
 
-def _modules(known: Family, config: Any) -> tuple[dict[str, str], set[str], dict[str, ExpertLayer]]:
+def _check_copy(
+    key: str, tensor: Tensor, base: str | os.PathLike[str], known: Family, config: Any, folder: str | os.PathLike[str]
+) -> None:
+    """Check a weight that ``peft`` saves beside adapters of a head or an embedding: it is that of the base.
+
+    Raises:
+        CheckpointError: it differs, as that of a base that was changed in between.
+    """
+    assert known.weights is not None
+    source = initial_source(base, known, config)
+    theirs = key.removeprefix(ROOT).removesuffix(COPY) + ".weight"
+    for name in known.weights.map(config).ours([theirs]):
+        shape, dtype = source.tensors[PREFIX + name].shape, getattr(torch, source.tensors[PREFIX + name].dtype)
+        held = torch.empty(shape, dtype=dtype)
+        with alone() as group:
+            source.fill([Target(PREFIX + name, shape, (0,) * len(shape), held)], strict=False, process_group=group)
+        narrow = min(dtype, tensor.dtype, key=lambda kind: kind.itemsize)
+        if not torch.equal(held.to(narrow), tensor.to(narrow)):
+            raise CheckpointError(
+                f"{key} in {folder} is another weight than {theirs} of the base {base}. Name the base that the "
+                f"adapters were trained on. {MERGE}"
+            )
+
+
+def _modules(
+    known: Family, config: Any
+) -> tuple[dict[str, str], set[str], dict[str, ExpertLayer], dict[str, dict[str, Theirs]]]:
     """Return our matrices -> their modules, where they are one and the same.
 
-    Returns also which of theirs are ``[in, out]``, and which of ours are experts'.
+    Returns also which of theirs are ``[in, out]``, which of ours are experts', and their modules of which ours are
+    parts, with the place of each.
     """
     if known.weights is None:
         raise ConfigurationError(f"transformers has no models like those of the family {known.name}, nor has peft.")
@@ -256,7 +296,7 @@ def _modules(known: Family, config: Any) -> tuple[dict[str, str], set[str], dict
     with torch.device("meta"):
         model = known.model(config)
     stacked = {part.name for part in parts(model) if model.get_parameter(part.parameter).ndim == 3}
-    found, transposed, experts = {}, set(), {}
+    found, transposed, experts, fused = {}, set(), {}, dict[str, dict[str, Theirs]]()
     for name, tensor in canonical_tensors(model).items():
         if not name.endswith(".weight") or tensor.ndim != 2:
             continue
@@ -267,7 +307,12 @@ def _modules(known: Family, config: Any) -> tuple[dict[str, str], set[str], dict
             if name in stacked:
                 stack, index, projection = own.rsplit(".", 2)
                 experts[own] = ExpertLayer(stack, int(index), projection, (tensor.shape[0], tensor.shape[1]))
-    return found, transposed, experts
+        elif not place.stack:
+            fused.setdefault(place.name.removesuffix(".weight"), {})[own] = place
+    # A tied head has no weight of its own, and may have adapters all the same.
+    copies = {copy.removesuffix(".weight") for copy in table.copies}
+    found |= {ours: theirs.name for ours, theirs in table.places.items() if theirs.name in copies}
+    return found, transposed, experts, fused
 
 
 def _read_config(folder: Place) -> dict[str, Any]:

@@ -102,6 +102,14 @@ def test_merged_logits_are_equal() -> None:
     assert not any("adapter" in name for name, _ in model.named_modules())
 
 
+def test_an_adapter_of_a_tied_head_is_not_merged_into_the_embedding() -> None:
+    model = adapted(GPTConfig(**{**BASE, "tie_embeddings": True}), LoRA(rank=3, targets=["output_layer", "q"]))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigurationError, match=r"head\.output_layer has an adapter and shares its weight with"):
+        merge(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def parity(
     options: dict, sequence_parallel: bool, targets: list[str], plan: Plan | None = None, kind: type[LoRA] = LoRA
 ) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -79,6 +80,62 @@ def test_there_and_back(tmp_path: Path, kind: dict[str, bool]) -> None:
     again = peft.PeftModel.from_pretrained(llama(), tmp_path / "back", autocast_adapter_dtype=False).eval()
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, expected)
+
+
+def gpt2() -> Any:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 53, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates)).double()
+
+
+def tied() -> Any:
+    return llama(tie_word_embeddings=True)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:fan_in_fan_out", "ignore:Setting")
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        (llama, {"target_modules": ["lm_head", "q_proj"]}),
+        (tied, {"target_modules": ["lm_head"]}),
+        (gpt2, {"target_modules": ["lm_head", "c_attn"]}),
+        (gpt2, {"target_modules": ["c_attn", "c_fc"], "use_rslora": True}),
+        (gpt2, {"target_modules": ["c_attn"], "use_dora": True}),
+    ],
+)
+def test_heads_and_fused_weights(tmp_path: Path, base: Callable[[], Any], options: dict[str, Any]) -> None:
+    """``q``, ``k`` and ``v`` get the same ``A`` as the fused layer, and their rows of ``B``."""
+    base().save_pretrained(tmp_path / "base")
+    theirs = adapted(base(), **options)
+    theirs.save_pretrained(tmp_path / "theirs")
+    import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "ours.ckpt")
+    tokens = torch.randint(0, 53, (2, 11))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    assert relative_error(logits_of(tmp_path / "ours.ckpt", tmp_path / "base", tokens), expected) < 2e-6
+    assert relative_error(base().eval()(tokens).logits, expected) > 1e-3
+    if "c_attn" in options["target_modules"]:
+        with pytest.raises(ConfigurationError, match="is part of a fused or stacked weight"):
+            export_adapter(tmp_path / "ours.ckpt", tmp_path / "back")
+        return
+    export_adapter(tmp_path / "ours.ckpt", tmp_path / "back")
+    again = peft.PeftModel.from_pretrained(base(), tmp_path / "back", autocast_adapter_dtype=False).eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Setting")
+def test_adapters_of_embeddings_and_heads_of_another_base(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    adapted(llama(), target_modules=["embed_tokens", "q_proj"]).save_pretrained(tmp_path / "embedding")
+    with pytest.raises(ConfigurationError, match=r"adapts model\.embed_tokens, an embedding; .*merge_and_unload"):
+        import_adapter(tmp_path / "embedding", tmp_path / "base", tmp_path / "out.ckpt")
+    other = llama()
+    other.lm_head.weight.data[3, 5] += 1
+    adapted(other, target_modules=["lm_head"]).save_pretrained(tmp_path / "head")
+    with pytest.raises(CheckpointError, match=r"is another weight than lm_head\.weight of the base .*Name the base"):
+        import_adapter(tmp_path / "head", tmp_path / "base", tmp_path / "out.ckpt")
 
 
 def test_several_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,7 +396,7 @@ def test_experts_that_peft_cannot_put_together(tmp_path: Path, lora: LoRA, messa
     of_experts("qwen3_moe").save_pretrained(tmp_path / "base")
     model = GPTModule(weights=str(tmp_path / "base")).build_model()
     lora.change(model)
-    modules, _, experts = _modules(*_base(tmp_path / "base"))
+    modules, _, experts, _ = _modules(*_base(tmp_path / "base"))
     adapted = {name.rpartition(".lora_")[0] for name in canonical_tensors(model) if ".lora_" in name}
     with pytest.raises(ConfigurationError, match=message):
         check_export(lora, adapted, modules, experts)
