@@ -5,7 +5,10 @@ from __future__ import annotations
 import codecs
 import difflib
 import fnmatch
+import math
+import operator
 from collections.abc import Iterable
+from typing import Any
 from unicodedata import category
 
 
@@ -43,6 +46,32 @@ class ConfigurationError(MegalightError, ValueError):
 
 class MissingPackageError(MegalightError, ImportError):
     """An optional package is missing. The message contains the pip command that installs it."""
+
+
+def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """Return a value that must be an integer as an ``int``. Integers of numpy and torch are accepted.
+
+    Raises:
+        ConfigurationError: it is no integer (``True``, ``2.0`` and ``"2"`` are none), or it is out of range.
+    """
+    allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ConfigurationError(f"{name} is {value!r}; it must be an integer, {allowed}.")
+    if number < least or (most is not None and number > most):
+        raise ConfigurationError(f"{name} is {number}; it must be {allowed}.")
+    return number
+
+
+def as_float(value: Any) -> float:
+    """Return a number, also a scalar of numpy or torch, as a float; NaN for text, lists and all else."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
 
 
 def printable(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, MegalightError
 
 if TYPE_CHECKING:
     from megalight.inference import TextGenerator, TextRequest
@@ -63,6 +63,9 @@ def write(
         arguments: those of the command.
         source: a chat template; None: the tokenizer's.
         first: whether this process prints. All of them have the same.
+
+    Raises:
+        MegalightError: after all lines, if requests have failed.
     """
     from megalight.inference.text_requests import line_of
 
@@ -75,11 +78,18 @@ def write(
         texts = [template.render(each, answer=True) for each in messages]
         asked = [replace(request, prompt=text) for request, text in zip(requests, texts, strict=True)]
         ends = template.ends(writer.tokenizer)
+    failed = 0
     sizes = {name: value for name in SIZES if (value := getattr(arguments, name)) is not None}
     for request, completion in zip(requests, writer.complete_each(asked, ends=ends, **sizes), strict=True):
+        failed += completion.reason == "error"
         if first:
             # At once, also into a pipe.
             print(line_of(request, completion), flush=True)
+    if failed:
+        raise MegalightError(
+            f"{failed} of {len(requests)} requests ended with an error: their logits hold NaN or infinity. Check the "
+            "weights (megalight inspect), or compute in a wider --dtype."
+        )
 
 
 def _option(name: str) -> str:

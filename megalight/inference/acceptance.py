@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.inference.generate import check_prompts
+from megalight.inference.generate import check_prompts, end_ids
 from megalight.inference.sampling import Sampling
 from megalight.inference.speculative import rounds
 from megalight.models.eagle import DraftModel
@@ -59,7 +59,7 @@ def measure(
     Returns:
         the completions, and what was counted for each.
     """
-    check_prompts(base, prompts, max_new_tokens)
+    prompts, max_new_tokens = check_prompts(base, prompts, max_new_tokens)
     texts: list[list[int]] = [[] for _ in prompts]
     counts = [Acceptance() for _ in prompts]
     generator = torch.Generator(next(base.parameters()).device)
@@ -70,7 +70,7 @@ def measure(
         max_new_tokens=max_new_tokens,
         guesses=guesses,
         sampling=Sampling(temperature=0.0),
-        ends=set(eos_id),
+        ends=end_ids(base, eos_id),
         generator=generator,
     ):
         for place, each in found.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import DataError, integer
 from megalight.inference.prefixes import Prefixes
 
 BLOCK_SIZE = 16
@@ -13,9 +13,14 @@ BLOCK_SIZE = 16
 
 
 def blocks_at_once(lengths: Iterable[int], at_once: int) -> int:
-    """Return how many blocks of :data:`BLOCK_SIZE` hold the longest ``at_once`` of these texts; at least 1."""
+    """Return how many blocks of :data:`BLOCK_SIZE` hold the longest ``at_once`` of these texts; at least 1.
+
+    Raises:
+        ConfigurationError: ``at_once``, the largest number of texts in a step, is no integer of at least 1.
+    """
+    at_once = integer("max_sequences", at_once)
     needs = sorted((-(-length // BLOCK_SIZE) for length in lengths), reverse=True)
-    return max(1, sum(needs[: max(at_once, 1)]))
+    return max(1, sum(needs[:at_once]))
 
 
 class Blocks:
@@ -35,13 +40,13 @@ class Blocks:
         prefixes: the blocks that can be found by their tokens.
 
     Raises:
-        ConfigurationError: a number is below 1.
+        ConfigurationError: a number is no integer of at least 1.
     """
 
     def __init__(self, num_slots: int, count: int, size: int, snapshots: int = 0) -> None:
-        for name, value in (("num_slots", num_slots), ("number of blocks", count), ("block_size", size)):
-            if value < 1:
-                raise ConfigurationError(f"{name} is {value}; it must be at least 1.")
+        num_slots = integer("num_slots", num_slots)
+        count = integer("number of blocks", count)
+        size = integer("block_size", size)
         self.count, self.size, self.snapshots = count, size, snapshots
         self.tables: list[list[int]] = [[] for _ in range(num_slots)]
         self.prefixes = Prefixes(size, range(num_slots, num_slots + snapshots))

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import Blocks
 from megalight.inference.cache import Cache
-from megalight.inference.generate import another, check_prompts, device_of, last_logits, new_generator
+from megalight.inference.generate import another, check_prompts, device_of, end_ids, last_logits, new_generator
 from megalight.inference.modes import evaluating
 from megalight.inference.parallel import ParallelGPT
 from megalight.inference.request import Completion, Request, Stop
-from megalight.inference.sampling import Sampling, sample
+from megalight.inference.sampling import FAILED, Sampling, sample, seeded
 from megalight.inference.schedule import Schedule
 from megalight.models.gpt import GPT, GPTConfig
 
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
     Attributes:
         tokens: the new token of each text that got one.
-        finished: the completions that ended.
+        finished: the completions that ended, by an ``error``, too.
         preempted: requests that gave their blocks back, to begin again later. They keep their tokens.
         shared: how many tokens of texts that began did not run, because the cache had them already.
     """
@@ -56,7 +56,11 @@ class _OpenStep(NamedTuple):
         """Find the texts that end. After an error this goes on with the same text."""
         while self.undecided:
             request = self.undecided[0]
-            completion = request.ended()
+            try:
+                completion = request.ended()
+            except Exception as error:
+                error.add_note(f"The stop of request {request.number} raised it; cancel it to go on without.")
+                raise
             if request not in self.undecided:
                 continue  # its stop has cancelled it
             self.undecided.remove(request)
@@ -95,8 +99,8 @@ class DynamicEngine:
         suspended: whether the cache is given back.
 
     Raises:
-        ConfigurationError: a number is below 1, a layer has no state, or what a token becomes depends on the others in
-            its forward pass; or the model reads images.
+        ConfigurationError: a number is no integer of at least 1, a layer has no state, or what a token becomes depends
+            on the others in its forward pass; or the model reads images.
     """
 
     def __init__(
@@ -109,10 +113,10 @@ class DynamicEngine:
         step_tokens: int = 512,
     ) -> None:
         _check_model(model)
-        sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_sequences": max_sequences}
-        for name, value in {**sizes, "step_tokens": step_tokens}.items():
-            if value < 1:
-                raise ConfigurationError(f"{name} is {value}; it must be at least 1.")
+        num_blocks = integer("num_blocks", num_blocks)
+        block_size = integer("block_size", block_size)
+        max_sequences = integer("max_sequences", max_sequences)
+        step_tokens = integer("step_tokens", step_tokens)
         self._model = model
         # Texts begin in the order in which they came, so few beginnings are wanted at a time.
         self.blocks = Blocks(max_sequences, num_blocks, block_size, snapshots=-(-max_sequences // 16))
@@ -141,23 +145,28 @@ class DynamicEngine:
     ) -> int:
         """Add a request; return its number. It begins when those before it leave room.
 
+        If the logits of its next token hold NaN or infinity when it runs alone, it ends with the reason ``error``, and
+        others go on.
+
         Args:
-            prompt: token ids, at least one.
+            prompt: token ids, at least one; integers of numpy and torch are accepted, here and below.
             max_new_tokens: maximum length of the completion.
             sampling: how tokens are chosen.
             eos_id: the completion ends with this token, or with one of these.
             stop: called with the completion's tokens after each of them; the completion ends if it returns True, which
                 must be the same on all ranks.
-            seed: seed of its draws, which are those of ``generate`` with this prompt alone and a generator of this
-                seed. None: a new one.
+            seed: seed of its draws, from 0 to ``2**63 - 1``. They are those of ``generate`` with this prompt alone and
+                a generator of this seed. None: a new one.
             log_probs: whether the completion has the log-probabilities of its tokens.
 
         Raises:
-            DataError: the prompt is empty, an id is outside the vocabulary, or prompt and completion are too long
-                together for the model, or for all blocks of the cache.
-            ConfigurationError: a value is out of range.
+            DataError: the prompt is empty or holds no token ids, an id is outside the vocabulary, or prompt and
+                completion are too long together for the model, or for all blocks of the cache.
+            ConfigurationError: another value is of the wrong kind or out of range.
         """
-        check_prompts(self._model, [prompt], max_new_tokens)
+        (prompt,), max_new_tokens = check_prompts(self._model, [prompt], max_new_tokens)
+        if stop is not None and not callable(stop):
+            raise ConfigurationError(f"stop is {stop!r}; it must be a function of the completion's tokens.")
         # The last token of a completion never runs.
         longest = len(prompt) + max_new_tokens - 1
         if self.blocks.holding(longest) > self.blocks.count:
@@ -166,21 +175,21 @@ class DynamicEngine:
                 f"blocks of {self.blocks.size} tokens, and the cache has {self.blocks.count}: the request could never "
                 "end. Lower max_new_tokens (--max-new-tokens), or raise num_blocks (--cache-tokens)."
             )
-        number, self._count = self._count, self._count + 1
         request = Request(
-            number,
-            list(prompt),
+            self._count,
+            prompt,
             len(prompt),
             max_new_tokens,
-            sampling or Sampling(),
-            () if eos_id is None else {eos_id} if isinstance(eos_id, int) else {*eos_id},
+            Sampling.of(sampling),
+            end_ids(self._model, eos_id),
             stop,
-            Generator(device_of(self._model)).manual_seed(self._new_seed() if seed is None else seed),
+            seeded(device_of(self._model), self._new_seed() if seed is None else seed),
             [] if log_probs else None,
         )
-        self._requests[number] = request
+        self._count += 1
+        self._requests[request.number] = request
         self._schedule.waiting.append(request)
-        return number
+        return request.number
 
     def cancel(self, number: int) -> None:
         """Take a request out, wherever it is.
@@ -255,10 +264,24 @@ class DynamicEngine:
             raise
         found = {request.number: count for request, count in plan.shared.items()}
         step = Step({}, {}, [request.number for request in plan.preempted], found)
+        suspects: list[Request] = []
+        undecided: deque[Request] = deque()
         for request, token, log_prob in zip(requests, *chosen, strict=True):
-            request.take(token, log_prob)
-            step.tokens[request.number] = token
-        return _OpenStep(step, deque(requests))
+            if token == FAILED and not request.suspect:
+                suspects.append(request)
+                continue
+            undecided.append(request)
+            request.failed = token == FAILED
+            if not request.failed:
+                request.take(token, log_prob)
+                step.tokens[request.number] = token
+            if request.suspect:
+                # It has run alone, and waits until the others have.
+                request.suspect = False
+                suspects = [other for other in schedule.waiting if other.suspect]
+        if suspects:
+            step.preempted.extend(request.number for request in schedule.isolate(suspects))
+        return _OpenStep(step, undecided)
 
     def __iter__(self) -> Iterator[Step]:
         """Step until no request is left; requests may be added meanwhile."""
@@ -293,7 +316,7 @@ class DynamicEngine:
 
 
 def _chosen(requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float | None]]:
-    """Return the next token of each request, and its log-probability if one is wanted.
+    """Return the next token of each request (:data:`FAILED`: none), and its log-probability if one is wanted.
 
     Args:
         requests: ``n`` requests.
@@ -308,11 +331,15 @@ def _chosen(requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) ->
     states = [generator.get_state() for generator in generators]
     try:
         tokens = _drawn(requests, logits, generators)
-        if all(request.log_probs is None for request in requests):
-            return tokens.tolist(), [None] * len(requests)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        found: list[float | None] = wide.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist()
-        return tokens.tolist(), found
+        found: list[float | None] = [None] * len(requests)
+        if any(request.log_probs is not None for request in requests):
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            found = wide.log_softmax(-1).gather(-1, tokens.clamp(min=0)[:, None])[:, 0].tolist()
+        chosen = tokens.tolist()
+        for token, generator, state in zip(chosen, generators, states, strict=True):
+            if token == FAILED:
+                generator.set_state(state)  # it draws again when it runs alone
+        return chosen, found
     except BaseException:
         # These draws come again, when the texts have begun again.
         for generator, state in zip(generators, states, strict=True):

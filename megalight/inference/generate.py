@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.cache import Cache
 from megalight.inference.modes import evaluating
 from megalight.inference.parallel import ParallelGPT
-from megalight.inference.sampling import Sampling, sample
+from megalight.inference.sampling import Sampling, check_sampled, sample
 from megalight.inference.speculative import check_draft, rounds
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
@@ -60,9 +63,10 @@ def generate(
         one completion per prompt, without the prompt, and with the token that ended it.
 
     Raises:
-        DataError: there is no prompt, a prompt is empty, an id is outside the vocabulary, prompt and completion are too
-            long together, or image tokens do not match the images.
-        ConfigurationError: a sampling value is out of range, or the draft does not fit the model.
+        DataError: there is no prompt, a prompt is empty or holds no token ids, an id is outside the vocabulary, prompt
+            and completion are too long together, or image tokens do not match the images.
+        ConfigurationError: another value is of the wrong kind or out of range, or the draft does not fit the model.
+        MegalightError: logits hold NaN or infinity.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     completions: list[list[int]] = [[] for _ in prompts]
@@ -101,10 +105,9 @@ def stream(
     Replicas that share experts must iterate to the end, because they take part in the steps of the other replicas.
     """
     # Here, not in `_steps`: a generator function runs nothing before its first item is asked for.
-    check_prompts(model, prompts, max_new_tokens, axis_positions)
+    prompts, max_new_tokens = check_prompts(model, prompts, max_new_tokens, axis_positions)
     _check_pictures(model, prompts, pictures)
-    ends: Collection[int] = () if eos_id is None else {eos_id} if isinstance(eos_id, int) else set(eos_id)
-    sampling = sampling or Sampling()
+    ends, sampling = end_ids(model, eos_id), Sampling.of(sampling)
     if draft is None:
         return _steps(model, prompts, max_new_tokens, sampling, ends, generator, axis_positions, pictures)
     if axis_positions is not None:
@@ -143,6 +146,7 @@ def _steps(
         # The one wait for the device in a step: the host must know which prompts have ended.
         chosen = sample(logits, sampling, generator).tolist()
         step = dict(zip(active, chosen, strict=True))
+        check_sampled({prompt: [token] for prompt, token in step.items()})
         yield step
         left -= 1
         # completed prompts leave the batch; the others continue with their newest token
@@ -223,20 +227,20 @@ def check_prompts(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     axis_positions: Sequence[Tensor] | None = None,
-) -> None:
-    """Refuse what :func:`generate` cannot complete."""
+) -> tuple[list[list[int]], int]:
+    """Return prompts and ``max_new_tokens`` as plain integers. Refuse what :func:`generate` cannot complete."""
     config = model.config
-    if max_new_tokens < 1:
-        raise ConfigurationError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
-    if not prompts or not all(prompts):
+    max_new_tokens = integer("max_new_tokens", max_new_tokens)
+    all_ids = [_token_ids(prompt) for prompt in prompts]
+    if not all_ids or not all(all_ids):
         raise DataError("a prompt is empty, or there is none; give at least one prompt, each with at least one token.")
-    longest = max(map(len, prompts))
+    longest = max(map(len, all_ids))
     if longest + max_new_tokens > config.max_sequence_length:
         raise DataError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed max_sequence_length = "
             f"{config.max_sequence_length}; shorten the prompt or lower max_new_tokens (--max-new-tokens)."
         )
-    strange = [token for prompt in prompts for token in prompt if not 0 <= token < config.vocab_size]
+    strange = [token for ids in all_ids for token in ids if not 0 <= token < config.vocab_size]
     if strange:
         raise DataError(
             f"token {strange[0]} is outside the model's vocabulary of {config.vocab_size}; "
@@ -246,11 +250,39 @@ def check_prompts(
     if axis_positions is not None:
         if axes is None:
             raise DataError("axis_positions are given, but position.axes of the model is null; leave them out.")
-        expected = [(len(axes.sections), len(prompt)) for prompt in prompts]
+        expected = [(len(axes.sections), len(ids)) for ids in all_ids]
         if (found := [tuple(each.shape) for each in axis_positions]) != expected:
             raise DataError(
                 f"axis_positions have shapes {found[:8]}; prompts and axes of the model need {expected[:8]}."
             )
+    return all_ids, max_new_tokens
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        found = [*map(operator.index, prompt)]
+    except TypeError:
+        found = None
+    if found is None or any(isinstance(token, bool) for token in prompt):
+        raise DataError(
+            f"a prompt is {reprlib.repr(prompt)}; it must be a list of token ids, which are integers. Encode text with "
+            "the tokenizer, or use TextGenerator."
+        )
+    return found
+
+
+def end_ids(model: GPT | ParallelGPT, eos_id: int | Collection[int] | None) -> frozenset[int]:
+    """Return the tokens that end a completion.
+
+    Raises:
+        ConfigurationError: one is no token id of the model.
+    """
+    if eos_id is None:
+        return frozenset()
+    # Scalars of numpy and torch have the methods of a collection.
+    several = isinstance(eos_id, Collection) and getattr(eos_id, "ndim", 1) != 0
+    each: Any = eos_id if several else [eos_id]
+    return frozenset(integer("eos_id", token, 0, model.config.vocab_size - 1) for token in each)
 
 
 def _check_pictures(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], pictures: Pictures | None) -> None:

@@ -46,7 +46,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
 def _question(line: str, where: str) -> Question:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is no JSON: {error}") from error
     turns = values.get("turns") if isinstance(values, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):

@@ -10,8 +10,9 @@ from torch import Generator
 
 from megalight.inference.sampling import Sampling
 
-Reason = Literal["end", "stop", "length"]
-"""Why a completion ended: with an end token, by ``stop``, or at its longest."""
+Reason = Literal["end", "stop", "length", "error"]
+"""Why a completion ended: with an end token, by ``stop``, at its longest, or because the logits of its next token hold
+NaN or infinity."""
 Stop = Callable[[Sequence[int]], bool]
 """Whether a completion ends, given its tokens so far."""
 
@@ -46,6 +47,8 @@ class Request:
         generator: the request's own, so that its draws do not depend on other requests.
         log_probs: of the completion's tokens, or None.
         slot: its slot in the cache while it runs.
+        suspect: whether its logits were NaN or infinite in a pass with others, so that it runs alone next.
+        failed: whether they are when it runs alone.
     """
 
     number: int
@@ -58,6 +61,8 @@ class Request:
     generator: Generator | None = None
     log_probs: list[float] | None = None
     slot: int | None = None
+    suspect: bool = False
+    failed: bool = False
 
     def take(self, token: int, log_prob: float | None) -> None:
         """Add the next token."""
@@ -66,10 +71,12 @@ class Request:
             self.log_probs.append(log_prob)
 
     def ended(self) -> Completion | None:
-        """Return the completion if the newest token ends it."""
+        """Return the completion if it ends."""
         reason: Reason | None = None
         # Without a copy of the tokens, where nobody asks for it: texts may be long.
-        if self.tokens[-1] in self.ends:
+        if self.failed:
+            reason = "error"
+        elif self.tokens[-1] in self.ends:
             reason = "end"
         elif self.stop is not None and self.stop(self.tokens[self.prompt_length :]):
             reason = "stop"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, MegalightError, as_float, integer
+
+LARGEST_SEED = 2**63 - 1
+FAILED = -1
+"""What :func:`sample` returns in the place of a token where the logits hold NaN or infinity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +21,7 @@ class Sampling:
     """Settings for the choice of the next token. Temperature is applied first, then top-k, then top-p.
 
     Attributes:
-        temperature: the logits are divided by this. 0 means the most probable token (greedy).
+        temperature: the logits are divided by this finite number. 0 means the most probable token (greedy).
         top_k: sample from the ``k`` most probable tokens. None means all tokens.
         top_p: sample from the smallest set of tokens that together have at least this probability (nucleus sampling,
             https://arxiv.org/abs/1904.09751). None means all tokens.
@@ -30,12 +35,42 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ConfigurationError(f"temperature is {self.temperature}; it must be at least 0 (0 is greedy).")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigurationError(f"top_k is {self.top_k}; it must be at least 1, or left out to allow all tokens.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigurationError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
+        # Plain numbers: requests with equal settings are sampled together.
+        temperature = as_float(self.temperature)
+        if isinstance(self.temperature, bool) or not 0 <= temperature < math.inf:
+            raise ConfigurationError(
+                f"temperature is {self.temperature!r}; it must be a finite number, at least 0 (0 is greedy)."
+            )
+        object.__setattr__(self, "temperature", temperature)
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", integer("top_k", self.top_k))
+        if self.top_p is not None:
+            top_p = as_float(self.top_p)
+            if isinstance(self.top_p, bool) or not 0 < top_p <= 1:
+                raise ConfigurationError(f"top_p is {self.top_p!r}; it must be a number above 0 and at most 1.")
+            object.__setattr__(self, "top_p", top_p)
+
+    @staticmethod
+    def of(given: Sampling | None) -> Sampling:
+        """Return what is given, or the defaults.
+
+        Raises:
+            ConfigurationError: it is no ``Sampling``.
+        """
+        if given is None:
+            return Sampling()
+        if not isinstance(given, Sampling):
+            raise ConfigurationError(f"sampling is {given!r}; it must be a Sampling, such as Sampling(temperature=0).")
+        return given
+
+
+def seeded(device: torch.device | str, seed: int) -> Generator:
+    """Return a generator on a device.
+
+    Raises:
+        ConfigurationError: the seed is no integer from 0 to :data:`LARGEST_SEED`.
+    """
+    return Generator(device).manual_seed(integer("seed", seed, 0, LARGEST_SEED))
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -68,7 +103,10 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter(-1, best, 1.0)
     # subtract the maximum before dividing, or a tiny temperature would overflow
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    range_ = torch.finfo(logits.dtype)
+    # In the logits' own dtype a temperature of 1e-300 is 0, and 0 / 0 is NaN.
+    temperature = min(max(sampling.temperature, range_.tiny), range_.max)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if sampling.top_k is not None:
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p is not None and sampling.top_p < 1:
@@ -77,7 +115,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: Generator | Sequence[Generator] | None = None) -> Tensor:
-    """Sample token ids: ``[N, V] -> [N]``.
+    """Sample token ids: ``[N, V] -> [N]``. Rows with NaN or infinity give :data:`FAILED`.
 
     Args:
         logits: ``[N, V]``.
@@ -92,4 +130,21 @@ def sample(logits: Tensor, sampling: Sampling, generator: Generator | Sequence[G
             row.exponential_(generator=own)
     else:
         exponential.exponential_(generator=generator)
-    return (chances / exponential).argmax(-1)
+    # A row's maximum is NaN where any of its values is. Without a wait for the device, as all of this.
+    return torch.where(logits.amax(-1).isfinite(), (chances / exponential).argmax(-1), FAILED)
+
+
+def check_sampled(tokens: Mapping[int, Sequence[int]]) -> None:
+    """Refuse samples from logits that are not finite.
+
+    Args:
+        tokens: by the number of its prompt, what was sampled.
+
+    Raises:
+        MegalightError: with the numbers of the prompts.
+    """
+    if failed := [prompt for prompt, found in tokens.items() if FAILED in found]:
+        raise MegalightError(
+            f"the logits after prompt {', '.join(map(str, failed[:8]))} hold NaN or infinity, so no token can be "
+            "sampled; check the weights (megalight inspect), or compute in a wider dtype."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megalight.inference.cache import Cache
@@ -40,6 +41,9 @@ class Schedule:
     stops where it and the one that waits next go on differently, and its state is kept; the other begins in the next
     pass.
 
+    NaN spreads to all requests that share a block with it, and in some layers to all of the pass. So requests without
+    finite logits run again alone, and share nothing (:meth:`isolate`).
+
     Args:
         cache: where sequences are kept.
         step_tokens: maximum number of tokens of a forward pass.
@@ -73,7 +77,9 @@ class Schedule:
                 blocks.grow({request.slot: total})
             left -= self._run(plan, request, request.slot, left)
         # A state that is kept can be copied after the pass alone, so those that wait for it begin in the next one.
-        while left and not plan.kept and (new := self._next(plan)) is not None:
+        while left and not plan.kept and not any(request.suspect for request in plan.counts):
+            if (new := self._next(plan)) is None:
+                break
             left -= self._run(plan, *new, left)
         return plan
 
@@ -93,6 +99,17 @@ class Schedule:
         while self.running:
             self.preempt()
 
+    def isolate(self, requests: Sequence[Request]) -> list[Request]:
+        """Let all requests wait, and these begin first, each in passes of its own; return those that ran."""
+        ran = [*self.running]
+        self.preempt_all()
+        self.cache.blocks.prefixes.clear()
+        for request in requests[::-1]:
+            request.suspect = True
+            self.waiting.remove(request)
+            self.waiting.appendleft(request)
+        return ran
+
     def end(self, request: Request) -> None:
         """Take a request out, and its slot and blocks back."""
         if request.slot is None:
@@ -106,6 +123,9 @@ class Schedule:
         """Plan the next tokens of a request, at most ``left``; return how many."""
         stored, blocks = self.cache.lengths[slot], self.cache.blocks
         end = min(stored + left, len(request.tokens))
+        if request.suspect:
+            plan.counts[request] = end - stored
+            return end - stored
         if fork := self._fork(request, stored, end):
             blocks.remember(slot, request.tokens, stored, fork)
             found = blocks.prefixes.find(request.tokens[:fork])

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, integer
 from megalight.inference.cache import Cache
 from megalight.inference.modes import evaluating
 from megalight.inference.parallel import ParallelGPT
-from megalight.inference.sampling import Sampling, sample
+from megalight.inference.sampling import Sampling, check_sampled, sample
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.hidden import KEPT, keeping
@@ -45,7 +45,7 @@ def check_draft(base: GPT | ParallelGPT, draft: DraftModel, guesses: int = 1) ->
 
     Raises:
         ConfigurationError: sizes differ, the base lacks a layer that the draft reads, reads images, or has experts that
-            several replicas share, or ``guesses`` is below 1.
+            several replicas share, or ``guesses`` is no integer of at least 1.
     """
     config: object = base.config
     if not isinstance(config, GPTConfig):
@@ -55,8 +55,7 @@ def check_draft(base: GPT | ParallelGPT, draft: DraftModel, guesses: int = 1) ->
             "experts of the base are on ranks of several replicas, which must run equally often, and rounds of a draft "
             "differ in number. Leave the draft out, or divide the base otherwise."
         )
-    if guesses < 1:
-        raise ConfigurationError(f"guesses={guesses} must be at least 1; 4 are usual.")
+    integer("guesses", guesses)
     if draft.config.beside(config) != draft.config:
         raise ConfigurationError("the draft has no sizes yet; build it of EagleConfig.beside(base).")
 
@@ -104,6 +103,7 @@ def rounds(
         for slot in list(given):
             # One choice after the newest token, and one after each guess.
             choices, chosen = chosen[: len(guessed[slot]) + 1], chosen[len(guessed[slot]) + 1 :]
+            check_sampled({slot: choices})
             found[slot] = _kept(choices, guessed[slot], ends)
             left[slot] -= len(found[slot].tokens)
         yield found

@@ -18,13 +18,14 @@ from megalight.checkpoint.foreign.transformers_folder import is_folder, json_obj
 from megalight.data.multimodal.image_text import ImageText, image_text_of
 from megalight.data.multimodal.images import Resize
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError
+from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, integer
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.inference.engine import DynamicEngine
 from megalight.inference.generate import generate
 from megalight.inference.parallel import ParallelGPT
 from megalight.inference.pictures import ImageFile, with_pictures
 from megalight.inference.request import Completion
+from megalight.inference.sampling import seeded
 from megalight.inference.text_requests import TextCompletion, TextRequest, before, stop_at
 from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
@@ -195,7 +196,9 @@ class TextGenerator:
                 f"the tokenizer has {found.vocab_size} tokens and the model {model.config.vocab_size}; "
                 "use the tokenizer that the model was trained with."
             )
-        ends = frozenset[int]() if tokenizer else _ends(path)
+        # Beyond the vocabulary no token can end a completion.
+        named = frozenset[int]() if tokenizer else _ends(path)
+        ends = frozenset(token for token in named if 0 <= token < model.config.vocab_size)
         return cls(model, found, ends, tuple(found.start) if is_folder(path) else ())
 
     @property
@@ -276,7 +279,7 @@ class TextGenerator:
             temperature: see :class:`~megalight.inference.sampling.Sampling`.
             top_k: see :class:`~megalight.inference.sampling.Sampling`.
             top_p: see :class:`~megalight.inference.sampling.Sampling`.
-            seed: seed of the sampling. None gives other results each time.
+            seed: seed of the sampling, from 0 to ``2**63 - 1``. None gives other results each time.
             ends: ids of further tokens that end a completion, such as the end of a chat model's answer.
             images: the images of each prompt, as paths or as the bytes of files. Each stands where the prompt has
                 ``<image>``, or :attr:`image_marker`.
@@ -289,7 +292,10 @@ class TextGenerator:
         Raises:
             DataError: the model reads no images, an image cannot be read, or a prompt has another number of places for
                 images than of images; or see :func:`~megalight.inference.generate.generate`.
+            ConfigurationError, MegalightError: see :func:`~megalight.inference.generate.generate`.
         """
+        if isinstance(prompts, str):
+            raise DataError(f"prompts is the text {prompts[:60]!r}; give a list of texts, such as [text].")
         if images is not None:
             image = self.image_text(image_text)
             prompts = [image.framed(image.marked(text))[0] for text in prompts]
@@ -302,7 +308,7 @@ class TextGenerator:
         generator = None
         if seed is not None:
             # On the model's device, where samples are drawn.
-            generator = torch.Generator(device).manual_seed(seed)
+            generator = seeded(device, seed)
         if max_new_tokens is None:
             max_new_tokens = self._room(max(map(len, ids), default=0))
         completions = generate(
@@ -346,6 +352,8 @@ class TextGenerator:
         Raises:
             DataError, ConfigurationError: see :meth:`DynamicEngine.add`. All requests are checked before the first
                 runs.
+
+        A request whose logits hold NaN or infinity ends with the reason ``error``, and the others go on.
         """
         ids = [self._ids(request.prompt) for request in requests]
         limits = [
@@ -354,10 +362,8 @@ class TextGenerator:
         ]
         if cache_tokens is None:
             blocks = blocks_at_once((len(p) + n for p, n in zip(ids, limits, strict=True)), max_sequences)
-        elif (blocks := cache_tokens // BLOCK_SIZE) < 1:
-            raise ConfigurationError(
-                f"cache_tokens (--cache-tokens) is {cache_tokens}; it must be at least {BLOCK_SIZE}, one block."
-            )
+        else:
+            blocks = integer("cache_tokens (--cache-tokens)", cache_tokens, BLOCK_SIZE) // BLOCK_SIZE
         engine = DynamicEngine(
             self.model,
             num_blocks=blocks,
@@ -376,8 +382,10 @@ class TextGenerator:
                     seed=request.seed,
                     log_probs=request.log_probs,
                 )
-            except DataError as error:
-                raise DataError(f"{request.place}: {error}" if request.place else str(error)) from error
+            except (ConfigurationError, DataError) as error:
+                if not request.place:
+                    raise
+                raise type(error)(f"{request.place}: {error}") from error
         return self._in_order(engine, requests, ids)
 
     def _in_order(
@@ -411,7 +419,7 @@ def _ends(path: Place) -> frozenset[int]:
     """Return the tokens that end a text by the settings for generation beside a model."""
     settings = json_object(companions_of(path).get(GENERATION, b"{}"), GENERATION)
     ids = settings.get("eos_token_id")
-    return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
+    return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int)
 
 
 def _tokenizer(path: Place) -> Tokenizer:

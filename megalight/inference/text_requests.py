@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import ConfigurationError, DataError, decode_utf8
+from megalight.errors import ConfigurationError, DataError, decode_utf8, integer
 from megalight.inference.request import Reason, Stop
-from megalight.inference.sampling import Sampling
+from megalight.inference.sampling import LARGEST_SEED, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,13 @@ class TextRequest:
             sequence ends.
         sampling: how tokens are chosen.
         seed: seed of its draws. None gives other results each time.
-        stop: texts that end the completion, which they are no part of.
+        stop: a text, or several, that end the completion, which they are no part of.
         log_probs: whether the completion has its tokens and their log-probabilities.
         id: any value of JSON, which is kept for the completion.
         place: where the request stands, for messages.
+
+    Raises:
+        ConfigurationError: a value is of the wrong kind or out of range.
     """
 
     prompt: str
@@ -39,6 +42,30 @@ class TextRequest:
     id: Any = None
     place: str = ""
 
+    def __post_init__(self) -> None:
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop
+        several = isinstance(texts, Sequence) and all(_is_text(text) and text for text in texts)
+        for name, holds, what in (
+            ("prompt", _is_text(self.prompt), "a text of Unicode"),
+            ("stop", several, "a text, or a list of texts, none empty"),
+            ("log_probs", isinstance(self.log_probs, bool), "true or false"),
+        ):
+            if not holds:
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r}; it must be {what}.")
+        object.__setattr__(self, "stop", texts)
+        if self.max_new_tokens is not None:
+            integer("max_new_tokens", self.max_new_tokens)
+        if self.seed is not None:
+            integer("seed", self.seed, 0, LARGEST_SEED)
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a text that UTF-8 can write, so without half a pair of surrogates."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
 
 @dataclass(frozen=True)
 class TextCompletion:
@@ -46,7 +73,8 @@ class TextCompletion:
 
     Attributes:
         text: the new text.
-        reason: why it ended: an ``end`` token, a ``stop`` text, or its ``length``.
+        reason: why it ended: an ``end`` token, a ``stop`` text, its ``length``, or an ``error``: NaN or infinity in the
+            logits.
         tokens: its tokens, those of the stop text included.
         log_probs: of its tokens, before temperature, top-k and top-p; None: the request has none.
     """
@@ -57,35 +85,8 @@ class TextCompletion:
     log_probs: list[float] | None
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and least <= value < 2**63
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _text(value: Any) -> bool:
-    # JSON may hold half of a surrogate pair, which no tokenizer reads.
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, str | list) and bool(value) and all(text and _text(text) for text in value)
-
-
-KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt": (_text, "a text of Unicode"),
-    "max_new_tokens": (_whole(1), "a whole number of at least 1"),
-    "temperature": (_number, "a number"),
-    "top_k": (_whole(1), "a whole number of at least 1"),
-    "top_p": (_number, "a number"),
-    "seed": (_whole(0), "a whole number of at least 0"),
-    "stop": (_texts, "a text, or a list of texts, none empty"),
-    "log_probs": (lambda value: isinstance(value, bool), "true or false"),
-    "id": (lambda _: True, "any value"),
-}
-"""What a line may have, a check of the value, and what the value must be."""
+KEYS = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "log_probs", "id")
+"""What a line may have."""
 
 
 def read_requests(path: Path, default: TextRequest) -> list[TextRequest]:
@@ -118,26 +119,20 @@ def read_requests(path: Path, default: TextRequest) -> list[TextRequest]:
 def _values(line: str, place: str) -> dict[str, Any]:
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is no JSON: {error}.") from error
     if not isinstance(values, dict):
         raise DataError(f'{place} is no object of JSON; write {{"prompt": ...}}.')
-    if strange := values.keys() - KEYS:
+    if strange := values.keys() - {*KEYS}:
         raise DataError(f"{place} has the key {min(strange)!r}; a request has {', '.join(KEYS)}.")
     if "prompt" not in values:
         raise DataError(f"{place} has no key 'prompt'.")
-    for key, value in values.items():
-        holds, what = KEYS[key]
-        if not holds(value):
-            raise DataError(f"{place}: {key} is {json.dumps(value)}; it must be {what}.")
     return values
 
 
 def _request(values: Mapping[str, Any], default: TextRequest) -> TextRequest:
     chosen = {key: values[key] for key in ("temperature", "top_k", "top_p") if key in values}
     own = {key: value for key, value in values.items() if key not in chosen}
-    if isinstance(own.get("stop"), str):
-        own["stop"] = [own["stop"]]
     try:
         return replace(default, sampling=replace(default.sampling, **chosen), **own)
     except ConfigurationError as error:
@@ -150,7 +145,8 @@ def line_of(request: TextRequest, completion: TextCompletion) -> str:
     values |= {"prompt": request.prompt, "completion": completion.text, "reason": completion.reason}
     if completion.log_probs is not None:
         values |= {"tokens": completion.tokens, "log_probs": completion.log_probs}
-    return json.dumps(values, ensure_ascii=False)
+    # Half a pair of surrogates, which an id may hold, has no bytes; escaped it is JSON.
+    return json.dumps(values, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 def stop_at(texts: Sequence[str], tokenizer: Tokenizer) -> Stop | None:

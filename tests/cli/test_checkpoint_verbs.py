@@ -9,6 +9,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from megalight.cli.main import main
 from megalight.data.tokenizer import Tokenizer
@@ -54,6 +55,23 @@ def test_generate_completes_a_file_of_prompts(saved, tmp_path, capsys):
     assert first == {"prompt": "ab", "completion": expected, "reason": "length"}
     (expected,) = writer.complete(["ab"], max_new_tokens=2, top_k=9, seed=6)
     assert (second["id"], second["completion"], len(second["log_probs"])) == (7, expected, 2)
+
+
+def test_generate_prints_all_lines_and_fails_if_a_request_failed(saved, tmp_path, capsys):
+    model, tokenizer = build(), Tokenizer.load(tmp_path / "tokenizer")
+    with torch.no_grad():
+        model.embed.word.weight[tokenizer.encode("#")] = torch.nan
+    save(tmp_path / "nan", model, files={path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()})
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "#"}\n{"prompt": "ab"}\n')
+    words = ["--prompts", str(file), "-n", "6", "-t", "0"]
+    assert main(["generate", str(tmp_path / "nan"), *words]) == 2
+    out, err = capsys.readouterr()
+    first, second = map(json.loads, out.splitlines())
+    assert first == {"prompt": "#", "completion": "", "reason": "error"}
+    (expected,) = TextGenerator.from_checkpoint(saved).complete(["ab"], max_new_tokens=6, temperature=0)
+    assert second == {"prompt": "ab", "completion": expected, "reason": "length"}
+    assert "1 of 2 requests ended with an error: their logits hold NaN or infinity" in " ".join(err.split())
 
 
 def test_generate_answers_a_file_of_prompts(saved, tmp_path, capsys):

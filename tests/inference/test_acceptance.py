@@ -169,10 +169,12 @@ def test_an_acceptance_length_of_no_rounds_is_refused(prompts: list[list[int]], 
 
 def test_what_a_draft_cannot_serve_is_refused() -> None:
     base, draft = models()
-    with pytest.raises(ConfigurationError, match="guesses=0 must be at least 1"):
+    with pytest.raises(ConfigurationError, match="guesses is 0; it must be at least 1"):
         generate(base, PROMPTS, max_new_tokens=4, draft=draft, guesses=0)
-    with pytest.raises(ConfigurationError, match="guesses=0 must be at least 1"):
+    with pytest.raises(ConfigurationError, match="guesses is 0; it must be at least 1"):
         stream(base, PROMPTS, max_new_tokens=4, draft=draft, guesses=0)  # at the call, not at its first item
+    with pytest.raises(ConfigurationError, match=r"guesses is 2\.5; it must be an integer, at least 1"):
+        generate(base, PROMPTS, max_new_tokens=4, draft=draft, guesses=2.5)  # type: ignore[arg-type]
     other = GPT(replace(SMALL, vocab_size=32))
     with pytest.raises(ConfigurationError, match="vocab_size of the draft is 31 and that of the base 32"):
         generate(other, PROMPTS, max_new_tokens=4, draft=draft)

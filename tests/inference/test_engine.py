@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import Completion, DynamicEngine, Sampling, Step, generate, sample
 from megalight.inference.request import Stop
 from megalight.models.gpt import GPT, MambaConfig
@@ -321,6 +322,94 @@ def test_the_mode_of_the_model_stays() -> None:
     assert model.layers["0"].training
 
 
+def poisoned(model: GPT, token: int) -> GPT:
+    """A model whose logits are NaN after this token."""
+    with torch.no_grad():
+        model.embed.word.weight[token] = torch.nan  # type: ignore[union-attr]
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "hybrid", "experts", "mamba"])
+def test_a_request_whose_logits_are_nan_fails_alone(name: str) -> None:
+    model = build(**MODELS[name])
+    expected = alone(model, seed=11)
+    bad = next(token for token in range(20, 61) if not any(token in tokens for tokens in expected))
+    engine = DynamicEngine(poisoned(model, bad), num_blocks=9, block_size=3, step_tokens=7)
+    numbers: list[int] = []
+    for number, prompt in enumerate(PROMPTS):
+        engine.add([*prompt, bad], max_new_tokens=9, sampling=GREEDY, log_probs=True)
+        numbers.append(engine.add(prompt, max_new_tokens=9, sampling=DRAWN, seed=11 + number, log_probs=True))
+    found = engine.run()
+    assert [found[number].tokens for number in numbers] == expected
+    assert [found.pop(number).reason for number in numbers] == ["length"] * 4
+    assert {*map(str, found.values())} == {str(Completion([], [], "error"))}
+    assert engine.blocks.free == 9
+    with pytest.raises(MegalightError, match="the logits after prompt 1 hold NaN or infinity"):
+        generate(model, [[5, 6], [bad], [7]], max_new_tokens=3)
+
+
+def test_a_completion_keeps_its_tokens_when_it_fails() -> None:
+    model = build()
+    (tokens,) = generate(model, [[5, 6, 7]], max_new_tokens=9, temperature=0)
+    place = next(place for place, token in enumerate(tokens) if place and token not in [5, 6, 7, *tokens[:place]])
+    engine = DynamicEngine(poisoned(model, tokens[place]), num_blocks=9)
+    engine.add([5, 6, 7], max_new_tokens=9, sampling=GREEDY)
+    assert engine.run() == {0: Completion(tokens[: place + 1], None, "error")}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"prompt": [1.5]}, r"a prompt is \[1.5\]; it must be a list of token ids, which are integers"),
+        ({"prompt": "ab"}, "a prompt is 'ab'; it must be a list of token ids"),
+        ({"prompt": [True]}, r"a prompt is \[True\]"),
+        ({"prompt": [[1, 2]]}, r"a prompt is \[\[1, 2\]\]"),
+        ({"prompt": 3}, "a prompt is 3"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5; it must be an integer, at least 1"),
+        ({"max_new_tokens": "8"}, "max_new_tokens is '8'"),
+        ({"max_new_tokens": True}, "max_new_tokens is True"),
+        ({"sampling": {"temperature": 0}}, "it must be a Sampling, such as"),
+        ({"sampling": 0}, "sampling is 0"),
+        ({"eos_id": 61}, "eos_id is 61; it must be from 0 to 60"),
+        ({"eos_id": [3, -1]}, "eos_id is -1; it must be from 0 to 60"),
+        ({"eos_id": 1.5}, "eos_id is 1.5; it must be an integer, from 0 to 60"),
+        ({"eos_id": "<eos>"}, "eos_id is '<'"),
+        ({"stop": "end"}, "stop is 'end'; it must be a function"),
+        ({"seed": -1}, "seed is -1; it must be from 0 to 9223372036854775807"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"seed": 1.5}, "seed is 1.5; it must be an integer"),
+    ],
+)
+def test_a_bad_value_is_refused_and_no_other_request_notices(bad: dict[str, Any], message: str) -> None:
+    model = build()
+    engine = DynamicEngine(model, num_blocks=40)
+    with pytest.raises((ConfigurationError, DataError), match=message):
+        engine.add(**{"prompt": [1], "max_new_tokens": 3} | bad)
+    assert ask(engine) == [0, 1, 2, 3]
+    assert tokens_of(engine.run()) == alone(model)
+
+
+def test_integers_of_numpy_and_torch_are_integers() -> None:
+    model = build()
+    expected = alone(model, seed=11)
+    eos = expected[2][4]
+    engine = DynamicEngine(model, num_blocks=np.int64(40), block_size=torch.tensor(3))  # type: ignore[arg-type]
+    for number, prompt in enumerate(PROMPTS):
+        kind: Any = (np.array, torch.tensor)[number % 2]
+        more = {"max_new_tokens": kind(9), "eos_id": kind(eos), "seed": kind(11 + number)}
+        engine.add(kind(prompt), sampling=DRAWN, **more)
+    assert tokens_of(engine.run()) == alone(model, seed=11, eos=eos)
+
+
+def test_the_error_of_a_stop_names_its_request() -> None:
+    engine = DynamicEngine(build(), num_blocks=40)
+    engine.add([5], max_new_tokens=2)
+    engine.add([5], max_new_tokens=2, stop=raising(1))
+    with pytest.raises(ZeroDivisionError) as raised:
+        engine.run()
+    assert raised.value.__notes__ == ["The stop of request 1 raised it; cancel it to go on without."]
+
+
 def test_bad_requests_and_models_are_refused() -> None:
     model = build()
     engine = DynamicEngine(model, num_blocks=4, block_size=3)
@@ -340,6 +429,8 @@ def test_bad_requests_and_models_are_refused() -> None:
     for name in ("num_blocks", "block_size", "max_sequences", "step_tokens"):
         with pytest.raises(ConfigurationError, match=f"{name} is 0; it must be at least 1"):
             DynamicEngine(model, **{"num_blocks": 4, name: 0})
+        with pytest.raises(ConfigurationError, match=f"{name} is 2.5; it must be an integer, at least 1"):
+            DynamicEngine(model, **{"num_blocks": 4, name: 2.5})  # type: ignore[arg-type]
     for moe in (
         replace(MOE, capacity=CapacityConfig(factor=1.0)),
         replace(MOE, router=RouterConfig(force_balance=True)),

@@ -81,6 +81,30 @@ def _each(degrees: dict[str, int], error: bool) -> tuple[int, list[list[int]], i
     return replica, [completion.tokens for _, completion in sorted(done.items())], steps
 
 
+def _poisoned(options: dict[str, int], bad: int) -> Any:
+    split = megalight.parallelize(build().double().to("meta"), seed=3, fill=True, **options)
+    with torch.no_grad():
+        for chunk in split.chunks:
+            if chunk.embed is not None:
+                chunk.embed.word.weight[bad] = torch.nan  # type: ignore[union-attr, operator]
+    engine = DynamicEngine(ParallelGPT(split), num_blocks=20, block_size=3, step_tokens=6)
+    for prompt in ([5, 6, 7], [5, 6, 7, bad, 8], [8], [bad]):
+        engine.add(prompt, max_new_tokens=6, sampling=Sampling(temperature=0))
+    return engine.run()
+
+
+@pytest.mark.parametrize("options", [{"pipeline_parallel": 2}, {"expert_parallel": 2}], ids=str)
+def test_a_request_whose_logits_are_nan_fails_alone_on_all_ranks(options: dict[str, int]) -> None:
+    whole = build().double()
+    initialize(whole, 3, "model.")
+    prompts = [[5, 6, 7], [8]]
+    first, second = (generate(whole, [prompt], max_new_tokens=6, temperature=0)[0] for prompt in prompts)
+    bad = next(token for token in range(9, 30) if token not in [*first, *second])
+    failed = Completion([], None, "error")
+    expected = {0: Completion(first, None, "length"), 1: failed, 2: Completion(second, None, "length"), 3: failed}
+    assert run(_poisoned, 2, options, bad) == [expected] * 2
+
+
 @pytest.mark.parametrize("error", [False, True])
 def test_replicas_that_share_experts_step_together(error: bool) -> None:
     whole = build().double()

@@ -1,10 +1,11 @@
 """Distributions before and after each filter, and the draws themselves."""
 
+import numpy as np
 import pytest
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.inference.sampling import Sampling, keep_top_k, keep_top_p, probabilities, sample
+from megalight.inference.sampling import FAILED, Sampling, keep_top_k, keep_top_p, probabilities, sample
 
 P = torch.tensor([[0.1, 0.5, 0.25, 0.15], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
 
@@ -65,7 +66,37 @@ def test_a_generator_of_its_own():
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}])
+def test_rows_that_are_not_finite_have_no_sample():
+    bad = torch.full((3, 4), -torch.inf, dtype=torch.float64)
+    bad[0], bad[1, 2], bad[2, 1] = torch.nan, torch.inf, torch.nan
+    for sampling in (Sampling(), Sampling(temperature=0), Sampling(top_k=2, top_p=0.5)):
+        alone = [sample(P[row : row + 1].log(), sampling, torch.Generator().manual_seed(row)) for row in range(2)]
+        generators = [torch.Generator().manual_seed(row) for row in (0, 7, 8, 9, 1)]
+        found = sample(torch.cat([P[:1].log(), bad, P[1:].log()]), sampling, generators)
+        assert found.tolist() == [int(alone[0]), FAILED, FAILED, FAILED, int(alone[1])]
+    # Without a probability, but with others beside it, a token is only never sampled.
+    assert sample(torch.tensor([[0.0, -torch.inf]]), Sampling()).tolist() == [0]
+
+
+def test_temperatures_beyond_float32_are_as_its_smallest_and_its_largest():
+    rows = P.log().float()
+    assert sample(rows, Sampling(temperature=1e-300)).tolist() == [1, 0]
+    torch.testing.assert_close(probabilities(rows, Sampling(temperature=1e300)), torch.full((2, 4), 0.25))
+
+
+def test_scalars_of_numpy_and_torch_are_numbers():
+    found = Sampling(temperature=np.float32(0.5), top_k=np.int64(3), top_p=torch.tensor(0.25))  # type: ignore[arg-type]
+    assert (found, hash(found)) == (given := Sampling(temperature=0.5, top_k=3, top_p=0.25), hash(given))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *[{"temperature": value} for value in (-1.0, float("nan"), float("inf"), True, "1", None, [1.0])],
+        *[{"top_k": value} for value in (0, 1.5, True, "3")],
+        *[{"top_p": value} for value in (0.0, 1.1, float("nan"), True, "0.5")],
+    ],
+)
 def test_values_out_of_range_are_refused(bad):
     with pytest.raises(ConfigurationError, match=f"{next(iter(bad))} is .* must be"):
         Sampling(**bad)

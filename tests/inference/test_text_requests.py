@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import Sampling, TextGenerator, TextRequest
 from megalight.inference.text_requests import before, line_of, read_requests, stop_at
 from tests.inference.test_text import TEXT, build
@@ -101,18 +101,21 @@ def test_lines_are_requests(tmp_path: Path) -> None:
         ('{"prompts": "a"}', "2 has the key 'prompts'; a request has prompt, max_new_tokens, temperature,"),
         ('{"seed": 1}', "2 has no key 'prompt'."),
         ('{"prompt": 3}', "2: prompt is 3; it must be a text of Unicode."),
-        (r'{"prompt": "\ud800"}', r'2: prompt is "\ud800"; it must be a text of Unicode.'),
-        (r'{"prompt": "a", "stop": "\ud800"}', r'stop is "\ud800"; it must be a text'),
-        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0; it must be a whole number of at least 1."),
-        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is true; it must be a whole number"),
-        ('{"prompt": "a", "temperature": "1"}', 'temperature is "1"; it must be a number.'),
-        ('{"prompt": "a", "temperature": -1}', "2: temperature is -1; it must be at least 0"),
-        ('{"prompt": "a", "top_p": 2}', "2: top_p is 2; it must be above 0"),
-        ('{"prompt": "a", "top_k": 1.5}', "top_k is 1.5; it must be a whole number"),
-        ('{"prompt": "a", "seed": -1}', "seed is -1; it must be a whole number of at least 0"),
-        ('{"prompt": "a", "seed": 9223372036854775808}', "seed is 9223372036854775808; it must be"),
-        ('{"prompt": "a", "stop": ["b", ""]}', 'stop is ["b", ""]; it must be a text, or a list of texts'),
-        ('{"prompt": "a", "log_probs": 1}', "log_probs is 1; it must be true or false."),
+        ("[" * 100_000, "2 is no JSON: maximum recursion depth exceeded"),
+        ('{"prompt": "a", "id": ' + "1" * 5000 + "}", "2 is no JSON: Exceeds the limit"),
+        (r'{"prompt": "\ud800"}', r"2: prompt is '\ud800'; it must be a text of Unicode."),
+        (r'{"prompt": "a", "stop": "\ud800"}', r"2: stop is '\ud800'; it must be a text"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "2: max_new_tokens is 0; it must be at least 1."),
+        ('{"prompt": "a", "max_new_tokens": true}', "2: max_new_tokens is True; it must be an integer, at least 1."),
+        ('{"prompt": "a", "temperature": "1"}', "2: temperature is '1'; it must be a finite number, at least 0"),
+        ('{"prompt": "a", "temperature": -1}', "2: temperature is -1; it must be a finite number, at least 0"),
+        ('{"prompt": "a", "temperature": Infinity}', "2: temperature is inf; it must be a finite number, at least 0"),
+        ('{"prompt": "a", "top_p": 2}', "2: top_p is 2; it must be a number above 0"),
+        ('{"prompt": "a", "top_k": 1.5}', "2: top_k is 1.5; it must be an integer"),
+        ('{"prompt": "a", "seed": -1}', "2: seed is -1; it must be from 0 to 9223372036854775807."),
+        ('{"prompt": "a", "seed": 9223372036854775808}', "2: seed is 9223372036854775808; it must be"),
+        ('{"prompt": "a", "stop": ["b", ""]}', "2: stop is ['b', '']; it must be a text, or a list of texts"),
+        ('{"prompt": "a", "log_probs": 1}', "2: log_probs is 1; it must be true or false."),
     ],
 )
 def test_bad_lines_are_refused_by_file_and_number(tmp_path: Path, line: str, message: str) -> None:
@@ -150,7 +153,33 @@ def test_requests_are_checked_before_the_first_runs(writer: TextGenerator, monke
         writer.complete_each([long], cache_tokens=15)
 
 
+def test_a_text_whose_logits_are_nan_fails_alone(writer: TextGenerator) -> None:
+    model = build().double().eval()
+    with torch.no_grad():
+        model.embed.word.weight[writer.tokenizer.encode("#")] = torch.nan  # type: ignore[union-attr]
+    poisoned = TextGenerator(model, writer.tokenizer)
+    texts = ["the quick", "the #", "a", "#"]
+    found = [*poisoned.complete_each([TextRequest(prompt=text, max_new_tokens=5, sampling=GREEDY) for text in texts])]
+    assert [each.reason for each in found] == ["length", "error", "length", "error"]
+    assert [each.text for each in found if each.reason == "length"] == writer.complete(
+        texts[::2], max_new_tokens=5, temperature=0
+    )
+    with pytest.raises(MegalightError, match="the logits after prompt 1, 3 hold NaN or infinity"):
+        poisoned.complete(texts, max_new_tokens=5)
+
+
+def test_one_text_is_no_list_of_prompts(writer: TextGenerator) -> None:
+    with pytest.raises(DataError, match=r"prompts is the text 'the quick'; give a list of texts"):
+        writer.complete("the quick")
+    for bad in (1.5, -1, "1"):
+        with pytest.raises(ConfigurationError, match=f"seed is {bad!r}; it must be"):
+            writer.complete(["a"], seed=bad)  # type: ignore[arg-type]
+
+
 def test_a_completion_is_a_line(writer: TextGenerator) -> None:
+    odd = TextRequest(prompt="ü", max_new_tokens=2, sampling=GREEDY, id="\ud800")
+    (found,) = writer.complete_each([odd])
+    assert json.loads(line_of(odd, found).encode())["id"] == "\ud800"
     ask = TextRequest(prompt="ü", max_new_tokens=2, sampling=GREEDY, log_probs=True, id=5)
     (found,) = writer.complete_each([ask])
     line = line_of(ask, found)

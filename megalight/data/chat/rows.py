@@ -187,7 +187,7 @@ class _Row:
         if isinstance(value, str) and value:
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.fail("'tools'", value, "a list of JSON schemas, or such a list as JSON text")
         if not value:
             return None
@@ -244,7 +244,7 @@ def _calls(row: _Row, where: str, value: str) -> list[Message]:
     """Read the calls of a ``function_call`` turn: JSON text of one object, or of a list of them."""
     try:
         found = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         row.fail(where, value, "JSON text of a call with 'name' and 'arguments'")
     calls = found if isinstance(found, list) else [found]
     if not all(isinstance(call, Mapping) and "name" in call for call in calls):
