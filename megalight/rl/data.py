@@ -47,6 +47,8 @@ class PromptDataModule(ResumableDataModule):
         steps_per_batch: steps on the same answers. From the second on, the policy is another than the one that drew
             them, as far as the clip of the loss allows.
         reward_weights: name -> factor of the reward in the sum; 1 where there is none. 0: it is only logged.
+        reward_timeout: seconds that a reward may take for one answer, after which the run stops with the reward's name;
+            see :class:`~megalight.rl.environment.Environment`. None: no limit.
         data: rows, which are divided into train, validation and test by ``split``: a file, a directory, a glob, a list
             of them, or a :class:`~megalight.rl.sources.RowSource`.
         split: weights of train, validation and test; rows are divided in this ratio, in their order.
@@ -88,6 +90,7 @@ class PromptDataModule(ResumableDataModule):
         global_batch_size: int,
         steps_per_batch: int = 1,
         reward_weights: dict[str, float] | None = None,
+        reward_timeout: float | None = None,
         data: Source | None = None,
         split: str = SPLIT,
         train_data: Source | None = None,
@@ -136,7 +139,7 @@ class PromptDataModule(ResumableDataModule):
             self.tokenizer.chat_template = read_template(chat_template)
         self.writer = PromptWriter(tokenizer=self.tokenizer, column=column, chat=chat, system=system, begin=begin)
         self.vocab_size = self.tokenizer.vocab_size
-        self.environment = Environment(self.tokenizer, rewards, reward_weights)
+        self.environment = Environment(self.tokenizer, rewards, reward_weights, reward_timeout=reward_timeout)
         split_bounds(split, 1)  # refuses weights that are none
         for source in (data, *own.values()):
             if source is not None and not isinstance(source, RowSource):

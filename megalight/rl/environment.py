@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import ConfigurationError, DataError, nearest
+from megalight.errors import ConfigurationError, DataError, MegalightError, as_float, nearest
 from megalight.inference.request import Reason
 
 
@@ -67,10 +70,12 @@ class Environment:
         rewards: name -> reward. Logs show each one's values under its name.
         weights: name -> factor of the reward in the sum; 1 where it has none. 0: it is only logged.
         ends: ids of tokens that end an answer.
+        reward_timeout: seconds that a reward may take for one answer. A signal (SIGALRM) then interrupts Python code,
+            waiting and regular expressions, and the run stops with the reward's name. None: no limit.
 
     Raises:
-        ConfigurationError: there is no reward, one is no function of an answer and a row, or a weight has no reward or
-            is not finite.
+        ConfigurationError: there is no reward, one is no function of an answer and a row, a weight has no reward or is
+            not finite, or ``reward_timeout`` is not above 0.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Environment:
         rewards: Mapping[str, Reward],
         weights: Mapping[str, float] | None = None,
         ends: Collection[int] = (),
+        reward_timeout: float | None = None,
     ) -> None:
         weights = {} if weights is None else weights
         if not rewards:
@@ -91,12 +97,17 @@ class Environment:
                     f"reward_weights has {name!r}; the rewards are {', '.join(map(repr, rewards))}."
                     f"{nearest(name, rewards)}"
                 )
-            if not math.isfinite(weight):
-                raise ConfigurationError(f"the weight of {name!r} is {weight}; it must be finite.")
+            if not math.isfinite(as_float(weight)):
+                raise ConfigurationError(f"the weight of {name!r} is {weight!r}; it must be a finite number.")
+        if reward_timeout is not None and not 0 < as_float(reward_timeout) < math.inf:
+            raise ConfigurationError(
+                f"reward_timeout is {reward_timeout!r}; it must be a number of seconds above 0, or null for no limit."
+            )
         self.tokenizer = tokenizer
         self.rewards = dict(rewards)
         self.weights = {name: float(weights.get(name, 1.0)) for name in rewards}
         self.ends = tuple(ends)
+        self.reward_timeout = reward_timeout
 
     def check(self, place: str, row: Mapping[str, Any]) -> None:
         """Let rewards that have a method ``check`` refuse a row, before work starts.
@@ -113,12 +124,16 @@ class Environment:
                 getattr(reward, "check", _accepts)(row)
             except DataError as error:
                 raise DataError(f"{place}, for the reward {name!r}: {error}") from error
+            except Exception as error:
+                error.add_note(f"The check of the reward {name!r} raised it, for {place}: {dict(row)!r}.")
+                raise
 
     def score(self, task: Task, tokens: Sequence[int], reason: Reason) -> Score:
         """Return what the completion of a task's prompt is worth.
 
         Raises:
             DataError: a reward is not a finite number.
+            MegalightError: a reward takes longer than ``reward_timeout``.
         """
         answer = Answer(self.tokenizer.decode_after(task.prompt, tokens), tokens, reason)
         parts = {name: self._value(name, reward, answer, task.row) for name, reward in self.rewards.items()}
@@ -126,16 +141,60 @@ class Environment:
 
     def _value(self, name: str, reward: Reward, answer: Answer, row: Mapping[str, Any]) -> float:
         try:
-            value: Any = reward(answer, row)
+            with _time_limit(self.reward_timeout):
+                value: Any = reward(answer, row)
+        except _TimeoutReached:
+            raise MegalightError(
+                f"the reward {name!r} has not returned within reward_timeout={self.reward_timeout} seconds, for the "
+                f"answer {answer.text!r} to the row {dict(row)!r}; make it faster, or raise the limit."
+            ) from None
         except Exception as error:
             error.add_note(f"The reward {name!r} raised it, for the answer {answer.text!r} to the row {dict(row)!r}.")
             raise
-        # Also scalars of numpy and torch; a text such as "1" is a mistake.
-        if value is None or isinstance(value, str) or not math.isfinite(value):
+        number = as_float(value)
+        if not math.isfinite(number):
             raise DataError(
                 f"the reward {name!r} is {value!r}, for the answer {answer.text!r}; it must be a finite number."
             )
-        return float(value)
+        return number
+
+
+class _TimeoutReached(BaseException):
+    """Ends a block that takes too long. No ``Exception``: rewards may catch these."""
+
+
+@contextmanager
+def _time_limit(seconds: float | None) -> Iterator[None]:
+    """Interrupt a block that takes longer than ``seconds``; None: no limit.
+
+    Raises:
+        ConfigurationError: this is not the main thread, which alone gets signals.
+    """
+    if seconds is None:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError("reward_timeout needs the main thread of the process; leave it out.")
+    reached = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal reached
+        reached = True
+        raise _TimeoutReached
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    # Repeated, as the block may catch the first.
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    except (Exception, _TimeoutReached):
+        if not reached:
+            raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+    if reached:
+        raise _TimeoutReached
 
 
 class PromptBatch:
@@ -184,6 +243,8 @@ def check_reward(name: str, reward: Any) -> None:
     rule = "a reward is called with an answer and a row, and returns a number"
     if isinstance(reward, type) or not callable(reward):
         raise ConfigurationError(f"the reward {name!r} is {reward!r}; {rule}. Give a function or an object.")
+    if any(map(inspect.iscoroutinefunction, (reward, getattr(reward, "__call__", None)))):  # noqa: B004
+        raise ConfigurationError(f"the reward {name!r} is asynchronous (async def); {rule}. Await inside of it.")
     try:
         inspect.signature(reward).bind(None, None)
     except TypeError as error:
