@@ -65,7 +65,8 @@ class GRPOModule(GPTModule):
         train_kl: mean divergence from the reference, with ``loss.kl``.
 
     Raises:
-        ConfigurationError: the model has dropout or multi-token prediction, or there is no reference for ``loss.kl``.
+        ConfigurationError: the model has dropout or multi-token prediction, it has no room for ``max_new_tokens``, or
+            there is no reference for ``loss.kl``.
     """
 
     def __init__(
@@ -112,6 +113,12 @@ class GRPOModule(GPTModule):
     def _check(self) -> None:
         if self.config.num_depths:
             raise ConfigurationError("mtp is set: a policy predicts one token at a time. Set config.mtp to null.")
+        room, longest = self.config.max_sequence_length - 1, self.rollouts.max_new_tokens
+        if longest > room:
+            raise ConfigurationError(
+                f"rollouts.max_new_tokens is {longest}, and the model has room for {room} tokens after the shortest "
+                f"prompt (max_sequence_length={room + 1}); set it to {room} or less."
+            )
         dropout = self.config.dropout
         if any(vars(dropout).values()):
             raise ConfigurationError(

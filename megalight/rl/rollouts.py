@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalight.errors import ConfigurationError
+from megalight.errors import MegalightError, integer
 from megalight.inference import Completion, DynamicEngine
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.parallel.trace import span
@@ -20,7 +21,8 @@ class Rollouts:
 
     Attributes:
         group_size: answers to each prompt, which are compared with each other.
-        max_new_tokens: tokens of the longest answer.
+        max_new_tokens: tokens of the longest answer. After a prompt for which the model has less room, answers are
+            shorter, with a warning.
         validation_size: answers to each prompt in validation.
         cache_tokens: tokens for which the cache of a replica has room. None: as many as its answers can use. With
             less, answers wait for each other.
@@ -30,7 +32,8 @@ class Rollouts:
             then, and otherwise for each forward pass, which draws one token of each answer.
 
     Raises:
-        ConfigurationError: a value is below 1, or the group has one answer, which has nothing to be compared with.
+        ConfigurationError: a value is no integer of at least 1, or the group has one answer, which has nothing to be
+            compared with.
     """
 
     group_size: int = 8
@@ -42,15 +45,11 @@ class Rollouts:
     whole_weights: bool = False
 
     def __post_init__(self) -> None:
-        if self.group_size < 2:
-            raise ConfigurationError(
-                f"group_size is {self.group_size}; it must be at least 2, as answers to a prompt are compared."
-            )
+        integer("group_size", self.group_size, 2)
         for name in ("max_new_tokens", "validation_size", "max_sequences", "step_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
-            raise ConfigurationError(f"cache_tokens is {self.cache_tokens}; it must be at least {BLOCK_SIZE}.")
+            integer(name, getattr(self, name))
+        if self.cache_tokens is not None:
+            integer("cache_tokens", self.cache_tokens, BLOCK_SIZE)
 
     def limit(self, prompt: Sequence[int], longest: int) -> int:
         """Return how long an answer to a prompt may be, for a model of ``longest`` tokens."""
@@ -76,9 +75,19 @@ def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int,
     """Draw ``size`` answers to each prompt, and score them. All ranks of a replica call this together.
 
     The draws follow from ``seed`` and the number of the prompt, so they do not depend on the layout.
+
+    Raises:
+        MegalightError: logits of the policy hold NaN or infinity.
     """
     longest = policy.model.config.max_sequence_length
     limits = [options.limit(task.prompt, longest) for task in prompts.tasks]
+    if min(limits, default=options.max_new_tokens) < options.max_new_tokens:
+        warnings.warn(
+            f"Prompts of more than {longest - options.max_new_tokens} tokens leave less room than "
+            f"max_new_tokens={options.max_new_tokens} in the model's max_sequence_length={longest}; their answers are "
+            "cut off earlier. Lower max_new_tokens, or leave such prompts out (max_prompt_tokens of the data).",
+            stacklevel=2,
+        )
     with span("rollouts", prompts=len(prompts.tasks)), policy.drawing(options.whole_weights):
         engine = _engine(policy, prompts.tasks, limits, options, size)
         for task, limit in zip(prompts.tasks, limits, strict=True):
@@ -92,6 +101,13 @@ def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int,
                 )
         completions = list(engine.run().values())
         engine.suspend()  # its memory, before rewards take their time
+    failed = [place for place, found in enumerate(completions) if found.reason == "error"]
+    if failed:
+        raise MegalightError(
+            f"the policy's logits hold NaN or infinity in {len(failed)} of {len(completions)} answers, first to prompt "
+            f"{prompts.tasks[failed[0] // size].number}. Has training diverged? Lower the learning rate, or start with "
+            "other weights."
+        )
 
     def score() -> list[Score]:
         return [prompts.score(place // size, found.tokens, found.reason) for place, found in enumerate(completions)]

@@ -301,6 +301,26 @@ def failing() -> str:
     return "nothing"
 
 
+def test_logits_that_are_not_finite_end_a_run() -> None:
+    module = Policy()
+    module.configure_model()
+    with torch.no_grad():
+        module.model.embed.word.weight[4] = torch.nan  # type: ignore[union-attr]
+    with pytest.raises(MegalightError, match=r"logits hold NaN or infinity in \d+ of 12 answers, first to prompt"):
+        module.answers(PromptBatch(prompts_of(0), environment()))
+
+
+def test_answers_are_cut_by_the_models_room_with_a_warning() -> None:
+    module = Policy(rollouts=replace(ROLLOUTS, max_new_tokens=18))
+    module.configure_model()
+    # The model reads 32 tokens.
+    module.answers(PromptBatch([Task((4,) * 14, {"least": 8})], environment()))
+    with pytest.warns(UserWarning, match=r"Prompts of more than 14 tokens leave less room than max_new_tokens=18 in"):
+        module.answers(PromptBatch([Task((4,) * 15, {"least": 8})], environment()))
+    with pytest.raises(ConfigurationError, match=r"rollouts\.max_new_tokens is 32, and the model has room for 31"):
+        Policy(rollouts=replace(ROLLOUTS, max_new_tokens=32))
+
+
 def test_what_cannot_be_a_policy_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="dropout"):
         Policy(config=replace(CONFIG, dropout=DropoutConfig(hidden=0.1)))
