@@ -202,7 +202,9 @@ class MegatronTowersStrategy(TowersStrategy):
     @property
     def run(self) -> Run:
         """The parts of the run that checkpoints save; ranks of the other model have other parameters."""
-        return replace(super().run, peers=self.host_group())
+        run = super().run
+        # What was handed back is whole: this process is no rank, and has no others beside it.
+        return run if self.handed_back is not None else replace(run, peers=self.host_group())
 
     @classmethod
     def register_strategies(cls, registry: Any) -> None:

@@ -19,7 +19,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy, Side
+from tests.models.test_vlm_strategy import WithData as WithImages
+from tests.models.vlm_samples import CONFIG
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered, whole
 
 STEPS = 3
@@ -126,6 +128,28 @@ def main(folder: Path, start: str, again: bool) -> None:
         runner.fit(module)
         np.savez(folder / "sharded" / "whole.npz", **whole(module.model))
         runner.save_checkpoint(folder / "sharded" / "saved.ckpt")
+        save_towers(folder / "towers", start)
+
+
+def save_towers(folder: Path, start: str) -> None:
+    """Train a vision tower on a rank of its own, and save in this process."""
+    runner = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=MegatronTowersStrategy(tower=Side(ranks=1), micro_batch_size=1, start_method=start),
+        max_steps=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(folder),
+    )
+    module = WithImages(CONFIG, optimizer=ADAM, seed=SEED)
+    runner.fit(module)
+    folder.mkdir()
+    np.savez(folder / "whole.npz", **whole(module.model))
+    runner.save_checkpoint(folder / "saved.ckpt")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ def prefix_of(strategy: MeshStrategy) -> str:
 
 def holds_whole_model(strategy: MeshStrategy) -> bool:
     """Return whether this rank's ``state_dict`` is that of the one-device model."""
+    if strategy.handed_back is not None:
+        return True
     mesh = strategy.mesh
     # Data and context parallelism are left out: their ranks hold the same model.
     divided = strategy.holds_part or mesh.tp * mesh.size("ep") * mesh.size("etp") > 1

@@ -35,7 +35,7 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edit
         "version": __version__,
         "torch": version("torch"),
         "lightning": version("lightning"),
-        "layout": strategy.layout,
+        "layout": strategy.layout if strategy.handed_back is None else strategy.run.model.mesh.describe(),
     }
     if (sizes := strategy.micro_batches) is not None and sizes.result is not None:
         common["megalight"]["micro_batches"] = asdict(sizes.result)
