@@ -57,6 +57,7 @@ def fully_shard(
     units: Sequence[str | type[nn.Module]] = (),
     data_parallel: DataParallel | None = None,
     average: bool = True,
+    broadcast_buffers: bool = True,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
@@ -75,6 +76,8 @@ def fully_shard(
         units: classes of the modules that are sharded and gathered as a whole, or their names. Empty: repeated layers.
         data_parallel: further options; the level is ``optim_grads_params`` unless they name another one than ``optim``.
         average: gradients are means over ranks, for losses that are means over each rank's batch. False: sums.
+        broadcast_buffers: whether all ranks take over the buffers of rank 0 (running statistics of batch norms, say)
+            after each step, as under ``DistributedDataParallel``.
         device: of the parameters; None: that of a ``DeviceMesh``, or where they are. A module on the meta device, or in
             host memory where the process group speaks NCCL only, goes to the current GPU.
         dtype: of floating-point parameters; None: as they are. bfloat16 ones get float32 masters.
@@ -108,6 +111,7 @@ def fully_shard(
         mesh,
         replace(given, level=level, units=tuple(units) or given.units),
         average,
+        broadcast_buffers,
         torch.device(device) if device is not None else _device_of(module),
         dtype,
         seed,
@@ -133,6 +137,7 @@ class FullyShard(PlainRun):
         mesh: ParallelMesh,
         options: DataParallel,
         average: bool,
+        broadcast_buffers: bool,
         device: torch.device,
         dtype: torch.dtype | None,
         seed: int,
@@ -157,6 +162,7 @@ class FullyShard(PlainRun):
         # Made once: a copy from the host to the device would make the host wait in every step.
         self._scale = torch.tensor(1 / mesh.dp, dtype=torch.float64, device=self.engine.device) if average else None
         self._reduced = False
+        self._broadcast_buffers = broadcast_buffers
         self.engine.zero_grad()
         # Weights of a step may still be on their way when the next forward begins.
         module.register_forward_pre_hook(lambda *_: self.engine.sync_parameters(self._whole))
@@ -309,6 +315,8 @@ class FullyShard(PlainRun):
 
     def _stepped(self) -> None:
         self.engine.publish()
+        if self._broadcast_buffers:
+            self.model.broadcast_buffers()
         self._zero_grad()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:

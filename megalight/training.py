@@ -143,6 +143,7 @@ class Training(PlainRun):
         frozen: models that run beside without being trained, by name; see
             :class:`~megalight.parallel.frozen.FrozenModel`. All ranks make them here together.
         varying_carry: what ``forward_step`` returns may change shapes between micro-batches of equal shapes.
+        broadcast_buffers: whether all replicas take over the buffers of the first one after each step.
         context: made around the task's code in each micro-batch (autocast, say).
 
     Raises:
@@ -158,10 +159,12 @@ class Training(PlainRun):
         data_parallel: DataParallel | None = None,
         frozen: Mapping[str, FrozenModel] | None = None,
         varying_carry: bool = False,
+        broadcast_buffers: bool = True,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
+        self._broadcast_buffers = broadcast_buffers
         # Gathers stay inside the step by default: plain code may read weights right after it.
         options = data_parallel or DataParallel(overlap_param_gather=False)
         new = not model.filled
@@ -223,6 +226,8 @@ class Training(PlainRun):
 
     def _stepped(self) -> None:
         self.engine.publish()
+        if self._broadcast_buffers:
+            self.model.broadcast_buffers()
         self._fresh = True
 
     def _shares(self, micro_batches: Sequence[Any]) -> Sequence[Any]:

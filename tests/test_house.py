@@ -17,7 +17,7 @@ import megalight
 from tests.source import PACKAGE, ROOT, sources
 from tests.test_imports import pyproject
 
-MAX_LINES = 600
+MAX_LINES = 1000
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".ipynb", ".cfg", ".sh", ""}
 STEMS = ("initialis", "materialis", "normalis", "quantis", "tokenis", "synchronis", "vectoris", "specialis", "utilis")
 BRITISH = (*(f"{stem}{end}" for stem in STEMS for end in ("e", "in", "at")), "neighbour", "colour", "misspelt")

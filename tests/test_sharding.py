@@ -281,6 +281,37 @@ def test_gradients_after_the_reduction_are_refused(level: str) -> None:
         assert "zero_grad()" in told
 
 
+def _normed(level: str | None, broadcast: bool = True) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Weights and buffers with batch norms, of torch's ``DistributedDataParallel`` without a level."""
+    torch.manual_seed(4)
+    model: Any = nn.Sequential(*(Pair(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(3))).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = None
+    if level is None:
+        call = nn.parallel.DistributedDataParallel(model)
+    else:
+        options = DataParallel(level=level, units=("Pair",))  # type: ignore[arg-type]
+        sharded = megalight.fully_shard(model, optimizer, data_parallel=options, broadcast_buffers=broadcast)
+        call = model
+    for step in range(3):
+        call(_inputs(step)[dist.get_rank(), 0] + dist.get_rank()).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with sharded.full_parameters() if sharded else nullcontext():
+        return _flat(model).copy(), torch.cat([b.double().reshape(-1) for b in model.buffers()]).numpy()
+
+
+def test_buffers_are_those_of_the_first_rank_as_under_ddp() -> None:
+    weights, buffers = run(_normed, WORLD, None)[0]
+    for level in ("optim", "optim_grads_params"):
+        for found in run(_normed, WORLD, level):
+            np.testing.assert_allclose(found[0], weights, rtol=1e-9)
+            np.testing.assert_allclose(found[1], buffers, rtol=1e-9)
+    first, second = run(_normed, WORLD, "optim", False)
+    np.testing.assert_allclose(first[1], buffers, rtol=1e-9)
+    assert not np.allclose(second[1], buffers)
+
+
 def _penalized(level: str | None, whole: bool = False, bare: bool = False) -> np.ndarray[Any, Any]:
     """A loss with the norm of its gradient by the inputs, or that norm alone (``bare``).
 

@@ -60,6 +60,22 @@ def test_replicas_begin_alike_and_gradients_are_added_up() -> None:
         np.testing.assert_allclose(first, found["usual"][0], rtol=1e-12)
 
 
+def _normed(broadcast: bool) -> list[float]:
+    model = megalight.parallelize(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = megalight.Training(model, optimizer, Weighted(), broadcast_buffers=broadcast)
+    training.forward_backward(micro_batches(3.0)[2 * dist.get_rank() :][:2])
+    optimizer.step()
+    found: list[float] = model.root[0].running_mean.tolist()  # type: ignore[index, union-attr, operator]
+    return found
+
+
+def test_buffers_are_those_of_the_first_replica() -> None:
+    first, second = run(_normed, 2, False)
+    assert first != second
+    assert run(_normed, 2, True) == [first, first]
+
+
 def test_evaluation_is_the_loss_of_training() -> None:
     training = _training()
     with torch.no_grad():

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from megalight.errors import ConfigurationError, LayoutError
@@ -39,7 +40,7 @@ from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.layers import layers_of
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.layout import Stage
 from megalight.parallel.pipeline.stages import cut
@@ -487,6 +488,24 @@ class ParallelModel:
         named: dict[str, Tensor] = dict(self.root.named_parameters())
         named.update({name: buffer for name, buffer in self.root.named_buffers() if name in persistent})
         return named
+
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        """Give ranks that hold the same buffers, and see different tokens, those of the first of them.
+
+        All ranks call this together, between steps.
+        """
+        sent: dict[tuple[ProcessGroup, torch.dtype], list[Tensor]] = {}
+        for name, buffer in self.root.named_buffers():
+            axes = self.specs[name].data if name in self.specs else TOKEN_AXES
+            if (group := self.mesh_of(name).group(*axes)) is not None:
+                # `data`: what autograd has saved of a buffer stays good, as the values do where nothing has changed.
+                sent.setdefault((group, buffer.dtype), []).append(buffer.data)
+        for (group, _), buffers in sent.items():
+            joined = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(joined, group_src=0, group=group)
+            parts = torch.split(joined, [buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
 
     def describe_new(self) -> None:
         """Describe tensors that were added or renamed after the split (by pruning), if this rank holds all of them."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -28,6 +29,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table as format_summary
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import SyncBatchNorm
 
 logger = logging.getLogger(__name__)
 
@@ -132,10 +135,19 @@ def attribute_for_batch(finder: BatchSizeFinder) -> str:
     return finder._batch_arg_name
 
 
-def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
-    """Replace batch norms by synchronized ones, for ``Trainer(sync_batchnorm=True)``."""
-    if strategy._layer_sync is not None:
-        strategy._layer_sync.apply(module)
+def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule, group: ProcessGroup | None) -> None:
+    """Replace batch norms by synchronized ones, for ``Trainer(sync_batchnorm=True)``.
+
+    Args:
+        group: the ranks that see different samples; None: there is one.
+    """
+    if strategy._layer_sync is None or (group is None and strategy.world_size > 1):
+        return
+    strategy._layer_sync.apply(module)
+    for layer in module.modules():
+        # A group cannot be copied with its module, and all ranks are what None means.
+        if isinstance(layer, SyncBatchNorm) and group is not dist.group.WORLD:
+            layer.process_group = group
 
 
 def keep_loaders(trainer: pl.Trainer) -> None:

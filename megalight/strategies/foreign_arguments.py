@@ -27,7 +27,6 @@ _FOLDER = f"{_NOTHING}: each checkpoint is a folder that any number of ranks rea
 _EQUAL = f"{_NOTHING}: all ranks begin from the same values"
 
 DDP = {
-    "broadcast_buffers": f"{_NOTHING}: Trainer(sync_batchnorm=True) keeps the statistics of batch norms equal",
     "bucket_cap_mb": _BUCKETS,
     "ddp_comm_hook": _HOOK,
     "ddp_comm_state": _HOOK,

@@ -72,6 +72,8 @@ class MegatronStrategy(FolderCheckpoints):
             step divides it into micro-batches. None: the whole share is one micro-batch. ``auto``: as many as fit into
             the GPU, found in the first steps (:mod:`~megalight.strategies.micro_batches`).
         data_parallel: how the replicas of the model share gradients and optimizer state.
+        broadcast_buffers: whether all replicas take over the buffers of the first one (running statistics of batch
+            norms, say) after each step and before evaluation, as under ``DistributedDataParallel``.
         checkpoints: how checkpoints are written.
         plan: how the model is split. None: the module's own ``plan()``, or the plan registered for the model's class.
         sigterm_every_n_steps: number of steps between checks whether any rank received SIGTERM (also at each of the
@@ -115,6 +117,7 @@ class MegatronStrategy(FolderCheckpoints):
         recompute: Recompute | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         data_parallel: DataParallel | None = None,
+        broadcast_buffers: bool = True,
         checkpoints: Checkpoints | None = None,
         plan: Plan | None = None,
         sigterm_every_n_steps: int = 10,
@@ -161,6 +164,7 @@ class MegatronStrategy(FolderCheckpoints):
         self.micro_batch_size = micro_batch_size
         self.data_parallel = data_parallel or DataParallel()
         self.data_parallel.check(self.pipeline.schedule)
+        self.broadcast_buffers = broadcast_buffers
         self.checkpoints = checkpoints or Checkpoints()
         self.plan = plan
         self.sigterm_every_n_steps = sigterm_every_n_steps
@@ -459,16 +463,30 @@ class MegatronStrategy(FolderCheckpoints):
         """Run the closure (step, hooks, clipping), update this rank's shards, and start gathering the parameters."""
         if self.engine is None:
             # Lightning clips after the closure, so the closure must already average the gradients.
-            return super().optimizer_step(optimizer, ordinary.averaging(optimizer, closure, self.mesh), model, **kwargs)
+            averaging = ordinary.averaging(optimizer, closure, self.mesh)
+            output = super().optimizer_step(optimizer, averaging, model, **kwargs)
+            self._equal_buffers()
+            return output
         assert self.micro_batches is not None and self._stepper is not None
         stepper = self._stepper
         with self.micro_batches.update(optimizer, lambda: stepper.has_gradients):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.engine.publish()
+        self._equal_buffers()
         # the gather overlaps with the next forward, unless the user's code may read weights before it
         if self._whole_between_steps:
             self.engine.gather_parameters()
         return output
+
+    def _equal_buffers(self) -> None:
+        if self.broadcast_buffers and self.parallel_model is not None:
+            self.parallel_model.broadcast_buffers()
+
+    def on_validation_start(self) -> None:
+        """Give all replicas the buffers of the first one: there may have been forwards since the last step."""
+        self._equal_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Run before the backward of Lightning's own loop, for optimizers of whole parameters.

@@ -65,9 +65,9 @@ class MeshStrategy(Collectives, ParallelStrategy):
 
     Attributes:
         tensor_parallel, sequence_parallel, tensor, context_parallel, context, expert_parallel, expert_tensor_parallel,
-        expert, pipeline_parallel, virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel, checkpoints,
-        plan, process_group_backend, micro_batch_size: the user's arguments. A layout string decides
-        ``virtual_pipeline``.
+        expert, pipeline_parallel, virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel,
+        broadcast_buffers, checkpoints, plan, process_group_backend, micro_batch_size: the user's arguments. A layout
+        string decides ``virtual_pipeline``.
         mesh: the grid of ranks.
         micro_batches: the number of samples per micro-batch that is in use. None before setup.
         parallel_model: this rank's part of the model. None before setup.
@@ -93,6 +93,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     pipeline: Pipeline
     recompute: Recompute
     data_parallel: DataParallel
+    broadcast_buffers: bool
     checkpoints: Checkpoints
     plan: Plan | None
     process_group_backend: str | None

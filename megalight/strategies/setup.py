@@ -24,7 +24,7 @@ from megalight.parallel.apply import styles_for
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen import FrozenRun
 from megalight.parallel.initial_values import broadcast_values
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.split_by_options import find_plan
@@ -107,7 +107,7 @@ def build_frozen(strategy: MeshStrategy, module: pl.LightningModule) -> dict[str
 def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
     refusals.check_lazy(root)
     # Before the split: a batch norm cannot be replaced inside a layer that is split already.
-    _lightning.sync_layers(strategy, module)
+    _lightning.sync_layers(strategy, module, strategy.mesh.group(*TOKEN_AXES))
     if isinstance(module, MegalightModule):
         # Of the whole model: patterns of adapters may match layers of a part that other ranks have.
         apply_transforms(root, module.transforms)

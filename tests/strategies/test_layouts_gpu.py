@@ -8,10 +8,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 
 from megalight.parallel.pipeline.options import Pipeline
+from megalight.strategies import MegatronFSDPStrategy
 from tests.nccl import runs_of
+from tests.strategies import regression
+from tests.strategies.regression import batches, dealt, make_optimizer, weights
 from tests.strategies.test_layouts import MODELS, WHOLE, ZERO_BUBBLE, Row, options_of
+from tests.strategies.test_plain import Normed, close
 from tests.strategies.training import assert_same_run, by_hand, fit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -59,6 +64,8 @@ PLAIN = [Row("gqa", 5, dp=2, level="optim_grads_params"), Row("tied", 4, dp=4, p
 """Rows whose parameters collectives gather as well."""
 
 STEPS = 3
+SYNCED = ("one", "fsdp")
+"""Strategies that train with batch norms over ranks."""
 
 
 class Strict(pl.Callback):
@@ -87,13 +94,24 @@ def _train(row: Row, strict: bool, way: str | None = None) -> dict[str, Any]:
     )
 
 
+def _synced(how: str) -> list[list[float]]:
+    """Weights and buffers of a module with ``SyncBatchNorm``."""
+    module, used = Normed(), MegatronFSDPStrategy() if how == "fsdp" else regression.strategy()
+    regression.fit(module, batches(16, 2), used, accelerator="cuda", sync_batchnorm=True)
+    assert isinstance(module.net[1], nn.SyncBatchNorm)
+    assert used.parallel_model is not None
+    with used.parallel_model.full_parameters():
+        return weights(module) + [buffer.double().reshape(-1).tolist() for buffer in module.buffers()]
+
+
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
     rows, strict, pushed, plain = (
         [row for row in rows if row.world == world] for rows in (ROWS, STRICT, PUSHED, PLAIN)
     )
     ordinary = [(_train, (row, False)) for row in rows] + [(_train, (row, True)) for row in strict]
     ordinary += [(_train, (row, False, "plain")) for row in plain]
-    return ordinary + [(_train, (row, strict, "symmetric")) for row in pushed for strict in (False, True)]
+    synced = [(_synced, (how,)) for how in SYNCED if world == 2]
+    return synced + ordinary + [(_train, (row, strict, "symmetric")) for row in pushed for strict in (False, True)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -116,6 +134,21 @@ def test_collectives_gather_the_same_parameters(row: Row) -> None:
     found = runs_of(jobs, row.world).outcome((row, False, "plain"))
     model = replace(MODELS[row.config], num_layers=row.layers)
     assert_same_run(found, by_hand(model, STEPS, device="cuda", packed=row.packed))
+
+
+@pytest.mark.parametrize("how", SYNCED)
+def test_batch_norms_over_ranks_are_those_of_the_whole_batch(how: str) -> None:
+    found = runs_of(jobs, 2).outcome((how,))
+    net = Normed().net.double().cuda()
+    optimizer = make_optimizer("SGD", net.parameters())
+    for step in dealt(16, 2, 2):
+        x, y = (
+            torch.cat(parts).cuda() for parts in zip(*[(x + rank, y) for rank, (x, y) in enumerate(step)], strict=True)
+        )
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+    close(found, weights(net) + [buffer.double().reshape(-1).tolist() for buffer in net.buffers()])
 
 
 @pytest.mark.parametrize("row", STRICT, ids=str)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column, Row
+from megalight.strategies import MegatronFSDPStrategy
 from tests.environment import trainer
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.regression import Plain, batches, by_hand, dealt, fit, samples, strategy, weights
@@ -255,15 +259,87 @@ class Normed(Plain):
         super().__init__("SGD")
         self.net[1] = nn.BatchNorm1d(7)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.trainer.global_rank)  # ranks see different distributions
 
-def _synced() -> str:
+
+def _normed(how: Any, folder: str, options: dict[str, Any]) -> tuple[float, float, list[float]]:
+    """The best value that the run monitored, that of its checkpoint, and the buffers."""
     module = Normed()
-    trainer(strategy(), sync_batchnorm=True).validate(module, batches(8, 2), verbose=False)
-    return type(module.net[1]).__name__
+    kept = ModelCheckpoint(folder, monitor="val_loss")
+    defaults: dict[str, Any] = {"max_epochs": 2, "max_steps": -1, "enable_checkpointing": True, "callbacks": [kept]}
+    runner = trainer(how(), **{**defaults, **options})
+    runner.fit(module, batches(16, 2), batches(8, 2))
+    assert kept.best_model_score is not None
+    buffers = [value for buffer in module.buffers() for value in buffer.double().reshape(-1).tolist()]
+    (found,) = runner.validate(module, batches(8, 2), ckpt_path="best", verbose=False)
+    return float(kept.best_model_score), found["val_loss"], buffers
 
 
-def test_batch_norms_are_synced_where_asked() -> None:
-    assert run(_synced, 2) == ["SyncBatchNorm"] * 2
+OPTIONS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 3}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["", "accumulates", "within-an-epoch"])
+def test_buffers_are_those_of_the_first_rank_as_under_ddp(options: dict[str, Any], tmp_path: Path) -> None:
+    (monitored, found, buffers), _ = run(_normed, 2, DDPStrategy, str(tmp_path / "ddp"), options)
+    close([[found]], [[monitored]])
+    for name, how in {"one": strategy, "fsdp": MegatronFSDPStrategy}.items():
+        for rank in run(_normed, 2, how, str(tmp_path / name), options):
+            close([rank[:2], rank[2]], [[monitored] * 2, buffers])
+
+
+class NormedByHand(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+def _drifted(kind: type[Normed], broadcast: bool) -> list[float]:
+    module = kind()
+    fit(module, batches(16, 2), strategy("no_shard", broadcast_buffers=broadcast))
+    return module.net[1].running_mean.tolist()
+
+
+@pytest.mark.parametrize("kind", [Normed, NormedByHand])
+def test_buffers_drift_only_where_asked(kind: type[Normed]) -> None:
+    one, other = run(_drifted, 2, kind, False)
+    assert one != other
+    assert run(_drifted, 2, kind, True) == [one, one]
+
+
+def _synced(how: Any) -> tuple[str, bool]:
+    module = Normed()
+    trainer(how(), sync_batchnorm=True).validate(module, batches(8, 2), verbose=False)
+    return type(module.net[1]).__name__, getattr(module.net[1], "process_group", None) is None
+
+
+@pytest.mark.parametrize("how", [strategy, MegatronFSDPStrategy])
+def test_batch_norms_are_synced_where_asked(how: Any) -> None:
+    assert run(_synced, 2, how) == [("SyncBatchNorm", True)] * 2
+
+
+class SplitNormed(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2), nn.BatchNorm1d(2))
+
+
+def _synced_beside_a_split() -> tuple[str, list[int]]:
+    module, how = SplitNormed(), strategy(tensor_parallel=2, plan=Plan({"net.0": Column(), "net.2": Row()}))
+    trainer(how, sync_batchnorm=True).validate(module, batches(8, 2), verbose=False)
+    group = getattr(module.net[3], "process_group", None)
+    return type(module.net[3]).__name__, [] if group is None else torch.distributed.get_process_group_ranks(group)
+
+
+def test_batch_norms_are_synced_over_ranks_with_other_samples_alone() -> None:
+    assert run(_synced_beside_a_split, 2) == [("BatchNorm1d", [])] * 2
+    found = run(_synced_beside_a_split, 4)
+    assert found == [("SyncBatchNorm", ranks) for ranks in ([0, 2], [1, 3], [0, 2], [1, 3])]
 
 
 class Loaders(Plain):
