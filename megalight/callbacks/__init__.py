@@ -6,6 +6,7 @@ from megalight.callbacks.auto_quantize import AutoQuantize
 from megalight.callbacks.distillation import Distillation
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.expert_loads import ExpertLoads
+from megalight.callbacks.final_checkpoint import FinalCheckpoint
 from megalight.callbacks.fused_ops import FusedOps
 from megalight.callbacks.garbage import GarbageCollection
 from megalight.callbacks.graphs.automatic import AutomaticCUDAGraph
@@ -36,6 +37,7 @@ __all__ = [
     "CUDAGraph",
     "Distillation",
     "ExpertLoads",
+    "FinalCheckpoint",
     "FusedOps",
     "GarbageCollection",
     "MemorySnapshot",

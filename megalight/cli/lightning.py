@@ -20,7 +20,15 @@ from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, Prog
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 
-from megalight.callbacks import OptimizerMonitor, Preemption, RunRecord, StepProgress, Throughput, WholeModelSummary
+from megalight.callbacks import (
+    FinalCheckpoint,
+    OptimizerMonitor,
+    Preemption,
+    RunRecord,
+    StepProgress,
+    Throughput,
+    WholeModelSummary,
+)
 from megalight.cli import newest, strategies
 from megalight.cli.explain import explain, rules
 from megalight.cli.given import Given
@@ -60,7 +68,7 @@ TRIED = re.compile(
 OTHER_BASE = re.compile(r"Import path \S+ does not correspond to a subclass of ")
 """Begins lines about types that the class is not of. They are no reason where it is of another type of the union."""
 
-ADDED: tuple[type[pl.Callback], ...] = (Throughput, OptimizerMonitor, RunRecord)
+ADDED: tuple[type[pl.Callback], ...] = (Throughput, OptimizerMonitor, RunRecord, FinalCheckpoint)
 """Callbacks of every run."""
 
 REPLACED: dict[type[pl.Callback], type[pl.Callback]] = {ProgressBar: StepProgress, ModelSummary: WholeModelSummary}
@@ -213,6 +221,16 @@ class MegalightCLI(LightningCLI):
             dumped = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, skip_validation=True)
             found = yaml.safe_load(dumped)
             self.config_dump = found if self.subcommand is None else found[self.subcommand]
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except SystemExit:
+            # Ctrl-C ends a run as SIGTERM does, after a step; to the shell it is what it was.
+            callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+            if any(isinstance(each, FinalCheckpoint) and each.interrupted for each in callbacks):
+                raise KeyboardInterrupt from None
+            raise
 
     def before_fit(self) -> None:
         """Say what the trainer changed for a run that is this short."""

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelSummary,
     RichProgressBar,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "IS_INTERACTIVE",
     "USED",
     "MultiProcessingLauncher",
+    "SIGTERMException",
     "SigtermAgreement",
     "SubprocessScriptLauncher",
     "WorkerOutput",
@@ -77,6 +79,13 @@ USED = {
     "trainer._logger_connector.should_reset_tensors": "whether they are those of an earlier epoch",
     "trainer._logger_connector._current_fx": "the hook that logged last, noted by LightningModule.log",
     "lightning.pytorch.callbacks.ModelCheckpoint._link_checkpoint": "makes last.ckpt a link to the newest checkpoint",
+    "lightning.pytorch.callbacks.ModelCheckpoint._save_topk_checkpoint": "saves the last step of a run",
+    "lightning.pytorch.callbacks.ModelCheckpoint._save_last_checkpoint": "the same as last.ckpt",
+    "lightning.pytorch.callbacks.ModelCheckpoint._save_checkpoint": "the same where metrics decide what is kept",
+    "lightning.pytorch.callbacks.ModelCheckpoint._get_metric_interpolated_filepath_name": "the name of that one",
+    "lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates": "metrics in names of checkpoints",
+    "model_checkpoint._last_global_step_saved": "whether the last step is saved already",
+    "model_checkpoint._last_checkpoint_saved": "the path of the last step",
     "lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints": "what ckpt_path='last' chooses from",
     "lightning.pytorch.callbacks.RichProgressBar._get_train_description": "counts Epoch 0/-2 where steps end the run",
     "lightning.pytorch.callbacks.ModelSummary._summary": "counts what one rank holds",
@@ -287,6 +296,49 @@ FIRST_STEPS = 10
 """At so many steps of a run, ranks ask each other at each: runs as short as these end at SIGTERM, too."""
 
 
+def end_after_step(trainer: pl.Trainer) -> None:
+    """Let the run end after the step that is running, as by SIGTERM. Safe in a signal handler."""
+    agreement = getattr(trainer.strategy, "_sigterm", None)
+    if isinstance(agreement, SigtermAgreement):
+        agreement.told = True
+    # Several ranks of ours agree first.
+    if trainer.world_size == 1 or agreement is None:
+        trainer._signal_connector.received_sigterm = True
+
+
+def has_saved(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
+    """Return whether a ModelCheckpoint has saved the newest step."""
+    return callback._last_global_step_saved == trainer.global_step
+
+
+def save_last_step(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
+    """Let a ModelCheckpoint save the newest step in its way, and return the path.
+
+    What it keeps by a metric stays: the metric it knows is of an earlier step. An epoch that the end of the run has cut
+    is saved as one that goes on: Lightning counts it as done.
+    """
+    loop = trainer.fit_loop
+    counts = [loop.epoch_progress.total, loop.epoch_progress.current]
+    cut = counts[0].completed == counts[0].ready and not loop.epoch_loop.batch_progress.is_last_batch
+    for count in counts if cut else ():
+        count.processed, count.completed = count.processed - 1, count.completed - 1
+    try:
+        return _save_by(callback, trainer)
+    finally:
+        for count in counts if cut else ():
+            count.processed, count.completed = count.processed + 1, count.completed + 1
+
+
+def _save_by(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
+    candidates = callback._monitor_candidates(trainer)
+    if callback.monitor in (None, "step"):
+        callback._save_topk_checkpoint(trainer, candidates)
+    if callback.save_last is not True and not has_saved(callback, trainer):
+        callback._save_checkpoint(trainer, callback._get_metric_interpolated_filepath_name(candidates, trainer))
+    callback._save_last_checkpoint(trainer, candidates)
+    return callback._last_checkpoint_saved
+
+
 class SigtermAgreement:
     """Handles SIGTERM and SLURM's requeueing without a device sync per step and without work in the signal handler.
 
@@ -327,8 +379,8 @@ class SigtermAgreement:
         """Say that SIGTERM ended the run. Its exit code is 0, as under Lightning's own strategies."""
         if isinstance(exception, SIGTERMException) and self.trainer.is_global_zero:
             logger.warning(
-                "SIGTERM ended the run after step %d. It resumes from its last checkpoint (ckpt_path='last'); the "
-                "callback Preemption saves one when the signal comes.",
+                "a signal ended the run after step %d. It resumes from its last checkpoint (ckpt_path='last'); the "
+                "callbacks FinalCheckpoint and Preemption save one then.",
                 self.trainer.global_step,
             )
 

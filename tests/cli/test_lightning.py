@@ -1,5 +1,6 @@
 import csv
 import logging
+import shutil
 from typing import Any
 
 import lightning.pytorch as pl
@@ -7,6 +8,7 @@ import pytest
 import yaml
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
+from megalight import checkpoint
 from megalight.callbacks import AutomaticCUDAGraph
 from megalight.cli import curves
 from megalight.cli.lightning import ArgumentParser, parsed
@@ -37,6 +39,28 @@ pytestmark = pytest.mark.filterwarnings(
 def _quiet_handlers(monkeypatch):
     """Lightning's log handler may hold an earlier test's captured stream."""
     monkeypatch.setattr(logging, "raiseExceptions", False)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning", "ignore:.*not resumable:UserWarning")
+def test_the_last_step_is_saved_and_goes_on_with_what_is_said_now(tmp_path, caplog):
+    recipe, folder = tmp_path / "recipe.yaml", tmp_path / "ck"
+    arguments = {"every_n_train_steps": 60, "dirpath": str(folder), "save_last": True}
+    callbacks = [{"class_path": "ModelCheckpoint", "init_args": arguments}]
+    recipe.write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks, "default_root_dir": str(tmp_path)}}))
+    words = ["-c", str(recipe), *MODEL, *QUIET[:4], "--trainer.log_every_n_steps=1"]
+    assert main(["fit", *words, "--trainer.fast_dev_run=1", "--model.learning_rate=0.5"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+    assert main(["fit", *words, "--trainer.max_steps=3", "--model.learning_rate=0.5"]) == 0
+    assert checkpoint.open(folder / "last.ckpt").common["global_step"] == 3
+    shutil.copytree(folder / "last.ckpt", tmp_path / "start.ckpt")
+    changed = ["--trainer.max_steps=5", f"--ckpt_path={tmp_path / 'start.ckpt'}", "--model.learning_rate=0.25"]
+    for flags, rate in ([], 0.25), (["--resume.optimizer=saved"], 0.5):
+        root = tmp_path / f"{rate}"
+        assert main(["fit", *words, *changed, *flags, f"--trainer.default_root_dir={root}"]) == 0
+        _, (*_, last) = curves.read(curves.find_logs(root))["lr"]
+        assert last == rate
+        assert ("lr 0.5 -> 0.25" in caplog.text) == (rate == 0.25)
+        caplog.clear()
 
 
 def test_fit_writes_logs_configuration_and_record(tmp_path, capsys):

@@ -18,7 +18,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LambdaCallback, LearningRateFinder, LearningRateMonitor
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LambdaCallback,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -229,6 +235,7 @@ def _resolve(name: str, runner: pl.Trainer) -> Any:
         "strategy": runner.strategy,
         "module": pl.LightningModule(),
         "learning_rate_finder": LearningRateFinder(),
+        "model_checkpoint": ModelCheckpoint(),
         "batch_size_finder": BatchSizeFinder(),
         "call": importlib.import_module("lightning.pytorch.trainer.call"),
         "strategies": importlib.import_module("lightning.pytorch.strategies"),
@@ -348,13 +355,13 @@ def _words_at_the_end() -> list[str]:
         _stopped(1)
     finally:
         logger.removeHandler(handler)
-    return [text for text in said if "SIGTERM" in text]
+    return [text for text in said if "ended the run" in text]
 
 
 def test_a_run_that_sigterm_ended_says_so_once() -> None:
     first, second = run(_words_at_the_end, 2)
     assert len(first) == 1
-    assert first[0].startswith("SIGTERM ended the run after step 3.")
+    assert first[0].startswith("a signal ended the run after step 3.")
     assert "ckpt_path='last'" in first[0]
     assert second == []
 

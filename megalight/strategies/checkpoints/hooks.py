@@ -109,6 +109,8 @@ class FolderCheckpoints(MeshStrategy):
                 "resumes from it; a ModelCheckpoint saves both while they run.",
                 filepath,
             )
+        if self._is_training and self.lightning_module.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return  # ModelCheckpoint(save_last=True) would save at the end, and later runs would take it
         # Weights may still be gathered, and edits are compared with what is there.
         self.sync_parameters()
         # The path of rank 0: a name with a time in it would differ between ranks.
