@@ -318,7 +318,7 @@ def save_last_step(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
     is saved as one that goes on: Lightning counts it as done.
     """
     loop = trainer.fit_loop
-    counts = [loop.epoch_progress.total, loop.epoch_progress.current]
+    counts: list[Any] = [loop.epoch_progress.total, loop.epoch_progress.current]
     cut = counts[0].completed == counts[0].ready and not loop.epoch_loop.batch_progress.is_last_batch
     for count in counts if cut else ():
         count.processed, count.completed = count.processed - 1, count.completed - 1

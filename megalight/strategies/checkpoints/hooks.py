@@ -109,7 +109,7 @@ class FolderCheckpoints(MeshStrategy):
                 "resumes from it; a ModelCheckpoint saves both while they run.",
                 filepath,
             )
-        if self._is_training and self.lightning_module.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self._is_training and getattr(self._setup_of.trainer, "fast_dev_run", False):
             return  # ModelCheckpoint(save_last=True) would save at the end, and later runs would take it
         # Weights may still be gathered, and edits are compared with what is there.
         self.sync_parameters()
