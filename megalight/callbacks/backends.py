@@ -13,7 +13,7 @@ class UseBackends(pl.Callback):
     """Makes ``auto`` mean the given backends during a run. Afterwards ``auto`` has its usual meaning again.
 
     Args:
-        names: op -> backend, as ``megalight doctor`` lists them: ``{"weight_gradient": "transformer_engine"}``.
+        names: op -> backend, as ``megalight doctor --all`` lists them: ``{"weight_gradient": "transformer_engine"}``.
 
     Raises:
         ConfigurationError: there is no such op (in ``setup``).

@@ -38,7 +38,7 @@ OPS = (
 
 
 def tables(device: str) -> dict[str, list[tuple[str, str | None]]]:
-    """Every op's backends for tensors on ``device`` (a device type): what ``megalight doctor`` prints.
+    """Every op's backends for tensors on ``device`` (a device type): what ``megalight doctor --all`` prints.
 
     Returns:
         op -> ``(backend, why it cannot serve a typical bfloat16 request, or None)``, highest priority first.

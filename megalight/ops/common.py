@@ -104,9 +104,8 @@ def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
     strange = [str(dtype) for dtype in dtypes if dtype not in (*HALF, torch.float32)]
     if strange:
         return f"serves bfloat16, float16 and float32, not {', '.join(strange)}"
-    if not has("triton"):
-        return "needs the package triton"
-    return cuda_why_not(device)
+    # The device first: without a GPU, triton is not worth installing.
+    return cuda_why_not(device) or (None if has("triton") else "needs the package triton")
 
 
 @lru_cache

@@ -29,7 +29,7 @@ class AdamConfig:
         exp_avg_dtype: how the first moment is stored: ``float32``, ``bfloat16`` or ``float8``; see
             :class:`~megalight.optim.Adam`.
         exp_avg_sq_dtype: the same for the second moment.
-        backend: backend of the op ``adam``. ``auto`` takes the best one that can serve (see ``megalight doctor``).
+        backend: backend of the op ``adam``. ``auto`` takes the best one that can serve (``megalight doctor --all``).
 
     Raises:
         ConfigurationError: a number is out of range.

@@ -1,10 +1,12 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalight import __version__
 from megalight.cli.main import main
@@ -155,8 +157,58 @@ def test_doctor_shows_where_ranks_stand(capsys):
     assert ["3", "0", "1", "0", "1"] in rows  # rank, pp, dp, cp, tp
 
 
+def doctor(capsys, *words) -> dict[str, str]:
+    """Return the lines of the summary by their names."""
+    assert main(["doctor", *words]) == 0
+    return {line[:10].strip(): line[10:].strip() for line in capsys.readouterr().out.splitlines()}
+
+
+def test_doctor_says_in_ten_lines_what_is_here(capsys, monkeypatch, tmp_path):
+    """Distributions and packages differ in their names, as those of PIL and modelopt do."""
+    (tmp_path / "test_oven.py").write_text("raise ImportError('a doctor imports nothing')")
+    metadata = tmp_path / "bakers_tools-1.2.3.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bakers-tools\nVersion: 1.2.3\n")
+    (metadata / "top_level.txt").write_text("test_oven\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(
+        "megalight.cli.verbs.doctor.EXTRAS", {"test_oven": "bakery", "no_kiln": "kiln", "no_jar": "jar"}
+    )
+    lines = doctor(capsys, "--device=cpu")
+    assert [*lines] == [
+        *("verdict", "versions", "devices", "precision", "ranks talk"),
+        *("ops", "plugins", "optional", "missing", "more"),
+    ]
+    assert lines["verdict"].startswith("ready to train on ")
+    assert f"torch {torch.__version__}" in lines["versions"]
+    assert f"CPU ({os.cpu_count()} cores" in lines["devices"]
+    assert "gloo" in lines["ranks talk"]
+    assert re.fullmatch(r"\d+ on cpu, by reference \d+, torch \d+, .*", lines["ops"])
+    assert lines["optional"] == "test_oven 1.2.3"
+    assert lines["missing"] == "pip install 'megalight[kiln,jar]'"
+
+
+def test_doctor_is_not_satisfied_without_a_core_package(capsys, monkeypatch):
+    monkeypatch.setattr("megalight.cli.verbs.doctor.CORE", ("torch", "no_such_kiln"))
+    assert main(["doctor"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "verdict    not ready: missing no_such_kiln. Next: pip install no_such_kiln"
+    assert len(lines) == 10
+    monkeypatch.setattr("megalight.cli.verbs.doctor.version", lambda name: None)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().out.startswith("not ready: missing torch, no_such_kiln.")
+
+
+@pytest.mark.parametrize(("cuda", "part"), [(None, "built without CUDA"), ("13.0", "torch cannot use it. Next:")])
+def test_doctor_sees_a_gpu_that_torch_does_not(cuda, part, capsys, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os.path, "exists", lambda path, exists=os.path.exists: path == "/dev/nvidiactl" or exists(path))
+    assert part in doctor(capsys)["verdict"]
+
+
 def test_doctor_lists_backends_with_reasons(capsys):
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--all"]) == 0
     text = capsys.readouterr().out
     assert "attention" in text
     assert "reference" in text

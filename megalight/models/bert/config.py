@@ -14,7 +14,7 @@ from megalight.nn.mlp import is_gated
 
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
-    """The backend of each op. ``auto`` takes the best available one (``megalight doctor`` lists them).
+    """The backend of each op. ``auto`` takes the best available one (``megalight doctor --all`` lists them).
 
     Attributes:
         attention, norm, activation, cross_entropy: a backend's name.

@@ -76,7 +76,7 @@ class MultiTokenConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
-    """The backend of each op. ``auto`` takes the best available one (``megalight doctor`` lists them).
+    """The backend of each op. ``auto`` takes the best available one (``megalight doctor --all`` lists them).
 
     Attributes:
         attention, norm, rotary, activation, experts, cross_entropy, conv, scan, delta_rule: a backend's name.
