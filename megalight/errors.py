@@ -7,6 +7,8 @@ import difflib
 import fnmatch
 import math
 import operator
+import os
+import re
 from collections.abc import Iterable
 from typing import Any
 from unicodedata import category
@@ -127,6 +129,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
     ]
     found = [*difflib.get_close_matches(word, spelled, n=1, cutoff=ALIKE), *swapped, *sorted(begun, key=len), *changed]
     return f" Did you mean {spelled[found[0]]!r}?" if found else ""
+
+
+_OF_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def hub_hint(path: object) -> str:
+    """Return how to get a model of the Hugging Face Hub, if a path where nothing is looks like its name, or nothing."""
+    name = str(path)
+    if not _OF_HUB.fullmatch(name) or os.path.exists(name.partition("/")[0]):
+        return ""
+    folder = name.rpartition("/")[2]
+    return (
+        f" Only folders are read. If it is a name of the Hugging Face Hub, get its folder first: hf download {name} "
+        f"--local-dir {folder}"
+    )
 
 
 def _begins(one: str, other: str) -> bool:

@@ -1,7 +1,9 @@
+from pathlib import Path
+
 import pytest
 
 from megalight import errors
-from megalight.errors import MegalightError, MissingPackageError, nearest, nearest_pattern
+from megalight.errors import MegalightError, MissingPackageError, hub_hint, nearest, nearest_pattern
 
 
 def test_every_error_is_of_one_family() -> None:
@@ -59,3 +61,12 @@ def test_only_names_that_are_spelled_alike_are_suggested(name: str, known: list[
 def test_a_misspelled_word_of_a_pattern_is_corrected(pattern: str, meant: str) -> None:
     names = ["model.embed.projector.weight", "model.layers.0.attention.qkv.weight"]
     assert nearest_pattern(pattern, iter(names)) == (f" Did you mean {meant!r}?" if meant else "")
+
+
+def test_a_name_of_the_hub_is_told_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hint = hub_hint("Qwen/Qwen2.5-0.5B")
+    assert hint.endswith(" get its folder first: hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B")
+    assert [hub_hint(path) for path in ("runs", "a/b/c", "./a", "/a/b", "../a", "s3://a/b", "~/a")] == [""] * 7
+    (tmp_path / "Qwen").mkdir()
+    assert hub_hint("Qwen/Qwen2.5-0.5B") == ""

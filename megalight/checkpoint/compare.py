@@ -22,6 +22,7 @@ def compare(
     prefix: str,
     label: Callable[[str], str] = repr,
     lenient: str = "strict=False",
+    remedy: str = "",
 ) -> Filled:
     """Check that names and shapes agree; see :meth:`megalight.parallel.source.Source.fill`.
 
@@ -34,25 +35,31 @@ def compare(
         prefix: see there.
         label: what messages call a tensor.
         lenient: what a user sets to accept other names.
+        remedy: what a user does instead, if it is known why they differ.
 
     Raises:
         CheckpointError: on every rank, when they differ on any.
     """
 
+    def advice(effect: str) -> str:
+        return remedy or f"Is it of another model? {lenient} {effect}."
+
     def check() -> list[str]:
         # Sorted, so that every run names the same tensors.
         missing = sorted(asked.keys() - stored.keys())
         if strict and missing:
+            meant = "" if remedy else nearest(missing[0], stored)
             raise CheckpointError(
-                f"{_some(missing, label)} not in {where}.{nearest(missing[0], stored)} Is it of another model? "
-                f"{lenient} leaves such tensors as they are."
+                f"{_some(missing, label)} not in {where}.{meant} {advice('leaves such tensors as they are')}"
             )
         known = sorted(asked.keys() & stored.keys())
         differ = [name for name in known if tuple(stored[name].shape) != tuple(asked[name])]
         if differ:
             lines = "; ".join(f"{label(n)}: {list(stored[n].shape)} and {list(asked[n])}" for n in differ[:SHOWN])
             more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
-            raise CheckpointError(f"shapes in {where} and in this model differ: {lines}{more}. Is it of another model?")
+            raise CheckpointError(
+                f"shapes in {where} and in this model differ: {lines}{more}. {remedy or 'Is it of another model?'}"
+            )
         return list(asked)
 
     # All ranks together: one that fails alone would leave the others in a collective.
@@ -67,8 +74,8 @@ def compare(
     unexpected = ranks.first(f"loading {where}", leftover)
     if strict and unexpected:
         raise CheckpointError(
-            f"{where} holds {_some(unexpected, label)} that this model does not ask for. Is it of another model? "
-            f"{lenient} ignores such tensors."
+            f"{where} holds {_some(unexpected, label)} that this model does not ask for. "
+            f"{advice('ignores such tensors')}"
         )
     # Missing ones are a rank's own; unexpected ones are known of all ranks only.
     return Filled(tuple(sorted(asked.keys() - stored.keys())), unexpected)

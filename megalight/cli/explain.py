@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable
+from inspect import isabstract
 from typing import Any
 
 from megalight.cli.classes import class_in, find_class, members, subclasses
@@ -22,6 +24,15 @@ _MISSING = re.compile(
 )
 _SUBTYPE = re.compile(r"<class '([\w.]+)'>")
 _LITERAL = re.compile(r"Expected an? typing\.Literal\[(?P<choices>.*)\]$")
+OTHER_BASE = re.compile(r"Import path (?:\S+ )?does not correspond to a subclass of ")
+"""Begins lines about types that a class is not of."""
+_NO_CLASS = re.compile(r"Not a valid subclass of (\w+)\.?$")
+MAX_LISTED = 12
+"""Classes that a message lists, if none is spelled like the given one."""
+
+_FORM = r"class_path, which names a subclass of \1, and beside it nothing but init_args"
+_ELSEWHERE = {"AdamConfig": " For another optimizer, return it from configure_optimizers in a subclass of the module."}
+"""Class of settings -> what to do for what it does not set."""
 _NOISE = (
     "Expected a <class 'NoneType'>",
     "Expected a path but",
@@ -29,6 +40,9 @@ _NOISE = (
     "Given value",
     "Subtypes:",
     "Errors:",
+    "Subclass types expect",
+    "a class path (str)",
+    "a dict with",
 )
 
 
@@ -43,6 +57,11 @@ def explain(message: str, given: Given, options: Iterable[str]) -> str:
     known = [short_key(option) for option in options]
     # The parser has no code for its errors, so its texts are read. Tests hold them to its version.
     if match := _UNKNOWN.search(message):
+        if (match["b"] or "").startswith(("init_args", "class_path")):
+            return (
+                f"{match['b'].partition('.')[0]} stands at the top level of the file. Indent it below the section that "
+                "it belongs to, such as model: or data:."
+            )
         return _unknown_key(next(group for group in match.groups() if group), given, known)
     if match := _VALUE.search(message):
         return _bad_value(match["key"], match["rule"], given, known)
@@ -95,13 +114,32 @@ def _first_bad(key: str, given: Given, known: list[str]) -> tuple[str, str, list
 
 def _bad_value(key: str, rule: str, given: Given, known: list[str]) -> str:
     full = _full_key(key, given, known)
+    if (settings := _settings(rule)) is not None:
+        return _no_settings(full, given.values.get(full), settings)
     if "dot import path string: " in rule or "has no attribute" in rule or "No module named" in rule:
         return _unknown_class(full, rule, given)
     reasons = [re.sub(r"\.? Got value: .*", "", reason).rstrip(".") for reason in rules(rule)]
+    reasons = [_NO_CLASS.sub(_FORM, OTHER_BASE.sub("a subclass of ", reason)) for reason in reasons]
     choices = [choice for reason in reasons if (match := _LITERAL.match(reason)) for choice in _choices(match)]
     others = [re.sub(r"^Expected an? ", "", reason) for reason in reasons if not _LITERAL.match(reason)]
     expected = [*others, *([f"one of {', '.join(choices)}"] if choices else [])]
     return not_valid(full, given.values.get(full), ", or ".join(expected), choices)
+
+
+def _settings(rule: str) -> type | None:
+    """Return the class of settings that a key holds, if a class or a bare word was given instead of them."""
+    if "dot import path string: " not in rule and "Subclasses are disabled" not in rule:
+        return None
+    bases = [find_class(path) for path in _SUBTYPE.findall(rule) if "." in path]
+    return next((base for base in bases if base and dataclasses.is_dataclass(base) and not [*subclasses(base)]), None)
+
+
+def _no_settings(key: str, value: Any, settings: type) -> str:
+    names = [*members(settings)]
+    return (
+        f"{not_valid(key, value, f'the arguments of {settings.__name__}, no name and no class')} They are "
+        f"{', '.join(names)}: --{key}.{names[0]}=VALUE.{_ELSEWHERE.get(settings.__name__, '')}"
+    )
 
 
 def _choices(literal: re.Match[str]) -> list[str]:
@@ -113,8 +151,14 @@ def _unknown_class(key: str, rule: str, given: Given) -> str:
     name = next(group for group in match.groups() if group) if match else str(given.values.get(key))
     reason = next((line for line in rules(rule) if "no attribute" in line or "No module" in line), "")
     bases = [base for path in _SUBTYPE.findall(rule) if "." in path and (base := find_class(path))]
-    known = {cls.__name__: f"{cls.__module__}.{cls.__name__}" for base in bases for cls in subclasses(base)}
-    hint = nearest(name.rpartition(".")[2], known)
+    known = {
+        cls.__name__: f"{cls.__module__}.{cls.__name__}"
+        for base in bases
+        for cls in subclasses(base)
+        if not isabstract(cls)
+    }
+    listed = f" Known: {', '.join(sorted(known))}." if 0 < len(known) <= MAX_LISTED else ""
+    hint = nearest(name.rpartition(".")[2], known) or listed
     if "." in name:  # an import path is answered with one
         hint = re.sub("'(.*)'", lambda match: repr(known[match[1]]), hint)
     return no_class(key, name, reason, hint)

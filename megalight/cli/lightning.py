@@ -30,7 +30,7 @@ from megalight.callbacks import (
     WholeModelSummary,
 )
 from megalight.cli import newest, strategies
-from megalight.cli.explain import explain, rules
+from megalight.cli.explain import OTHER_BASE, explain, rules
 from megalight.cli.given import Given
 from megalight.cli.report import PREEMPTED, debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
@@ -64,9 +64,6 @@ TRIED = re.compile(
     r"Expected an? |Errors:|Problem with given|Not a valid subclass|Subclass types expect|an? (class path|dict with)"
 )
 """Begins lines of jsonargparse's report that name types and forms which it tried, and no reason."""
-
-OTHER_BASE = re.compile(r"Import path \S+ does not correspond to a subclass of ")
-"""Begins lines about types that the class is not of. They are no reason where it is of another type of the union."""
 
 ADDED: tuple[type[pl.Callback], ...] = (Throughput, OptimizerMonitor, RunRecord, FinalCheckpoint)
 """Callbacks of every run."""
@@ -327,5 +324,6 @@ def _reason(error: BaseException) -> str:
     if "Does not validate against any of the Union subtypes" not in text:
         return text
     wanted = [line for line in rules(text) if not TRIED.match(line)]
+    # That the class is none of one type is no reason where it is of another type of the union.
     reasons = [line for line in wanted if not OTHER_BASE.match(line)]
     return "; ".join(reasons or wanted) or text

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalight.cli.other_names import ours
 from megalight.errors import nearest
+
+if TYPE_CHECKING:
+    from yaml import MarkedYAMLError
 
 
 def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], known: Iterable[str] = ()) -> str:
@@ -58,3 +61,40 @@ def missing(keys: Iterable[str]) -> str:
     named = " Or name the logger: --trainer.logger=csv, json or tensorboard write under trainer.default_root_dir."
     hint = named if "trainer.logger.save_dir" in keys else ""
     return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in a file after -c.{hint}"
+
+
+def not_yaml(path: str, text: str, error: MarkedYAMLError) -> str:
+    """Say what is wrong with a line of a YAML file, and quote it.
+
+    Args:
+        path: the file.
+        text: what it holds.
+        error: what the reader of YAML said: where it stopped, and where what it was reading begins.
+    """
+    here, began, lines = error.problem_mark, error.context_mark, [*text.splitlines(), "", ""]
+    problem, context = error.problem or "", error.context or ""
+    if here is None:
+        return f"{path} is not valid YAML: {problem}."
+    line, advice = here.line, f"{problem}."
+    if "'\\t'" in problem:
+        advice = "it begins with a tab. Indent with spaces."
+    elif "simple key" in context and began is not None:
+        line, advice = began.line, "it has no ': '. Write key: value, with a space after the colon."
+    elif "mapping values" in problem:
+        advice = (
+            "a key cannot stand there: the line above has a value already, or lacks its ': '. Check both, and their "
+            "indentation."
+        )
+    elif context.startswith("while parsing a flow") and began is not None and began.line < here.line:
+        advice = f"a bracket of line {began.line + 1} is not closed before it."
+    elif context.startswith("while parsing a block") and began is not None and not lines[line][: here.column].strip():
+        kind = "entries of the list" if "collection" in context else "keys of the section"
+        others = f"the {kind} that begins in line {began.line + 1}"
+        advice = (
+            f"it begins in column {here.column + 1}, and {others} in column {began.column + 1}. "
+            "Indent it as those that it belongs to."
+            if here.column != began.column
+            else f"it cannot stand beside {others}. Indent it below one of them, or end them."
+        )
+    quoted = f"{lines[line].strip()!r}: " if lines[line].strip() else ""
+    return f"{path}, line {line + 1} is not valid YAML: {quoted}{advice}"

@@ -20,7 +20,7 @@ from megalight.cli.checks.lightning_rules import check_strategy
 from megalight.cli.checks.trainer_rules import check_loggers, check_trainer, half_on_cpu
 from megalight.cli.classes import subclasses
 from megalight.cli.run_folder import claim
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
 from megalight.loggers import JSONLogger
 from megalight.strategies.mesh_strategy import MeshStrategy
@@ -154,7 +154,12 @@ def check_strategy_name(name: str) -> None:
         ConfigurationError: it is not; the message has the nearest name.
     """
     registered = StrategyRegistry.available_strategies()
-    check_strategy(name, ("auto", *registered), (cls.__name__ for cls in subclasses(Strategy)))
+    classes = [cls.__name__ for cls in subclasses(Strategy)]
+    if "." in name:  # the parser has made an object of every import path that leads to a strategy
+        raise ConfigurationError(
+            f"trainer.strategy = {name!r} is no import path of a strategy.{nearest(name.rpartition('.')[2], classes)}"
+        )
+    check_strategy(name, ("auto", *registered), classes)
 
 
 def with_slurm(plugins: Any) -> list[Any]:

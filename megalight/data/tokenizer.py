@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Model  # type: ignore[import-untyped]
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalight.data.special_text import MEDIA, MEDIA_KEYS, without
-from megalight.errors import DataError, decode_utf8
+from megalight.errors import DataError, decode_utf8, hub_hint
 from megalight.imports import require
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ class Tokenizer:
         if not place.exists():
             raise DataError(
                 f"tokenizer {os.fspath(path)!r} does not exist; give a tokenizer.json file or a folder that holds one."
+                f"{hub_hint(os.fspath(path))}"
             )
         file = place / FILE if place.is_dir() else place
         config = _read_config(config_path(file))

@@ -96,6 +96,7 @@ class Folder:
         weights: names and layouts of its tensors.
         prefix: added before every canonical name.
         strict: whether a tensor that has no counterpart in ``weights`` is an error. If not, it is skipped.
+        remedy: what a user does about names and shapes that differ, if it is known why they do.
 
     Attributes:
         tensors: canonical name -> shape, dtype and place.
@@ -106,11 +107,14 @@ class Folder:
         CheckpointError: a file is missing or incomplete, or holds tensors of another model.
     """
 
-    def __init__(self, path: str | os.PathLike[str], weights: WeightMap, prefix: str, *, strict: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], weights: WeightMap, prefix: str, *, strict: bool = True, remedy: str = ""
+    ) -> None:
         self.path = place(path)
         self.bytes_read = 0
         self._weights = weights
         self._prefix = prefix
+        self._remedy = remedy
         files = files_of(self.path)
         entries = {entry.key: (name, entry) for name in files for entry in header(self.path, name)}
         self._total = sum(entry.nbytes for _, entry in entries.values())
@@ -121,7 +125,7 @@ class Folder:
         try:
             places = weights.ours(tensors, None if strict else unknown)
         except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error} {LENIENT} skips such tensors.") from error
+            raise CheckpointError(f"{self.path}: {error} {remedy or f'{LENIENT} skips such tensors.'}") from error
         self.skipped = tuple(sorted(unknown))
         for name, theirs in places.items():
             found = tensors[theirs.name]
@@ -146,7 +150,15 @@ class Folder:
         asked = {target.name: target.shape for target in boxes}
         # Before any byte is read: an error is raised on all ranks, and no memory has changed.
         filled = compare(
-            ranks, where, self.tensors, asked, strict=strict, prefix=prefix, label=self.label, lenient=LENIENT
+            ranks,
+            where,
+            self.tensors,
+            asked,
+            strict=strict,
+            prefix=prefix,
+            label=self.label,
+            lenient=LENIENT,
+            remedy=self._remedy,
         )
         # group boxes by file, so that a job in a thread opens only one file
         by_file: dict[str, list[Target]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +22,10 @@ from megalight.checkpoint.sources.lenient import Lenient
 from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.sources.without import Without
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.first_rank import only_first
 from megalight.models.bounds import check_held
 from megalight.models.completed import completed
 from megalight.models.config import compare as compare_configs
-from megalight.models.family import Family, Weights, family, family_of_transformers
+from megalight.models.family import Family, Weights, family, family_of_transformers, warn_of_differences
 from megalight.models.folder import COMPANIONS, LENIENT, companions
 from megalight.models.transforms import activate, rebuild
 from megalight.nn.canonical import canonical_tensors
@@ -41,9 +39,6 @@ from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import Plan
 from megalight.parallel.source import Source
 from megalight.parallel.transform import ModelTransform
-
-log = logging.getLogger(__name__)
-log.addFilter(only_first)
 
 SEED = 1234
 """Seed of initial values, unless a module has another one."""
@@ -268,10 +263,8 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, k
     # Adapters are modules of their own, which the model to fill does not have.
     if serving(described):
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
-    # The same warning as for foreign folders: shapes that differ are refused when they are read.
     differences = compare_configs(config.to_dict(), initial_config(folder, known, type(config)).to_dict(), "the folder")
-    if differences:
-        log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
+    warn_of_differences(os.fspath(folder), tuple(differences))
     source = without_training_parts(FullPrecision(opened), described)
     return source if keys == "strict" else Lenient(source, str(folder), keys == "log")
 

@@ -17,8 +17,11 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 15.0
-"""How long a process waits for others until it says so. It says so again after twice the time."""
+PATIENCE_SECONDS = 60.0
+"""How long a process waits for others until it says so. It says so again after twice the time.
+
+On a slow machine, processes that start together need half a minute to import torch.
+"""
 
 
 def check_address(strategy: MeshStrategy) -> None:

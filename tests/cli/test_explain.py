@@ -65,6 +65,22 @@ def test_a_value_that_begins_with_a_dot_is_no_class():
             ["--trainer.strategy=m.MSx"],
             ["trainer.strategy = 'm.MSx'", "has no attribute 'MSx'"],
         ),
+        (
+            'Parser key "model":\n  Errors:\n    - Not a valid subclass of LightningModule\n      Subclass types '
+            "expect one of:\n      - a class path (str)\n      - a dict with class_path entry\n  Given value: {}",
+            [],
+            ["model = 'tests.cli.samples.SampleModule' is not valid; expected: class_path, which names a subclass of "],
+        ),
+        (
+            UNION + "    - Import path does not correspond to a subclass of Strategy\n    - Expected a <class 'bool'>",
+            ["--trainer.strategy=torch.optim.SGD"],
+            ["trainer.strategy = 'torch.optim.SGD' is not valid; expected: a subclass of Strategy, or bool."],
+        ),
+        (
+            "does not accept option 'init_args.config.size'",
+            [],
+            ["init_args stands at the top level of the file. Indent"],
+        ),
         ("the following arguments are required: config", [], ["missing: model.config."]),
         ("the following arguments are required: fit.model", [], ["missing: model."]),
         (
@@ -95,3 +111,24 @@ def test_messages_name_key_value_rule_and_remedy(message, words, parts):
         assert part in text, text
     assert len(text) < 700
     assert "<class" not in text
+
+
+@pytest.mark.parametrize(
+    "reason", ["Expected a dot import path string: Muon", "Subclasses are disabled for AdamConfig, thus 'Muon' is not"]
+)
+def test_settings_are_no_class(reason):
+    """jsonargparse answers with a call of its own that accepts subclasses."""
+    union = "Subtypes: [<class 'megalight.optim.config.AdamConfig'>, <class 'NoneType'>]"
+    message = f'Parser key "optimizer":\n  {union}\n  Errors:\n    - {reason}\n  Given value: Muon'
+    text = explain(message, given("--model.optimizer=Muon"), OPTIONS)
+    assert text.startswith(
+        "model.optimizer = 'Muon' is not valid; expected: the arguments of AdamConfig, no name and no"
+    )
+    assert "They are lr, betas, " in text
+    assert "--model.optimizer.lr=VALUE. For another optimizer, return it from configure_optimizers in a " in text
+
+
+def test_classes_are_listed_if_none_is_spelled_alike():
+    message = UNION.replace("lightning.pytorch.strategies.strategy.Strategy", "megalight.optim.Schedule")
+    text = explain(f"{message}    - Expected a dot import path string: Foo", given("--trainer.strategy=Foo"), OPTIONS)
+    assert "'Foo' names no known class. Known: Constant, Cosine, InverseSqrt, Linear, WSD" in text

@@ -139,6 +139,8 @@ def test_truncation_and_templates_of_the_file_do_not_act(tokenizer: Tokenizer, t
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist; give a tokenizer"):
         Tokenizer.load(tmp_path / "none")
+    with pytest.raises(DataError, match="hf download some/model --local-dir model"):
+        Tokenizer.load("some/model")
     (tmp_path / "tokenizer.json").write_text('{"model"')
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer.load(tmp_path)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +118,32 @@ def test_another_package_registers_a_family(pairs: Family) -> None:
 def test_a_name_is_taken_once(pairs: Family) -> None:
     with pytest.raises(MegalightError, match="model family 'pairs' is already registered"):
         register(pairs)
+
+
+def test_a_path_as_configuration_is_sent_to_weights() -> None:
+    with pytest.raises(ConfigurationError, match=r"give it as weights, and leave config out.*hf download some/model"):
+        GPTModule("some/model")
+    with pytest.raises(CheckpointError, match=r"some/model: nothing is there.*hf download some/model"):
+        GPTModule(weights="some/model")
+
+
+def test_weights_of_another_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning, which names some settings, and an error that says to take the folder's."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    folder = transformers.Qwen2Config(**sizes, num_key_value_heads=1, vocab_size=11, tie_word_embeddings=True)
+    transformers.Qwen2ForCausalLM(folder).save_pretrained(tmp_path)
+    config = GPTConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, max_sequence_length=16)
+    module = GPTModule(config, weights=tmp_path)
+    module.initial_weights()
+    with pytest.raises(CheckpointError) as caught:
+        module.configure_model()
+    assert re.search(
+        r"lm_head.weight.* not in .*configuration is not the folder's .*Leave config out", str(caught.value)
+    )
+    assert "weights_keys" not in str(caught.value), "it would train a random head"
+    (told,) = [record.getMessage() for record in caplog.records if "configuration" in record.getMessage()]
+    assert re.search(
+        r"another configuration: attention.qkv_bias is False here and True in the folder; .* and \d more", told
+    )
+    GPTModule(weights=tmp_path).configure_model()

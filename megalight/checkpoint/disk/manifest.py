@@ -21,7 +21,7 @@ from megalight.checkpoint.disk.files import (
     parse_json,
     write_file,
 )
-from megalight.errors import CheckpointError, MissingCheckpointError
+from megalight.errors import CheckpointError, MissingCheckpointError, hub_hint
 
 NAME = "manifest.json"
 FORMAT = "megalight"
@@ -135,7 +135,7 @@ def check_files(root: Any, manifest: Manifest) -> None:
 
 def _guess(root: Place) -> str:
     if not root.exists():
-        return "nothing is there."
+        return f"nothing is there.{hub_hint(root)}"
     if root.is_file():
         return (
             "it is a single file. If one of Lightning's own strategies wrote it, `megalight fit --ckpt_path` goes on "

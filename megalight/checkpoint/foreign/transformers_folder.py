@@ -17,7 +17,7 @@ from megalight.checkpoint.disk.files import MAX_HEADER, Entry, Place, checked_na
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
 from megalight.checkpoint.disk.publish import place
 from megalight.checkpoint.inspection.inspect import Report, floats
-from megalight.errors import CheckpointError
+from megalight.errors import CheckpointError, hub_hint
 
 CONFIG = "config.json"
 IMAGE_PROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
@@ -40,8 +40,12 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = place(path)
     if not is_folder(folder):
-        absent = "" if folder.exists() else " (nothing is there)"
-        raise CheckpointError(f"{folder} holds no {CONFIG}{absent}; give the folder that save_pretrained wrote.")
+        if not folder.exists():
+            raise CheckpointError(
+                f"{folder}: nothing is there. Give a checkpoint, a run's folder, or a folder of transformers."
+                f"{hub_hint(folder)}"
+            )
+        raise CheckpointError(f"{folder} holds no {CONFIG}; give the folder that save_pretrained wrote.")
     return json_of(folder / CONFIG)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from megalight.cli.messages import not_yaml
 from megalight.errors import ConfigurationError
 
 FLAGS = ("-c", "--config")
@@ -60,8 +61,10 @@ def read(path: str) -> dict[str, Any]:
         _check_keys(node, path)
         # Loaded from the text again: the checked nodes have been through no merge of `<<`.
         return dict(yaml.safe_load(text))
+    except yaml.MarkedYAMLError as error:
+        raise ConfigurationError(not_yaml(path, text, error)) from error
     except yaml.YAMLError as error:
-        raise ConfigurationError(_syntax(path, error)) from error
+        raise ConfigurationError(f"{path} is not valid YAML: {error}.") from error
 
 
 def _check_keys(node: yaml.Node, path: str, prefix: str = "") -> None:
@@ -83,12 +86,6 @@ def _check_keys(node: yaml.Node, path: str, prefix: str = "") -> None:
             )
         lines[name] = line
         _check_keys(value, path, f"{prefix}{name}.")
-
-
-def _syntax(path: str, error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-    return f"{path}{where} is not valid YAML: {getattr(error, 'problem', None) or error}."
 
 
 def is_text_of_a_mapping(value: str) -> bool:

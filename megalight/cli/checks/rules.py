@@ -142,11 +142,6 @@ def _check_weights(values: Values, classes: Mapping[str, Source | None]) -> None
             wanted = values.get(f"{key}.{name}")
             if not isinstance(wanted, str) or "://" in wanted or not _is_path(source, name):
                 continue
-            if not Path(wanted).exists():
-                raise CheckpointError(
-                    f"{key}.{name}={wanted}: nothing is there. Give a checkpoint, a run's folder, or a folder of "
-                    "transformers."
-                )
             _check_run(f"{key}.{name}", Path(wanted))
 
 

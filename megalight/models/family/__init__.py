@@ -33,6 +33,26 @@ log = logging.getLogger(__name__)
 log.addFilter(only_first)
 
 
+OWN_CONFIG = (
+    "The model's configuration is not the folder's (see the warning above). Leave config out to take the folder's."
+)
+SHOWN = 5
+"""Differences that the warning names."""
+
+
+@cache  # a folder is opened before processes start, and again when its weights are read
+def warn_of_differences(folder: str, differences: tuple[str, ...]) -> None:
+    """Warn once that a model has other settings than the weights in a folder.
+
+    Only a warning: tensors whose names or shapes differ are refused when they are read.
+    """
+    if differences:
+        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        log.warning(
+            "the weights in %s are of another configuration: %s%s", folder, "; ".join(differences[:SHOWN]), more
+        )
+
+
 @dataclass(frozen=True)
 class Weights:
     """Converts the weights of ``transformers`` models to those of a family and back.
@@ -95,10 +115,8 @@ class Weights:
         """
         # Only settings that shape weights; dropout and backends are the user's.
         differences = compare(config.to_dict(), self.config_of(folder).to_dict(), "the folder")
-        # Only a warning: tensors whose shapes differ are refused when they are read.
-        if differences:
-            log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
-        return Folder(folder, self.map(config), prefix, strict=strict)
+        warn_of_differences(os.fspath(folder), tuple(differences))
+        return Folder(folder, self.map(config), prefix, strict=strict, remedy=OWN_CONFIG if differences else "")
 
 
 @dataclass(frozen=True)

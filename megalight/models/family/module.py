@@ -16,7 +16,7 @@ from megalight.checkpoint.disk.newest import newest_in
 from megalight.data.sizes import check_fits, check_vocabulary
 from megalight.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from megalight.data.tokenizer import FILE as TOKENIZER
-from megalight.errors import CheckpointError, ConfigurationError
+from megalight.errors import CheckpointError, ConfigurationError, hub_hint
 from megalight.models.bounds import check_held
 from megalight.models.config import compare
 from megalight.models.family import family
@@ -119,6 +119,11 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             )
         found: ConfigT
         if isinstance(config, str):
+            if "/" in config or os.path.isdir(config):
+                raise ConfigurationError(
+                    f"config={config!r} is no preset. To start from a checkpoint or a folder of transformers, give it "
+                    f"as weights, and leave config out.{hub_hint(config)}"
+                )
             found = presets[config]
             found = found if isinstance(found, kind) else kind.from_dict(found.to_dict())
         elif isinstance(config, Mapping):  # of a subclass whose argument has no type, on the command line

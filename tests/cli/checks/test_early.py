@@ -102,7 +102,6 @@ MISTAKES = [
     ([*SHORT, "--data.tokenizer=absent.json"], ["tokenizer 'absent.json' does not exist"]),
     ([*SHORT, "--data.vocab_size=9"], ["tokenizer has 9 tokens", "vocab_size is 8"]),
     (["--data.data=facts", "--data.sequence_length=4"], ["tokenizer has 300 tokens", "vocab_size is 8"]),
-    ([*SHORT, "--model.weights=absent"], ["model.weights=absent: nothing is there"]),
     ([*SHORT, "--trainer.default_root_dir=r.yaml/x"], ["r.yaml is a file; name a folder"]),
     (["--ckpt_path=absent.ckpt", *SHORT], ["absent.ckpt", "nothing is there"]),
     (["--ckpt_path=last", *SHORT], ["--ckpt_path=last", "no finished checkpoint"]),

@@ -20,8 +20,35 @@ BAD = {
     "list.yaml": (b"- a\n- b\n", ["holds a list", "mapping"]),
     "value.yaml": (b"abc\n", ["single value"]),
     "empty.yaml": (b"# nothing\n", ["is empty"]),
-    "broken.yaml": (b"a: [1\nb: 2\n", ["line 2", "not valid YAML"]),
-    "tab.yaml": (b"a:\n\tb: 1\n", ["line 2", "not valid YAML"]),
+    "broken.yaml": (
+        b"a: [1\nb: 2\n",
+        ["line 2 is not valid YAML: 'b: 2': a bracket of line 1 is not closed before it."],
+    ),
+    "open.yaml": (b"a: [1,\n", ["line 2 is not valid YAML: expected the node content"]),
+    "tab.yaml": (b"a:\n\tb: 1\n", ["line 2 is not valid YAML: 'b: 1': it begins with a tab. Indent with spaces."]),
+    "left.yaml": (
+        b"trainer:\n  devices: 1\n max_steps: 3\n",
+        [
+            "line 3",
+            "'max_steps: 3': it begins in column 2, and the keys of the section that begins in line 1 in column 1.",
+        ],
+    ),
+    "right.yaml": (
+        b"a:\n  b: {c: 1}\n    d: 3\n",
+        ["line 3", "'d: 3': it begins in column 5, and the keys of the section that begins in line 2 in column 3."],
+    ),
+    "beside.yaml": (
+        b"a:\n  - b: 1\n  c: 3\n",
+        ["'c: 3': it cannot stand beside the entries of the list that begins in line 2"],
+    ),
+    "inline.yaml": (b"a: {b: 1}}\n", ["line 1 is not valid YAML: 'a: {b: 1}}': expected <block end>, but found '}'."]),
+    "blank.yaml": (
+        b"a:\n  x: 1\n  b:1\n  c: 2\n",
+        ["line 3", "'b:1': it has no ': '. Write key: value, with a space after"],
+    ),
+    "colon.yaml": (b"a\n  b: 1\n", ["line 2", "'b: 1': a key cannot stand there: the line above has a value already"]),
+    "alias.yaml": (b"a: *x\n", ["line 1 is not valid YAML: 'a: *x': found undefined alias 'x'."]),
+    "byte.yaml": (b"a: \x01\n", ["not valid YAML: unacceptable character"]),
     "binary.bin": (b"\x00\xff\xfe", ["not text", "byte 1"]),
     "folder": (None, ["cannot read", "folder"]),
     "absent.yaml": (b"", ["cannot read"]),
