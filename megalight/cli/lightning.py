@@ -7,14 +7,15 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import yaml
-from jsonargparse import Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -67,6 +68,9 @@ TRIED = re.compile(
 
 ADDED: tuple[type[pl.Callback], ...] = (Throughput, OptimizerMonitor, RunRecord, FinalCheckpoint)
 """Callbacks of every run."""
+
+LISTS = ("--trainer.callbacks", "--trainer.logger", "--trainer.plugins")
+"""Flags that take lists of classes."""
 
 REPLACED: dict[type[pl.Callback], type[pl.Callback]] = {ProgressBar: StepProgress, ModelSummary: WholeModelSummary}
 """Lightning's default callbacks -> ours in their place, where they are not disabled."""
@@ -144,6 +148,45 @@ class _Invocation:
 _invocation: ContextVar[_Invocation] = ContextVar("_invocation", default=_Invocation())  # noqa: B039  it is frozen
 
 
+class _Stacked(ActionConfigFile):
+    """``-c FILE``: a list in a file replaces that of the files before it; ``callbacks+`` adds to it.
+
+    jsonargparse lets entries of lists of the same length inherit from those at their places.
+    """
+
+    @staticmethod
+    def apply_config(parser: Any, cfg: Any, dest: str, value: Any) -> None:
+        """Parse a file, or a text, and put it over what was parsed before."""
+        path = Path(value)
+        # The file's own errors are told where it is parsed.
+        with suppress(OSError, yaml.YAMLError):
+            _forget_lists(cfg, yaml.safe_load(path.read_text(encoding="utf-8") if path.is_file() else value))
+        ActionConfigFile.apply_config(parser, cfg, dest, value)
+
+
+def _forget_lists(before: Any, new: Any) -> None:
+    """Take the entries out of lists of classes that ``new`` has at the same keys."""
+    if not isinstance(before, Namespace) or not isinstance(new, dict):
+        return
+    for key, value in new.items():
+        owner = before if key in before else before.get("init_args")  # `init_args` may be left out
+        if not isinstance(owner, Namespace) or key not in owner:
+            continue
+        if isinstance(value, list):
+            owner[key] = None
+        else:
+            _forget_lists(owner[key], value)
+
+
+def _emptied(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command. One that gives a list comes after one that empties the list of the files."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag in LISTS and (value if equals else following).startswith("["):
+            yield f"{flag}=null"
+        yield word
+
+
 class ArgumentParser(LightningArgumentParser):
     """Lightning's parser with errors that fit on one screen and name the nearest valid key.
 
@@ -153,6 +196,12 @@ class ArgumentParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"parser_mode": strategies.MODE, "allow_abbrev": False, **kwargs})
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+        """Add an argument; Lightning's ``-c`` is ours."""
+        if kwargs.get("action") is ActionConfigFile:
+            kwargs["action"] = _Stacked
+        return super().add_argument(*args, **kwargs)
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Write a configuration to a file. It was checked when it was parsed, so it is not checked again."""
@@ -200,7 +249,7 @@ class MegalightCLI(LightningCLI):
         if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
             return
-        words = list(strategies.in_words(sys.argv[1:] if args is None else args))
+        words = list(_emptied(list(strategies.in_words(sys.argv[1:] if args is None else args))))
         verb = getattr(self, "_subcommand_parsers", {}).get(words[0] if words else "", parser)
         # For error messages of nested parsers, which do not see the command.
         token = _invocation.set(_Invocation(tuple(words), tuple(action.dest for action in verb._actions)))

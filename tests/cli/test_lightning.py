@@ -226,3 +226,49 @@ def test_debug_lets_the_traceback_through(monkeypatch):
 def test_graphs_are_tried_unless_they_are_off(mode: Any, others: list[pl.Callback], added: int) -> None:
     runner = MegalightTrainer(accelerator="cpu", callbacks=others, logger=False, **mode)
     assert sum(type(callback) is AutomaticCUDAGraph for callback in runner.callbacks) == added  # type: ignore[attr-defined]
+
+
+def stacked(tmp_path, *files, words=()):
+    names = []
+    for number, text in enumerate(files):
+        names += ["-c", str(tmp_path / f"{number}.yaml")]
+        (tmp_path / f"{number}.yaml").write_text(text)
+    runner = parsed(["fit", *MODEL, "--trainer.accelerator=cpu", "--trainer.logger=false", *names, *words]).trainer
+    return runner, [callback for callback in runner.callbacks if isinstance(callback, pl.callbacks.ModelCheckpoint)]
+
+
+FIRST = """
+trainer:
+  callbacks:
+    - class_path: ModelCheckpoint
+      init_args: {dirpath: first, filename: one, every_n_train_steps: 7, save_last: true}
+"""
+SECOND = """
+trainer:
+  callbacks{plus}:
+    - class_path: ModelCheckpoint
+      init_args: {{filename: two}}
+"""
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_list_of_a_later_file_replaces_that_before(tmp_path, flag):
+    second = SECOND.format(plus="")
+    entry = "[{class_path: ModelCheckpoint, init_args: {filename: two}}]"
+    files, words = ([FIRST], [f"--trainer.callbacks={entry}"]) if flag else ([FIRST, second], [])
+    _, (saver,) = stacked(tmp_path, *files, words=words)
+    assert (saver.dirpath, saver.filename, saver._every_n_train_steps, saver.save_last) == (None, "two", 0, None)
+
+
+def test_a_plus_adds_to_the_list_before(tmp_path):
+    _, savers = stacked(tmp_path, FIRST, SECOND.format(plus="+"), words=["--trainer.callbacks+=EMA"])
+    assert [(saver.filename, saver._every_n_train_steps) for saver in savers] == [("one", 7), ("two", 0)]
+
+
+def test_values_of_one_class_are_still_stacked(tmp_path):
+    """Only lists replace: a later file changes single arguments of the classes before."""
+    model = "model: {class_path: tests.cli.samples.SampleModule, init_args: {config: {size: {hidden_size: 6}}}}"
+    later = "model: {init_args: {learning_rate: 0.5}}\ntrainer: {strategy: {init_args: {tensor_parallel: 1}}}"
+    runner, _ = stacked(tmp_path, model, later, words=["--trainer.callbacks=EMA", "--trainer.callbacks.decay=0.5"])
+    (ema,) = (callback for callback in runner.callbacks if type(callback).__name__ == "EMA")
+    assert ema.decay == 0.5
