@@ -16,7 +16,8 @@ class Pattern:
     Args:
         pattern: a regular expression of Python in which ``.`` stands for line breaks, too, such as
             ``<think>.*?</think>\s*<answer>.*?</answer>``. Where prompts end with ``<think>``, answers begin after it.
-            Some patterns take very long for long answers, such as ``(a+)+b``.
+            Some patterns take very long for long answers, such as ``(a+)+b``; ``reward_timeout`` of the data module
+            ends the run then.
         whole: whether the whole answer must match, without spaces around it. If not, a part of it is enough.
 
     Raises:
