@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -26,14 +27,15 @@ from megalight.checkpoint.foreign.transformers_folder import (
 )
 from megalight.checkpoint.memory import dtype_name
 from megalight.checkpoint.ranks import Ranks, alone
-from megalight.checkpoint.sources.streaming import Wanted, stream
+from megalight.checkpoint.sources.combine import Held, Joined
+from megalight.checkpoint.sources.streaming import Wanted, itself, stream
 from megalight.checkpoint.writer import host_blocks
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import with_floats
 from megalight.models.family import Family
-from megalight.models.folder import GENERATION, is_finite, warn_not_finite
+from megalight.models.folder import GENERATION, UNREAD, is_finite, warn_not_finite
 from megalight.models.saved import PREFIX
 from megalight.models.stored import StoredModel
 from megalight.nn.canonical import canonical_tensors, parts
@@ -74,8 +76,15 @@ def export(
     stage = f"exporting to {target}"
     # Everything that can be refused is refused before a rank writes.
     whole = _whole(model, dtype)
+    values, source = config_values(model, {each.dtype for each in whole.values()}), model.weights
+    if kept := load(model.files[UNREAD]) if UNREAD in model.files else {}:
+        whole |= {
+            name: Wanted(tuple(each.shape), dtype or each.dtype, {UNREAD + name: itself}) for name, each in kept.items()
+        }
+        source = Joined(source, Held({UNREAD + name: each for name, each in kept.items()}))
+        values = _weights(model.family).with_unread(values, kept)
     files = _files(whole)
-    beside = files_beside(model, config_values(model, {each.dtype for each in whole.values()}))
+    beside = files_beside(model, values)
     started: list[Unfinished] = []
 
     def begin() -> Place:
@@ -101,7 +110,7 @@ def export(
         with alone() as group:
             # In turns: files have about equal sizes, and so have the shares of the ranks.
             for name, keys in list(files.items())[ranks.rank :: ranks.size]:
-                tensors = stream(model.weights, [whole[key] for key in keys], group)
+                tensors = stream(source, [whole[key] for key in keys], group)
                 entries = [Entry(key, dtype_name(whole[key].dtype), whole[key].shape) for key in keys]
                 # Tensors go to disk one by one, so memory for one of them is enough.
                 write_tensors(folder / name, entries, host_blocks(seen(keys, tensors)), name)
@@ -216,7 +225,7 @@ def files_beside(model: StoredModel, values: dict[str, Any]) -> dict[str, bytes]
     Special tokens are filled in. They come from the settings for generation that training began with, or else from the
     tokenizer.
     """
-    files = {name: content for name, content in model.files.items() if name != CONFIG}
+    files = {name: content for name, content in model.files.items() if name not in (CONFIG, UNREAD)}
     generation = json_object(files.get(GENERATION, b"{}"), GENERATION)
     known = {key: generation[key] for key in SPECIAL if generation.get(key) is not None}
     if not known and TOKENIZER in files:

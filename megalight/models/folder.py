@@ -30,7 +30,7 @@ from megalight.checkpoint.foreign.transformers_folder import (
 from megalight.checkpoint.memory import host_buffer
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
-from megalight.models.packed import Open, Stored, stored
+from megalight.models.packed import Open, Plain, Stored, stored
 from megalight.models.weights import Theirs, WeightMap
 from megalight.parallel.source import Filled, Target
 
@@ -63,6 +63,9 @@ COMPANIONS = (
 )
 """Files that go with the weights of a model, in a folder and in our checkpoints. None of them is code."""
 
+
+UNREAD = "unread.safetensors"
+"""Tensors of the folder that training began with which no run reads, in checkpoints: for folders that are exported."""
 
 ROWS = 1024
 """Rows of a tensor and its copy that are compared at a time, which bounds the memory."""
@@ -269,6 +272,21 @@ def _equal_rows(files: Open, one: Stored, other: Stored) -> Iterator[bool]:
         for each, data in zip((one, other), found, strict=True):
             each.read(files, [row] + [0] * len(rest), data)
         yield torch.equal(*found)
+
+
+def unread(path: str | os.PathLike[str], weights: WeightMap) -> dict[str, Tensor]:
+    """Return the tensors of a folder that a model does not read and its exports keep, by the names in their tables."""
+    folder, found = place(path), dict[str, Tensor]()
+    if not weights.kept:  # of most models: no header is read for them
+        return found
+    entries = {entry.key: (name, entry) for name in files_of(folder) for entry in header(folder, name)}
+    with ExitStack() as stack:
+        files = cache(lambda name: stack.enter_context(OpenFile(folder / name, f"{folder}/{name}")))
+        for spelled, name in weights.unread(entries).items():
+            file, entry = entries[name]
+            found[spelled] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            Plain(file, entry).read(files, (0,) * len(entry.shape), found[spelled])
+    return found
 
 
 def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
+from safetensors.torch import save
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -26,7 +27,7 @@ from megalight.models.bounds import check_held
 from megalight.models.completed import completed
 from megalight.models.config import compare as compare_configs
 from megalight.models.family import Family, Weights, family, family_of_transformers, warn_of_differences
-from megalight.models.folder import COMPANIONS, LENIENT, companions
+from megalight.models.folder import COMPANIONS, LENIENT, UNREAD, companions, unread
 from megalight.models.transforms import activate, rebuild
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.layers import depths_of
@@ -350,6 +351,21 @@ def companions_of(path: str | os.PathLike[str]) -> dict[str, bytes]:
         return {}
     opened = checkpoint.open(path)
     return {name: opened.file(name) for name in COMPANIONS if name in opened.files}
+
+
+def unread_of(path: str | os.PathLike[str], known: Family, config: Any) -> dict[str, bytes]:
+    """Return the file of tensors that the model does not read and its exports keep; empty if there are none.
+
+    Args:
+        path: a checkpoint, which has it as a file, or a ``transformers`` folder.
+        known: family of the model.
+        config: its configuration.
+    """
+    if is_folder(path):
+        found = unread(path, _weights(known).map(config))
+        return {UNREAD: save(found)} if found else {}
+    opened = checkpoint.open(path) if checkpoint.is_complete(path) else None
+    return {UNREAD: opened.file(UNREAD)} if opened and UNREAD in opened.files else {}
 
 
 def _weights(known: Family) -> Weights:

@@ -34,6 +34,7 @@ from megalight.models.saved import (
     refuse_keys,
     saved_config,
     serving,
+    unread_of,
     whole_source,
     without_training_parts,
 )
@@ -88,7 +89,8 @@ def open_model(
             raise CheckpointError(f"{path} is a folder of transformers, which has no moving averages of weights.")
         known = family_of_transformers(read_config(path))
         config = initial_config(path, known)
-        return StoredModel(known, config, whole_source(path, known, config, keys), companions_of(path))
+        files = companions_of(path) | unread_of(path, known, config)
+        return StoredModel(known, config, whole_source(path, known, config, keys), files)
     refuse_keys(keys, path)
     if megatron.is_folder(path):
         if ema:
@@ -126,7 +128,7 @@ def open_model(
             )
         weights = Overlaid(weights, averages)
     weights = without_training_parts(weights, described)
-    return StoredModel(known, config, weights, companions_of(path))
+    return StoredModel(known, config, weights, companions_of(path) | unread_of(path, known, config))
 
 
 def averages_begun(opened: checkpoint.Checkpoint) -> bool:

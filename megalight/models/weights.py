@@ -196,6 +196,7 @@ class WeightMap:
         renamed: pattern -> replacement, for names from older releases.
         doubles: their tensor -> other ones that are written with equal values.
         moved: prefix of their names in files -> its spelling in ``places``, where two modules would else have one name.
+        kept: pattern of their tensors that are not read, and that a folder which is written after training has again.
         held: whether the model has a canonical tensor, where one name of theirs means several of ours: layers of
             different kinds have the same names there. None: each name of theirs has one meaning.
     """
@@ -208,6 +209,7 @@ class WeightMap:
     doubles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     moved: Mapping[str, str] = field(default_factory=dict)
     held: Callable[[str], bool] | None = None
+    kept: str = ""
 
     def theirs(self, name: str) -> Theirs:
         """Return the place of our canonical tensor.
@@ -281,6 +283,17 @@ class WeightMap:
             # A bias that nothing reads may have values of its own, as BERT's does.
             if {copy, original} <= spelled.keys() and copy.endswith(".weight") and not NUMBER.search(copy):
                 yield spelled[copy], spelled[original]
+
+    def spelled(self, name: str) -> str:
+        """Return the name of one of their tensors as the tables spell it."""
+        return self._spelled(name, {_template(place.name)[0] for place in self.places.values()})
+
+    def unread(self, names: Iterable[str]) -> dict[str, str]:
+        """Return those of their tensors that match ``kept`` and are not read: spelled as in tables -> as in files."""
+        names = list(names)
+        read = {place.name for place in self.ours(names, []).values()}
+        spelled = {self.spelled(name): name for name in names if name not in read}
+        return {modern: name for modern, name in spelled.items() if re.fullmatch(self.kept, modern)}
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert their tensors to canonical tensors.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from lightning.pytorch import Trainer
+from safetensors.torch import load, load_file
 
+from megalight import checkpoint
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.data.multimodal.batch import with_images
 from megalight.data.multimodal.patches import Images
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.export import export
-from megalight.models.folder import Folder
-from megalight.models.stored import held_model
-from megalight.models.vlm import VLM, VLMConfig
+from megalight.models.folder import UNREAD, Folder
+from megalight.models.stored import held_model, open_model, save_model
+from megalight.models.transforms.merge import merge_checkpoint
+from megalight.models.transforms.peft import import_adapter
+from megalight.models.vlm import VLM, VLMConfig, VLMModule
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.presets import PRESETS
 from megalight.parallel.source import model_targets
@@ -27,6 +32,7 @@ from tests.models.vlm_referee import check_outputs_and_gradients
 from tests.models.vlm_samples import CONFIG
 from tests.reference_gpt import canonical_gradients
 
+peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 IMAGE, PATCH, SIDE = 52, 4, 12
@@ -163,8 +169,60 @@ def test_weights_return_bit_by_bit(kind: str, tmp_path: Path) -> None:
     assert torch.equal(*answers)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("llava", {}), ("siglip", {"vision_feature_layer": -3}), ("siglip_head", {}), ("onevision", {})],
+    ids=str,
+)
+def test_a_folder_keeps_what_no_run_reads(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Layers behind the features, the last norm and the head of a tower go through checkpoints, also of adapters."""
+    reference = theirs(kind.removesuffix("_head"), **options)
+    if kind == "siglip_head":
+        config = copy.deepcopy(reference.config)
+        config.vision_config.vision_use_head = True
+        reference = type(reference)._from_config(config, attn_implementation="eager").eval()
+    reference.save_pretrained(tmp_path / "theirs")
+    save_model(open_model(tmp_path / "theirs"), tmp_path / "ours.ckpt")
+    export(open_model(tmp_path / "ours.ckpt"), tmp_path / "ours")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    back, info = type(reference).from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    asked, _ = inputs(torch.float32, open_model(tmp_path / "ours").config)
+    with torch.no_grad():
+        answers = [each(**asked).logits for each in (reference, back.eval())]
+    assert torch.equal(*answers)
+
+    # Adapters of the language model alone, whose names end like those of the tower.
+    options = {"r": 2, "target_modules": r"model\.language_model\..*\.q_proj"}
+    adapted = peft.get_peft_model(copy.deepcopy(reference), peft.LoraConfig(**options))
+    adapted.save_pretrained(tmp_path / "peft")
+    import_adapter(tmp_path / "peft", tmp_path / "theirs", tmp_path / "adapter.ckpt")
+    assert {name.split(".")[1] for name in checkpoint.open(tmp_path / "adapter.ckpt").tensors} == {"layers"}
+    merge_checkpoint(tmp_path / "adapter.ckpt", tmp_path / "merged.ckpt", tmp_path / "theirs")
+    export(open_model(tmp_path / "merged.ckpt"), tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in before.items())
+
+
+def test_a_module_saves_what_no_run_reads(tmp_path: Path) -> None:
+    theirs().save_pretrained(tmp_path)
+    module = VLMModule(weights=tmp_path)
+    module.trainer = Trainer(accelerator="cpu", logger=False)
+    kept = load(module.checkpoint_files()[UNREAD])
+    assert {name.rpartition("layers.2.")[0] or name for name in kept} == {
+        "vision_tower.encoder.",
+        "vision_tower.post_layernorm.weight",
+        "vision_tower.post_layernorm.bias",
+    }
+
+
 def test_layers_behind_the_features_are_left_out(tmp_path: Path) -> None:
-    """The exported model has one layer less, and computes the same."""
+    """The exported model has one layer less, and computes the same, if the folder is not known."""
     reference = theirs()
     reference.save_pretrained(tmp_path / "theirs")
     model = read(tmp_path / "theirs")

@@ -68,6 +68,8 @@ class Weights:
             say. None: models of this family read no images.
         processors: configuration, content of ``config.json``, and vocabulary of the tokenizer -> content of the files
             that say how images are prepared, by name. None: models of this family read no images.
+        with_unread: content of ``config.json``, and names of tensors that the model does not read and the folder has
+            all the same -> the content with what they belong to. None: there are no such tensors.
     """
 
     kinds: tuple[str, ...]
@@ -77,6 +79,7 @@ class Weights:
     without: Callable[[Any, Callable[[], Collection[str]]], Any] | None = None
     processed: Callable[[Any, Mapping[str, Any]], Any] | None = None
     processors: Callable[[Any, Mapping[str, Any], Collection[str]], dict[str, dict[str, Any]]] | None = None
+    with_unread: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
 
     def config_of(self, folder: str | os.PathLike[str]) -> Any:
         """Return the configuration of the model in a folder that ``save_pretrained`` wrote.

@@ -21,7 +21,7 @@ from megalight.models.bounds import check_held
 from megalight.models.config import compare
 from megalight.models.family import family
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
-from megalight.models.saved import BASE, KEYS, Keys, companions_of, initial_config, initial_source, shapes_of
+from megalight.models.saved import BASE, KEYS, Keys, companions_of, initial_config, initial_source, shapes_of, unread_of
 from megalight.models.transforms import LoRA, describe, rebuild
 from megalight.models.transforms.saved import with_adapters
 from megalight.optim import AdamConfig
@@ -211,7 +211,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         """Return files to save in every checkpoint: tokenizer and settings from the folder ``weights``, if it has any.
 
         There are none if the data comes with another tokenizer: they would be of the wrong one. The chat template is
-        that of the data, if it has one: the model learns conversations as it writes them.
+        that of the data, if it has one: the model learns conversations as it writes them. Tensors of the folder that
+        the model does not read, and exports keep, are in a file of their own.
         """
         # Once: reading the folder in every save would cost a rank time.
         if self._companions is None:
@@ -222,7 +223,11 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             identities = {
                 Tokenizer.from_json(files[TOKENIZER].decode()).identity for files in (found, data) if TOKENIZER in files
             }
-            self._companions = _with_template(found, data) if len(identities) < 2 else {}
+            unread: dict[str, bytes] = {}
+            # Adapters alone are merged with the folder, which has them.
+            if self.weights is not None and self.saves_base:
+                unread = unread_of(self.weights, family(self.family), self.config)
+            self._companions = unread | (_with_template(found, data) if len(identities) < 2 else {})
         return self._companions
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ import os
 from megalight import checkpoint
 from megalight.checkpoint import views_of_parameters
 from megalight.errors import CheckpointError
-from megalight.models.saved import BASE, description, saved_model, serving
+from megalight.models.family import family
+from megalight.models.saved import BASE, description, saved_config, saved_model, serving, unread_of
 from megalight.models.transforms import describe
 from megalight.models.transforms.lora import LoRA, merge
 from megalight.models.transforms.saved import chosen_adapter
@@ -46,6 +47,10 @@ def merge_checkpoint(
     others = [transform for transform in transforms if not isinstance(transform, LoRA)]
     if len(others) == len(transforms):
         raise CheckpointError(f"checkpoint {opened.path} has no adapters: there is nothing to merge.")
+    # Tokenizer and templates go with the weights, whatever became of the adapters.
+    files = {name: opened.file(name) for name in opened.files}
+    if base is not None:  # checkpoints of adapters alone leave out what no run reads
+        files |= unread_of(base, family(described["family"]), saved_config(described, opened.path))
     model = saved_model(opened, base=base, adapter=chosen_adapter(opened, adapter).adapter)
     count = merge(model.root)
     # The optimizer's state is that of the adapters, which are gone.
@@ -55,7 +60,6 @@ def merge_checkpoint(
         output,
         views_of_parameters(model.tensors().items(), model.specs, model.mesh),
         common=common,
-        # Tokenizer and templates go with the weights, whatever became of the adapters.
-        files={name: opened.file(name) for name in opened.files},
+        files=files,
     )
     return count

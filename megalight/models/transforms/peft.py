@@ -39,7 +39,7 @@ from megalight.models.saved import (
 )
 from megalight.models.transforms import describe
 from megalight.models.transforms.dora import DoRA
-from megalight.models.transforms.lora import LoRA
+from megalight.models.transforms.lora import LoRA, linear_layers, matches
 from megalight.models.transforms.peft_experts import MERGE, ExpertLayer, check_config, check_export, cut
 from megalight.models.transforms.saved import chosen_adapter, tensors_of
 from megalight.models.weights import Theirs
@@ -201,11 +201,16 @@ def import_adapter(
     values = _read_config(place(folder))
     known, config = _base(base)
     modules, _, experts, fused = _modules(known, config)
+    assert known.weights is not None
+    table = known.weights.map(config)
     places = {theirs: {ours: Theirs(theirs)} for ours, theirs in modules.items()} | fused
     tensors: dict[str, Tensor] = {}
     stacks: dict[str, Tensor] = {}
     for key, tensor in _read_weights(place(folder)).items():
         module, _, leaf = key.removeprefix(ROOT).rpartition(".lora_")
+        # Models that read images have other names in memory than in files.
+        if module not in places:
+            module = table.spelled(f"{module}.weight").removesuffix(".weight")
         if key.endswith(COPY):
             _check_copy(key, tensor, base, known, config, folder)
         elif leaf.startswith("embedding_"):
@@ -228,9 +233,13 @@ def import_adapter(
         raise CheckpointError(f"{folder} holds no adapters; copy it again.")
     adapted = {name.rpartition(".lora_")[0] for name in tensors}
     targets = sorted({experts[name].target if name in experts else name for name in adapted})
+    with torch.device("meta"):
+        layers = [name for sections in dict(linear_layers(known.model(config))).values() for name in sections]
+    # A tower's layers have names that end like those of the language model.
+    others = [name for name in layers if name not in targets and any(matches(name, each) for each in targets)]
     lora = (DoRA if values.get("use_dora") else LoRA)(
         values["r"], targets, float(values["lora_alpha"]), float(values["lora_dropout"]),
-        bool(values.get("use_rslora")), adapter=adapter,
+        bool(values.get("use_rslora")), others, adapter,
     )  # fmt: skip
     _check_shapes(known, config, lora, tensors, f"{folder}", f"{base}")
     held = Held({PREFIX + name: tensor for name, tensor in tensors.items()})

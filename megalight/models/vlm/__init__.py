@@ -7,6 +7,7 @@ from megalight.models.family import FAMILIES, Family, Weights, register
 from megalight.models.vlm.config import ProjectorConfig as ProjectorConfig
 from megalight.models.vlm.config import VLMConfig as VLMConfig
 from megalight.models.vlm.hugging_face import READERS, config_from_transformers, config_to_transformers, weight_map
+from megalight.models.vlm.hugging_face.llava import with_unread
 from megalight.models.vlm.hugging_face.processor import processed
 from megalight.models.vlm.hugging_face.processor_files import processor_files
 from megalight.models.vlm.model import VLM as VLM
@@ -31,6 +32,7 @@ register(
             config_to_transformers,
             processed=processed,
             processors=processor_files,
+            with_unread=with_unread,
         ),
         generates=True,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +88,7 @@ def weight_map(config: VLMConfig) -> WeightMap:
         # The same shape, and nobody reads it.
         doubles={f"{unused[1]}.{leaf}": [f"{unused[0]}.{leaf}"] for leaf in ("weight", "bias")},
         held=_held(config),
+        kept=rf"vision_tower\.(encoder\.layers\.\d+|{towers.UNUSED_NORM}|head)\..*",
     )
 
 
@@ -99,6 +100,21 @@ def _held(config: VLMConfig) -> Callable[[str], bool]:
         return found is None or int(found[1]) < config.vision.num_layers
 
     return held
+
+
+def with_unread(values: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return a ``config.json`` with the layers behind the features, and the head, that a folder has and no run reads.
+
+    Args:
+        values: their configuration, with the layers that are read alone.
+        names: tensors of the tower beside those that are read.
+    """
+    behind = {found[1] for name in names if (found := re.match(r"vision_tower\.encoder\.layers\.(\d+)\.", name))}
+    vision = dict(values["vision_config"])
+    vision["num_hidden_layers"] += len(behind)
+    if "vision_use_head" in vision:
+        vision["vision_use_head"] = any(name.startswith(f"{TOWER}head.") for name in names)
+    return values | {"vision_config": vision, "vision_feature_layer": -1 - len(behind)}
 
 
 def _newline(config: VLMConfig) -> bool:
