@@ -105,6 +105,7 @@ def fully_shard(
         # The loop does not say which backward pass is the last one, so whole gradients would be reduced after all of
         # them, with nothing to hide the messages.
         given = replace(given, reduce_each_micro_batch=True)
+    given = given.finding_unused(True)
     return FullyShard(
         module,
         optimizer,

@@ -511,3 +511,37 @@ def _refused_meshes() -> None:
 
 def test_meshes_that_do_not_fit_are_refused() -> None:
     run(_refused_meshes, WORLD)
+
+
+class Halves(Stack):
+    """Each of its steps uses two of its four blocks, and the last one is frozen in the second step."""
+
+    def forward(self, x: torch.Tensor, step: int = 0) -> torch.Tensor:
+        self.layers[3].requires_grad_(step != 1)
+        for layer in list(self.layers)[step % 2 :: 2]:
+            x = layer(x)
+        return x
+
+
+def _halves(level: str | None) -> np.ndarray[Any, Any]:
+    torch.manual_seed(3)
+    model = Halves("").double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sharded = (
+        None if level is None else megalight.fully_shard(model, optimizer, data_parallel=DataParallel(level=level))
+    )  # type: ignore[arg-type]
+    for step in range(4):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        model(x, step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if sharded is None:
+        return _flat(model)
+    with sharded.full_parameters():
+        return _flat(model)
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+def test_blocks_without_a_gradient_stay_as_in_torch(level: str) -> None:
+    for found in run(_halves, 2, level):
+        np.testing.assert_allclose(found, _halves(None), rtol=1e-9)

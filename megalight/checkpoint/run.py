@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,8 +21,9 @@ from megalight.checkpoint.view import targets_of
 from megalight.errors import CheckpointError
 from megalight.ops.parameter import cast_of
 from megalight.ops.quantize.history import AmaxHistory
-from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.data_parallel import DataParallelEngine, FlatShard
 from megalight.parallel.data_parallel.buffers import FlatParameters
+from megalight.parallel.data_parallel.flat_shard import SHARDING, history
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Target, parameter_targets, shard_targets
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 MAGNITUDES = "magnitudes"
 """Entry of a rank's state with the histories of delayed scaling: names of weights, and ``[weights, steps, 3]``."""
+PARAMETERS = "parameters"
+"""Entry of the optimizer's common state: counters of single parameters, where they differ from those of the group."""
 WIDE = ("float32", "float64")
 """Dtypes of masters that hold more than half-precision weights."""
 OWN = ("model", "optimizer")
@@ -117,14 +120,15 @@ class Run:
         Some pipeline stages have no parameter in a group: the first that has one speaks for it. ``magnitudes`` says
         whether any stage has past magnitudes of delayed scaling.
         """
-        engine, optimizer = self._training
+        optimizer = self._training[1]
         groups: list[dict[str, Any]] = []
+        held = [(shard, _readable(optimizer, shard.master)) for shard in self._shards]
         for index, group in enumerate(optimizer.param_groups):
             options = {name: value for name, value in group.items() if name != "params"}
-            # A rank may have no element of a group. Another one of the pipeline then speaks for it.
-            shards = [shard for shard in engine.shards if shard.group == index]
-            states = _readable(optimizer, shards[0].master) if shards else {}
-            flat = {name for name, value in states.items() if _flat(value, shards[0].master)}
+            # A rank may have no state of a group. Another one of the pipeline then speaks for it.
+            known = ((shard, states) for shard, states in held if shard.group == index and states)
+            shard, states = next(known, (None, {}))
+            flat = {name for name, value in states.items() if shard is not None and _flat(value, shard.master)}
             groups.append(
                 {
                     "options": options,
@@ -133,14 +137,40 @@ class Run:
                 }
             )
         histories = bool(self._past())
-        peers = self.peers or self.model.mesh.group("pp")
+        # Pipeline stages, and ranks with other experts, have other parameters.
+        peers = self.peers or self.model.mesh.group("pp", "ep")
         if peers is not None:
             stages: list[Any] = [None] * peers.size()
             dist.all_gather_object(stages, (groups, histories), group=peers)
             histories = any(past for _, past in stages)
             same_groups = zip(*(found for found, _ in stages), strict=True)
             groups = [next((g for g in same if g["tensors"] or g["scalars"]), same[0]) for same in same_groups]
-        return {"class": type(optimizer).__name__, "groups": groups, MAGNITUDES: histories}
+        found = {"class": type(optimizer).__name__, "groups": groups, MAGNITUDES: histories}
+        apart = self._apart(held, groups)
+        if peers is not None:
+            every: list[Any] = [None] * peers.size()
+            dist.all_gather_object(every, apart, group=peers)
+            apart = {name: numbers for some in every for name, numbers in some.items()}
+        return {**found, PARAMETERS: apart} if apart else found
+
+    @staticmethod
+    def _apart(
+        held: Sequence[tuple[FlatShard, Mapping[str, Any]]], groups: Sequence[Mapping[str, Any]]
+    ) -> dict[str, dict[str, Any] | None]:
+        """The counters of parameters that had no gradient in some steps, where they differ from those of the group.
+
+        Returns:
+            by canonical name; None: a parameter that was never stepped, and has no state.
+        """
+        apart: dict[str, dict[str, Any] | None] = {}
+        for shard, states in held:
+            usual = groups[shard.group]
+            numbers = {name: value for name, value in states.items() if name not in usual["tensors"]}
+            stepped = usual["scalars"] or usual["tensors"]
+            if _history(numbers if states else None) != _history(usual["scalars"] if stepped else None):
+                names = (piece.name for spec, _ in shard.slots for piece in spec.pieces)
+                apart.update(dict.fromkeys(names, numbers if states else None))
+        return apart
 
     def resume(self, saved: Saved) -> None:
         """Read masters, optimizer state, group options, and what ranks keep on their own. Weights are read before.
@@ -163,7 +193,7 @@ class Run:
                 f"{kind} in {len(optimizer.param_groups)}. Resume with the same optimizer, or load the weights alone."
             )
         # Room first, since the views of the states are filled below.
-        self._make_states(groups)
+        self._make_states(groups, options.get(PARAMETERS, {}))
         held = Contents({}, self.model.specs, self.model.mesh_of, list(self._states()))
         views = {_found(name, saved): view for name, view in SCHEMES[saved.scheme](held).items()}
         missing = sorted(name for name in views.keys() - saved.tensors.keys() if name.startswith(STATE))
@@ -262,32 +292,54 @@ class Run:
     def _states(self) -> Iterator[State]:
         """Masters that are copies, element-wise optimizer states, and what is kept per shard beside them."""
         engine, optimizer = self._training
-        shards = engine.shards
         copies = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
         # Masters in the parameters' own memory are the weights, and are saved as such.
         yield State(MASTER, [shard.master for shard in copies], copies)
-        held = [(shard, _readable(optimizer, shard.master)) for shard in shards]
+        held = [(shard, _readable(optimizer, shard.master)) for shard in self._shards]
         for name in sorted({name for shard, state in held for name in state if _flat(state[name], shard.master)}):
             having = [(shard, state[name]) for shard, state in held if name in state]
             yield State(f"{STATE}{name}.", [tensor for _, tensor in having], [shard for shard, _ in having])
         for name, tensors in self.extra.items():
-            yield State(f"{name}.", tensors, shards)
+            yield State(f"{name}.", tensors, engine.shards)
 
-    def _make_states(self, groups: list[dict[str, Any]]) -> None:
-        """Give the optimizer the options and counters that were saved, and room for its tensors."""
+    @property
+    def _shards(self) -> list[FlatShard]:
+        """The shards for which the optimizer has a state each."""
         engine, optimizer = self._training
+        sharding = getattr(optimizer, SHARDING, None)
+        return engine.shards if sharding is None else cast(list[FlatShard], sharding.shards)
+
+    def _make_states(self, groups: list[dict[str, Any]], apart: Mapping[str, Mapping[str, Any] | None]) -> None:
+        """Give the optimizer the options and counters that were saved, and room for its tensors.
+
+        Args:
+            apart: by canonical name the counters of parameters that have others than their group; None: no state.
+        """
+        optimizer = self._training[1]
+        if (sharding := getattr(optimizer, SHARDING, None)) is not None:
+            sharding.restart(lambda name: _history(apart.get(name, {})))
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update(saved["options"])
-        for shard in engine.shards:
-            states, saved = optimizer.state[shard.master], groups[shard.group]
+        for shard in self._shards:
+            saved, first = (
+                groups[shard.group],
+                next((spec.pieces[0].name for spec, _ in shard.slots if spec.pieces), ""),
+            )
+            if (numbers := apart.get(first, saved["scalars"])) is None:
+                continue
+            states = optimizer.state[shard.master]
             # State of earlier steps in this process would be mixed with what was saved.
             states.clear()
-            for name, value in saved["scalars"].items():
+            for name, value in numbers.items():
                 # A copy for each shard: counters are updated in place.
                 states[name] = value.clone() if isinstance(value, Tensor) else value
             for name, dtype in saved["tensors"].items():
                 # Zeros, because padding is not in the checkpoint and must stay finite.
                 states[name] = torch.zeros_like(shard.master, dtype=_state_dtype(optimizer, shard.master, name, dtype))
+
+
+def _history(numbers: Mapping[str, Any] | None) -> Hashable:
+    return None if numbers is None else history(numbers)
 
 
 def _flat(value: Any, master: Tensor) -> bool:

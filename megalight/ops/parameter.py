@@ -44,6 +44,7 @@ class ParameterState:
         main_grad: accumulates gradients; None: autograd keeps them in ``parameter.grad``. It is also available as
             ``parameter.main_grad``, where other packages look for it.
         untouched: a step has begun, and no gradient has arrived yet.
+        unused: likewise, but over all passes of the step: buffers that no gradient reached are zeroed before.
         mark_grad_ready: call it after each gradient that an op has added to ``main_grad``.
         expect_late: call it when a gradient is put off that will be added after the backward pass.
         begin_late: call it before such a gradient is added, when ``main_grad`` may be lent to other parameters.
@@ -56,6 +57,7 @@ class ParameterState:
 
     main_grad: Tensor | None = None
     untouched: bool = False
+    unused: bool = False
     mark_grad_ready: Callable[[], None] = do_nothing
     expect_late: Callable[[], None] = do_nothing
     begin_late: Callable[[], None] = do_nothing
@@ -69,7 +71,7 @@ class ParameterState:
         """Return whether the next gradient must overwrite ``main_grad`` instead of adding; the caller then does it."""
         # Reading and clearing belong together: of several uses of a parameter in one step, only the first may
         # overwrite.
-        first, self.untouched = self.untouched, False
+        first, self.untouched, self.unused = self.untouched, False, False
         return first
 
     def add(self, gradient: Tensor) -> None:

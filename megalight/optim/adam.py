@@ -169,6 +169,8 @@ class Adam(Optimizer):
         }
         tensors = (parameter, gradient, *(state[name] for name in MOMENTS))
         exponents = [state.get(name + EXPONENTS) for name in MOMENTS]
+        if not parameter.numel():
+            return  # its steps are counted all the same
         parts = self.coded[parameter]() if parameter in self.coded else None
         if parts is None:
             # Written while the new values are in registers, instead of by a second pass over the masters.

@@ -30,6 +30,7 @@ def offload_to_cpu(optimizer: Optimizer) -> None:
             # `.data`: optimizers find their state by the tensor object, so the object must stay.
             parameter.data = parameter.data.to("cpu")
         _move_state(optimizer, parameter, torch.device("cpu"))
+    _follow(optimizer)
     if any(device.type == "cuda" for device in homes.values()):
         torch.cuda.empty_cache()  # so that other processes can use the memory
 
@@ -39,12 +40,20 @@ def restore_from_cpu(optimizer: Optimizer) -> None:
     for parameter, device in _homes.pop(optimizer, {}).items():
         parameter.data = parameter.data.to(device)
         _move_state(optimizer, parameter, device)
+    _follow(optimizer)
+
+
+def _follow(optimizer: Optimizer) -> None:
+    if (sharding := sharding_of(optimizer)) is not None:
+        sharding.follow()
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors that the optimizer updates."""
     if (sharding := sharding_of(optimizer)) is not None:
-        return [shard.master for shard in sharding.engine.shards]
+        whole = [shard.master for shard in sharding.engine.shards]
+        # Each of those of divided shards has a state, and is a view of a whole one.
+        return list(dict.fromkeys([*whole, *(part.master for part in sharding.shards)]))
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

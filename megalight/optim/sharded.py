@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from itertools import accumulate, groupby, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from megalight.errors import ConfigurationError
-from megalight.optim.adam import Adam
-from megalight.parallel.data_parallel import DataParallelEngine, FlatShard
+from megalight.imports import has_grad_dtype
+from megalight.ops.adam import narrow
+from megalight.ops.adam.coded import Coded
+from megalight.optim.adam import EXPONENTS, Adam
+from megalight.parallel.data_parallel import DataParallelEngine, FlatShard, ParamInfo
 from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.flat_shard import SCALARS, SHARDING, history
 from megalight.parallel.data_parallel.layout import Slot
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -34,12 +39,6 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
 )
 """torch optimizers that update each element only from its own gradient and state."""
-
-SHARDING = "megalight_sharding"
-"""Attribute of an optimizer that is on shards."""
-
-SCALARS = ("step", "eta", "mu", "mu_product")
-"""State of torch's optimizers that is one number per parameter."""
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -86,6 +85,13 @@ class Sharding:
 
     Its groups hold the masters during a step and while its state is saved or loaded. At all other times they show the
     model's parameters, where schedulers, callbacks and users look for them.
+
+    One master stands for all parameters of a bucket as long as all of them take part in the same steps. When some had
+    no gradient in a step, the master is divided into parts, which are views of it: each is stepped, and counts its
+    steps, by itself. All ranks that share a bucket divide it alike, also where a part has no element.
+
+    Attributes:
+        parts: for each bucket the parts of this rank's shard; undivided: the shard itself.
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
@@ -94,26 +100,29 @@ class Sharding:
         groups = optimizer.param_groups
         self._shown = [group["params"] for group in groups]
         self._names = [group.get("param_names") for group in groups]
-        # Those on the device first: their updates run there while the host works on its own.
-        ordered = sorted(engine.buckets, key=lambda bucket: bucket.on_host)
-        self._masters: list[list[Tensor]] = [
-            [bucket.shard.master for bucket in ordered if bucket.shard.group == number] for number in range(len(groups))
-        ]
+        self.parts = [[shard] for shard in engine.shards]
+        self._skipped: set[FlatShard] = set()
+        self._whole = False  # Adam was told of undivided shards
+        self._entered = False
         self._frozen = [parameter for shown in self._shown for parameter in shown if not parameter.requires_grad]
         if isinstance(optimizer, Adam):
             # A block of codes of a parameter is none of a shard.
             optimizer.widen_moments()
         # Read all states before any is dropped: state of the parameters and of the shards is in one dict.
-        states = [_flat_state(optimizer, engine, index) for index in range(len(engine.shards))]
+        before = dict(optimizer.state)
         optimizer.state.clear()
-        for shard, state in zip(engine.shards, states, strict=True):
-            if state:
-                optimizer.state[shard.master] = state
+        for index, bucket in enumerate(engine.buckets):
+            states = [before.get(info.parameter, {}) for info in bucket.infos]
+            self._divide(index, list(map(history, states)))
+            for part, places in self._rows(index):
+                if state := _flat_state(part, bucket.infos[places], states[places]):
+                    optimizer.state[part.master] = state
+        # Frozen parameters are on no shard. Their state waits until they are trained again.
+        self._resting = {p: before[p] for shown in self._shown for p in shown if p in before and not p.requires_grad}
         # Hooks instead of an override: a user's own optimizer class needs no change.
         enter, leave = (lambda *_: self._enter()), (lambda *_: self._leave())
         self._handles = [
-            optimizer.register_step_pre_hook(enter),
-            optimizer.register_step_pre_hook(lambda *_: self._bring_gradients()),
+            optimizer.register_step_pre_hook(lambda *_: self._begin_step()),
             optimizer.register_step_post_hook(leave),
             optimizer.register_state_dict_pre_hook(enter),
             optimizer.register_state_dict_post_hook(leave),
@@ -122,7 +131,9 @@ class Sharding:
         ]
         # Only our Adam has a kernel that scales and rounds.
         if isinstance(optimizer, Adam):
-            self._handles.append(_fuse(optimizer, engine))
+            written = engine.fuse(partial(setattr, optimizer, "grad_scale"))
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: written()))
+            self._wire(optimizer)
 
     @property
     def changed(self) -> bool:
@@ -154,15 +165,103 @@ class Sharding:
             self.optimizer.turns = {}
             # Parts of several ranks are joined, and blocks of codes with them.
             self.optimizer.widen_moments()
-        for bucket in self.engine.buckets:
-            state = self.optimizer.state.pop(bucket.shard.master, {})
-            # A collective for each state tensor: all ranks have the same buckets in the same order.
-            whole = {name: _whole(bucket, value) for name, value in state.items()}
-            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
-                # Each parameter gets a view of the whole state, so that a plain optimizer finds it where it looks.
-                own = {name: _cut(value, slot, info.parameter, bucket) for name, value in whole.items()}
-                if own:
-                    self.optimizer.state[info.parameter] = own
+        for index, bucket in enumerate(self.engine.buckets):
+            states = [self.optimizer.state.pop(part.master, {}) for part in self.parts[index]]
+            # A collective for each state tensor: all ranks have the same buckets and names in the same order.
+            names = dict.fromkeys(name for state in states for name in state)
+            whole = {name: self._gathered(index, [state.get(name) for state in states]) for name in names}
+            for state, (_, places) in zip(states, self._rows(index), strict=True):
+                for info, slot in zip(bucket.infos[places], bucket.layout.slots[places], strict=True):
+                    # Each parameter gets a view of the whole state, so that a plain optimizer finds it where it looks.
+                    own = {name: _own(whole[name], value, slot, info.parameter) for name, value in state.items()}
+                    if own:
+                        self.optimizer.state[info.parameter] = own
+        self.optimizer.state.update(self._resting)
+
+    @property
+    def shards(self) -> list[FlatShard]:
+        """The parts of all shards: the optimizer has a state for the master of each."""
+        return [part for parts in self.parts for part in parts]
+
+    def restart(self, key: Callable[[str], Hashable]) -> None:
+        """Drop all states, and divide shards anew: parameters whose canonical names have one key go together."""
+        self.optimizer.state.clear()
+        self.parts = [[shard] for shard in self.engine.shards]
+        for index, shard in enumerate(self.engine.shards):
+            self._divide(index, [key(spec.pieces[0].name) if spec.pieces else None for spec, _ in shard.slots])
+
+    def follow(self) -> None:
+        """Let the masters of parts be views of the whole ones, which may have moved."""
+        for shard, parts in zip(self.engine.shards, self.parts, strict=True):
+            for part in parts:
+                if part is not shard:
+                    part.master.data = shard.part(part.start, part.stop)
+
+    def _rows(self, index: int) -> Iterator[tuple[FlatShard, slice]]:
+        """Yield the parts of a bucket, each with the places of its parameters there."""
+        first = 0
+        for part in self.parts[index]:
+            yield part, slice(first, first + len(part.slots))
+            first += len(part.slots)
+
+    def _divide(self, index: int, keys: Sequence[Hashable]) -> None:
+        """Divide the parts of a bucket further, so that neighbors with different keys are in different parts."""
+        parts: list[FlatShard] = []
+        for part, places in self._rows(index):
+            sizes = [len(list(same)) for _, same in groupby(keys[places])]
+            parts += [part] if len(sizes) == 1 else self._divided(part, sizes)
+        self.parts[index] = parts
+
+    def _divided(self, part: FlatShard, sizes: Sequence[int]) -> Iterator[FlatShard]:
+        """Yield the parts of a part with these numbers of parameters, and give each its state."""
+        state = self.optimizer.state.pop(part.master, {})
+        firsts = [0, *accumulate(sizes)]
+        # What lies between two parameters goes with the first of them. A part may have no element on this rank.
+        inside = (min(max(part.slots[first][1], part.start), part.stop) for first in firsts[1:-1])
+        bounds = [part.start, *inside, part.stop]
+        for (first, last), (start, stop) in zip(pairwise(firsts), pairwise(bounds), strict=True):
+            low, high = start - part.start, stop - part.start
+            master = part.part(start, stop).requires_grad_()
+            if state:
+                self.optimizer.state[master] = {
+                    name: _slice(name, value, part, low, high) for name, value in state.items()
+                }
+            yield replace(part, start=start, stop=stop, master=master, slots=part.slots[first:last])
+
+    def _gathered(self, index: int, values: Sequence[object]) -> Tensor | None:
+        """Return a state tensor of all ranks' shards of a bucket from that of each part; None: it is one number."""
+        parts, bucket = self.parts[index], self.engine.buckets[index]
+        part, like = next((part, v) for part, v in zip(parts, values, strict=True) if v is not None)
+        if not (isinstance(like, Tensor) and like.shape == part.master.shape):
+            return None
+        own = [v if isinstance(v, Tensor) else like.new_zeros(p.numel) for p, v in zip(parts, values, strict=True)]
+        return bucket.gathered(torch.cat(own) if len(own) > 1 else own[0])
+
+    # ---------------------------------------------------------------- a step
+
+    def _begin_step(self) -> None:
+        self._skipped.clear()
+        for index, unused in enumerate(self.engine.main_gradients.unused):
+            if unused:
+                self._divide(index, [place in unused for place in range(len(self.engine.buckets[index].infos))])
+                self._skipped.update(part for part, places in self._rows(index) if places.start in unused)
+        self._enter()
+        self._bring_gradients()
+        self.follow()
+        for shard, parts in zip(self.engine.shards, self.parts, strict=True):
+            gradient = shard.master.grad
+            for part in parts:
+                if part is not shard:
+                    if has_grad_dtype():
+                        part.master.grad_dtype = shard.master.grad_dtype
+                    own = slice(part.start - shard.start, part.stop - shard.start)
+                    part.master.grad = None if gradient is None else gradient[own]
+                if part in self._skipped:
+                    part.master.grad = None
+        whole = not self._skipped and all(len(parts) == 1 for parts in self.parts)
+        if isinstance(self.optimizer, Adam) and not (whole and self._whole):
+            self._wire(self.optimizer)
+        self._whole = whole
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -170,22 +269,22 @@ class Sharding:
         self._leave()
         self.engine.publish()
         yield
-        self._enter()
-        self._bring_gradients()
+        self._begin_step()
 
     def _enter(self) -> None:
-        if self.changed:
-            # Groups still hold the masters: `_leave` never ran.
-            if _same(self.optimizer.param_groups[0]["params"], self._masters[0]):
-                return  # an earlier step failed half-way
+        # Groups still hold the masters if an earlier step failed half-way.
+        if self.changed and not self._entered:
             raise ConfigurationError(
                 "a parameter was added to the optimizer after training began (by a callback that unfreezes layers?), "
-                "and its gradients are not summed over ranks; let it require gradients from the start, with learning "
-                "rate 0."
+                "and its gradients are not summed over ranks; let it require gradients when training begins, and "
+                "freeze it in on_train_start."
             )
-        for group, masters in zip(self.optimizer.param_groups, self._masters, strict=True):
+        self._entered = True
+        # Those on the device first: their updates run there while the host works on its own.
+        ordered = sorted(zip(self.engine.buckets, self.parts, strict=True), key=lambda pair: pair[0].on_host)
+        for number, group in enumerate(self.optimizer.param_groups):
             # The list itself is replaced, not changed: schedulers and callbacks hold the dict of the group.
-            group["params"] = masters
+            group["params"] = [part.master for _, parts in ordered for part in parts if part.group == number]
             # These are names of parameters, and a master stands for many of them.
             group.pop("param_names", None)
 
@@ -200,50 +299,85 @@ class Sharding:
             host.arrive_all()
 
     def _leave(self) -> None:
+        self._entered = False
+        for shard, parts in zip(self.engine.shards, self.parts, strict=True):
+            for part in parts:
+                if part is not shard:
+                    part.master.grad = None  # a view of the sums of the whole bucket
         for group, shown, names in zip(self.optimizer.param_groups, self._shown, self._names, strict=True):
             group["params"] = shown
             if names is not None:
                 group["param_names"] = names
+
+    # ---------------------------------------------------------------- our Adam
+
+    def _wire(self, optimizer: Adam) -> None:
+        """Let Adam's kernel also write the low-precision copies or codes of masters, and send what it has written."""
+        optimizer.copies, optimizer.coded, optimizer.before, optimizer.after = {}, {}, {}, {}
+        engine, host = self.engine, self.engine.host
+        early = {id(bucket): turn for turn, bucket in enumerate(engine.sendable)}
+        # What the next forward pass needs first is updated first. Masters on the host come last.
+        turns = sorted(engine.buckets, key=lambda bucket: (bucket.on_host, early.get(id(bucket), len(early))))
+        turn = {id(bucket): place for place, bucket in enumerate(turns)}
+        optimizer.turns = {}
+        for bucket, parts in zip(engine.buckets, self.parts, strict=True):
+            stepped = [part for part in parts if part not in self._skipped]
+            target = host.rounded(bucket) if bucket.on_host else bucket.updated if bucket.rounds_masters else None
+            for part in stepped:
+                optimizer.turns[part.master] = turn[id(bucket)]
+                if target is not None:
+                    optimizer.copies[part.master] = _of_part(target, part, bucket)
+                # A scale may change for all weights of a bucket: those that are not stepped are cast with the others.
+                if bucket.holds_codes and len(stepped) == len(parts):
+                    optimizer.coded[part.master] = partial(self._coded, bucket, part)
+            if not stepped:
+                continue
+            if bucket.on_host:
+                optimizer.before[stepped[0].master] = partial(host.arrive, bucket)
+                optimizer.after[stepped[-1].master] = partial(self._send, bucket, parts)
+            elif id(bucket) in early:
+                optimizer.after[stepped[-1].master] = partial(engine.send, bucket)
+
+    def _send(self, bucket: Bucket, parts: Sequence[FlatShard]) -> None:
+        """Start to send the new parameters of masters on the host, and the old ones of parts that were not stepped."""
+        if (target := self.engine.host.rounded(bucket)) is not None:
+            for part in parts:
+                if part in self._skipped:
+                    _of_part(target, part, bucket).copy_(bucket.shard.part(part.start, part.stop))
+        self.engine.host.send(bucket)
+
+    def _coded(self, bucket: Bucket, part: FlatShard) -> list[tuple[int, int, Coded]] | None:
+        """Return how to write the codes of a part; see :meth:`DataParallelEngine.coded`."""
+        found, low = self.engine.coded(bucket), part.start - bucket.shard.start
+        if found is None:
+            return None
+        return [(a - low, b - low, coded) for a, b, coded in found if low <= a < low + part.numel]
+
+
+def _of_part(flat: Tensor, part: FlatShard, bucket: Bucket) -> Tensor:
+    """Return what belongs to a part in a flat tensor of this rank's shard of a bucket."""
+    return flat[part.start - bucket.shard.start : part.stop - bucket.shard.start]
+
+
+def _slice(name: str, value: Any, part: FlatShard, low: int, high: int) -> Any:
+    """Return elements ``[low, high)`` of a part's state tensor, as a view, or the copy of a number."""
+    if not isinstance(value, Tensor):
+        return value
+    # Parts begin where parameters or shards do, and so do blocks of codes.
+    if name.endswith(EXPONENTS):
+        return value[low // narrow.BLOCK : -(-high // narrow.BLOCK)]
+    return value[low:high] if value.shape == part.master.shape else value.clone()
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:
     return some is others or (len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True)))
 
 
-def _whole(bucket: Bucket, value: object) -> object:
-    """Return a state tensor of all ranks' shards of a bucket. Numbers are returned as they are."""
-    flat = isinstance(value, Tensor) and value.shape == bucket.shard.master.shape
-    return bucket.gathered(value) if flat else value  # type: ignore[arg-type]
-
-
-def _cut(value: object, slot: Slot, parameter: Tensor, bucket: Bucket) -> object:
+def _own(whole: Tensor | None, value: object, slot: Slot, parameter: Tensor) -> object:
     """Return a parameter's part of a flat state tensor, as a view, or its copy of a number."""
-    if not isinstance(value, Tensor):
-        return value
-    flat = value.shape == (bucket.layout.numel,)
-    return value[slot.start : slot.stop].view(parameter.shape) if flat else value.clone()
-
-
-def _fuse(optimizer: Adam, engine: DataParallelEngine) -> RemovableHandle:
-    """Let Adam's kernel also scale gradients for clipping, and write the low-precision copies or codes of masters."""
-
-    def scale(factor: Tensor | None) -> None:
-        optimizer.grad_scale = factor
-
-    written = engine.fuse(scale)
-    host, away = engine.host, engine.host.buckets
-    optimizer.copies = {b.shard.master: b.updated for b in engine.buckets if b.rounds_masters and not b.on_host}
-    optimizer.copies.update({b.shard.master: flat for b in away if (flat := host.rounded(b)) is not None})
-    optimizer.coded = {b.shard.master: partial(engine.coded, b) for b in engine.buckets if b.holds_codes}
-    optimizer.before = {bucket.shard.master: partial(host.arrive, bucket) for bucket in away}
-    optimizer.after = {bucket.shard.master: partial(host.send, bucket) for bucket in away}
-    early = [b for b in engine.sendable if b.shard.master in optimizer.copies or not b.rounds_masters]
-    optimizer.after.update({bucket.shard.master: partial(engine.send, bucket) for bucket in early})
-    # What the next forward pass needs first is updated first. Masters on the host come last: see `Sharding`.
-    first = {id(bucket): turn for turn, bucket in enumerate(early)}
-    turns = sorted(engine.buckets, key=lambda bucket: (bucket.on_host, first.get(id(bucket), len(first))))
-    optimizer.turns = {bucket.shard.master: turn for turn, bucket in enumerate(turns)}
-    return optimizer.register_step_post_hook(lambda *_: written())
+    if whole is not None:
+        return whole[slot.start : slot.stop].view(parameter.shape)
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _check_groups(optimizer: Optimizer, engine: DataParallelEngine) -> None:
@@ -269,21 +403,19 @@ def _check_groups(optimizer: Optimizer, engine: DataParallelEngine) -> None:
         )
 
 
-def _flat_state(optimizer: Optimizer, engine: DataParallelEngine, index: int) -> dict[str, object]:
-    """Return the existing state of one bucket's parameters in the layout of the shard. Padding is zero."""
-    bucket, flat = engine.buckets[index], dict[str, object]()
-    shard: FlatShard = bucket.shard
-    for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
-        # The part of this parameter that lies in this rank's shard; empty if they do not meet.
-        low, high = max(shard.start, slot.start), min(shard.stop, slot.stop)
-        for key, value in optimizer.state.get(info.parameter, {}).items():
+def _flat_state(part: FlatShard, infos: Sequence[ParamInfo], states: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Return the existing state of the parameters of a part in the layout of the part. Padding is zero."""
+    flat = dict[str, object]()
+    for (_, start), info, state in zip(part.slots, infos, states, strict=True):
+        # What of this parameter lies in this part; empty if they do not meet.
+        low, high = max(part.start, start), min(part.stop, start + info.parameter.numel())
+        for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == info.parameter.shape and key not in SCALARS:
                 # Padding is stepped like any element, so its state must be finite.
-                target = flat.setdefault(key, shard.master.new_zeros(shard.numel, dtype=value.dtype))
+                target = flat.setdefault(key, part.master.new_zeros(part.numel, dtype=value.dtype))
                 assert isinstance(target, Tensor)
                 if low < high:
-                    part = value.reshape(-1)[low - slot.start : high - slot.start]
-                    target[low - shard.start : high - shard.start] = part
+                    target[low - part.start : high - part.start] = value.reshape(-1)[low - start : high - start]
             else:
-                flat.setdefault(key, value)
+                flat.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
     return flat

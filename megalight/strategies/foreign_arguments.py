@@ -31,7 +31,9 @@ DDP = {
     "ddp_comm_hook": _HOOK,
     "ddp_comm_state": _HOOK,
     "ddp_comm_wrapper": _HOOK,
-    "find_unused_parameters": f"{_NOTHING}: a parameter without a gradient counts as zero",
+    "find_unused_parameters": (
+        "data_parallel=DataParallel(find_unused_parameters=True), which a plain LightningModule has by default"
+    ),
     "gradient_as_bucket_view": _FLAT,
     "init_sync": _EQUAL,
     "model_averaging_period": f"{_NOTHING}: weights are equal after each step",

@@ -378,20 +378,26 @@ class MegatronStrategy(FolderCheckpoints):
             return
         if kept := ", ".join(self.extra_shard_states):
             raise ConfigurationError(
-                f"parameters were added to the optimizer after training began, and {kept} is "
-                "kept for the earlier ones only. Let all parameters require gradients from the start, with learning "
-                "rate 0."
+                f"parameters were added to the optimizer after training began, and {kept} is kept for the earlier ones "
+                "only. Let all parameters require gradients when training begins, and freeze some in on_train_start."
             )
         if self.engine.level.parameters:
             raise ConfigurationError(
                 "parameters were added to the optimizer after training began, but this data_parallel.level shards them "
-                "once. Use level='optim', or let all parameters require gradients from the start, with learning rate 0."
+                "once. Use level='optim', or let all parameters require gradients when training begins, and freeze "
+                "some in on_train_start."
             )
         # First end the sharding, then close the engine: the optimizer must not point at buffers that are gone.
         sharding.end()
         earlier = self.engine
         earlier.close()
+        # What was trained before and is frozen now keeps its masters and state: it may be trained again.
+        frozen = [info.parameter for info in earlier.infos if not info.parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         self._make_engine()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         # The new engine fills its masters from half-precision parameters. Those of the old one have more bits.
         earlier.give_masters(self.engine)
         self._stepper.begin(self.engine)

@@ -165,7 +165,8 @@ def build_engine(strategy: MeshStrategy, optimizer: Optimizer) -> DataParallelEn
     # Groups as the optimizer has them now, and no longer after `shard_optimizer` has put in its shards.
     groups = [group["params"] for group in optimizer.param_groups]
     plain = not isinstance(strategy.lightning_module, MegalightModule)
-    engine = engine_over([strategy.parallel_model], groups, strategy.data_parallel, some=plain)
+    options = strategy.data_parallel.finding_unused(plain)
+    engine = engine_over([strategy.parallel_model], groups, options, some=plain)
     shard_optimizer(optimizer, engine)
     guard_clipping(strategy.parallel_model, optimizer)
     return engine

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.optim import Adam, Linear, parameter_groups, shard_optimizer
-from megalight.optim.sharded import ELEMENTWISE
+from megalight.optim import Adam, Linear, offload_to_cpu, parameter_groups, restore_from_cpu, shard_optimizer
+from megalight.optim.sharded import ELEMENTWISE, sharding_of
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import accumulate, assert_models_close, batches, build, infos, loss, mesh
@@ -159,7 +159,7 @@ def test_parameters_added_later_are_refused() -> None:
     accumulate(engine, model, batches(0, 1, 1)[0])
     optimizer.step()
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    with pytest.raises(ConfigurationError, match=r"added to the optimizer after training began.*from the start"):
+    with pytest.raises(ConfigurationError, match=r"added to the optimizer after training began.*when training begins"):
         optimizer.step()
 
 
@@ -177,3 +177,79 @@ def test_state_that_exists_moves_along() -> None:
     for each in (optimizer, expected):
         each.step()
     assert_models_close(model, reference)
+
+
+def _partly(model: nn.Module, x: Tensor, step: int) -> Tensor:
+    """The loss of a step that uses the last layer every second time, and trains the norm after the first step."""
+    model[1].requires_grad_(step > 0)  # type: ignore[index]
+    found: Tensor = (model if step % 2 else model[:2])(x).square().sum()  # type: ignore[index]
+    return found
+
+
+def _skipping(level: str) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for kind in (*ELEMENTWISE, Adam):
+        model, reference = build(), build()
+        optimizer, expected = _make(kind, model), _make(kind, reference)
+        engine = _engine(model, optimizer, level=level, bucket_size=200, find_unused_parameters=True)
+        shard_optimizer(optimizer, engine)
+        for step in range(6):
+            if step == 4:  # states survive another engine
+                engine.sync_parameters()
+                engine = _engine(model, optimizer, level=level, find_unused_parameters=True)
+                shard_optimizer(optimizer, engine)
+            inputs = batches(step, world, 1)
+            expected.zero_grad()
+            # The last layer has a gradient on one rank only in steps that use it.
+            sum(_partly(reference, x, step if r == 0 else 2 * step) for r, x in enumerate(inputs)).backward()  # type: ignore[union-attr]
+            expected.step()
+            engine.zero_grad()
+            with engine.micro_batches(1):
+                _partly(model, inputs[rank][0], step if rank == 0 else 2 * step).backward()
+            engine.finish_grad_sync()
+            optimizer.step()
+            engine.publish()
+        engine.sync_parameters()
+        assert_models_close(model, reference)
+
+
+@pytest.mark.parametrize(("level", "world"), [("optim", 1), ("optim", 2), ("no_shard", 2)])
+def test_parameters_without_a_gradient_are_left_as_they_are(level: str, world: int) -> None:
+    run(_skipping, world, level)
+
+
+def _narrow(parts: bool) -> tuple[list[Tensor], list[int]]:
+    """Train bfloat16 weights on masters in host memory, with moments in 8 bits."""
+    model = build(torch.bfloat16)
+    optimizer = Adam(model.parameters(), lr=0.01, exp_avg_dtype="float8", exp_avg_sq_dtype="bfloat16")
+    engine = _engine(model, optimizer, optimizer_offload_fraction=1.0, find_unused_parameters=True)
+    shard_optimizer(optimizer, engine)
+    for step in range(4):
+        if step == 2:
+            offload_to_cpu(optimizer)
+            restore_from_cpu(optimizer)
+        engine.zero_grad()
+        with engine.micro_batches(1):
+            _partly(model, batches(0, 1, 1, torch.bfloat16)[0][0], step if parts else 1).backward()
+        engine.finish_grad_sync()
+        optimizer.step()
+        engine.publish()
+    engine.sync_parameters()
+    sharding = sharding_of(optimizer)
+    assert sharding is not None
+    for bucket in engine.buckets:
+        assert torch.equal(bucket.own_params, bucket.shard.master.detach().bfloat16())
+    steps = [int(optimizer.state[shard.master]["step"]) for shard in sharding.shards]
+    return [p.detach().float() for p in model.parameters()], steps
+
+
+def test_parts_of_narrow_masters_in_host_memory() -> None:
+    whole, counts = _narrow(False)
+    assert counts == [4]
+    parts, counts = _narrow(True)
+    assert counts == [2, 3, 4], "last layer, norm, first layer"
+    start = build(torch.bfloat16)
+    for before, one, other in zip(start.parameters(), whole, parts, strict=True):
+        assert (
+            0 < (other - before.detach().float()).abs().max() < 2 * (one - before.detach().float()).abs().max() + 0.01
+        )

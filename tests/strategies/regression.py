@@ -48,6 +48,37 @@ class Plain(pl.LightningModule):
         return make_optimizer(self.optimizer, self.parameters())
 
 
+class Turns(Plain):
+    """Heads take turns, one layer is never used, and others are frozen for a while or for one micro-batch."""
+
+    def __init__(self, optimizer: str, seed: int = 0, *, same: bool, frozen_at_first: bool = False) -> None:
+        super().__init__(optimizer, seed)
+        self.same = same
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.heads = nn.ModuleList(nn.Linear(8, 2) for _ in range(2))
+        self.spare = nn.Linear(3, 3)
+        if frozen_at_first:
+            self.net[0].requires_grad_(False)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The first layer is trained from the second epoch on, the second one up to then."""
+        self.net[0].requires_grad_(epoch > 0)
+        self.net[2].requires_grad_(epoch == 0)
+
+    def loss(self, batch: tuple[Tensor, Tensor], step: int, rank: int) -> Tensor:
+        head = (step // 2 + (0 if self.same else rank * (step % 2))) % 2
+        for each in self.heads:
+            each.bias.requires_grad_(step == 1)  # type: ignore[union-attr]
+        found: Tensor = nn.functional.mse_loss(self.heads[head](self.net(batch[0])), batch[1])
+        return found
+
+    def on_train_epoch_start(self) -> None:
+        self.begin_epoch(self.current_epoch)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch, batch_idx, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+
+
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     options = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 0.02, "weight_decay": 0.1}}[name]
     return getattr(torch.optim, name)(parameters, **options)

@@ -6,11 +6,14 @@ import functools
 import itertools
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 
-from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
+from megalight.models.gpt import GPT, GPTConfig
+from megalight.types import TokenBatch
+from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit, global_batch
 from tests.workers import run
 
 LAYOUTS = [
@@ -80,3 +83,52 @@ def test_float32_differs_by_rounding_alone(row: tuple[Any, ...]) -> None:
 )
 def test_every_layout_trains_the_same_model(row: tuple[Any, ...]) -> None:
     check(*row)
+
+
+def frozen_in(step: int, name: str) -> bool:
+    """Layer 1 (on the second stage of two) and the embedding, which may be tied, are not trained in step 1."""
+    return step == 1 and ("layers.1." in name or "embed" in name)
+
+
+class Freeze(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        specs = trainer.strategy.specs  # type: ignore[attr-defined]
+        for name, parameter in pl_module.model.named_parameters():  # type: ignore[union-attr]
+            parameter.requires_grad_(not frozen_in(trainer.global_step, specs[name].pieces[0].name))
+
+
+@functools.cache
+def frozen_by_hand(name: str) -> dict[str, Any]:
+    models: list[GPT] = []
+
+    def build(config: GPTConfig) -> GPT:
+        models.append(GPT(config))
+        return models[-1]
+
+    def batches(step: int) -> TokenBatch:
+        for key, parameter in models[0].named_parameters():
+            parameter.requires_grad_(not frozen_in(step, key))
+        return global_batch(step)
+
+    return by_hand(CONFIGS[name], 4, build=build, batches=batches)
+
+
+def _frozen(name: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    return fit(CONFIGS[name], 4, options, extra_callbacks=[Freeze()], **strategy)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "strategy", "options"),
+    [
+        ("gqa", 1, {}, {}),
+        ("tied", 2, {"pipeline_parallel": 2}, {}),
+        ("tied", 2, {"tensor_parallel": 2, "sequence_parallel": True}, {"find_unused_parameters": True}),
+        ("gqa", 2, {}, {"level": "optim_grads_params"}),
+        ("gqa", 4, {"pipeline_parallel": 2}, {"level": "optim_grads", "find_unused_parameters": True}),
+    ],
+)
+def test_layers_frozen_for_a_step_stay_as_in_torch(
+    name: str, ranks: int, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    for rank in run(_frozen, ranks, name, {"micro_batch_size": 1, **strategy}, options):
+        assert_same_run(rank, frozen_by_hand(name))

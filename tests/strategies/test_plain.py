@@ -16,10 +16,10 @@ from torchmetrics import MeanSquaredError
 
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column, Row
-from megalight.strategies import MegatronFSDPStrategy
+from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy
 from tests.environment import trainer
 from tests.parallel.gathering import gather_canonical
-from tests.strategies.regression import Plain, batches, by_hand, dealt, fit, samples, strategy, weights
+from tests.strategies.regression import Plain, Turns, batches, by_hand, dealt, fit, samples, strategy, weights
 from tests.workers import run
 
 
@@ -418,3 +418,101 @@ def _hooks() -> list[bool]:
 
 def test_hooks_between_steps_see_whole_weights() -> None:
     assert run(_hooks, 2) == [[True] * 4] * 2
+
+
+EPOCH = 4
+
+
+def _turns_by_hand(optimizer: str, ranks: int, same: bool, epochs: int = 3) -> list[list[float]]:
+    module = Turns(optimizer, same=same).double()
+    stepper = module.configure_optimizers()
+    for epoch in range(epochs):
+        module.begin_epoch(epoch)
+        for step, shares in enumerate(dealt(EPOCH * 6, 6 // ranks, ranks, epoch)):
+            stepper.zero_grad()
+            for rank, share in enumerate(shares):
+                (module.loss(share, step, rank) / ranks).backward()  # type: ignore[no-untyped-call]
+            stepper.step()
+    return weights(module)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "no_shard": {"level": "no_shard"},
+    "optim": {"level": "optim"},
+    "optim_grads": {"level": "optim_grads", "units": (nn.Linear,)},
+    "optim_grads_params": {"level": "optim_grads_params", "units": (nn.Linear,)},
+    "tensor": {"tensor_parallel": 2, "plan": Plan({"net.0": Column(), "net.2": Row()})},
+}
+
+
+def _turns(
+    layout: str,
+    given: dict[str, Any],
+    size: int,
+    epochs: int = 3,
+    path: str | None = None,
+    save: str | None = None,
+) -> list[list[float]]:
+    module = Turns(**given)
+    options = dict(LAYOUTS[layout])
+    sharing = {name: options.pop(name) for name in ("level", "units") if name in options}
+    how = MegatronStrategy(data_parallel=DataParallel(**sharing), **options)
+    found: list[dict[str, Tensor]] = []
+
+    def read(*_: Any) -> None:  # weights are whole where hooks run, on any level
+        values = {name: p.detach().clone() for name, p in module.named_parameters()}
+        found.append(gather_canonical(values, how.specs, how.mesh, sum_partial=False))
+
+    callbacks = [pl.callbacks.LambdaCallback(on_train_end=read)]
+    loader = batches(EPOCH * 6, size)
+    sampler = size < 6
+    runner = trainer(
+        how, max_steps=-1, max_epochs=epochs, limit_val_batches=0, callbacks=callbacks, use_distributed_sampler=sampler
+    )
+    runner.fit(module, loader, ckpt_path=path)
+    if save is not None:
+        runner.save_checkpoint(save)
+    keys = [how.specs[name].pieces[0].name for name, _ in module.named_parameters()]
+    return [found[0][key].reshape(-1).tolist() for key in keys]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "frozen_at_first"),
+    [
+        (1, "optim", False),
+        (1, "optim", True),
+        (2, "no_shard", False),
+        (2, "optim", False),
+        (2, "optim", True),
+        (2, "optim_grads", False),
+        (2, "optim_grads_params", False),
+        (2, "tensor", False),
+    ],
+)
+def test_what_has_no_gradient_stays_as_in_torch(ranks: int, layout: str, frozen_at_first: bool, optimizer: str) -> None:
+    same = layout not in ("no_shard", "optim")  # there replicas, or the parts of a model, run the same layers
+    replicas = 1 if layout == "tensor" else ranks
+    expected = _turns_by_hand(optimizer, replicas, same)
+    given = {"optimizer": optimizer, "same": same, "frozen_at_first": frozen_at_first}
+    for rank in run(_turns, ranks, layout, given, 6 // replicas):
+        close(rank, expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, "optim"), (2, "optim")),
+        ((2, "optim"), (2, "optim_grads_params")),
+        ((2, "optim_grads_params"), (2, "tensor")),
+        ((2, "tensor"), (1, "no_shard")),
+    ],
+)
+def test_counts_of_parameters_resume_in_another_layout(
+    tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    expected = _turns_by_hand("AdamW", 1, True)
+    path, given = str(tmp_path / "a.ckpt"), {"optimizer": "AdamW", "same": True}
+    run(_turns, before[0], before[1], given, 6, 2, None, path)
+    for rank in run(_turns, after[0], after[1], given, 6, 3, path):
+        close(rank, expected)

@@ -16,7 +16,7 @@ from megalight.parallel.data_parallel.copy_engines import CopyEngines
 from megalight.parallel.data_parallel.finite import check_finite
 from megalight.parallel.data_parallel.flat_shard import FlatShard
 from megalight.parallel.data_parallel.frozen import FrozenShards, can_be_sharded
-from megalight.parallel.data_parallel.gradients import MainGradients
+from megalight.parallel.data_parallel.gradients import MainGradients, UnusedParameters
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
 from megalight.parallel.data_parallel.kinds import Kinds
 from megalight.parallel.data_parallel.layout import BucketLayout, level_of, plan_buckets
@@ -85,6 +85,8 @@ class DataParallelEngine:
         optimizer_offload_fraction: at least this share of the masters is in host memory, in whole buckets; their
             optimizer state comes to be there, too.
         check_for_nan: whether :meth:`finish_grad_sync` raises on all ranks if a gradient is NaN or infinite.
+        find_unused_parameters: whether a parameter that no gradient reaches in a step, on no rank, is left as it is. If
+            not, that is so for frozen ones only, and the gradient of others is zero.
         gathers: how parameters are gathered: ``plain`` (collectives), ``symmetric`` (copy engines) or ``auto`` (copy
             engines where GPUs reach each other's memory). Where parameters of units are sharded, collectives gather all
             others.
@@ -131,6 +133,7 @@ class DataParallelEngine:
         reduce_each_micro_batch: bool | None = None,
         optimizer_offload_fraction: float = 0.0,
         check_for_nan: bool = False,
+        find_unused_parameters: bool = False,
         nccl_ub: Registration = "off",
         gathers: Way = "plain",
         reductions: Way = "plain",
@@ -170,6 +173,7 @@ class DataParallelEngine:
             self.device,
             self._reducer,
             overlap_grad_reduce,
+            UnusedParameters(self.buckets, mesh.everyone, self.device, find_unused_parameters),
         )
         self.host = HostMasters([bucket for bucket in self.buckets if bucket.on_host], self.device)
         pushes = None if self.level.parameters else self._copy_engines.pushes

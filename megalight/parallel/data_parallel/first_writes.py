@@ -76,7 +76,9 @@ class FirstWrites:
         self._open.discard(bucket)
         adds, left = bucket.autograd_adds, []
         for parameter, buffer in self._buffers[bucket]:
-            if state_of(parameter).touch():
+            state = state_of(parameter)
+            if state.untouched:
+                state.untouched = False
                 left.append(buffer)
             # From here on autograd adds in place, into the buffer itself.
             if adds:

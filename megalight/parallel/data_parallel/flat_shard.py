@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from megalight.parallel.shard import Piece, ShardSpec
+
+SHARDING = "megalight_sharding"
+"""Attribute of an optimizer that is on shards."""
+
+SCALARS = ("step", "eta", "mu", "mu_product")
+"""State of torch's optimizers that is one number per parameter."""
 
 
 @dataclass(eq=False)
@@ -68,3 +75,12 @@ class FlatShard:
             if low < high:
                 for piece, first, last in spec.cut(low - offset, high - offset):
                     yield piece, first, last, offset + piece.start + first - self.start
+
+
+def history(state: Mapping[str, Any]) -> Hashable:
+    """Return what parameters must have in common to be stepped together: names and counts of their states."""
+    numbers = (int, float)
+    return tuple(
+        (name, float(value) if name in SCALARS or isinstance(value, numbers) else None)
+        for name, value in sorted(state.items())
+    )

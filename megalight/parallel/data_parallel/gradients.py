@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype
+from megalight.ops.parameter import state_of
+from megalight.parallel.capturing import capturing
 from megalight.parallel.data_parallel.arrivals import Arrivals
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.first_writes import FirstWrites
@@ -19,6 +24,108 @@ from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
 from megalight.parallel.data_parallel.streams import side_stream
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 from megalight.parallel.trace import span
+
+log = logging.getLogger(__name__)
+
+
+class UnusedParameters:
+    """Finds the parameters that no gradient has reached in a step: an optimizer leaves them as they are, as in torch.
+
+    What is frozen when the gradients are reduced counts as unused if it had none; all ranks freeze the same parameters.
+
+    Args:
+        buckets: of the parameters.
+        everyone: all ranks of the mesh; None for a single rank.
+        device: of the message.
+        agree: whether ranks tell each other which other parameters had a gradient, with one message per step. A rank
+            waits for it only where it lacks a gradient itself. If not, these parameters have a gradient of zero, and a
+            warning names one.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], everyone: ProcessGroup | None, device: torch.device, agree: bool
+    ) -> None:
+        self._held = [[(info, state_of(info.parameter)) for info in bucket.infos] for bucket in buckets]
+        self._agree = agree
+        self._everyone = everyone if agree else None
+        self._device = device
+        self._recorded: set[int] = set()
+        self._zero: str | None = None  # a parameter that had no gradient, without being frozen
+        self._warned = False
+        self._numbers: list[list[int]] = []
+        self._sent: tuple[set[int], Tensor] | None = None
+        if self._everyone is not None:
+            # By the names of the whole model: a tensor that is split, or tied, is one parameter of torch.
+            names = [[info.spec.pieces[0].name for info, _ in held] for held in self._held]
+            every: list[Any] = [None] * self._everyone.size()
+            dist.all_gather_object(every, names, group=self._everyone)
+            numbers = {name: number for number, name in enumerate(sorted({n for r in every for b in r for n in b}))}
+            self._numbers = [[numbers[name] for name in held] for held in names]
+            self._count = len(numbers)
+
+    def begin(self) -> None:
+        """Begin a step: no gradient has arrived."""
+        for held in self._held:
+            for _, state in held:
+                state.unused = True
+
+    def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count these parameters as used unless they are frozen: passes are recorded that tell nothing of them."""
+        self._recorded.update(map(id, parameters))
+
+    def find(self) -> list[frozenset[int]]:
+        """Return the places of unused parameters in each bucket; all ranks call this together."""
+        frozen, without = [], []
+        for held in self._held:
+            none = {place for place, (_, state) in enumerate(held) if state.unused}
+            still = {place for place in none if not held[place][0].parameter.requires_grad}
+            frozen.append(frozenset(still))
+            without.append({p for p in none - still if id(held[p][0].parameter) not in self._recorded})
+        unused = self._agreed(frozen, without) if self._everyone is not None else without
+        names = (held[place][0].name for held, places in zip(self._held, unused, strict=True) for place in places)
+        self._zero = next(names, None)
+        if self._agree:
+            return [a | b for a, b in zip(frozen, unused, strict=True)]
+        self._warn()
+        return frozen
+
+    def frozen(self) -> list[frozenset[int]]:
+        """Return the places of frozen parameters, after passes that were replayed as a whole: the others count."""
+        self._warn()
+        return [
+            frozenset(place for place, (info, _) in enumerate(held) if not info.parameter.requires_grad)
+            for held in self._held
+        ]
+
+    def _agreed(self, frozen: Sequence[frozenset[int]], without: Sequence[set[int]]) -> list[set[int]]:
+        """Return those that have no gradient here and on no other rank either."""
+        rows = zip(self._numbers, frozen, without, strict=True)
+        missing = {numbers[place] for numbers, still, none in rows for place in still | none}
+        if self._sent is None or self._sent[0] != missing:
+            here = [int(number not in missing) for number in range(self._count)]
+            self._sent = missing, torch.tensor(here, dtype=torch.uint8, device=self._device)
+        flags = self._sent[1].clone()
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._everyone)
+        if not any(without):
+            return [set() for _ in without]  # the host need not wait for what the others lack
+        used = flags.tolist()
+        return [
+            {place for place in none if not used[numbers[place]]}
+            for numbers, none in zip(self._numbers, without, strict=True)
+        ]
+
+    def _warn(self) -> None:
+        if self._zero is None or self._warned:
+            return
+        self._warned = True
+        log.warning(
+            "%s got no gradient in a step, and counts as if it were zero: weight decay and momentum move it. %s, or "
+            "freeze it with requires_grad_(False).",
+            self._zero,
+            "Train without CUDA graphs of whole steps to leave it as it is"
+            if self._agree
+            else "Set data_parallel.find_unused_parameters=True to leave it as it is, as torch does",
+        )
 
 
 class MainGradients:
@@ -32,10 +139,12 @@ class MainGradients:
         everyone: all ranks that train together, for the norm; None for a single rank.
         reducer: sums the gradients of a bucket.
         overlap: send buckets while the last backward passes run.
+        unused: finds the parameters without a gradient.
 
     Attributes:
         everyone: may be set to a larger group, if ranks outside of the mesh train another part of the same model.
         of_units: the gradients that each rank keeps only its shard of.
+        unused: for each bucket the places of the parameters that had no gradient in this step, on no rank.
     """
 
     def __init__(
@@ -45,6 +154,7 @@ class MainGradients:
         device: torch.device,
         reducer: Reducer,
         overlap: bool,
+        unused: UnusedParameters,
     ) -> None:
         self.buckets = buckets
         self.device = device
@@ -65,6 +175,8 @@ class MainGradients:
         self.of_units = UnitGradients([b for b in buckets if b.shards_grads], reducer, self._stream)
         self._first = FirstWrites(self._whole)
         self._arrivals = Arrivals(self._whole, self._send, overlap, self._stream)
+        self._unused = unused
+        self.unused: list[frozenset[int]] = [frozenset()] * len(buckets)
 
     # ---------------------------------------------------------------- one step
 
@@ -74,6 +186,7 @@ class MainGradients:
         self.stepped()
         self._wait()  # reductions are pending only if the previous step was abandoned halfway
         self._unsend()
+        self._unused.begin()
         self._first.begin()
         self.of_units.begin()
 
@@ -113,6 +226,8 @@ class MainGradients:
                 # Optimizers of torch want gradients in the dtype of their parameters. Fused ones read the wider sums as
                 # they are.
                 bucket.set_reduced(gradient if self._any_dtype else gradient.to(bucket.shard.master.dtype))
+        if not capturing():
+            self.unused = self._unused.find()
 
     @property
     def first(self) -> bool:
@@ -211,6 +326,7 @@ class MainGradients:
     def only_add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make all gradients of these parameters add to zeroed buffers: a recorded pass cannot both write and add."""
         found = list(parameters)
+        self._unused.leave_out(found)
         self._first.leave_out(found)
         self.of_units.only_add(found)
 
@@ -225,6 +341,7 @@ class MainGradients:
         if gradients is None:
             return
         self._reduced = True
+        self.unused = self._unused.frozen()
         self.stepped()
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             bucket.sent = True

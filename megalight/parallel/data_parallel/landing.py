@@ -31,8 +31,10 @@ def land_gradients(
 
     def after_accumulation(accumulated: Tensor) -> None:
         gradient = accumulated.grad
+        if gradient is main_grad:
+            state.unused = False  # autograd has added it in place
         # Autograd has put the gradient into a tensor of its own, because `.grad` was None or has another dtype.
-        if gradient is not None and gradient is not main_grad:
+        elif gradient is not None:
             if torch.is_grad_enabled():  # then autograd has accumulated out of place, into a new tensor
                 raise MegalightError(
                     "backward(create_graph=True) reached a parameter whose gradients live in a flat buffer; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -64,6 +64,10 @@ class DataParallel:
             whole buckets: 0 none, 1 all. Copies to and from the device run beside the updates.
         check_for_nan: before each update, check that all gradients are finite. If not, all ranks stop with the same
             error, which names parameters. It takes a pass over the gradients, and the host waits for the device.
+        find_unused_parameters: whether parameters that no gradient reaches in a step, on no rank, are left as they are,
+            as in torch: no decay, no momentum, and the step is not counted for them. It takes one small message per
+            step, and ranks that lack a gradient wait for it. False: only frozen ones are; the gradient of others is
+            zero, and a warning names one. None: False for a ``MegalightModule``, else True.
         nccl_ub: whether NCCL knows the flat buffers, and so sends from them and receives into them without own copies:
             ``off``; ``local``, each rank for itself; ``symmetric``, as windows that all ranks reach. It needs
             GPUs. NVLink multicast stays as ``NCCL_NVLS_ENABLE`` of the environment says.
@@ -95,6 +99,7 @@ class DataParallel:
     reduce_each_micro_batch: bool | None = None
     optimizer_offload_fraction: float = 0.0
     check_for_nan: bool = False
+    find_unused_parameters: bool | None = None
     nccl_ub: Registration = "off"
     gathers: Way = "auto"
     reductions: Way = "plain"
@@ -179,6 +184,10 @@ class DataParallel:
         """Whether parameters of units are sharded, too."""
         return level_of(self.level).parameters
 
+    def finding_unused(self, usual: bool) -> DataParallel:
+        """Return these options with ``usual`` for ``find_unused_parameters`` if it is None."""
+        return replace(self, find_unused_parameters=usual) if self.find_unused_parameters is None else self
+
     def check(self, schedule: str) -> None:
         """Refuse levels that a schedule cannot have, and options without what they act on.
 
@@ -238,6 +247,7 @@ class DataParallel:
             reduce_each_micro_batch=self.reduce_each_micro_batch,
             optimizer_offload_fraction=self.optimizer_offload_fraction,
             check_for_nan=self.check_for_nan,
+            find_unused_parameters=bool(self.find_unused_parameters),
             nccl_ub=self.nccl_ub,
             gathers=self.gathers,
             reductions=self.reductions,

@@ -17,12 +17,12 @@ from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
 from megalight.checkpoint.foreign.single_file import WEIGHTS, read
 from megalight.checkpoint.ranks import Ranks
-from megalight.checkpoint.run import STATE
+from megalight.checkpoint.run import PARAMETERS, STATE
 from megalight.checkpoint.sources.combine import Held
 from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.nn.canonical import Part, parts
-from megalight.optim.sharded import SCALARS
+from megalight.parallel.data_parallel.flat_shard import SCALARS, history
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.source import Filled, Target
 from megalight.parallel.transform import apply_transforms
@@ -125,6 +125,7 @@ class SingleFile:
         if len(groups) != len(optimizer.param_groups):
             raise self._refused(f"{len(groups)} parameter groups, and this run has {len(optimizer.param_groups)}")
         known = []
+        apart: dict[str, Any] = {}
         for number, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
             options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
             # The file does not say its class, but the options tell Adam from SGD.
@@ -132,8 +133,8 @@ class SingleFile:
             if differ:
                 raise self._refused(f"another optimizer: only one of both has {', '.join(sorted(differ))}")
             keys = self._in_order([names[number] for names in members])
-            known.append({"options": options, **self._read_group(keys, group["params"], states)})
-        self.common["optimizer"] = {"class": type(optimizer).__name__, "groups": known}
+            known.append({"options": options, **self._read_group(keys, group["params"], states, apart)})
+        self.common["optimizer"] = {"class": type(optimizer).__name__, "groups": known, PARAMETERS: apart}
 
     def _in_order(self, named: Sequence[Sequence[str]]) -> list[str]:
         """Return keys of a group's parameters in the file's order; ``named``: canonical names of each rank's."""
@@ -146,28 +147,31 @@ class SingleFile:
                 raise self._refused("parameters in the order of the model, and this run's groups have another order")
         return sorted({keys[name] for names in named for name in names}, key=places.__getitem__)
 
-    def _read_group(self, keys: Sequence[str], numbers: Sequence[int], states: Mapping[int, Any]) -> dict[str, Any]:
-        """Add the states of a group's parameters, and return its counters and the dtypes of its tensors."""
+    def _read_group(
+        self, keys: Sequence[str], numbers: Sequence[int], states: Mapping[int, Any], apart: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Add the states of a group's parameters, and return its counters and the dtypes of its tensors.
+
+        Args:
+            apart: gets the counters of parameters that have others: those without a gradient in some steps.
+        """
         # Frozen parameters may be in a group, and have no state.
         numbers = [number for number in numbers if number in states] if len(numbers) != len(keys) else numbers
         if len(numbers) != len(keys):
             raise self._refused(f"{len(numbers)} parameters in a group, and this run has {len(keys)} there")
-        scalars: dict[str, Any] = {}
-        dtypes: dict[str, str] = {}
-        for number in numbers:
-            for name, value in states.get(number, {}).items():
-                if name not in SCALARS:
-                    dtypes[name] = str(value.dtype)
-                elif scalars.setdefault(name, value) != value:
-                    raise self._refused(f"parameters of a group with different counts ({name})")
+        first: Mapping[str, Any] = next((states[number] for number in numbers if states.get(number)), {})
+        scalars = {name: value for name, value in first.items() if name in SCALARS}
+        dtypes = {name: str(value.dtype) for name, value in first.items() if name not in SCALARS}
         for key, number in zip(keys, numbers, strict=True):
-            shape = self._weights[key].shape
-            for name in dtypes:
-                # A parameter that never had a gradient has no state, which is that of zero gradients.
-                value = states.get(number, {}).get(name, torch.zeros(shape))
-                if value.shape != shape:
-                    raise self._refused(f"{name} of shape {list(value.shape)} for {key}, which is {list(shape)}")
-                self._add(f"{STATE}{name}.", key, value)
+            shape, state = self._weights[key].shape, states.get(number, {})
+            own = {name: value for name, value in state.items() if name in SCALARS}
+            # A parameter that never had a gradient has no state.
+            if first and (not state or history(own) != history(scalars)):
+                apart.update(dict.fromkeys((part.name for part in self._parts[key]), own if state else None))
+            for name in dtypes if state else ():
+                if state[name].shape != shape:
+                    raise self._refused(f"{name} of shape {list(state[name].shape)} for {key}, which is {list(shape)}")
+                self._add(f"{STATE}{name}.", key, state[name])
         return {"scalars": scalars, "tensors": dtypes}
 
     def _add(self, prefix: str, key: str, value: Tensor) -> None:
