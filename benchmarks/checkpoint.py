@@ -31,10 +31,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalight import checkpoint
-from megalight.checkpoint import memory
+from megalight.checkpoint import boxes as memory
 from megalight.checkpoint.disk import datafile
-from megalight.checkpoint.disk import part as parts
-from megalight.checkpoint.disk.checksum import blocks, checksum
+from megalight.checkpoint.disk import rank_files as parts
+from megalight.checkpoint.disk.files import blocks, checksum
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 

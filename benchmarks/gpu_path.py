@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import host
 from megalight import registry
-from megalight.nn.moe.counts import HostCounts
-from megalight.ops.linear import wgrad
+from megalight.nn.moe.dispatch import HostCounts
+from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.scaled_accumulate import cublaslt
 from megalight.registry import BackendRegistry
 

@@ -32,7 +32,7 @@ from megalight.errors import BackendError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialize
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import Session
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh

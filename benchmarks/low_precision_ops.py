@@ -30,14 +30,14 @@ from benchmarks.ops import median_seconds, setting
 from megalight.errors import BackendError, MegalightError
 from megalight.imports import version
 from megalight.ops.activation import gated
-from megalight.ops.activation.codes import cast_activation, cast_activation_gradient
+from megalight.ops.activation.quantized import cast_activation, cast_activation_gradient
 from megalight.ops.common import measuring
-from megalight.ops.linear import wgrad
+from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.norm import add_rms_norm
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, transpose
-from megalight.ops.quantize.known import known_amax
+from megalight.ops.quantize.amax_history import known_amax
 from megalight.ops.rotary import rotary_table, rotate_qkv
-from megalight.ops.rotary.codes import cast_qkv_gradient
+from megalight.ops.rotary.quantized import cast_qkv_gradient
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import Spec, scaled_mm
 

@@ -33,10 +33,8 @@ from megalight.errors import MegalightError
 from megalight.imports import has, version
 from megalight.ops.activation import gated
 from megalight.ops.grouped_linear import PRODUCT, WGRAD, Spec, grouped_linear
-from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
-from megalight.ops.grouped_linear.together import Together
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision, Together
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.permute import permutation, permute, unpermute
 from megalight.ops.quantize.recipes import recipe

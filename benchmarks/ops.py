@@ -38,8 +38,8 @@ from megalight.ops.adam import ADAM, adam_step
 from megalight.ops.attention import ATTENTION, attention
 from megalight.ops.choice import use_backends
 from megalight.ops.cross_entropy import CROSS_ENTROPY, linear_cross_entropy
-from megalight.ops.linear import wgrad
-from megalight.ops.linear.measured import ROUNDS
+from megalight.ops.linear import weight_gradient as wgrad
+from megalight.ops.linear.aligned import ROUNDS
 from megalight.ops.norm import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
@@ -200,7 +200,7 @@ class Shapes:
 
             yield Case("weight_gradient", f"{self.tokens} x {out} x {width}", names(wgrad.WGRAD), make, self.tokens,
                        (2.0 * self.tokens * out * width,) * 2, "operations", backward=False,
-                       knobs={"megalight.ops.linear.triton": {"TILE": tiles}})  # fmt: skip
+                       knobs={"megalight.ops.linear.weight_gradient": {"TILE": tiles}})  # fmt: skip
 
     def losses(self) -> Iterator[Case]:
         # With 140 GiB these keep all logits, or those of three chunks of five, or none of two chunks.

@@ -39,7 +39,7 @@ from megalight.models.gpt.model import ROTARY, build_layer, build_rotary
 from megalight.nn import LayerContext, run_layers
 from megalight.nn.init import initialize
 from megalight.ops.parameter import collect
-from megalight.parallel.ending import end_at_exit
+from megalight.parallel.groups import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.agenda import agenda_of

@@ -44,7 +44,7 @@ import distillation
 
 from megalight.cli.main import main as megalight
 from megalight.inference import load_model
-from megalight.plugins.modelopt.folder import plain_weights
+from megalight.plugins.modelopt.export import plain_weights
 from megalight.types import PackedSequences
 
 HOME = Path(__file__).resolve().parents[1]

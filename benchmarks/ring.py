@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from megalight.nn import InnerAttention
 from megalight.ops.attention import attention, reference
 from megalight.parallel.context import ring
-from megalight.parallel.context.kinds import Attend, choose
+from megalight.parallel.context.attention import Attend, choose
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.parallel.mesh import ParallelMesh
 from megalight.types import PackedSequences

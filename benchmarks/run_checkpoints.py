@@ -39,7 +39,7 @@ from benchmarks.meter import device_name, synchronize
 from benchmarks.peers.megalight import train
 from benchmarks.step import Step
 from megalight import checkpoint
-from megalight.checkpoint import memory
+from megalight.checkpoint import boxes as memory
 from megalight.imports import version
 from megalight.strategies.checkpoints.options import Checkpoints
 

@@ -26,7 +26,7 @@ from benchmarks.full_sharding import FULL, SHAPES, TIMED
 from benchmarks.peers.megalight import config_of, sharding_of
 from benchmarks.step import Step
 from megalight.models.gpt import GPT
-from megalight.parallel.data_parallel.pushed_sums import SLOT_BYTES
+from megalight.parallel.data_parallel.reduce import SLOT_BYTES
 from megalight.parallel.estimate import estimate
 from megalight.parallel.peers.memory import SLOTS
 from megalight.strategies import DataParallel

@@ -43,9 +43,9 @@ from benchmarks.peers import world_size
 from benchmarks.peers.megalight import Wrong, say
 from benchmarks.step import Step
 from megalight.imports import version
-from megalight.models.vlm.flops import Trained
+from megalight.models.vlm.module import Trained
 from megalight.optim import AdamConfig
-from megalight.parallel.ending import end_at_exit
+from megalight.parallel.groups import end_at_exit
 from megalight.strategies import (
     DataParallel,
     MegatronStrategy,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megalight.parallel.apply import parallelize
 from megalight.parallel.bridge import BridgeCommunicator
-from megalight.parallel.ending import end_at_exit
+from megalight.parallel.groups import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column, Row

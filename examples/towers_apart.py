@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megalight.data.multimodal.batch import ImageTextBatch, with_cuts
-from megalight.data.multimodal.models import form_of
+from megalight.data.multimodal.resolution import form_of
 from megalight.models.gpt import GPTConfig
 from megalight.models.vision import VisionConfig
 from megalight.models.vlm import VLMConfig
-from megalight.parallel.ending import end_at_exit
+from megalight.parallel.groups import end_at_exit
 from megalight.towers import Side, TowersApart
 from megalight.types import TokenBatch
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalight.models.module import Carry, MegalightModule
 from megalight.parallel.plan import Plan
-from megalight.parallel.plans.transformers import llama
+from megalight.parallel.plans import llama
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
 

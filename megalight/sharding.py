@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from megalight.checkpoint.plain import PlainRun
+from megalight.checkpoint.run import PlainRun
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.optim.sharded import sharding_of
 from megalight.parallel.data_parallel import DataParallel, clip_coefficient
-from megalight.parallel.data_parallel.foreign_clipping import refuse_clipping
+from megalight.parallel.data_parallel.grad_norm import refuse_clipping
 from megalight.parallel.groups import speaks
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh

@@ -23,14 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megalight.checkpoint.plain import PlainRun
+from megalight.checkpoint.run import PlainRun
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.coupling import check_same
 from megalight.parallel.data_parallel import DataParallel, clip_coefficient
 from megalight.parallel.degrees import check_sequence_parallel
 from megalight.parallel.expert import ExpertOptions
-from megalight.parallel.frozen import FrozenModel
+from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.groups import speaks
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
@@ -41,7 +42,6 @@ from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.run_engine import engine_over
-from megalight.parallel.same_batch import check_same
 from megalight.parallel.source import Source
 from megalight.parallel.step import Outcome, Step, Task
 from megalight.parallel.tensor.overlap.options import TensorOptions
@@ -141,7 +141,7 @@ class Training(PlainRun):
             inside ``optimizer.step()``; with ``overlap_param_gather=True`` that runs on into the next forward, and
             :meth:`sync_parameters` comes before anything else that reads weights.
         frozen: models that run beside without being trained, by name; see
-            :class:`~megalight.parallel.frozen.FrozenModel`. All ranks make them here together.
+            :class:`~megalight.parallel.frozen_model.FrozenModel`. All ranks make them here together.
         varying_carry: what ``forward_step`` returns may change shapes between micro-batches of equal shapes.
         broadcast_buffers: whether all replicas take over the buffers of the first one after each step.
         context: made around the task's code in each micro-batch (autocast, say).

@@ -5,6 +5,6 @@ from __future__ import annotations
 import importlib.util
 
 if importlib.util.find_spec("modelopt") is not None:
-    from megalight.plugins.modelopt.package import modelopt
+    from megalight.plugins.modelopt.presets import modelopt
 
     modelopt()

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-import megalight.data.resumable.module
+import megalight.data.module
 from megalight.first_rank import is_first, launch_rank
 from tests.workers import run
 
@@ -26,7 +26,7 @@ def _said():
     heard = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
-    log = logging.getLogger(megalight.data.resumable.module.__name__)
+    log = logging.getLogger(megalight.data.module.__name__)
     log.addHandler(handler)
     try:
         log.warning("the test split holds no documents")

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.image_text.shapes import FROZEN_TOWER, Shape, shape_of, tiny
 from benchmarks.step import Step
-from megalight.models.vlm.flops import Trained
+from megalight.models.vlm.module import Trained
 
 WAYS = (("megalight", "bf16"), ("megalight", "fp8"), ("transformers", "bf16"))
 

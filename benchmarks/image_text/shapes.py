@@ -9,10 +9,10 @@ import torch
 
 from megalight.data.multimodal.batch import ImageTextBatch, with_cuts
 from megalight.data.multimodal.forms import Cut
-from megalight.data.multimodal.models import form_of
-from megalight.models.vision.flops import Passes
+from megalight.data.multimodal.resolution import form_of
+from megalight.models.vision.config import Passes
 from megalight.models.vlm import ProjectorConfig, VLMConfig
-from megalight.models.vlm.flops import Trained, flops_of_images, flops_of_losses, flops_per_token
+from megalight.models.vlm.module import Trained, flops_of_images, flops_of_losses, flops_per_token
 from megalight.models.vlm.presets import PRESETS
 from megalight.types import TokenBatch
 

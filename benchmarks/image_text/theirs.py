@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.image_text.shapes import Shape
-from megalight.models.vision.pixels import normalized
+from megalight.models.vision.model import normalized
 from megalight.models.vlm import VLMConfig
 from megalight.models.vlm.hugging_face import config_to_transformers
 from megalight.optim import AdamConfig

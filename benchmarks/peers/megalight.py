@@ -26,7 +26,7 @@ from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoEConfig, Router, RouterConfig
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.ops.choice import use_backends
-from megalight.ops.stored import readable
+from megalight.ops.quantized_weight import readable
 from megalight.optim import AdamConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh

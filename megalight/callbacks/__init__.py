@@ -2,7 +2,6 @@
 
 from megalight.callbacks.activation_offload import ActivationOffload
 from megalight.callbacks.adapters import Adapters
-from megalight.callbacks.auto_quantize import AutoQuantize
 from megalight.callbacks.distillation import Distillation
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.expert_loads import ExpertLoads
@@ -11,13 +10,12 @@ from megalight.callbacks.fused_ops import FusedOps
 from megalight.callbacks.garbage import GarbageCollection
 from megalight.callbacks.graphs.automatic import AutomaticCUDAGraph
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
-from megalight.callbacks.modelopt import ModelOptQuantization
+from megalight.callbacks.modelopt import AutoQuantize, ModelOptQuantization
 from megalight.callbacks.optimizer_monitor import OptimizerMonitor
 from megalight.callbacks.preemption import Preemption
 from megalight.callbacks.profiling.memory_snapshot import MemorySnapshot
-from megalight.callbacks.profiling.nsys import NsysWindow
 from megalight.callbacks.profiling.nvtx import NVTX
-from megalight.callbacks.profiling.profiler_window import ProfilerWindow
+from megalight.callbacks.profiling.profiler_window import NsysWindow, ProfilerWindow
 from megalight.callbacks.progress import StepProgress
 from megalight.callbacks.retention import Retention
 from megalight.callbacks.run_record import RunRecord

@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.errors import ConfigurationError
 from megalight.parallel.activation_offload import MIN_ELEMENTS, ActivationOffloading, check_patterns, chosen
-from megalight.parallel.aliases import translated
-from megalight.parallel.host_pool import HostPool
+from megalight.parallel.host_memory import HostPool
+from megalight.parallel.layers import translated
 from megalight.strategies import MegatronStrategy
 
 
@@ -23,7 +23,7 @@ class ActivationOffload(pl.Callback):
 
     Args:
         modules: names or glob patterns of modules inside a layer (``attention``, ``mlp.down``, ``*_norm``). Megatron's
-            names are known too (:mod:`~megalight.parallel.aliases`).
+            names are known too (:mod:`~megalight.parallel.layers`).
         min_elements: size of the smallest tensor that is moved.
 
     Raises:

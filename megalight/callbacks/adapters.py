@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.newest import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.errors import ConfigurationError, nearest
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import MegalightModule

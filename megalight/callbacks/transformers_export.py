@@ -16,9 +16,9 @@ from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.publish import check_new, delete, place
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import ConfigurationError
-from megalight.models.export import export
 from megalight.models.family import family
 from megalight.models.family.module import FamilyModule
+from megalight.models.hugging_face.export import export
 from megalight.models.stored import AVERAGE, averages_begun, open_model
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 

@@ -10,24 +10,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megalight.checkpoint.background.saves import Background
+    from megalight.checkpoint.async_save.saves import Background
     from megalight.checkpoint.disk.index import TensorInfo
     from megalight.checkpoint.disk.publish import finished, is_complete, latest, remove
     from megalight.checkpoint.loading import Checkpoint, open
-    from megalight.checkpoint.saving import save, write
+    from megalight.checkpoint.saving import Staged, save, stage, write
     from megalight.checkpoint.scheme import SCHEMES, Contents, Scheme, State
-    from megalight.checkpoint.staging import Staged, stage
     from megalight.checkpoint.view import Box, View, targets_of, views_of_parameters, views_of_shards
 
 _MEMBERS = {
     "SCHEMES": "scheme",
-    "Background": "background.saves",
+    "Background": "async_save.saves",
     "Box": "view",
     "Checkpoint": "loading",
     "Contents": "scheme",
     "Scheme": "scheme",
     "State": "scheme",
-    "Staged": "staging",
+    "Staged": "saving",
     "TensorInfo": "disk.index",
     "View": "view",
     "finished": "disk.publish",
@@ -36,7 +35,7 @@ _MEMBERS = {
     "open": "loading",
     "remove": "disk.publish",
     "save": "saving",
-    "stage": "staging",
+    "stage": "saving",
     "targets_of": "view",
     "views_of_parameters": "view",
     "views_of_shards": "view",

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalight.checkpoint.boxes import as_bytes, dtype_name
 from megalight.checkpoint.disk.files import (
     Entry,
     FileRecord,
@@ -26,7 +27,6 @@ from megalight.checkpoint.disk.files import (
     parse_json,
     read_file,
 )
-from megalight.checkpoint.memory import as_bytes, dtype_name
 from megalight.errors import CheckpointError
 
 _PLAIN = (type(None), bool, int, str)

@@ -5,32 +5,216 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
 from megalight.checkpoint import json_values
-from megalight.checkpoint.compare import compare
+from megalight.checkpoint.boxes import host_buffer, hull, in_threads, read_box
 from megalight.checkpoint.disk import index as indices
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.files import Place, parse_json, read_file
+from megalight.checkpoint.disk.datafile import DataFile, Pinned
+from megalight.checkpoint.disk.files import CODES, FileRecord, Place, blocks, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
-from megalight.checkpoint.disk.newest import another
-from megalight.checkpoint.disk.pinned import Pinned
+from megalight.checkpoint.disk.latest_checkpoint import another
 from megalight.checkpoint.ranks import Ranks
-from megalight.checkpoint.reader import Reader
 from megalight.checkpoint.scheme import SCHEMES
 from megalight.checkpoint.view import views_to_fill
 from megalight.errors import CheckpointError, MissingCheckpointError, nearest
-from megalight.parallel.source import Filled, Source, Target
+from megalight.parallel.source import Filled, Source, Stored, Target
+
+# DCP's storage layer, reading: what a rank's views need, verified, then straight into their memory.
+
+
+class Reader(StorageReader):
+    """Reads the parts of a checkpoint that a rank's views need, after verifying them.
+
+    Verification is part of DCP's planning, so that a torn file fails all ranks before any tensor has changed.
+    """
+
+    def __init__(self, directory: Place, tensors: dict[str, TensorInfo], records: dict[str, FileRecord]) -> None:
+        self.directory = directory
+        self.records = records
+        self.tensors = tensors
+        self.chunks = {
+            MetadataIndex(info.name, chunk.offset): (info, chunk) for info in tensors.values() for chunk in info.chunks
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index in DCP's terms."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, info.dtype)),
+                    torch.Size(info.shape),
+                    [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.size)) for c in info.chunks],
+                )
+                for name, info in self.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Verify every block that the plan will read."""
+        wanted: dict[str, dict[tuple[int, int, str], str]] = {}
+        for item in plan.items:
+            info, chunk = self.chunks[item.storage_index]
+            width = CODES[info.dtype][1]
+            first, last = hull(chunk.size, item.storage_offsets, item.lengths)
+            # Whole blocks, as a checksum covers one. A block that no box touches is not read.
+            for number, (start, stop) in enumerate(blocks(prod(chunk.size) * width)):
+                if start < last * width and first * width < stop:
+                    place = (chunk.start + start, chunk.start + stop, chunk.sums[number])
+                    wanted.setdefault(chunk.file, {})[place] = info.name
+
+        def verify(name: str, places: Sequence[tuple[int, int, str]]) -> None:
+            with DataFile(self.directory, name, self.records) as file:
+                file.verify(())
+                for place in places:
+                    try:
+                        file.block(*place)
+                    except CheckpointError as error:
+                        raise CheckpointError(f"{error} They belong to {wanted[name][place]!r}.") from error
+
+        # Verified here, in DCP's planning: an error on one rank stops all of them before memory changes.
+        in_threads(verify, ((name, sorted(places)) for name, places in sorted(wanted.items())))
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the views' memory."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.chunks[item.storage_index][1].file, []).append(item)
+
+        def read(name: str, items: Sequence[ReadItem]) -> None:
+            with DataFile(self.directory, name, self.records, host_buffer().numpy()) as file:
+                for item in items:
+                    info, chunk = self.chunks[item.storage_index]
+                    target = planner.resolve_tensor(item).detach()
+                    # Straight into the memory of the view, whatever its device and strides.
+                    read_box(file, chunk.start, getattr(torch, info.dtype), chunk.size, item.storage_offsets, target)
+                    planner.commit_tensor(item, target)
+
+        in_threads(read, sorted(by_file.items()))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """DCP does not choose this reader by path; :func:`megalight.checkpoint.open` opens folders."""
+        return False
+
+
+# What a source holds against what all ranks ask for: names and shapes, before anything is read.
+
+
+SHOWN = 5
+"""Tensors that a message names."""
+
+
+def compare(
+    ranks: Ranks,
+    where: str,
+    stored: Mapping[str, Stored],
+    asked: Mapping[str, tuple[int, ...]],
+    *,
+    strict: bool,
+    prefix: str,
+    label: Callable[[str], str] = repr,
+    lenient: str = "strict=False",
+    remedy: str = "",
+) -> Filled:
+    """Check that names and shapes agree; see :meth:`megalight.parallel.source.Source.fill`.
+
+    Args:
+        ranks: who asks, all together.
+        where: the source, for messages.
+        stored: what it holds.
+        asked: canonical name -> global shape, on this rank.
+        strict: see there.
+        prefix: see there.
+        label: what messages call a tensor.
+        lenient: what a user sets to accept other names.
+        remedy: what a user does instead, if it is known why they differ.
+
+    Raises:
+        CheckpointError: on every rank, when they differ on any.
+    """
+
+    def advice(effect: str) -> str:
+        return remedy or f"Is it of another model? {lenient} {effect}."
+
+    def check() -> list[str]:
+        # Sorted, so that every run names the same tensors.
+        missing = sorted(asked.keys() - stored.keys())
+        if strict and missing:
+            meant = "" if remedy else nearest(missing[0], stored)
+            raise CheckpointError(
+                f"{_some(missing, label)} not in {where}.{meant} {advice('leaves such tensors as they are')}"
+            )
+        known = sorted(asked.keys() & stored.keys())
+        differ = [name for name in known if tuple(stored[name].shape) != tuple(asked[name])]
+        if differ:
+            lines = "; ".join(f"{label(n)}: {list(stored[n].shape)} and {list(asked[n])}" for n in differ[:SHOWN])
+            more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+            raise CheckpointError(
+                f"shapes in {where} and in this model differ: {lines}{more}. {remedy or 'Is it of another model?'}"
+            )
+        return list(asked)
+
+    # All ranks together: one that fails alone would leave the others in a collective.
+    everyone = ranks.together(f"loading {where}", check)
+
+    # On rank 0, which knows what all ranks ask for: a rank of a pipeline asks for its own layers only.
+    def leftover() -> tuple[str, ...]:
+        # As sets: a source that is read tensor by tensor comes here as often as it has names.
+        others = stored.keys() - {name for names in everyone for name in names}
+        return tuple(sorted(name for name in others if name.startswith(prefix)) if prefix else sorted(others))
+
+    unexpected = ranks.first(f"loading {where}", leftover)
+    if strict and unexpected:
+        raise CheckpointError(
+            f"{where} holds {_some(unexpected, label)} that this model does not ask for. "
+            f"{advice('ignores such tensors')}"
+        )
+    # Missing ones are a rank's own; unexpected ones are known of all ranks only.
+    return Filled(tuple(sorted(asked.keys() - stored.keys())), unexpected)
+
+
+def _some(names: Collection[str], label: Callable[[str], str]) -> str:
+    shown = ", ".join(label(name) for name in list(names)[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
+
 
 ATTEMPTS = 3
 """How many times a missing folder is opened again: another one may have taken its place at that moment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,18 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megalight.checkpoint import loading, saving
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megalight.checkpoint.loading import Saved
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.scheme import SCHEMES, Contents, State
-from megalight.checkpoint.sources.precision import MASTER
+from megalight.checkpoint.sources.combine import MASTER
 from megalight.checkpoint.view import targets_of
 from megalight.errors import CheckpointError
 from megalight.ops.parameter import cast_of
-from megalight.ops.quantize.history import AmaxHistory
+from megalight.ops.quantize.amax_history import AmaxHistory
 from megalight.parallel.data_parallel import DataParallelEngine, FlatShard
 from megalight.parallel.data_parallel.buffers import FlatParameters
-from megalight.parallel.data_parallel.flat_shard import SHARDING, history
+from megalight.parallel.data_parallel.masters import SHARDING, history
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Target, parameter_targets, shard_targets
@@ -386,3 +388,54 @@ def _way_out(saved: Saved) -> str:
 def _found(name: str, saved: Saved) -> str:
     """Masters go by the weights' own names where the run that saved them needed no copies."""
     return name.removeprefix(MASTER) if name.startswith(MASTER) and name not in saved.tensors else name
+
+
+# Checkpoints of a plain torch loop: all of a run in one folder, which any layout can load.
+
+
+class PlainRun:
+    """A run in a plain torch loop that can be saved and resumed.
+
+    Attributes:
+        model: the model that is trained.
+        engine: its data-parallel engine.
+        optimizer: steps on this rank's shards.
+    """
+
+    model: ParallelModel
+    engine: DataParallelEngine
+    optimizer: Optimizer
+
+    def save(self, path: str | os.PathLike[str], **values: Any) -> None:
+        """Write weights, optimizer state and random states as one folder, from all ranks; any layout can load it.
+
+        Args:
+            values: plain values to keep along (``step=100``); :meth:`load` returns them.
+        """
+        # Weights may still be gathered, and would be read half-way.
+        self.engine.sync_parameters()
+        run = self._run
+        common = {"values": values, "optimizer": run.group_options()}
+        views = SCHEMES[FULLY_RESHARDABLE](run.contents(optimizer=True))
+        saving.save(path, views, common=common, rank_state=run.rank_state(), scheme=FULLY_RESHARDABLE)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Go on from a folder that :meth:`save` wrote under any layout; return the values that were kept along.
+
+        Raises:
+            CheckpointError: missing, torn, of another model or another optimizer.
+        """
+        self.engine.sync_parameters()
+        saved, run = loading.open(path), self._run
+        self.model.clear_padding()
+        saved.fill(run.weight_targets(), prefix=self.model.prefix)
+        # Before optimizer state is read: masters from the checkpoint then replace these.
+        self.engine.refresh_masters()
+        run.resume(saved)
+        # Codes are cast from the masters, which are final now.
+        self.engine.recast()
+        return dict(saved.common.get("values", {}))
+
+    @property
+    def _run(self) -> Run:
+        return Run(self.model, RandomStreams(self.model.mesh), self.engine, self.optimizer)

@@ -91,7 +91,7 @@ def fsdp_dtensor(contents: Contents) -> dict[str, View]:
     """Canonical tensors as in ``fully_reshardable``, in files that torch's own Distributed Checkpoint reads.
 
     In torch they are entries of a nested ``state_dict`` by parameter name, to be loaded into tensors and DTensors; see
-    :mod:`megalight.checkpoint.foreign.torch_files`.
+    :mod:`megalight.checkpoint.foreign.torch_dcp`.
     """
     # The same tensors; only the files differ, which the writer chooses by the scheme's name.
     return fully_reshardable(contents)

@@ -9,7 +9,7 @@ from typing import Any
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import Place
-from megalight.checkpoint.disk.newest import another, newest_first, newest_in
+from megalight.checkpoint.disk.latest_checkpoint import another, newest_first, newest_in
 from megalight.checkpoint.inspection.verify import verify
 from megalight.cli.report import launched
 from megalight.errors import CheckpointError

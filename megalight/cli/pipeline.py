@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megalight.errors import LayoutError
-from megalight.parallel.pipeline.grammar import parse
 from megalight.parallel.pipeline.layout import PipelineLayout
+from megalight.parallel.pipeline.layout_string import parse
 from megalight.parallel.pipeline.schedules import SCHEDULES, build, chosen, waste
 from megalight.parallel.pipeline.timeline import Costs, Timeline, simulate
 

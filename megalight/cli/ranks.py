@@ -50,7 +50,7 @@ def joined(arguments: argparse.Namespace) -> Iterator[tuple[ParallelMesh | None,
     import torch
     import torch.distributed as dist
 
-    from megalight.parallel.ending import end_at_exit
+    from megalight.parallel.groups import end_at_exit
     from megalight.parallel.mesh import ParallelMesh
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from megalight.data.meta import tokenizer_path
-from megalight.data.mixture import Mixture
+from megalight.data.blend import Mixture
+from megalight.data.corpus import tokenizer_path
 from megalight.errors import DataError
 
 CONFIG = "config.yaml"

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalight.cli.image import write
 from megalight.imports import require
-from megalight.parallel.pipeline.actions import Kind
+from megalight.parallel.pipeline.schedules import Kind
 from megalight.parallel.pipeline.timeline import Timeline
 
 LABELS = {

@@ -2,16 +2,112 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
 
 import numpy as np
 
-from megalight.data.indexed import IndexedDataset
-from megalight.data.meta import CorpusMeta, image_prefix, loss_prefix, tokenizer_path
+from megalight.data.indexed import IndexedDataset, paths
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
+
+# Facts about a corpus that ``prepare`` writes beside the token files, to check it quickly before training.
+
+
+@dataclass(frozen=True)
+class CorpusMeta:
+    """Facts about a prepared corpus.
+
+    Attributes:
+        num_documents: number of documents.
+        num_tokens: number of tokens, with end-of-document tokens.
+        dtype: dtype of the ids on disk.
+        vocab_size: number of rows that an embedding needs for the tokenizer.
+        max_token_id: highest id that occurs; -1 in an empty corpus.
+        unigram_entropy_nats: entropy of the token frequencies, in nats.
+        tokenizer_identity: see :attr:`megalight.data.tokenizer.Tokenizer.identity`.
+        eod_id: id of the end-of-document token, or None.
+        pad_id: id that means only padding, or -1.
+        append_eod: whether each document ends with ``eod_id``.
+        num_bytes: size of the input files.
+        kind: ``text``, ``chat`` (each document is a conversation; ``<prefix>.loss`` says which tokens count in the
+            loss), ``images`` (as ``chat``, with images in ``<prefix>.images``) or ``pairs`` (each document is a
+            preferred conversation, then a rejected one).
+        num_loss_tokens: number of tokens that count in the loss.
+        num_images: number of images.
+        image_token: the id that stands for an image; one for each.
+    """
+
+    num_documents: int
+    num_tokens: int
+    dtype: str
+    vocab_size: int
+    max_token_id: int
+    unigram_entropy_nats: float
+    tokenizer_identity: str
+    eod_id: int | None
+    pad_id: int
+    append_eod: bool
+    num_bytes: int
+    kind: str = "text"
+    num_loss_tokens: int | None = None
+    num_images: int | None = None
+    image_token: int | None = None
+
+    @staticmethod
+    def path(prefix: str | os.PathLike[str]) -> Path:
+        """Path of the facts about a data prefix."""
+        return paths(prefix)[0].with_suffix(".json")
+
+    @classmethod
+    def load(cls, prefix: str | os.PathLike[str]) -> CorpusMeta | None:
+        """Read the facts about a data prefix. Returns None if there are none (files of other programs).
+
+        Raises:
+            DataError: the file is incomplete or has another format.
+        """
+        path = cls.path(prefix)
+        # Files of Megatron-LM have none; then ids are checked as they are read.
+        if not path.is_file():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            # Files of earlier versions lack newer fields, which have defaults.
+            held = (field for field in fields(cls) if field.default is MISSING or field.name in content)
+            return cls(**{field.name: content[field.name] for field in held})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{path} is incomplete or has another format ({type(error).__name__}: {error}). Prepare the data "
+                "again, or remove this file to skip its checks."
+            ) from error
+
+    def save(self, prefix: str | os.PathLike[str]) -> None:
+        """Write the facts atomically."""
+        path = self.path(prefix)
+        # With the process in its name: several jobs may prepare the same data.
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        # Replaced in one step: a reader finds the old file or the new one.
+        os.replace(temporary, path)
+
+
+def loss_prefix(prefix: str | os.PathLike[str]) -> str:
+    """Prefix of the files that say which tokens of a prepared chat corpus count in the loss: 1 or 0 for each."""
+    return f"{paths(prefix)[0].with_suffix('')}.loss"
+
+
+def image_prefix(prefix: str | os.PathLike[str]) -> str:
+    """Prefix of the files that hold the images of a corpus, each as the bytes of its file."""
+    return f"{paths(prefix)[0].with_suffix('')}.images"
+
+
+def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:
+    """Path of the tokenizer that ``prepare`` saves with a data prefix."""
+    return paths(prefix)[0].with_suffix(".tokenizer.json")
+
 
 SCAN_LIMIT = 1 << 26
 """Without facts, corpora of up to this many tokens are read once to find the highest id."""
@@ -140,3 +236,44 @@ def same_tokenizer(corpora: Iterable[Corpus]) -> CorpusMeta | None:
                 "of them again with the other's tokenizer."
             )
     return None if first is None else first.meta
+
+
+# Dividing the documents of a data set into train, validation and test.
+
+
+SPLITS = ("train", "validation", "test")
+
+SPLIT = "969,30,1"
+"""The weights of the splits where nobody names any; they are Megatron-LM's."""
+
+
+def split_bounds(split: str, num_documents: int) -> tuple[range, range, range]:
+    """Return the documents of the three splits: contiguous ranges, in order, that cover all documents.
+
+    The bounds equal Megatron-LM's: weights are normalized and accumulated as floats, and a split ends at
+    ``round(bound * num_documents)``.
+
+    Args:
+        split: three weights, such as ``"969,30,1"``; or one number, which means training alone.
+        num_documents: number of documents.
+
+    Raises:
+        DataError: a weight is no number or is negative, all are zero, or there are two, or more than three.
+    """
+    try:
+        weights = [float(part) for part in str(split).replace("/", ",").split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) not in (1, 3) or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
+        raise DataError(
+            f"split is {split!r}; give three weights >= 0 for train, validation and test, such as '90,10,0', or '1' to "
+            "train on all."
+        )
+    weights = [*weights, 0.0, 0.0][:3]
+    # In floats and in this order, because another rounding would move a document to another split.
+    total = sum(weights)
+    bound, edges = 0.0, [0]
+    for weight in weights:
+        bound += weight / total
+        edges.append(round(bound * num_documents))
+    return range(edges[0], edges[1]), range(edges[1], edges[2]), range(edges[2], edges[3])

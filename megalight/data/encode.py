@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -14,7 +15,7 @@ from typing import Protocol
 from rich.progress import Progress
 
 from megalight.data.sink import Encoded, Sink
-from megalight.data.text_files import Block, OnBad, TextFile, blocks
+from megalight.data.text_files import Block, OnBad, Text, TextFile, blocks
 from megalight.errors import DataError
 
 BYTES_PER_WORKER = 8 << 20
@@ -106,3 +107,36 @@ def _in_order(pool: ProcessPoolExecutor, work: Iterator[Block], limit: int) -> I
 def _cpus() -> int:
     # Those that this process may use, which in a container are fewer than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# Splitting texts into sentences by a simple rule, for data sets of sentence pairs.
+
+
+END = re.compile(
+    r"""
+    (?<=[.!?…])["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])  # end mark, closing quotes, space, then no lower-case letter
+    | (?<=[。！？])\s*                                # end marks of scripts without spaces
+    | \n\s*\n\s*                                     # an empty line
+    """,
+    re.VERBOSE,
+)
+
+
+def sentences_of(text: Text) -> Iterator[Text]:
+    """Yield the sentences of a text, stripped. The last one ends the document if the text does.
+
+    A sentence ends at a full stop, question mark or exclamation mark that is followed by a space and no lower-case
+    letter, or at an empty line. Abbreviations before a name ("Dr. Who") end a sentence too, which is harmless for pairs
+    of segments. To use another rule, put an empty line after each sentence before you call ``prepare``.
+    """
+    found, start = [], 0
+    for match in END.finditer(text.text):
+        closing = len(match.group()) - len(match.group().lstrip("\"'”’)]"))
+        found.append(text.text[start : match.start() + closing])
+        start = match.end()
+    found.append(text.text[start:])
+    kept = [sentence for sentence in map(str.strip, found) if sentence]
+    for index, sentence in enumerate(kept):
+        yield Text(sentence, text.ends and index == len(kept) - 1)
+    if text.ends and not kept:
+        yield Text("", True)

@@ -12,16 +12,45 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from megalight.data.encode import encode_files
+from megalight.data.corpus import CorpusMeta, image_prefix, loss_prefix, tokenizer_path
+from megalight.data.encode import encode_files, sentences_of
 from megalight.data.indexed import IndexedWriter, paths, token_dtype
-from megalight.data.meta import CorpusMeta, image_prefix, loss_prefix, tokenizer_path
-from megalight.data.progress import progress_bar
-from megalight.data.sentences import sentences_of
 from megalight.data.sink import Encoded, Sink
 from megalight.data.text_files import SUFFIXES, Block, Format, Kind, OnBad, TextFile, blocks, find, texts_of
 from megalight.data.tokenizer import Tokenizer, config_path
 from megalight.errors import DataError
+
+# The progress bar of commands that read many files.
+
+
+class _Rate(TextColumn):
+    """Megabytes per second."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: Any) -> Any:
+        self.text_format = f"{(task.speed or 0) / 1e6:.1f} MB/s"
+        return super().render(task)
+
+
+def progress_bar(show: bool) -> Progress:
+    """Make the progress bar of the command, on standard error."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        _Rate(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not show,
+    )
+
 
 TRAINING_BYTES_PER_TOKEN = 2 << 10
 """Text that the tokenizer is trained on, per token of its vocabulary."""
@@ -132,7 +161,7 @@ def prepare(
         append_eod: whether to end each document with the end-of-document token of the tokenizer.
         eod_token: the end-of-document token, if the configuration of the tokenizer does not name it.
         split_sentences: whether each sentence is a sequence of its document, as
-            :func:`megalight.data.sentences.sentences_of` finds them. If not, a document is one sequence.
+            :func:`megalight.data.encode.sentences_of` finds them. If not, a document is one sequence.
         special_as_text: whether a text that is called as a special token, such as ``<|im_start|>``, is ordinary text.
             If not, it is that token, as in ``transformers``, and the report counts them. Tokens that stand for images
             or videos are always ordinary text.

@@ -7,9 +7,9 @@ from megalight.inference.engine import Step as Step
 from megalight.inference.generate import generate as generate
 from megalight.inference.generate import stream as stream
 from megalight.inference.parallel import ParallelGPT as ParallelGPT
-from megalight.inference.request import Completion as Completion
 from megalight.inference.sampling import Sampling as Sampling
 from megalight.inference.sampling import sample as sample
+from megalight.inference.scheduler import Completion as Completion
 from megalight.inference.text import TextGenerator as TextGenerator
 from megalight.inference.text import load_divided as load_divided
 from megalight.inference.text import load_model as load_model

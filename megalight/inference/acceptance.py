@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from megalight.errors import ConfigurationError
+from megalight.data.chat.template import ChatTemplate
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError, decode_utf8
 from megalight.inference.generate import check_prompts, end_ids
 from megalight.inference.sampling import Sampling
 from megalight.inference.speculative import rounds
+from megalight.inference.text import begun
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
 
@@ -116,3 +122,108 @@ def check_rounds(total: Acceptance, prompts: int, max_new_tokens: int, guesses: 
             f"prompt's own pass, and a round yields up to {guesses + 1} more. Give prompts, and at least "
             f"max_new_tokens={guesses + 2}."
         )
+
+
+# Questions in MT-Bench's format (https://arxiv.org/abs/2306.05685): conversations of several turns, one per line.
+#
+# A line is ``{"question_id": 81, "category": "writing", "turns": ["Compose ...", "Rewrite ..."]}``.
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation of which the user's part is known.
+
+    Attributes:
+        category: its kind; empty if the file does not say.
+        turns: the user's messages.
+    """
+
+    category: str
+    turns: tuple[str, ...]
+
+
+def read_questions(path: str | os.PathLike[str]) -> list[Question]:
+    """Read a JSONL file. Empty lines are skipped.
+
+    Raises:
+        DataError: there is no such file, it has no question, or a line is not of the format. The message names it.
+    """
+    try:
+        # At line feeds alone: `splitlines` divides at characters that may stand in a message, too.
+        lines = decode_utf8(Path(path).read_bytes(), str(path), line=1).split("\n")
+    except OSError as error:
+        raise DataError(f"the questions in {path} cannot be read: {error}") from error
+    found = [_question(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise DataError(f"{path} has no question; a line is " + '{"category": "writing", "turns": ["Compose ..."]}.')
+    return found
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is no JSON: {error}") from error
+    turns = values.get("turns") if isinstance(values, dict) else None
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise DataError(f'{where} needs "turns", a list of messages of the user, each a text that is not empty.')
+    return Question(str(values.get("category", "")), tuple(turns))
+
+
+# Questions of several turns, answered with a draft model.
+
+
+@dataclass(frozen=True)
+class Interview:
+    """Asks questions, and counts the rounds of speculative decoding in the answers.
+
+    Attributes:
+        base: the whole model.
+        draft: its draft.
+        tokenizer: of both.
+        template: how a conversation is written; None: turns are texts that the model continues.
+        max_new_tokens: limit of an answer. An answer is shorter where the model's longest sequence ends.
+        guesses: how many tokens the draft guesses in a round.
+        start: tokens that are put before questions that do not begin with them.
+    """
+
+    base: GPT
+    draft: DraftModel
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    max_new_tokens: int
+    guesses: int = 4
+    start: tuple[int, ...] = ()
+
+    def ask(self, question: Question) -> Acceptance:
+        """Return the counts of all turns. Turns for which the model has no room are left out.
+
+        Raises:
+            DataError: the first turn alone leaves no room for an answer.
+        """
+        eod = self.tokenizer.eod_id
+        ends = {*([] if eod is None else [eod]), *(self.template.ends(self.tokenizer) if self.template else [])}
+        total, messages, text = Acceptance(), [], ""
+        for number, turn in enumerate(question.turns):
+            if self.template is None:
+                text += turn
+            else:
+                messages.append({"role": "user", "content": turn})
+                text = self.template.render(messages, answer=True)
+            prompt = begun(self.tokenizer.encode(text), self.start)
+            room = min(self.max_new_tokens, self.base.config.max_sequence_length - len(prompt))
+            if room < 1:
+                if number == 0:
+                    raise DataError(
+                        f"a question of {len(prompt)} tokens leaves no room for an answer in max_sequence_length="
+                        f"{self.base.config.max_sequence_length}: {turn[:60]!r}. Remove it, or take a larger model."
+                    )
+                break
+            (answer,), (count,) = measure(
+                self.base, self.draft, [prompt], max_new_tokens=room, guesses=self.guesses, eos_id=ends
+            )
+            total += count
+            said = self.tokenizer.decode_after(prompt, answer)
+            text += said
+            messages.append({"role": "assistant", "content": said})
+        return total

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.blocks import Blocks
 from megalight.types import PackedSequences
-from megalight.types.packed import to_device
+from megalight.types.packed_sequences import to_device
 
 
 @dataclass

@@ -17,11 +17,9 @@ from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import Blocks
 from megalight.inference.cache import Cache
 from megalight.inference.generate import another, check_prompts, device_of, end_ids, last_logits, new_generator
-from megalight.inference.modes import evaluating
-from megalight.inference.parallel import ParallelGPT
-from megalight.inference.request import Completion, Request, Stop
+from megalight.inference.parallel import ParallelGPT, evaluating
 from megalight.inference.sampling import FAILED, Sampling, sample, seeded
-from megalight.inference.schedule import Schedule
+from megalight.inference.scheduler import Completion, Request, Schedule, Stop
 from megalight.models.gpt import GPT, GPTConfig
 
 

@@ -13,8 +13,7 @@ from torch import Generator, Tensor
 
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.cache import Cache
-from megalight.inference.modes import evaluating
-from megalight.inference.parallel import ParallelGPT
+from megalight.inference.parallel import ParallelGPT, evaluating
 from megalight.inference.sampling import Sampling, check_sampled, sample
 from megalight.inference.speculative import check_draft, rounds
 from megalight.models.eagle import DraftModel
@@ -54,7 +53,7 @@ def generate(
         axis_positions: for each prompt ``[A, n]``, on the host: positions of its tokens on several axes. The completion
             follows the largest of them. None: tokens have one position.
         pictures: the images of a model that reads images. Their ``source`` counts the tokens of all prompts end to end;
-            :func:`~megalight.inference.pictures.with_pictures` makes them.
+            :func:`~megalight.inference.images.with_pictures` makes them.
         draft: a draft model that guesses tokens, which makes generation faster and changes nothing else; see
             :mod:`megalight.inference.speculative`. Each rank has a whole draft.
         guesses: how many tokens the draft guesses at a time.
@@ -303,5 +302,5 @@ def _check_pictures(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], 
         raise DataError(
             f"the prompts have {sum(expected)} image tokens (id {config.image_token}) among {len(expected)} tokens, "
             f"and pictures stand for {sum(found)} of {len(found)}; make both with with_pictures of "
-            "megalight.inference.pictures."
+            "megalight.inference.images."
         )

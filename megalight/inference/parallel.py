@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -248,3 +249,21 @@ def _why_blind(model: ParallelModel) -> str | None:
     if {rank for rank in tower.members if tower.rank("dp", of=rank) in running} != readers:
         return "a replica of the vision tower has ranks outside of the first stage of one replica of the language model"
     return None
+
+
+# The mode of modules during generation.
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set all modules to evaluation mode (no dropout), and restore the mode of each module afterwards."""
+    # Module by module, as some may be in evaluation mode while others train.
+    # Past `Module.__setattr__`, which looks for parameters: a large model has hundreds of modules, in every step.
+    training = [vars(module) for module in model.modules() if module.training]
+    for attributes in training:
+        attributes["training"] = False
+    try:
+        yield
+    finally:
+        for attributes in training:
+            attributes["training"] = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,12 +11,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megalight import checkpoint
+from megalight.checkpoint.ranks import alone
+from megalight.checkpoint.view import views_of_source
 from megalight.data.blend import Samples
-from megalight.data.progress import progress_bar
-from megalight.data.records import RecordsMeta, RecordsWriter, batches_of
+from megalight.data.cached_outputs import (
+    ENDS,
+    RecordsMeta,
+    RecordsWriter,
+    StatesMeta,
+    Stored,
+    TaughtMeta,
+    batches_of,
+    check_begun,
+    values_of,
+)
+from megalight.data.prepare import progress_bar
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, DataError
+from megalight.models.distillation import OUTPUT, SAVED, Layout
+from megalight.models.eagle import EagleConfig
+from megalight.models.eagle.base import BASE, BaseModel
+from megalight.models.gpt import GPT
+from megalight.models.saved import BASE as WHOLE
+from megalight.models.saved import widest
+from megalight.models.stored import open_model
+from megalight.ops.common import wide
+from megalight.parallel.mesh import ParallelMesh
 from megalight.types import TokenBatch
 
 COMMIT = 64
@@ -55,7 +78,7 @@ def splits_of(data: RunData, validation: bool) -> dict[str, tuple[Samples[Any], 
 
 
 def common_facts(data: RunData, splits: Mapping[str, tuple[Samples[Any], int]]) -> dict[str, Any]:
-    """Return the facts that all kinds of records state; see :class:`~megalight.data.records.RecordsMeta`."""
+    """Return the facts that all kinds of records state; see :class:`~megalight.data.cached_outputs.RecordsMeta`."""
     files = data.checkpoint_files()
     samples, count = splits["train"]
     found = {
@@ -88,7 +111,7 @@ def write_records(
     """Write the records of one part of the samples that are not on disk. Return whether all parts are there.
 
     Args:
-        output: the folder; see :mod:`megalight.data.records`.
+        output: the folder; see :mod:`megalight.data.cached_outputs`.
         meta: the facts.
         data: the data of the run.
         splits: its samples.
@@ -130,3 +153,214 @@ def write_records(
                 bar.advance(task, len(rows))
             writer.commit()
         return writer.finish()
+
+
+# A base's hidden states for the samples of a run, written to disk: what its draft learns from without the base.
+
+
+def record_states(
+    base: BaseModel,
+    config: EagleConfig,
+    data: RunData,
+    output: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: str | None = None,
+    micro_batch_size: int = 1,
+    validation: bool = True,
+    part: int = 0,
+    parts: int = 1,
+    progress: bool = False,
+) -> StatesMeta | None:
+    """Write the hidden states that a draft learns from. What is on disk already is not computed again.
+
+    Args:
+        base: the base. It is whole in this process, whatever its layout in the run.
+        config: the draft, with the sizes of this base.
+        data: the data of the run that will train it. Its ``trainer`` says how many samples there are.
+        output: the folder to write; see :mod:`megalight.data.cached_outputs`.
+        device: device of the base.
+        dtype: of the base and of the states on disk; None: as the base is saved.
+        micro_batch_size: samples of a forward pass.
+        validation: for the validation samples, too.
+        part, parts: which of how many equal parts of the samples. Processes may write parts at the same time.
+        progress: show a progress bar.
+
+    Returns:
+        the facts about the folder; None if parts are missing.
+
+    Raises:
+        DataError: the sequences are too long for the draft, or the folder holds something else.
+    """
+    if data.sequence_length > config.max_sequence_length:
+        raise DataError(
+            f"data.sequence_length={data.sequence_length} is longer than max_sequence_length="
+            f"{config.max_sequence_length} of the draft; lower it."
+        )
+    splits, weights = splits_of(data, validation), open_model(base.folder).weights
+    dtype = dtype or str(widest(weights)).removeprefix("torch.")
+    meta = StatesMeta(
+        **common_facts(data, splits), hidden_size=config.hidden_size, layers=config.auxiliary_layers, dtype=dtype
+    )
+    check_begun(output, meta)
+    # As in a run beside the base, which is whole here, whatever its layout there.
+    whole = replace(base, layout=Layout())
+    declared = replace(whole.frozen(whole.task(config.auxiliary_layers), config.draft_ids), beside=None)
+    run = declared.build(BASE, ParallelMesh(), getattr(torch, dtype), torch.device(device))
+
+    def compute(batch: TokenBatch) -> dict[str, Tensor]:
+        with torch.inference_mode():
+            (found,) = run([batch])
+        return {name: tensor.view(*batch.tokens.shape, -1) for name, tensor in found.items()}
+
+    complete = write_records(
+        output,
+        meta,
+        data,
+        splits,
+        compute,
+        lambda row: values_of(row, meta.dtype),
+        device=torch.device(device),
+        micro_batch_size=micro_batch_size,
+        part=part,
+        parts=parts,
+        progress=progress,
+        # The first part alone: they are the same for all.
+        before=lambda: None if part else save_ends(base, output),
+    )
+    return meta if complete else None
+
+
+def save_ends(base: BaseModel, output: Path) -> None:
+    """Write the base's embedding and output layer, with which its draft computes."""
+    if (output / ENDS).exists():
+        return
+    stored = open_model(base.folder)
+    names = [f"{SAVED}embed.word.weight"] + [f"{SAVED}{OUTPUT}.weight"] * (not stored.config.tie_embeddings)
+    described = {"family": stored.family.name, "config": stored.config.to_dict(), "transforms": [], WHOLE: True}
+    with alone() as group:
+        checkpoint.save(
+            output / ENDS,
+            views_of_source(stored.weights, names, None, group),
+            common={"model": described},
+            files=dict(stored.files),
+            process_group=group,
+        )
+
+
+# A teacher's predictions for the samples of a run, written to disk.
+
+
+NAMES = "ids", "log_probs", "log_rest"
+"""Values of a record."""
+
+BLOCK = 1 << 26
+"""Elements of logits that are widened at a time."""
+
+
+def check_teaching(vocab_size: int, longest: int, data: RunData, top_k: int, temperature: float) -> None:
+    """Check what :func:`teach` is given, before the teacher is loaded.
+
+    Args:
+        vocab_size: of the teacher.
+        longest: tokens of the longest sequence that the teacher can read.
+        data: the data of the run.
+        top_k: ids to store for each token.
+        temperature: divides the logits.
+
+    Raises:
+        ConfigurationError: ``top_k`` or ``temperature`` is out of range.
+        DataError: the sequences are too long for the teacher.
+    """
+    if not 1 <= top_k <= vocab_size:
+        raise ConfigurationError(
+            f"top_k={top_k} must be from 1 to {vocab_size}, the teacher's vocab_size; 64 is usual."
+        )
+    if not 0 < temperature < float("inf"):
+        raise ConfigurationError(f"temperature={temperature} must be positive and finite; 1 is usual.")
+    if data.sequence_length > longest:
+        raise DataError(
+            f"data.sequence_length={data.sequence_length} is longer than max_sequence_length={longest} of the "
+            "teacher; lower it, or take another teacher."
+        )
+
+
+@torch.inference_mode()
+def teach(
+    model: GPT,
+    data: RunData,
+    output: Path,
+    *,
+    top_k: int,
+    temperature: float = 1.0,
+    dtype: Stored = "float16",
+    micro_batch_size: int = 1,
+    validation: bool = False,
+    part: int = 0,
+    parts: int = 1,
+    progress: bool = False,
+) -> TaughtMeta | None:
+    """Write what a teacher predicts for the samples of a run. What is on disk already is not computed again.
+
+    Args:
+        model: the whole teacher, in evaluation mode.
+        data: the data of the run. Its ``trainer`` says how many samples there are.
+        output: the folder to write; see :mod:`megalight.data.cached_outputs`.
+        top_k: ids to store for each token.
+        temperature: divides the logits.
+        dtype: of the log-probabilities on disk.
+        micro_batch_size: samples of a forward pass.
+        validation: for the validation samples, too.
+        part, parts: which of how many equal parts of the samples. Processes may write parts at the same time.
+        progress: show a progress bar.
+
+    Returns:
+        the facts about the store; None if parts are missing.
+
+    Raises:
+        ConfigurationError, DataError: see :func:`check_teaching`; the batches are not of text alone, or the folder
+            holds something else.
+    """
+    config = model.config
+    check_teaching(config.vocab_size, config.max_sequence_length, data, top_k, temperature)
+    splits = splits_of(data, validation)
+    meta = TaughtMeta(
+        **common_facts(data, splits),
+        top_k=top_k,
+        vocab_size=config.vocab_size,
+        temperature=temperature,
+        dtype=dtype,
+    )
+
+    def compute(batch: TokenBatch) -> dict[str, Tensor]:
+        logits = model(batch.tokens.flatten(), batch.sequences).logits
+        columns = zip(*_top(logits, top_k, temperature), strict=True)
+        return {name: _rows(torch.cat(blocks), batch.tokens) for name, blocks in zip(NAMES, columns, strict=True)}
+
+    complete = write_records(
+        output,
+        meta,
+        data,
+        splits,
+        compute,
+        lambda row: {name: tensor.cpu().numpy() for name, tensor in row.items()},
+        device=next(model.parameters()).device,
+        micro_batch_size=micro_batch_size,
+        part=part,
+        parts=parts,
+        progress=progress,
+    )
+    return meta if complete else None
+
+
+def _top(logits: Tensor, top_k: int, temperature: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield ids and log-probabilities ``[n, K]`` and the logarithm of the rest ``[n]``, for blocks of rows."""
+    for block in torch.split(logits, max(1, BLOCK // logits.shape[1])):
+        logs = (block.to(wide(block.dtype)) / temperature).log_softmax(-1)
+        largest, ids = logs.topk(top_k, -1)
+        # Of the others, and not 1 minus these: that would cancel.
+        yield ids.int(), largest, logs.scatter_(-1, ids, -torch.inf).logsumexp(-1)
+
+
+def _rows(packed: Tensor, tokens: Tensor) -> Tensor:
+    return packed.view(*tokens.shape, *packed.shape[1:])

@@ -12,27 +12,34 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint.disk.files import Place
-from megalight.checkpoint.disk.newest import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.checkpoint.foreign.pickles import check_is_archive
 from megalight.checkpoint.foreign.transformers_folder import is_folder, json_object, read_config
-from megalight.data.multimodal.image_text import ImageText, image_text_of
 from megalight.data.multimodal.images import Resize
+from megalight.data.multimodal.template import ImageText, image_text_of
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, integer
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.inference.engine import DynamicEngine
 from megalight.inference.generate import generate
+from megalight.inference.images import ImageFile, with_pictures
 from megalight.inference.parallel import ParallelGPT
-from megalight.inference.pictures import ImageFile, with_pictures
-from megalight.inference.request import Completion
 from megalight.inference.sampling import seeded
+from megalight.inference.scheduler import Completion
 from megalight.inference.text_requests import TextCompletion, TextRequest, before, stop_at
 from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
-from megalight.models.folder import GENERATION
 from megalight.models.gpt import GPT
-from megalight.models.saved import Keys, companions_of, description, refuse_keys, saved_model, transformers_model
-from megalight.models.single_file import single_file_model
+from megalight.models.hugging_face.folder import GENERATION
+from megalight.models.saved import (
+    Keys,
+    companions_of,
+    description,
+    refuse_keys,
+    saved_model,
+    single_file_model,
+    transformers_model,
+)
 from megalight.models.transforms import activate
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.mesh import ParallelMesh
@@ -229,7 +236,7 @@ class TextGenerator:
         return found
 
     def image_text(self, given: str | None = None) -> ImageText:
-        """Return how the place of an image is written; see :func:`~megalight.data.multimodal.image_text.image_text_of`.
+        """Return how the place of an image is written; see :func:`~megalight.data.multimodal.template.image_text_of`.
 
         Raises:
             DataError: see :attr:`image_marker`; or the text that is given does not hold the image token once.
@@ -284,7 +291,7 @@ class TextGenerator:
             images: the images of each prompt, as paths or as the bytes of files. Each stands where the prompt has
                 ``<image>``, or :attr:`image_marker`.
             image_text: what replaces ``<image>``, as in preparing the data; see
-                :func:`~megalight.data.multimodal.image_text.image_text_of`.
+                :func:`~megalight.data.multimodal.template.image_text_of`.
             resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. The same
                 as in training.
             draft, guesses: see :func:`~megalight.inference.generate.generate`.

@@ -10,8 +10,8 @@ from typing import Any
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, decode_utf8, integer
-from megalight.inference.request import Reason, Stop
 from megalight.inference.sampling import LARGEST_SEED, Sampling
+from megalight.inference.scheduler import Reason, Stop
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Self, get_args, get_type_hints
 
-from megalight.errors import ConfigurationError, nearest
+from megalight.errors import ConfigurationError, DataError, nearest
+from megalight.types import PackedSequences
 
 UNBINDING = {
     "dropout",
@@ -216,3 +217,44 @@ def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, path
         elif mine != other:
             found.append(f"{path}{name} is {mine} here and {other} in {where}")
     return found
+
+
+# The rule for heads of attention. This file imports no torch, so that commands can check them early.
+
+
+OR_HEAD_DIM = ", or give head_dim"
+"""What else helps where heads may have any size."""
+
+
+def check_heads(hidden_size: int, num_heads: int, remedy: str = "") -> None:
+    """Check that heads share the hidden features evenly.
+
+    Args:
+        hidden_size: features of a token.
+        num_heads: heads of attention, at least 1.
+        remedy: what else a user can do.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    if hidden_size % num_heads:
+        raise ConfigurationError(
+            f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; change one of them{remedy}."
+        )
+
+
+# Check of the length of sequences.
+
+
+def check_length(sequences: PackedSequences, limit: int) -> None:
+    """Refuse sequences longer than ``limit``, the model's ``max_sequence_length``.
+
+    Raises:
+        DataError: a sequence is too long.
+    """
+    # The longest one is known on the host, so this check does not wait for the device.
+    if sequences.longest > limit:
+        raise DataError(
+            f"a sequence has {sequences.longest} tokens, but the model takes at most max_sequence_length = {limit}; "
+            "shorten the sequences or configure a longer model."
+        )

@@ -7,28 +7,183 @@ for each micro-batch and model chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from megalight.errors import ConfigurationError
 from megalight.models.batch_size import loaded, split_batch
-from megalight.models.kept_batches import keep_batches
-from megalight.models.ratio import Ratio
-from megalight.models.shares import share_of_batch
-from megalight.models.signatures import check_signatures
 from megalight.nn.counting import end_step
 from megalight.nn.init import initialize
 from megalight.nn.side_losses import KeptSideLosses, collecting
-from megalight.parallel.frozen import FrozenModel
+from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Source, model_targets
 from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to
 from megalight.types import Loss, Totals, inverse, mean
+
+# A metric: the quotient of two sums.
+
+
+class Ratio(Metric):
+    """Sum of numerators divided by sum of denominators, in float64. It is 0 if the denominators are 0; NaN stays NaN.
+
+    Unlike torchmetrics' ``MeanMetric`` it does not drop NaN, which would hide that a model diverged, and it does not
+    copy values to the host.
+    """
+
+    full_state_update = False
+    higher_is_better = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # float64: over a whole validation set, float32 would no longer count single tokens.
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, total: Tensor, count: Tensor) -> None:
+        """Add the sum and the count of one batch, both 0-dim."""
+        self.total += total
+        self.count += count
+
+    def compute(self) -> Tensor:
+        """Return the quotient so far."""
+        return mean(self.total, self.count)
+
+
+# Frozen dataclasses as batches under Lightning's own precision plugins.
+
+
+def keep_batches(plugin: Any) -> None:
+    """Let a precision plugin leave batches that are frozen dataclasses, such as ``TokenBatch``, as they are.
+
+    Lightning's plugins of 16 and 64 bits refuse them, as they set each field. Masks and counts must keep their dtype,
+    since sums of ones end at 256 in bfloat16; the model's layers make their activations in its own dtype.
+    """
+    # On the instance, once: a plugin serves every stage of its Trainer. No lambda, as spawned ranks get it by pickle.
+    if not isinstance(plugin.convert_input, partial):
+        plugin.convert_input = partial(_converted, plugin.convert_input)
+
+
+def _converted(convert: Any, batch: Any) -> Any:
+    options = getattr(batch, "__dataclass_params__", None)
+    return batch if options is not None and options.frozen else convert(batch)
+
+
+# Check that methods which a user's module overrides take the arguments that they are called with.
+
+
+GIVEN = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+"""Kinds of parameters that callers give by place."""
+
+
+def check_signatures(module: object, known: type) -> None:
+    """Refuse a module that overrides a public method of Megalight with one that cannot be called like it.
+
+    Args:
+        module: an instance of a user's class, or of ours.
+        known: a base of it whose methods others call as they are declared there: Lightning looks at what a step takes.
+
+    Raises:
+        ConfigurationError: the message says what the method must take.
+    """
+    for name, declared in _declared(type(module)).items():
+        if hasattr(known, name):
+            continue
+        own = getattr(module, name)
+        if getattr(own, "__func__", None) is not declared:  # to ask for a signature takes longer than all the rest
+            _check(type(module).__name__, name, own, inspect.signature(declared))
+
+
+def _declared(kind: type) -> dict[str, FunctionType]:
+    """Return the public methods of our own classes among the bases, each from the most derived one."""
+    found: dict[str, FunctionType] = {}
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "megalight":
+            for name, method in vars(base).items():
+                if isinstance(method, FunctionType) and not name.startswith("_"):
+                    found.setdefault(name, method)
+    return found
+
+
+def _check(kind: str, name: str, own: object, declared: inspect.Signature) -> None:
+    write = f"write def {name}{_plain(declared)}"
+    if not callable(own):
+        raise ConfigurationError(f"{kind}.{name} is a {type(own).__name__}, and it is called as a method; {write}.")
+    try:
+        takes = inspect.signature(own)
+    except ValueError:  # a function in C does not say
+        return
+    for given in _calls(declared):
+        try:
+            takes.bind(*given)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{kind}.{name}{_plain(takes)} is called as {name}({', '.join(given)}), which it does not take "
+                f"({error}); {write}."
+            ) from error
+
+
+def _calls(declared: inspect.Signature) -> Iterator[list[str]]:
+    """Yield what the method may be given: all of its arguments, and those without a default."""
+    taken = [parameter for parameter in list(declared.parameters.values())[1:] if parameter.kind in GIVEN]
+    yield [parameter.name for parameter in taken]
+    yield [parameter.name for parameter in taken if parameter.default is inspect.Parameter.empty]
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """Return a signature without types."""
+    empty = inspect.Parameter.empty
+    plain = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
+# Shares of a batch for context parallelism, by the batch's own method.
+
+
+def share_of_batch(module: str, batch: Any, rank: int, size: int, multiple: int, ahead: int = 0) -> Any:
+    """Return ``batch.context_share(rank, size, multiple)``.
+
+    Args:
+        module: the user's class, for the message.
+        batch: a micro-batch.
+        rank: which share.
+        size: the number of shares.
+        multiple: numbers of tokens are padded to a multiple of it.
+        ahead: if it is not 0, the share also needs so many later tokens, and the method gets ``ahead``.
+
+    Raises:
+        ConfigurationError: the batch has no such method.
+        DataError: its sequences are too short to be divided.
+    """
+    share, more = getattr(batch, "context_share", None), {"ahead": ahead} if ahead else {}
+    if share is None or not _takes(share, (rank, size, multiple), more):
+        needed = ", ".join(("rank", "size", "multiple", *more))
+        raise ConfigurationError(
+            f"a batch of type {type(batch).__name__} cannot be cut for context parallelism (cp={size}); give it a "
+            f"context_share({needed}) method as megalight.types.TokenBatch has, or define "
+            f"{module}.context_share(batch, rank, size)."
+        )
+    return share(rank, size, multiple, **more)
+
+
+def _takes(method: Any, given: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(method).bind(*given, **named)
+    except TypeError:
+        return False
+    return True
+
 
 Carry: TypeAlias = dict[str, Tensor]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -14,32 +16,150 @@ from torch.distributed import ProcessGroup
 
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint
-from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk.publish import place
+from megalight.checkpoint.foreign.single_file import WEIGHTS, read
 from megalight.checkpoint.foreign.transformers_folder import files_of, header, is_folder, read_config
-from megalight.checkpoint.loading import Saved
+from megalight.checkpoint.loading import Saved, compare
 from megalight.checkpoint.ranks import Ranks, alone
-from megalight.checkpoint.sources.lenient import Lenient
-from megalight.checkpoint.sources.precision import FullPrecision
-from megalight.checkpoint.sources.without import Without
+from megalight.checkpoint.sources.combine import FullPrecision, Lenient, Without, report
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models.bounds import check_held
-from megalight.models.completed import completed
 from megalight.models.config import compare as compare_configs
 from megalight.models.family import Family, Weights, family, family_of_transformers, warn_of_differences
-from megalight.models.folder import COMPANIONS, LENIENT, UNREAD, companions, unread
+from megalight.models.gpt.config import GPTConfig, MultiTokenConfig
+from megalight.models.hugging_face.folder import COMPANIONS, LENIENT, UNREAD, companions, unread
 from megalight.models.transforms import activate, rebuild
-from megalight.nn.canonical import canonical_tensors
+from megalight.nn.canonical import canonical_tensors, parts
+from megalight.nn.init import Initializer, draw, initializers
 from megalight.parallel.layers import depths_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.advice import balanced
-from megalight.parallel.pipeline.grammar import compose
+from megalight.parallel.pipeline.layout_string import balanced, compose
 from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import Plan
-from megalight.parallel.source import Source
-from megalight.parallel.transform import ModelTransform
+from megalight.parallel.source import Filled, Request, Source, Stored, Wrapped
+from megalight.parallel.transform import ModelTransform, apply_transforms
+
+# Weights for all names of a model, from a source that lacks some of them or has others.
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A tensor that gets its initial value.
+
+    Attributes:
+        shape: global shape.
+        dtype: torch's name of the dtype to store it in; it is drawn in float32.
+        initializer: its distribution.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    initializer: Initializer
+
+
+@dataclass(frozen=True)
+class Completed(Wrapped):
+    """A source with the names of a model: initial values stand in for what it lacks, and others are not shown.
+
+    Attributes:
+        drawn: canonical name -> tensor that ``source`` lacks.
+        hidden: names of ``source`` that the model does not have.
+        seed: seed of the initial values.
+    """
+
+    drawn: Mapping[str, Drawn]
+    hidden: frozenset[str]
+    seed: int
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """The tensors of the model."""
+        shown = {name: stored for name, stored in self.source.tensors.items() if name not in self.hidden}
+        return {**shown, **self.drawn}
+
+    def before(self, request: Request) -> Request:
+        """See :meth:`~megalight.parallel.source.Wrapped.before`."""
+        stored = [target for target in request.targets if target.name not in self.drawn]
+        return replace(request, targets=stored, strict=False)
+
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+        for box in request.targets:
+            if box.name in self.drawn:
+                initializer, size = self.drawn[box.name].initializer, tuple(box.data.shape)
+                box.data.copy_(draw(initializer, box.name, box.shape, box.offset, size, self.seed, box.data.device))
+        return Filled(filled.missing, tuple(name for name in filled.unexpected if name not in self.hidden))
+
+
+def completed(lenient: Lenient, model: nn.Module, prefix: str, dtype: torch.dtype, seed: int) -> Source:
+    """Return the weights of a whole model from a source whose names need not be those of the model.
+
+    Args:
+        lenient: the source, and whether the names that differ are logged.
+        model: the one-device model, on any device.
+        prefix: before the canonical names of its tensors in the source.
+        dtype: dtype of tensors that the source lacks.
+        seed: seed of their values.
+
+    Raises:
+        CheckpointError: shapes differ; the source lacks a tensor that has no initial value, such as a buffer.
+    """
+    shapes = {prefix + name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items()}
+    given = {name: initializer for name, _, _, initializer in initializers(model)}
+    stated = {prefix + part.name: given[part.parameter] for part in parts(model) if part.parameter in given}
+    stored, where, label = lenient.source.tensors, lenient.where, lenient.label
+    with alone() as group:  # names are those of the whole model, on every rank
+        compared = compare(Ranks(group), where, stored, shapes, strict=False, prefix=prefix, label=label)
+    missing, extra = compared.missing, compared.unexpected
+    if lost := [name for name in missing if name not in stated]:
+        raise CheckpointError(
+            f"{where} lacks {', '.join(map(label, lost))}, which has no initial value to take its place."
+        )
+    if lenient.say:
+        report(where, label, missing, [*map(label, extra), *map(repr, lenient.skipped)])
+    kind = str(dtype).removeprefix("torch.")
+    drawn = {name: Drawn(shapes[name], kind, stated[name]) for name in missing}
+    return Completed(lenient.source, drawn, frozenset(extra), seed)
+
+
+# How large a model may be that a file describes, beside the tensors that the file holds.
+#
+# A configuration of a few bytes can describe any number of layers and experts, and all modules are built before
+# shapes are compared. Real files hold at least a matrix for each.
+
+
+def check_held(config: Any, shapes: Iterable[Sequence[int]], where: object) -> None:
+    """Check that files with tensors of these shapes can hold the model, before any of it is built.
+
+    Args:
+        config: the model's configuration.
+        shapes: of all tensors. Those with more than two dims are stacks of matrices.
+        where: the files, for messages.
+
+    Raises:
+        CheckpointError: they hold fewer matrices than the model has layers, or experts in them.
+    """
+    needed, held = blocks(config), sum(prod(shape[:-2]) for shape in shapes)
+    if needed > held:
+        raise CheckpointError(
+            f"{where} describes a model of {needed} layers and experts, and holds {held} tensors or matrices, fewer "
+            "than one for each. The configuration is of another model, or tensors are missing: copy both again."
+        )
+
+
+def blocks(config: Any) -> int:
+    """Count the layers of a model and its parts; a layer of experts counts once for each."""
+    if not is_dataclass(config):
+        return 0
+    inner = sum(blocks(getattr(config, each.name)) for each in fields(config))
+    if isinstance(config, MultiTokenConfig):
+        return config.num_layers * max(1, len(config.pattern))
+    if isinstance(config, GPTConfig) and config.moe is not None:
+        sparse = sum(map(config.has_experts, range(config.num_layers)))
+        return inner + config.num_layers + sparse * (config.moe.num_experts - 1)
+    return inner + int(getattr(config, "num_layers", 0))
+
 
 SEED = 1234
 """Seed of initial values, unless a module has another one."""
@@ -250,7 +370,7 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, k
         known: family of the model to fill.
         config: configuration of the model to fill. Differences from the folder's configuration are logged.
         keys: what tensors that only the model or only the folder has mean to a strict fill: ``strict``: an error;
-            ``log`` and ``ignore``: see :class:`~megalight.checkpoint.sources.lenient.Lenient`.
+            ``log`` and ``ignore``: see :class:`~megalight.checkpoint.sources.combine.Lenient`.
 
     Raises:
         CheckpointError: there is no such folder, or its checkpoint has adapters, which must be merged first.
@@ -382,3 +502,35 @@ def widest(source: Source) -> torch.dtype:
     names = {stored.dtype for name, stored in source.tensors.items() if name.startswith(PREFIX)}
     found: torch.dtype = max((getattr(torch, name) for name in names), key=lambda dtype: dtype.itemsize)
     return found
+
+
+# Models in single-file checkpoints, which our modules write under Lightning's own strategies.
+
+
+def single_file_model(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> tuple[Family, nn.Module]:
+    """Build the model that a single-file checkpoint describes, and load its weights.
+
+    Args:
+        path: the file.
+        device: device of the weights.
+        dtype: dtype of the weights. None keeps the saved dtypes.
+
+    Raises:
+        CheckpointError: the file is not a checkpoint, does not describe its model, or lacks weights of it.
+    """
+    entries = read(path)
+    described = described_model(entries, path)
+    known = family(described["family"])
+    # On meta: the values come from the file, and `assign` puts its tensors in place without a copy.
+    with torch.device("meta"):
+        model = known.model(saved_config(described, path))
+        # Before the weights are loaded, because they have names for tensors that transforms made.
+        apply_transforms(model, rebuild(described.get("transforms", ())))
+    weights = {name.removeprefix(PREFIX): value for name, value in entries[WEIGHTS].items() if name.startswith(PREFIX)}
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not hold the model that it describes: {error}") from error
+    return known, model.to(device, dtype)

@@ -7,19 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from megalight import checkpoint
-from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
+from megalight.checkpoint.foreign.transformers_folder import describe, is_folder, read_config, values
+from megalight.checkpoint.inspection.diff import Compared, Difference, Kind, Saved, differences
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.run import STATE
-from megalight.checkpoint.sources.combine import Averaged, Held, Overlaid
+from megalight.checkpoint.sources.combine import Averaged, FullPrecision, Held, Overlaid
 from megalight.checkpoint.sources.flat import canonical
-from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models.bounds import check_held
 from megalight.models.config import compare
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.gpt import megatron
@@ -27,6 +28,7 @@ from megalight.models.saved import (
     BASE,
     PREFIX,
     Keys,
+    check_held,
     companions_of,
     description,
     holds_base,
@@ -39,7 +41,7 @@ from megalight.models.saved import (
     without_training_parts,
 )
 from megalight.nn.canonical import canonical_tensors
-from megalight.parallel.source import Renamed, Source
+from megalight.parallel.source import Renamed, Source, Target
 
 AVERAGE = "ema."
 """Prefix of moving averages in checkpoints."""
@@ -200,3 +202,50 @@ def save_model(
             files=dict(model.files),
             process_group=group,
         )
+
+
+# How a folder of ``transformers`` differs from another one, or from a checkpoint: by canonical names.
+
+
+class Weights:
+    """The weights in a folder of ``transformers``, by canonical name. Packed ones are widened.
+
+    A tensor without a canonical name keeps that of its file.
+
+    Raises:
+        CheckpointError: a file is missing or incomplete, or a fused tensor is of another size than the configuration.
+        ConfigurationError: the family of the model is not known.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        known = family_of_transformers(read_config(path))
+        assert known.weights is not None
+        self._source = known.weights.source(path, known.weights.config_of(path), PREFIX, strict=False)
+        stored = describe(path).tensors if self._source.skipped else {}
+        self._others = {PREFIX + name: stored[name] for name in self._source.skipped if name in stored}
+        self.tensors: dict[str, Kind] = {**self._others, **self._source.tensors}
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """See :meth:`megalight.checkpoint.inspection.diff.Compared.values`."""
+        if name in self._others:
+            return values(self._source.path, self._others[name])
+        shape = self._source.tensors[name].shape
+        whole = torch.empty(shape, dtype=torch.float64)
+        self._source.fill([Target(name, shape, (0,) * len(shape), whole)], strict=False)
+        return whole.numpy().reshape(*shape, 1)
+
+
+def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[Difference]:
+    """Compare the weights of two models, each in a folder of ``transformers`` or in a checkpoint of ours.
+
+    Optimizer state and averages are left out. Weights of a checkpoint are compared as they were saved, not as masters.
+
+    Raises:
+        CheckpointError: one of them is missing, unfinished or damaged.
+        ConfigurationError: a folder holds a model of no known family.
+    """
+    return differences(_side(one), _side(other), PREFIX)
+
+
+def _side(path: str | os.PathLike[str]) -> Compared:
+    return Weights(path) if is_folder(path) else Saved(path)

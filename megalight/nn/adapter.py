@@ -12,7 +12,7 @@ from megalight.nn.canonical import Section, joined
 from megalight.nn.init import Constant, Initializer, Normal
 from megalight.ops.linear import linear
 from megalight.ops.low_rank import add_low_rank
-from megalight.ops.stored import readable
+from megalight.ops.quantized_weight import readable
 
 DEFAULT = "default"
 """Name of an adapter that was given none. Names of its tensors leave it out."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalight.nn.between import gradient_is_unwritten
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext
+from megalight.nn.context import KeysAndValues, LayerContext, Slots
 from megalight.nn.init import Initializer, Normal
-from megalight.nn.linear import Linear
+from megalight.nn.latent_attention import LatentAttention
+from megalight.nn.linear import Linear, gradient_is_unwritten
 from megalight.nn.rotary import RotaryTable
-from megalight.nn.state import KeysAndValues, Slots
 from megalight.ops.attention import attention, mutual_attention
 from megalight.ops.common import wide
+from megalight.ops.draft_attention import lineage_attention
 from megalight.ops.fp8_attention import FP8Attention
 from megalight.ops.rows import take_rows
 from megalight.types import PackedSequences
@@ -295,3 +296,61 @@ class Attention(nn.Module):
         # Over all heads together, or over each head alone.
         out: Tensor = norm(heads.flatten(1)).view_as(heads) if self.norm_whole else norm(heads)
         return out
+
+
+# Attention of a draft model, which in training guesses several tokens ahead at all places at once.
+
+
+@dataclass(frozen=True, eq=False)
+class Lineage:
+    """Keys and values of the steps so far; the first ones are of real tokens."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Add those of a step, ``[T, Hkv, D]``."""
+        self.keys.append(k)
+        self.values.append(v)
+
+
+class LineageAttention(nn.Module):
+    """The part of attention between the projections, in place of :class:`~megalight.nn.InnerAttention`.
+
+    In training a guess sees the real tokens up to its place, and the earlier guesses at its place. In generation
+    guesses are tokens like others, and attention is causal.
+
+    Args:
+        scale: factor of the scores. None means ``1 / sqrt(D)``.
+    """
+
+    def __init__(self, scale: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: PackedSequences,
+        state: Lineage | KeysAndValues | None = None,
+    ) -> Tensor:
+        """``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``. The state gets ``k`` and ``v``."""
+        if isinstance(state, Lineage):
+            state.append(k, v)
+            return lineage_attention(q, state.keys, state.values, sequences, scale=self.scale)
+        if state is not None:
+            k, v = state.append(k, v)
+        return attention(q, k, v, sequences, scale=self.scale)
+
+
+class LineageLatentAttention(LatentAttention):
+    """Latent attention of a draft model. In training its state is a :class:`Lineage` of keys and values."""
+
+    def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
+        """``[T, input_size] -> [T, h]``. ``memory`` is unused."""
+        if not isinstance(state, Lineage):
+            return super().forward(hidden, context, state)
+        q, latent, key = self._latents(hidden, context)
+        return self._project(self.inner(q, *self._keys_values(latent, key), context.sequences, state))

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext
+from megalight.nn.context import LayerContext, SequenceRows, Slots
 from megalight.nn.init import Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.mamba2 import AllTokens, Decays, GatedNorm
 from megalight.nn.short_conv import CausalConv
-from megalight.nn.state import SequenceRows, Slots
 from megalight.ops.common import wide
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
 from megalight.ops.gated_norm import gated_norm
 from megalight.ops.norm import rms_norm
-from megalight.ops.parts import split
+from megalight.ops.rows import split
 from megalight.types import PackedSequences
 
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.nn.linear import Linear
+from megalight.nn.mlp import Activation
 from megalight.ops.cross_entropy import linear_cross_entropy
+from megalight.ops.cross_entropy.chunked import top_token
 from megalight.ops.divergence import Projection, linear_divergence
-from megalight.ops.top_token import top_token
-from megalight.types import TopTokens
+from megalight.types import PackedSequences, TopTokens
 
 
 class Lesson(NamedTuple):
@@ -21,7 +22,7 @@ class Lesson(NamedTuple):
     Attributes:
         teacher: the teacher's logits, not computed yet, over the same rows of the vocabulary as the head's weight; or
             its most likely tokens ``[T, K]`` of the whole vocabulary.
-        kind: name of the divergence; see :mod:`megalight.ops.divergence.kinds`.
+        kind: name of the divergence; see :mod:`megalight.ops.divergence.spec`.
         temperature: divides the logits of both.
         own: compute the cross entropy of the labels, too.
     """
@@ -102,3 +103,67 @@ class LMHead(nn.Module):
                 "targets, or merge the adapters first (megalight merge)."
             )
         return self.output_layer
+
+
+# The head of masked language models: predicts the masked tokens from an encoder's hidden states.
+
+
+class MaskedLMHead(nn.Module):
+    """``output_layer(norm(act(dense(x))))`` (BERT, https://arxiv.org/abs/1810.04805).
+
+    Args:
+        dense: ``h -> h``.
+        act: activation after ``dense``.
+        lm: norm and projection to the vocabulary.
+    """
+
+    def __init__(self, dense: Linear, act: Activation, lm: LMHead) -> None:
+        super().__init__()
+        self.dense = dense
+        self.act = act
+        self.lm = lm
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """``[T, h]`` and labels ``[T]`` (negative: no loss) to losses ``[T]``; without labels, to logits ``[T, V]``."""
+        answer: Tensor = self.lm(self.act(self.dense(hidden)), labels)
+        return answer
+
+
+# Pooling: one vector per sequence, from its first token.
+
+
+class Pooler(nn.Module):
+    """``tanh(dense(x))`` of the first token of each sequence (BERT, https://arxiv.org/abs/1810.04805).
+
+    Args:
+        dense: ``h -> h``.
+    """
+
+    def __init__(self, dense: Linear) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, hidden: Tensor, sequences: PackedSequences) -> Tensor:
+        """``[T, h] -> [n, h]``: one row for each of the ``n`` sequences, also for sequences of padding."""
+        # `cu_seqlens[:-1]` are the places of the first tokens.
+        # Chosen before `dense`: it then multiplies a row for each sequence instead of each token.
+        return torch.tanh(self.dense(hidden.index_select(0, sequences.cu_seqlens[:-1])))
+
+
+class SequenceHead(nn.Module):
+    """Classification of whole sequences.
+
+    Args:
+        pooler: gives one row per sequence.
+        output: ``h -> classes``.
+    """
+
+    def __init__(self, pooler: Pooler, output: Linear) -> None:
+        super().__init__()
+        self.pooler = pooler
+        self.output = output
+
+    def forward(self, hidden: Tensor, sequences: PackedSequences) -> Tensor:
+        """``[T, h] -> [n, classes]`` logits."""
+        logits: Tensor = self.output(self.pooler(hidden, sequences))
+        return logits

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext
+from megalight.nn.context import LayerContext, Slots, TokenRows
 from megalight.nn.linear import Linear
 from megalight.nn.norm import RMSNorm
-from megalight.nn.state import Slots, TokenRows
 from megalight.ops.latent_heads import join_keys
 from megalight.ops.parameter import precision_of
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from megalight.nn.attention import Attention
-from megalight.nn.context import LayerContext
+from megalight.nn.context import LayerContext, Slots
 from megalight.nn.dropout import drop
 from megalight.nn.norm import norm_and_sum
-from megalight.nn.state import Slots
 from megalight.ops.rows import take_rows
 
 
@@ -19,7 +19,7 @@ class TransformerLayer(nn.Module):
 
     With norms after the sublayers (Gemma-2): ``x += norm(mixer(norm(x)))``, then ``x += norm(mlp(norm(x)))``.
 
-    The mixer is called as ``mixer(hidden, context, state, memory)``; see :mod:`megalight.nn.stack`. Its submodules are
+    The mixer is called as ``mixer(hidden, context, state, memory)``; see :mod:`megalight.nn.layer`. Its submodules are
     named after it: ``attention``, ``attention_norm`` and ``attention_dropout``. The MLP is called as
     ``mlp(hidden, context)``.
 
@@ -100,3 +100,111 @@ class TransformerLayer(nn.Module):
             added = after(added)
         hidden = hidden + drop(modules["mlp_dropout"], added)
         return hidden if self.adds is None or memory is None else hidden + memory[self.adds]
+
+
+# The transformer layer with norms after its sums (post-norm, https://arxiv.org/abs/1706.03762, used by BERT).
+
+
+class PostNormLayer(nn.Module):
+    """``x = norm(x + attention(x))``, then ``x = norm(x + mlp(x))``.
+
+    Args:
+        attention: mixes tokens.
+        attention_norm: norm after attention.
+        mlp: mixes features.
+        mlp_norm: norm after the MLP.
+        dropout: dropout probability of the outputs of attention and MLP.
+    """
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        attention_norm: nn.Module,
+        mlp: nn.Module,
+        mlp_norm: nn.Module,
+        *,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.attention_dropout = nn.Dropout(dropout)
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_dropout = nn.Dropout(dropout)
+        self.mlp_norm = mlp_norm
+
+    def make_state(self, slots: Slots) -> Any:
+        """Make the state of attention, which holds what it needs of earlier tokens."""
+        return self.attention.make_state(slots)  # type: ignore[operator]
+
+    def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
+        """``[T, h] -> [T, h]``. Attention gets ``state`` and ``memory``."""
+        attended = self.attention_dropout(self.attention(hidden, context, state, memory))
+        # The sum is dropped: in post-norm the residual stream is the normed tensor.
+        hidden, _ = norm_and_sum(self.attention_norm, attended, hidden)
+        return norm_and_sum(self.mlp_norm, self.mlp_dropout(self.mlp(hidden)), hidden)[0]
+
+
+# A layer of one sublayer: the layers of hybrid models, each a mixer or a feed-forward layer.
+
+
+class ResidualLayer(nn.Module):
+    """``x += inner(norm(x))``, where ``inner`` mixes tokens or features.
+
+    Submodules are named as in :class:`~megalight.nn.TransformerLayer`: ``mamba_norm``, ``mamba`` and
+    ``mamba_dropout``; or ``mlp_norm``, ``mlp`` and ``mlp_dropout``.
+
+    Args:
+        norm: norm before ``inner``.
+        inner: a mixer, called as ``inner(hidden, context, state, memory)``, or a feed-forward layer, called as
+            ``inner(hidden, context)``. A mixer has ``make_state``.
+        name: name of ``inner``.
+        dropout: dropout probability of the output of ``inner``.
+    """
+
+    def __init__(self, norm: nn.Module, inner: nn.Module, *, name: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.names = f"{name}_norm", name, f"{name}_dropout"
+        for child, module in zip(self.names, (norm, inner, nn.Dropout(dropout)), strict=True):
+            self.add_module(child, module)
+        self.mixes = hasattr(inner, "make_state")
+
+    def make_state(self, slots: Slots) -> Any:
+        """Make the mixer's state; None for a feed-forward layer, which needs nothing of earlier tokens."""
+        return self.get_submodule(self.names[1]).make_state(slots) if self.mixes else None  # type: ignore[operator]
+
+    def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
+        """``[T, h] -> [T, h]``. A mixer gets ``state`` and ``memory``."""
+        # As in the transformer layer: looking up modules by attribute costs more than the dict.
+        norm, inner, dropout = self.names
+        modules: dict[str, Any] = self._modules
+        normed, hidden = norm_and_sum(modules[norm], hidden)
+        feed = modules[inner]
+        added: Tensor = feed(normed, context, state, memory) if self.mixes else feed(normed, context)
+        return hidden + drop(modules[dropout], added)
+
+
+# The loop over the layers of a model.
+
+
+def run_layers(
+    layers: Mapping[str, nn.Module] | nn.ModuleDict,
+    hidden: Tensor,
+    context: LayerContext,
+    states: Mapping[str, Any] | None = None,
+    memory: Tensor | None = None,
+) -> Tensor:
+    """Run the layers in order: ``hidden = layer(hidden, context, state, memory)``. ``[T, h] -> [T, h]``.
+
+    All models run their layers here.
+
+    Args:
+        layers: layers in order, by global index. A part of a model has only some of them.
+        hidden: ``[T, h]``.
+        context: the context that all layers share.
+        states: the state of each layer, by the layer's name. None if there are no earlier tokens.
+        memory: ``[Tm, h]``, read by layers with cross attention. It may require a gradient.
+    """
+    for name, layer in layers.items():
+        hidden = layer(hidden, context, None if states is None else states[name], memory)
+    return hidden

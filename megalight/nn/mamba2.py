@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext
+from megalight.nn.context import LayerContext, SequenceRows, Slots
 from megalight.nn.init import Constant, Initializer, Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.short_conv import CausalConv
-from megalight.nn.state import SequenceRows, Slots
 from megalight.ops.common import HALF, wide
 from megalight.ops.gated_norm import check_backend, gated_norm
-from megalight.ops.parts import split
+from megalight.ops.rows import split
 from megalight.ops.ssd import ssd, ssd_continued, step_sizes
 from megalight.types import PackedSequences
 

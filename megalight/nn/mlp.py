@@ -8,13 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.nn.between import Between
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
-from megalight.nn.linear import Linear
+from megalight.nn.linear import Between, Linear
 from megalight.ops.activation import activation, gated
-from megalight.ops.activation.codes import activation_of_codes
-from megalight.ops.activation.stored import stored
+from megalight.ops.activation.quantized import activation_of_codes, stored
 
 ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
     "swiglu": ("silu", True),

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from megalight.errors import LayoutError
 from megalight.nn.canonical import Section, joined
-from megalight.nn.context import LayerContext
+from megalight.nn.context import LayerContext, SequenceRows, Slots
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.linear import Linear
-from megalight.nn.state import SequenceRows, Slots
 from megalight.ops.causal_conv import causal_conv
 from megalight.types import PackedSequences
 

@@ -11,19 +11,21 @@ evaluation, hidden states pass unchanged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.imports import in_backward
+from megalight.nn.init import Constant, Initializer, Normal
 from megalight.ops.common import apply, once_differentiable
-from megalight.types import Opaque
+from megalight.types import Opaque, PackedSequences
 
 log = logging.getLogger(__name__)
 
@@ -185,3 +187,94 @@ def current() -> SideLosses:
 @cache
 def _tell_lost(name: str) -> None:
     log.warning("the side loss %r has no effect: call the layers inside megalight.nn.side_losses.collecting", name)
+
+
+# The pool of a router: the tokens over which its losses are means.
+
+
+class Pool:
+    """All tokens of a micro-batch are on this device. It can be replaced.
+
+    The loss of a pool is a mean over its tokens. With its tokens on several devices, each device has one term, and the
+    loss is the mean of the terms.
+    """
+
+    place = 0
+    """The number of this device among those with different tokens."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens of a micro-batch are on this device."""
+        return True
+
+    def bounds(self, sequences: PackedSequences) -> Tensor:
+        """``[n + 1]``: the start of each sequence among this device's tokens, and the end of the last."""
+        return sequences.cu_seqlens
+
+    def mask(self, sequences: PackedSequences) -> Tensor | None:
+        """``[T]`` bool: False for this device's padding. None: it has none."""
+        return sequences.token_mask
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of ``value`` over the devices that hold tokens of the micro-batch. It has no gradient."""
+        return value.detach()
+
+    def mean_of_replicas(self, value: Tensor) -> Tensor:
+        """Return the mean of ``value`` over all devices with different tokens, of all replicas. It has no gradient."""
+        return value.detach()
+
+
+# Comparison of a student's hidden states with those of a teacher.
+
+
+def cosine(student: Tensor, teacher: Tensor) -> Tensor:
+    """``1 - cos`` of the angle between two vectors: ``[T, h] -> [T]``."""
+    return F.cosine_embedding_loss(student, teacher, student.new_ones(1), reduction="none")
+
+
+def mse(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean square of the differences of features: ``[T, h] -> [T]``."""
+    return (student - teacher).square().mean(-1)
+
+
+COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cosine": cosine, "mse": mse}
+"""Name -> function of hidden states of a student and of its teacher."""
+
+
+class StateComparison(nn.Module):
+    """Losses between hidden states of a student and of its teacher, for each token.
+
+    Args:
+        width: features of the student's states.
+        teacher_width: features of the teacher's. If it differs, a projection ``width -> teacher_width`` is trained; all
+            pairs of states share it.
+        std: standard deviation of its initial weight.
+
+    Attributes:
+        projection: ``[teacher_width, width]``, or None.
+        bias: ``[teacher_width]``, or None.
+        pool: finds means over all tokens of a micro-batch.
+    """
+
+    projection: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, width: int, teacher_width: int, std: float = 0.02) -> None:
+        super().__init__()
+        differ = width != teacher_width
+        # No linear layer: adapters and quantizers, which choose linear layers, are for the model.
+        self.register_parameter("projection", nn.Parameter(torch.empty(teacher_width, width)) if differ else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(teacher_width)) if differ else None)
+        self.initializers: dict[str, Initializer] = {"projection": Normal(std), "bias": Constant(0.0)}
+        self.pool = Pool()
+
+    def forward(self, teacher: Tensor, student: Tensor, kind: str) -> Tensor:
+        """``teacher [T, teacher_width], student [T, width] ->`` losses ``[T]``, float32 or float64.
+
+        Args:
+            kind: name of a comparison.
+        """
+        if self.projection is not None:
+            student = F.linear(student, self.projection, self.bias)
+        wide = torch.promote_types(student.dtype, torch.float32)
+        return COMPARISONS[kind](student.to(wide), teacher.to(wide))

@@ -9,6 +9,7 @@ from functools import lru_cache, partial, wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import function
 
 from megalight.imports import has
@@ -134,7 +135,7 @@ def lazy(module: str, name: str, *, measures: bool = False) -> Callable[..., Any
 
 
 AMAX = "+amax"
-"""Suffix of the name of a backend that also finds largest magnitudes (:mod:`megalight.ops.quantize.known`)."""
+"""Suffix of the name of a backend that also finds largest magnitudes (:mod:`megalight.ops.quantize.amax_history`)."""
 
 
 def measuring(backend: str, wanted: bool = True) -> str:
@@ -148,3 +149,23 @@ def select(registry: BackendRegistry[SpecT, Callable[..., Any]], spec: SpecT, ba
     if not (backend.endswith(AMAX) and getattr(fn, "measures", False)):
         return fn
     return partial(fn.imported() if hasattr(fn, "imported") else fn, measure=True)
+
+
+# Which keys a query sees, as a table: what attention and block attention in plain torch share.
+
+
+def mask(length: int, keys: int, causal: bool, window: int | None, device: torch.device | str = "cpu") -> Tensor | None:
+    """``[length, keys]``: True where a query sees a key. Queries are the last ``length`` positions of the keys.
+
+    Returns None if every query sees every key.
+    """
+    if not causal and window is None:
+        return None
+    # Bottom-right: with keys in a cache, the first query is not at position 0.
+    distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        allowed &= distance >= 0
+    if window is not None:
+        allowed &= distance <= window
+    return allowed

@@ -1,4 +1,7 @@
-"""The one place that imports Triton. Modules with kernels import it from here, and are imported at their first use."""
+"""The one place that imports Triton: modules with kernels import it from here.
+
+Without Triton, kernels are defined all the same, and launching one says what is missing.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,32 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from megalight.errors import MissingPackageError
 from megalight.imports import require
 
-triton: Any = require("triton", "a Triton kernel")
-tl: Any = require("triton.language", "a Triton kernel")
+
+class _Absent:
+    """Stands for Triton, its decorators, types and kernels where it is not installed."""
+
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Absent:
+        return self
+
+    def __getitem__(self, grid: Any) -> Any:
+        return require("triton", "a Triton kernel")  # raises
+
+
+triton: Any
+tl: Any
+try:
+    triton = require("triton", "a Triton kernel")
+    tl = require("triton.language", "a Triton kernel")
+except MissingPackageError:
+    triton = tl = _Absent()
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 # Names for annotations in kernels: Triton looks up every name there and accepts only its own.
@@ -42,3 +67,17 @@ def cdiv(n: int, size: int) -> int:
 def next_power(n: int) -> int:
     """Return the smallest power of two that is at least ``n``: Triton's block shapes must be powers of two."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+# The logistic function in kernels, in few instructions.
+
+
+@jit
+def sigmoid(x: Value) -> Value:
+    """Return ``1 / (1 + exp(-x))`` of float32 values, within some units of the last digit.
+
+    Division and powers of e take further instructions for numbers near the ends of their range. A power of 2 and a
+    reciprocal root do not; where the power overflows, the root is 0, as is the result.
+    """
+    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
+    return root * root

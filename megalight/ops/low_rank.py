@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.linear import wgrad
+from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.parameter import main_grad_of, state_of
 
 

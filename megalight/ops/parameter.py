@@ -27,7 +27,7 @@ from megalight.imports import has_grad_dtype
 if TYPE_CHECKING:
     from megalight.ops.grouped_linear.low_precision import StackPrecision
     from megalight.ops.linear.low_precision import LowPrecision
-    from megalight.ops.stored import Codes
+    from megalight.ops.quantized_weight import Codes
 
 
 def do_nothing() -> None:
@@ -51,7 +51,7 @@ class ParameterState:
         landing: the autograd hook that adds gradients of autograd to ``main_grad``.
         precision: precision of products with the parameter; None: its own dtype.
         stack_precision: the same for a stack of matrices ``[E, out, in]``.
-        stored: codes that hold a frozen parameter's values (:mod:`megalight.ops.stored`); None: it holds them itself.
+        stored: codes that hold a frozen parameter's values (:mod:`megalight.ops.quantized_weight`); None: it holds them itself.
         master_copy: the tensor is a separate copy that an optimizer updates instead of the model's parameter.
     """
 

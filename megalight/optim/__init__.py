@@ -3,9 +3,8 @@
 from megalight.optim.adam import Adam
 from megalight.optim.config import AdamConfig
 from megalight.optim.groups import GroupRule, parameter_groups
-from megalight.optim.offload import offload_to_cpu, restore_from_cpu
 from megalight.optim.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule
-from megalight.optim.sharded import shard_optimizer
+from megalight.optim.sharded import offload_to_cpu, restore_from_cpu, shard_optimizer
 
 __all__ = [
     "WSD",

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
-from megalight.ops.adam import adam_step, narrow
-from megalight.ops.adam.chunked import piece
-from megalight.ops.adam.coded import Coded
+from megalight.ops.adam import Coded, adam_step
+from megalight.ops.adam import low_precision_moments as narrow
+from megalight.ops.adam.reference import piece
 from megalight.ops.common import wide
 
 MomentDtype: TypeAlias = Literal["float32", "bfloat16", "float8"]
@@ -53,7 +53,7 @@ class Adam(Optimizer):
         capturable: whether to keep step counts on the device, so that a CUDA graph can capture a step.
         exp_avg_dtype: how the first moment is stored. ``float32``: 4 bytes per element (8 for float64 parameters).
             ``bfloat16``: 2 bytes. ``float8``: 1 byte, and one for the exponent of 64 elements. The last two are rounded
-            at random, as :mod:`megalight.ops.adam.narrow` describes. The update itself is computed in float32.
+            at random, as :mod:`megalight.ops.adam.low_precision_moments` describes. The update itself is computed in float32.
         exp_avg_sq_dtype: the same for the second moment.
         backend: backend of the op ``adam``.
 

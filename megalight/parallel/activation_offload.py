@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megalight.errors import ConfigurationError, nearest_pattern
 from megalight.imports import catches_saved_tensors, in_backward
-from megalight.parallel.data_parallel.streams import side_stream
-from megalight.parallel.host_pool import HostPool
+from megalight.parallel.data_parallel.communication import side_stream
+from megalight.parallel.host_memory import HostPool
 from megalight.parallel.layers import layers_of
 
 MIN_ELEMENTS = 2**20

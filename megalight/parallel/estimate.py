@@ -17,11 +17,10 @@ from torch import nn
 from megalight.errors import ConfigurationError
 from megalight.ops.parameter import precision_of
 from megalight.parallel.data_parallel import DataParallel
-from megalight.parallel.data_parallel.codes import codes_of
+from megalight.parallel.data_parallel.fp8_parameters import codes_of
 from megalight.parallel.data_parallel.layout import level_of
-from megalight.parallel.data_parallel.memory import GRADIENT_TURNS
 from megalight.parallel.data_parallel.options import DTYPES
-from megalight.parallel.data_parallel.route import Route
+from megalight.parallel.data_parallel.unit_memory import GRADIENT_TURNS, Route
 from megalight.parallel.units import Unit, owned_alone, units_of
 
 ADAM = 8.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,32 @@ from megalight.nn.canonical import Part
 from megalight.nn.init import draw, initializers, key
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Elsewhere, Origin, on_meta
-from megalight.parallel.storage import has_memory, unknown, without_memory
 from megalight.parallel.tensor.split import take
+
+# Parameters with a device, but no memory yet, so that storage can be laid out before values exist.
+#
+# Such a parameter has its shape, dtype and device, so that optimizers can be created for it. All its elements are one
+# NaN in memory.
+
+
+def without_memory(like: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the same shape and dtype on ``device`` that uses the memory of one element."""
+    # Strides of 0: one element serves the whole shape. A single element has its memory anyway.
+    return unknown(like, device) if like.numel() < 2 else _fill(like, (), device).expand(like.shape)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory for all its elements; a meta tensor has none."""
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= prod(tensor.shape) * tensor.element_size()
+
+
+def unknown(like: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the same shape and dtype on ``device`` without chosen values: NaN, or zero for integers."""
+    return _fill(like, like.shape, device)
+
+
+def _fill(like: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.full(shape, torch.nan if like.is_floating_point() else 0, dtype=like.dtype, device=device)
 
 
 def materialize(model: nn.Module, device: torch.device | str, *, memory: bool = True) -> None:

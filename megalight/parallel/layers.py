@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -53,3 +54,25 @@ def layers_of(model: nn.Module, needed_by: str | None = None) -> dict[int, nn.Mo
         f"{needed_by} needs a model with `layers`, an nn.ModuleDict keyed by global index ('0', '1', ...), and "
         f"{type(model).__name__} {found}. Give it that attribute, or do without {needed_by}."
     )
+
+
+# Megatron's names of modules inside a layer.
+
+
+ALIASES = {
+    "attn_norm": "attention_norm",
+    "attn_proj": "attention.proj",
+    "core_attn": "attention.inner",
+    "expert_fc1": "mlp.experts",  # one module holds both products of all experts
+    "layernorm": "*_norm",
+    "moe": "mlp",
+    "moe_act": "mlp.experts.act",
+    "qkv_linear": "attention.qkv",
+    "shared_experts": "mlp.shared",
+}
+"""Megatron's names of modules -> ours."""
+
+
+def translated(names: Iterable[str]) -> tuple[str, ...]:
+    """Return our name of each module that Megatron names, and other names as they are."""
+    return tuple(ALIASES.get(name, name) for name in names)

@@ -34,11 +34,11 @@ from torch.utils.hooks import RemovableHandle
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.nn.moe import Dispatcher
-from megalight.ops.stored import stored_of
-from megalight.parallel.apply import check_backends, check_overlap
+from megalight.ops.quantized_weight import stored_of
+from megalight.parallel.apply import check_backends, check_overlap, split, warn_of_undeferred
 from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.units import Units
-from megalight.parallel.initial_values import initialize, materialize
+from megalight.parallel.initial_values import has_memory, initialize, materialize, unknown
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.options import ParallelOptions
@@ -47,8 +47,6 @@ from megalight.parallel.pipeline.stages import cut
 from megalight.parallel.recompute import Recompute, apply_recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Filled, Source, Target, clear_outside, parameter_targets, shard_targets
-from megalight.parallel.split_by_options import split, warn_of_undeferred
-from megalight.parallel.storage import has_memory, unknown
 from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from megalight.first_rank import is_first
 from megalight.nn.moe import MoE
 from megalight.parallel.coupling import Coupling
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
-from megalight.parallel.data_parallel.route import Pass, Route
+from megalight.parallel.data_parallel.unit_memory import Pass, Route
 from megalight.parallel.initial_values import initialize
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.executor import passes_of

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import ParamSpec, Protocol, TypeVar
 
+import torch
+
 SPANS = {
     "forward": "one micro-batch through one chunk of layers; on the last stage its loss too",
     "backward": "the gradients of one micro-batch in one chunk",
@@ -123,3 +125,11 @@ def silence() -> Iterator[None]:
         yield
     finally:
         _listeners[:] = listeners
+
+
+# Whether the current work is being recorded.
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is capturing the current stream; the host must then not wait for the device."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
-from megalight.parallel.recompute.group import Member
+from megalight.parallel.recompute.regions import Member
 
 LISTS = nn.ModuleList | nn.ModuleDict
 CONTAINERS = LISTS | nn.Sequential

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.rl.sources import Row, RowSource
+from megalight.rl.prompts import Row, RowSource
 
 TEXT = (
     "Write an equation that equals {target}. Use each of the numbers {numbers} exactly once, and only +, -, *, / and "

@@ -5,22 +5,65 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalight.data.chat.template import read_template
-from megalight.data.resumable.module import ResumableDataModule
+from megalight.data.corpus import SPLIT, SPLITS, split_bounds
+from megalight.data.module import ResumableDataModule
 from megalight.data.sizes import check_sizes
-from megalight.data.splits import SPLIT, SPLITS, split_bounds
 from megalight.data.text_files import Format, find
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 from megalight.rl.environment import Environment, PromptBatch, Reward, Task
-from megalight.rl.prompts import Prompts, PromptWriter, TaskDataset
-from megalight.rl.reuse import ReusedTasks, Use
-from megalight.rl.sources import SUFFIXES, Row, RowSource, read_rows
+from megalight.rl.prompts import SUFFIXES, Prompts, PromptWriter, Row, RowSource, TaskDataset, read_rows
+
+# Prompts whose answers are trained on in several steps.
+
+
+class Use(NamedTuple):
+    """A task in a batch.
+
+    Attributes:
+        task: the task.
+        number: how many batches had it before, of those that share its answers.
+    """
+
+    task: Task
+    number: int
+
+
+class ReusedTasks:
+    """Tasks in global batches, each of which comes several times in a row.
+
+    Args:
+        tasks: the tasks of a run.
+        batch: tasks of a global batch.
+        times: how often it comes.
+
+    Attributes:
+        order: hash of everything that the order depends on.
+    """
+
+    def __init__(self, tasks: TaskDataset, batch: int, times: int) -> None:
+        self.tasks, self.batch, self.times = tasks, batch, times
+        self.order = f"{tasks.order}/{times}"
+
+    def __len__(self) -> int:
+        return len(self.tasks) // self.batch * self.batch * self.times
+
+    def __getitem__(self, index: int | None) -> Use | None:
+        """Return task ``index``; None stays None, and fills up a batch."""
+        if index is None:
+            return None
+        batch, place = divmod(index, self.batch)
+        first, number = divmod(batch, self.times)
+        task = self.tasks[first * self.batch + place]
+        assert task is not None
+        return Use(task, number)
+
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +93,7 @@ class PromptDataModule(ResumableDataModule):
         reward_timeout: seconds that a reward may take for one answer, after which the run stops with the reward's name;
             see :class:`~megalight.rl.environment.Environment`. None: no limit.
         data: rows, which are divided into train, validation and test by ``split``: a file, a directory, a glob, a list
-            of them, or a :class:`~megalight.rl.sources.RowSource`.
+            of them, or a :class:`~megalight.rl.prompts.RowSource`.
         split: weights of train, validation and test; rows are divided in this ratio, in their order.
         train_data: rows for training only, in the forms of ``data``; give it instead of ``data``.
         val_data: rows for validation only.

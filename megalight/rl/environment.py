@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, MegalightError, as_float, nearest
-from megalight.inference.request import Reason
+from megalight.inference.scheduler import Reason
 
 
 @dataclass(frozen=True)

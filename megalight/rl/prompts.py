@@ -4,19 +4,59 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.chat.rows import asked
+from megalight.data.chat.conversations import asked
 from megalight.data.chat.template import ChatTemplate
+from megalight.data.text_files import ROWS, Format, blocks, find, records_of
 from megalight.data.tokenizer import Tokenizer, check_unicode
 from megalight.errors import ConfigurationError, DataError
 from megalight.rl.environment import Task
-from megalight.rl.sources import Row
+
+# Where the rows of prompts come from: files, or a generator.
+
+
+Row = Mapping[str, Any]
+SUFFIXES = {suffix: kind for suffix, kind in ROWS.items() if kind != "webdataset"}
+"""Suffix -> format; shards hold images, of which prompts have none."""
+
+
+class RowSource(ABC):
+    """Makes rows without files. A subclass says which; equal arguments must give equal rows, on every rank."""
+
+    @abstractmethod
+    def rows(self) -> Sequence[Row]:
+        """Return the rows, each with a prompt and what rewards need."""
+
+
+def read_rows(inputs: Sequence[str], form: Format = "auto") -> list[tuple[str, Row]]:
+    """Return the rows of files with their places for messages, in the order of :func:`~megalight.data.text_files.find`.
+
+    Args:
+        inputs: files (``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet``, also packed by gzip), directories, or
+            globs.
+        form: format of all files; ``auto``: by the suffix.
+
+    Raises:
+        DataError: an input names no file, or a file cannot be read or has a row that is no JSON object.
+    """
+    found: list[tuple[str, Row]] = []
+    for block in blocks(find(inputs, form, SUFFIXES)):
+        for place, record in records_of(block):
+            if isinstance(record, DataError):
+                raise record
+            if not isinstance(record, Mapping):
+                raise DataError(f"{place} is of type {type(record).__name__}; each row must be a JSON object.")
+            found.append((place, record))
+    return found
+
 
 log = logging.getLogger(__name__)
 

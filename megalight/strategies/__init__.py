@@ -9,8 +9,8 @@ from megalight.strategies.checkpoints.whole import load_weights as load_weights
 from megalight.strategies.fsdp import MegatronFSDPStrategy as MegatronFSDPStrategy
 from megalight.strategies.megatron import MegatronStrategy as MegatronStrategy
 from megalight.strategies.noise import silence
+from megalight.strategies.towers import MegatronTowersBesideStrategy as MegatronTowersBesideStrategy
 from megalight.strategies.towers import MegatronTowersStrategy as MegatronTowersStrategy
-from megalight.strategies.towers_beside import MegatronTowersBesideStrategy as MegatronTowersBesideStrategy
 from megalight.towers import Side as Side
 
 MegatronStrategy.register_strategies(StrategyRegistry)

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from megalight.optim.sharded import sharding_of
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
-from megalight.parallel.data_parallel.foreign_clipping import permit_clipping, refuse_clipping
+from megalight.parallel.data_parallel.grad_norm import permit_clipping, refuse_clipping
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.trace import spanned
 from megalight.strategies._lightning import log

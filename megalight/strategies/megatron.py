@@ -21,28 +21,27 @@ from megalight.optim.sharded import sharding_of
 from megalight.parallel import degrees
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
-from megalight.parallel.ending import FAILED
 from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.groups import FAILED
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.actions import Actions
 from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.schedules import Actions
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.step import StepRunner, run_passes
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.strategies import _lightning, launchers, lost_values, micro_batches, ordinary, refusals, setup
+from megalight.strategies import _lightning, launchers, lost_values, micro_batches, refusals, setup
+from megalight.strategies import unsharded_optimizer as ordinary
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.clipping import clip_by_norm, clip_by_value, unscale
-from megalight.strategies.lightning_summary import shown_by
 from megalight.strategies.process_group import join
 from megalight.strategies.step import Stepper, StepReport
-from megalight.strategies.user_module import own_steps
-from megalight.strategies.weight_readers import reads_weights_before_update, reads_weights_between_steps
-from megalight.strategies.whole_model import with_whole_model
+from megalight.strategies.user_module import own_steps, reads_weights_before_update, reads_weights_between_steps
+from megalight.strategies.whole_model import shown_by, with_whole_model
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class MegatronStrategy(FolderCheckpoints):
         pipeline_parallel: number of stages over which the layers are divided.
         virtual_pipeline: number of chunks of layers per pipeline rank. Each micro-batch passes all ranks that often.
         pipeline_layout: the layers of each chunk as a string (``"Et|tt|tt|tL"``, see
-            :mod:`megalight.parallel.pipeline.grammar`). None: ``pipeline`` decides.
+            :mod:`megalight.parallel.pipeline.layout_string`). None: ``pipeline`` decides.
         pipeline: the schedule, and how layers are divided.
         context_parallel: number of ranks over which each sequence is divided.
         context: how attention communicates with context parallelism.
@@ -87,7 +86,7 @@ class MegatronStrategy(FolderCheckpoints):
         mesh: the grid of ranks.
         parallel_model: this rank's part of the model, with the specs of its parameters.
         engine: the data-parallel engine. None outside ``fit``, and with optimizers that need whole parameters
-            (:mod:`~megalight.strategies.ordinary`).
+            (:mod:`~megalight.strategies.unsharded_optimizer`).
         report: report of the last training step. None before the first.
 
     Logs:

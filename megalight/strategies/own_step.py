@@ -9,14 +9,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
+from megalight.errors import ConfigurationError
 from megalight.models.batch_size import weights
 from megalight.parallel.coupling import contents, is_empty
 from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies.errors import StepError
+
+# Errors that Lightning's users catch under Lightning's own names.
+
+
+class StepError(ConfigurationError, MisconfigurationException):
+    """A user's step returned something that cannot be trained on."""
+
 
 SUMS = ("sum", torch.sum, sum)
 """What Lightning takes as ``reduce_fx`` for a sum."""

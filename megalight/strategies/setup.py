@@ -5,6 +5,7 @@ docs/parallelism-order.md explains the order of the steps; :mod:`megalight.paral
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,27 +18,99 @@ from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 from torchmetrics import Metric
 
+from megalight.errors import DataError
 from megalight.models.module import MegalightModule
 from megalight.optim import shard_optimizer
 from megalight.optim.sharded import sharding_of
-from megalight.parallel.apply import styles_for
+from megalight.parallel.apply import find_plan, styles_for
+from megalight.parallel.coupling import Coupling, emptied
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.frozen import FrozenRun
+from megalight.parallel.frozen_model import FrozenRun
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
-from megalight.parallel.split_by_options import find_plan
 from megalight.parallel.step import Step
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.whole import unsplit
 from megalight.strategies.clipping import guard_clipping, unguard_clipping
-from megalight.strategies.even_loader import even
-from megalight.strategies.hooks import defines
 from megalight.strategies.mesh_strategy import MeshStrategy
-from megalight.strategies.user_module import root_of, seed_of
+from megalight.strategies.user_module import defines, root_of, seed_of
 from megalight.strategies.whole_model import outline
+
+# Loaders with equally many batches on all ranks, for data-parallel ranks that communicate in forward passes.
+
+
+def even(loader: Any, coupling: Coupling) -> Any:
+    """Return a loader with as many batches as the longest loader of all ranks. It adds empty batches at its end.
+
+    All ranks along ``dp`` call this together. Loaders of equal lengths are returned unchanged.
+
+    Raises:
+        DataError: a loader has no batch, so no empty batch can be made from it. All ranks raise.
+    """
+    try:
+        length = len(loader)
+    except TypeError:
+        return _Asking(loader, coupling)
+    # a maximum of negated lengths is the negated minimum
+    longest, shortest = coupling.most(length), -coupling.most(-length)
+    if longest == shortest:
+        return loader
+    if not shortest:
+        raise DataError(
+            f"a data-parallel rank has no batch while another has {longest}, and ranks that share experts must run "
+            "equally many. Give each at least one batch."
+        )
+    return _Padded(loader, longest)
+
+
+class _Padded:
+    """A loader of known length, filled up with empty batches. Other attributes are the loader's."""
+
+    def __init__(self, loader: Any, length: int) -> None:
+        self.loader = loader
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = None
+        for batch in self.loader:
+            yield batch
+        # The last batch again, as `coupling.Empty` says. Its losses are multiplied by zero.
+        for _ in range(self.length - len(self.loader)):
+            yield emptied(batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)
+
+
+class _Asking:
+    """A loader of unknown length. Before each batch, ranks check whether any of them has another batch."""
+
+    def __init__(self, loader: Any, coupling: Coupling) -> None:
+        self.loader = loader
+        self.coupling = coupling
+
+    def __iter__(self) -> Iterator[Any]:
+        end = object()
+        batches, last = iter(self.loader), end
+        while True:
+            batch = next(batches, end)
+            # On the host, before the batch is used: a rank that stops alone would leave others in a collective.
+            if not self.coupling.most(batch is not end):
+                return
+            if batch is end and last is end:
+                raise DataError("this rank's loader has no batch to repeat while another rank's goes on; give it one.")
+            last = last if batch is end else batch
+            yield emptied(last) if batch is end else batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)
+
 
 SPLIT = "megalight_model"
 """Attribute of a split root with its parallel model, so that another Trainer in this process can continue with it."""

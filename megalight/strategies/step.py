@@ -15,10 +15,9 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.models.batch_size import Loaded, count_samples, loaded, split_batch
 from megalight.models.module import MegalightModule
-from megalight.parallel.coupling import contents, emptied, is_empty
+from megalight.parallel.coupling import check_same, contents, emptied, is_empty
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.same_batch import check_same
 from megalight.parallel.step import Step, run_passes
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.micro_batches import MicroBatchSize

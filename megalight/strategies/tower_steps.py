@@ -14,14 +14,14 @@ from torch import Tensor
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.batch_size import count_samples
 from megalight.models.packing import skips
-from megalight.models.vlm.batches import check_images
 from megalight.models.vlm.module import VLMModule
+from megalight.models.vlm.task import check_images
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.strategies.stage_logs import StageLogs
 from megalight.strategies.step import Stepper, StepReport
-from megalight.towers.division import Division
-from megalight.towers.encoder import Encoder
+from megalight.towers.batch_split import Division
+from megalight.towers.disjoint import Encoder
 
 
 class Relay:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -13,19 +13,133 @@ from torch import Tensor, nn
 
 from megalight.checkpoint.run import Run
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.models.transforms import DoRA, LoRA
+from megalight.models.vlm.model import VLM, TowerPart
 from megalight.models.vlm.module import VLMModule
 from megalight.parallel.bridge import BridgeCommunicator
+from megalight.parallel.coupling import Coupling
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.strategies.mesh_strategy import Part
+from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies.megatron import MegatronStrategy
+from megalight.strategies.mesh_strategy import MeshStrategy, Part
+from megalight.strategies.micro_batches import AUTO
 from megalight.strategies.step import Stepper
-from megalight.strategies.tower_base import TowersStrategy
 from megalight.strategies.tower_steps import LanguageStepper, Relay, TowerStepper
+from megalight.strategies.user_module import STEPS, options_for, own_steps
 from megalight.towers import Side
-from megalight.towers.arriving import Arrivals
-from megalight.towers.division import Division
-from megalight.towers.encoder import Encoder
+from megalight.towers.batch_split import Division
+from megalight.towers.colocated import Around
+from megalight.towers.disjoint import Arrivals, Encoder
+from megalight.towers.layout import check_tower, divided, part_of
+
+# What a vision tower in a layout of its own does not go with.
+
+
+ADAPTERS = LoRA, DoRA
+"""Transforms that change each layer by itself, wherever it is."""
+
+
+def check_options(strategy: MeshStrategy, what: str) -> None:
+    """Refuse options of a strategy.
+
+    Args:
+        what: how the tower is placed, for the messages.
+
+    Raises:
+        ConfigurationError: it cannot be combined with such a tower.
+    """
+    if strategy.micro_batch_size == AUTO:
+        raise ConfigurationError(
+            f"micro_batch_size='auto' with {what}: both models must run the same micro-batches, and each rank measures "
+            "its own memory. Give a number."
+        )
+    if strategy.checkpoints.format != Checkpoints().format:
+        raise ConfigurationError(
+            f"checkpoints.format={strategy.checkpoints.format!r} with {what}: its names are those of one layout, and "
+            f"there are two. Use {Checkpoints().format!r}."
+        )
+
+
+def check_tower_module(module: pl.LightningModule, what: str) -> None:
+    """Refuse modules that cannot be divided.
+
+    Raises:
+        ConfigurationError: says what to do.
+    """
+    if not isinstance(module, VLMModule):
+        raise ConfigurationError(
+            f"{what} needs a VLMModule, and {type(module).__name__} is none; use MegatronStrategy."
+        )
+    if own := [step for step in STEPS if own_steps(module, step)]:
+        raise ConfigurationError(
+            f"{type(module).__name__} defines {own[0]}, which no rank can run whole with {what}. Remove it: return "
+            "further values as metrics from loss_step."
+        )
+    if module.frozen_models():
+        raise ConfigurationError(
+            f"{type(module).__name__} has frozen_models, which read whole micro-batches beside the trained model; "
+            f"{what} has none beside it. Use MegatronStrategy."
+        )
+    if strange := [each for each in module.transforms if not isinstance(each, ADAPTERS)]:
+        raise ConfigurationError(
+            f"the transform {type(strange[0]).__name__} with {what} is not supported, only adapters are; use "
+            "MegatronStrategy."
+        )
+
+
+# The base of strategies that give a vision tower a layout of its own.
+
+
+class TowersStrategy(MegatronStrategy):
+    """A vision-language model whose vision tower and projector have a layout of their own.
+
+    Args:
+        tower: layout of the tower.
+        options: the arguments of :class:`~megalight.strategies.MegatronStrategy`. They are for the language model;
+            ``data_parallel``, ``checkpoints`` and everything about processes are for both.
+
+    Attributes:
+        what: how the tower is placed, for messages.
+
+    Raises:
+        LayoutError: the ranks do not add up, or a side cannot have its layout.
+        ConfigurationError: options cannot be combined.
+    """
+
+    what: ClassVar[str]
+
+    def __init__(self, tower: Side | None = None, **options: Any) -> None:
+        self.tower = tower or Side()
+        check_tower(self.tower)
+        super().__init__(**options)
+        check_options(self, self.what)
+
+    @property
+    def holds_part(self) -> bool:
+        """Two layouts divide the model."""
+        return True
+
+    def check_module(self, module: pl.LightningModule, mesh: ParallelMesh) -> None:
+        """Refuse modules that cannot be divided.
+
+        Raises:
+            ConfigurationError: says what to do.
+        """
+        check_tower_module(module, self.what)
+        super().check_module(module, mesh)
+
+    def take_part(self, whole: nn.Module, tower: bool) -> nn.Module:
+        """Return the tower and the projector, or everything else, with the precision of that part."""
+        self.precision.take(whole, "vision" if tower else "language")
+        return part_of(whole, tower)
+
+    def predict_step(self, *args: Any) -> Any:
+        """Run the module's ``output_step``: no rank could run a ``predict_step`` of its own."""
+        assert self._stepper is not None
+        self.sync_parameters()
+        return self._stepper.predict(args[0])
 
 
 class MegatronTowersStrategy(TowersStrategy):
@@ -33,7 +147,7 @@ class MegatronTowersStrategy(TowersStrategy):
 
     The first ``tower.ranks`` ranks have the tower, the others the language model. Features and their gradients go over
     a :class:`~megalight.parallel.bridge.BridgeCommunicator`. Losses, gradients, weights and checkpoints are those of
-    one device. See :class:`~megalight.towers.division.Division` for the samples that each rank reads: a DataLoader
+    one device. See :class:`~megalight.towers.batch_split.Division` for the samples that each rank reads: a DataLoader
     batch is the share of a lane.
 
     Args:
@@ -210,3 +324,103 @@ class MegatronTowersStrategy(TowersStrategy):
     def register_strategies(cls, registry: Any) -> None:
         """Register the names for ``Trainer(strategy=...)``."""
         registry.register("megatron_towers", cls, "A vision tower on ranks of its own", override=True)
+
+
+# MegatronTowersBesideStrategy: a vision tower in a layout of its own, on the ranks of its language model.
+
+
+class MegatronTowersBesideStrategy(TowersStrategy):
+    """A vision-language model whose vision tower and projector have a layout of their own, on the same ranks.
+
+    In each step the tower runs for all micro-batches, then the language model's schedule, then the tower backward. The
+    images of a micro-batch, of all replicas of the language model, are divided among the replicas of the tower, so that
+    each has about as many rows; features come back in the order of the images. Losses, gradients, weights and
+    checkpoints are those of one device.
+
+    Args:
+        tower: layout of the tower; ``ranks`` is left out, or all.
+        options: the arguments of :class:`~megalight.strategies.MegatronStrategy`. They are for the language model;
+            ``data_parallel``, ``checkpoints`` and everything about processes are for both.
+
+    Raises:
+        LayoutError: the ranks do not add up, or a side cannot have its layout.
+        ConfigurationError: options cannot be combined.
+    """
+
+    strategy_name = "megatron_towers_beside"
+    what = "a tower in a layout of its own"
+    _part: TowerPart | None = None
+
+    def tower_mesh(self, world_size: int, rank: int = 0) -> ParallelMesh:
+        """Make the mesh of the tower.
+
+        Raises:
+            LayoutError: its degrees do not divide the ranks, or it has other ranks than the language model.
+        """
+        if self.tower.ranks not in (1, world_size):
+            raise LayoutError(
+                f"tower.ranks={self.tower.ranks}, and there are {world_size} processes, which both models share. Leave "
+                "it out, or give the tower ranks of its own with MegatronTowersStrategy."
+            )
+        try:
+            return replace(self.tower, ranks=world_size).mesh(rank, 0)
+        except LayoutError as error:
+            raise LayoutError(f"the tower: {error}") from error
+
+    def grid(self, world_size: int, rank: int = 0) -> ParallelMesh:
+        """Make the mesh of the language model.
+
+        Raises:
+            LayoutError: the degrees of a model do not divide the number of ranks.
+        """
+        self.tower_mesh(world_size, rank)
+        return super().grid(world_size, rank)
+
+    def parts(self, world_size: int) -> Sequence[Part]:
+        """Return tower and language model."""
+        return (
+            Part(self.tower_mesh(world_size), self.tower.tower_options(), lambda whole: self.take_part(whole, True)),
+            Part(self.grid(world_size), self.options, lambda whole: self.take_part(whole, False)),
+        )
+
+    @property
+    def layout(self) -> str:
+        """Both layouts in words."""
+        tower = self.tower_mesh(self.mesh.world_size, self.mesh.global_rank)
+        return f"tower on {tower.describe()}; language model on {self.mesh.describe()}"
+
+    def take(self, whole: nn.Module) -> nn.Module:
+        """Return the language model, and keep the tower for :meth:`split`."""
+        self.precision.take(whole, None)  # this rank has both
+        self._part, language = divided(whole)
+        return language
+
+    def split(self, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
+        """Split both models. The tower then belongs to the language model's tree, under its own names."""
+        model = super().split(module, root)
+        assert self._part is not None and isinstance(root, VLM)
+        options = options_for(module, self._part, self.tower.tower_options())
+        mesh = self.tower_mesh(self.mesh.world_size, self.mesh.global_rank)
+        tower = ParallelModel(self._part, mesh, options)
+        root.attach(self._part)
+        model.graft(tower)
+        if self.mesh.dp > 1:  # replicas of the tower read images of all replicas of the language model
+            model.coupling = Coupling(self.mesh)
+        return model
+
+    def make_stepper(
+        self, module: pl.LightningModule, model: ParallelModel, before_backward: Callable[[Tensor], None]
+    ) -> Stepper:
+        """Make what runs the steps: the tower around the language model's schedule."""
+        assert isinstance(module, VLMModule) and model.grafted is not None
+        stepper = super().make_stepper(module, model, before_backward)
+        step = stepper.step
+        around = Around(module.config, model.grafted, model, step.executor, self.precision.step_context)
+        step.executor = around  # type: ignore[assignment]  # it has the same methods
+        module.arrivals = around
+        return stepper
+
+    @classmethod
+    def register_strategies(cls, registry: Any) -> None:
+        """Register the names for ``Trainer(strategy=...)``."""
+        registry.register("megatron_towers_beside", cls, "A vision tower in a layout of its own", override=True)

@@ -1,5 +1,5 @@
 """Two towers of one model, each in a layout of its own: on ranks of their own, or on the same ranks."""
 
-from megalight.towers.apart import TowersApart as TowersApart
-from megalight.towers.beside import TowersBeside as TowersBeside
-from megalight.towers.side import Side as Side
+from megalight.towers.colocated import TowersBeside as TowersBeside
+from megalight.towers.disjoint import TowersApart as TowersApart
+from megalight.towers.layout import Side as Side

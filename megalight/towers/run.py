@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megalight.models.vlm.config import VLMConfig
-from megalight.models.vlm.frozen import freeze as freeze_parameters
 from megalight.models.vlm.model import VLM
+from megalight.models.vlm.task import freeze as freeze_parameters
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -21,8 +21,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Source
 from megalight.parallel.transform import ModelTransform, apply_transforms
-from megalight.towers.part import divided
-from megalight.towers.side import Side
+from megalight.towers.layout import Side, divided
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Build = Callable[[bool, ParallelMesh, ParallelOptions], ParallelModel]

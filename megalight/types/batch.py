@@ -3,18 +3,133 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from megalight.errors import DataError
-from megalight.types.base_states import BaseStates
-from megalight.types.packed import PackedSequences
-from megalight.types.top_tokens import TopTokens
-from megalight.types.zigzag import check_length
+from megalight.errors import ConfigurationError, DataError
+from megalight.types.packed_sequences import PackedSequences, check_length
+
+# Marks objects that recorded or repeated work uses without a copy.
+
+
+class Opaque:
+    """A base class for arguments that are compared by identity, whatever they hold.
+
+    Two calls have the same form only if both get the same object. Its tensors keep their addresses, and recorded work
+    reads and writes them there.
+    """
+
+
+# The loss of one micro-batch.
+
+
+Totals: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
+"""Metric name -> (sum, count); the metric is their :func:`mean`. ``"loss"`` is always among them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """The loss of one micro-batch, as a sum over its tokens.
+
+    Attributes:
+        sum: scalar with gradient: the sum of the token losses. It is divided by the token count of the whole global
+            batch, so the result does not depend on the micro-batch size or on data parallelism.
+        auxiliary: name -> scalar with gradient, which is added to the objective. A mean (for example a load-balancing
+            loss) is averaged over the micro-batches of all data-parallel ranks. A sum, whose count the task's
+            ``auxiliary_counts`` returns, is divided by the count of the whole global batch.
+        metrics: name -> ``(sum, count)``, detached. They are logged as sums over all ranks, ``sum / count``.
+
+    Raises:
+        ConfigurationError: a metric is no pair of tensors, or another value is no tensor.
+    """
+
+    sum: Tensor
+    auxiliary: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in (("sum", self.sum), *self.auxiliary.items()):
+            if not isinstance(value, Tensor):
+                raise ConfigurationError(f"Loss: {name!r} is a {type(value).__name__}; it must be a tensor.")
+        for name, pair in self.metrics.items():
+            if not isinstance(pair, tuple) or [isinstance(value, Tensor) for value in pair] != [True, True]:
+                raise ConfigurationError(
+                    f"Loss: the metric {name!r} is {pair!r}; it must be (sum, count), two tensors, whose sums over all "
+                    "ranks are divided. For a mean over micro-batches give (value, torch.tensor(1))."
+                )
+
+    def detach(self) -> Loss:
+        """Return the same values without the autograd graph."""
+        # Metrics are detached already.
+        return Loss(self.sum.detach(), {name: x.detach() for name, x in self.auxiliary.items()}, self.metrics)
+
+
+def mean(total: Tensor, count: Tensor) -> Tensor:
+    """``total / count`` of detached sums, and 0 where nothing counted. Counts may be any weights: 0.5 divides too."""
+    # No branch on the count, for which the host would wait: 0 / 0 is NaN, which is replaced.
+    return (total / count).masked_fill(count == 0, 0)
+
+
+def inverse(count: Tensor) -> Tensor:
+    """``1 / count``, and 0 where nothing counted: a factor for sums with gradient, whose gradient is then 0 too."""
+    # As a quotient, the backward would divide a gradient of zero by zero, which is NaN.
+    return count.reciprocal().masked_fill(count == 0, 0)
+
+
+# The most likely next tokens of a teacher, as they are stored.
+
+
+@dataclass(frozen=True, eq=False)
+class TopTokens:
+    """For each token, the ``K`` most likely next ones of a teacher, and one bucket for all others.
+
+    Attributes:
+        ids: ``[..., K]`` int32, different ones for each token.
+        log_probs: ``[..., K]``: their log-probabilities.
+        log_rest: ``[...]``: the logarithm of what all others have together; ``-inf`` if there are none.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    log_rest: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> TopTokens:
+        """Return the same after a change of every tensor."""
+        return TopTokens(change(self.ids), change(self.log_probs), change(self.log_rest))
+
+    @classmethod
+    def stack(cls, rows: Sequence[TopTokens]) -> TopTokens:
+        """Return those of several samples, along a new first dim."""
+        return cls(*(torch.stack([getattr(row, name) for row in rows]) for name in ("ids", "log_probs", "log_rest")))
+
+
+# Hidden states of a base, as they are stored for the training of its draft.
+
+
+@dataclass(frozen=True, eq=False)
+class BaseStates:
+    """What a draft reads of its base.
+
+    Attributes:
+        hidden: ``[..., h]``: the last hidden states, normed.
+        auxiliary: ``[..., n h]``: those after some of the layers, side by side.
+    """
+
+    hidden: Tensor
+    auxiliary: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> BaseStates:
+        """Return the same after a change of every tensor."""
+        return BaseStates(change(self.hidden), change(self.auxiliary))
+
+    @classmethod
+    def stack(cls, rows: Sequence[BaseStates]) -> BaseStates:
+        """Return those of several samples, along a new first dim."""
+        return cls(torch.stack([row.hidden for row in rows]), torch.stack([row.auxiliary for row in rows]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,3 +355,24 @@ class TokenBatch:
 
     def _each_column(self, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         return {name: change(column) for name, column in self.columns.items()}
+
+
+# A micro-batch together with what frozen models made of it.
+
+
+@dataclass(frozen=True, eq=False)
+class WithResults:
+    """What ``forward_step`` and ``loss_step`` get in place of a micro-batch in a run with frozen models.
+
+    Attributes:
+        batch: the micro-batch.
+        results: name of a frozen model -> what its last chunk returned for this micro-batch.
+    """
+
+    batch: Any
+    results: Mapping[str, Mapping[str, Tensor]]
+
+
+def opened(batch: Any) -> tuple[Any, Mapping[str, Mapping[str, Tensor]]]:
+    """Return a micro-batch without results, and the results; none if no frozen model ran."""
+    return (batch.batch, batch.results) if isinstance(batch, WithResults) else (batch, {})

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import towers
 from benchmarks.peers.megalight import Wrong
-from megalight.models.vlm.flops import Trained
+from megalight.models.vlm.module import Trained
 from tests.interpreters import environment
 
 ROOT = Path(__file__).parents[2]

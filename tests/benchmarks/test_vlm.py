@@ -18,7 +18,7 @@ from benchmarks.image_text.row import Row
 from benchmarks.image_text.shapes import shape_of
 from benchmarks.in_turn import in_turn
 from benchmarks.peers.megalight import Wrong
-from megalight.models.vlm.flops import Trained, flops_of_images
+from megalight.models.vlm.module import Trained, flops_of_images
 from tests.interpreters import environment
 from tests.workers import run
 

@@ -18,7 +18,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
 from megalight.plugins.modelopt.layers import register_layers
-from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.presets import modelopt
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_modelopt_search import BATCHES, FULLY_SHARDED, MODELS, int4
 from tests.environment import trainer

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from megalight.callbacks import ActivationOffload, AutomaticCUDAGraph, CUDAGraph
 from megalight.callbacks.graphs import automatic, cuda_graph
-from megalight.callbacks.graphs.trial import SETTLING, TIMED, Reading
+from megalight.callbacks.graphs.automatic import SETTLING, TIMED, Reading
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.micro_batches import Usage
 from tests.callbacks.test_cuda_graph import Quiet

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megalight.callbacks import CUDAGraph
-from megalight.callbacks.graphs.parts import tower_parts_of
-from megalight.callbacks.graphs.reasons_against import of_backend
+from megalight.callbacks.graphs.cuda_graph import tower_parts_of
+from megalight.callbacks.graphs.validation import of_backend
 from megalight.models.vlm import VLM, task
-from megalight.models.vlm.frozen import freeze
+from megalight.models.vlm.task import freeze
 from megalight.nn.init import initialize
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.recompute.apply import apply_recompute
@@ -23,7 +23,8 @@ from megalight.strategies import (
     MegatronTowersStrategy,
     Side,
 )
-from megalight.types import PackedSequences, packed
+from megalight.types import PackedSequences
+from megalight.types import packed_sequences as packed
 from tests.models.test_vlm_strategy import CONFIGS, by_hand, fit
 from tests.models.vlm_samples import HUGE, batch
 from tests.parallel.graphs.tape import Tape

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.callbacks import CUDAGraph
 from megalight.models.module import Carry
-from megalight.parallel.graphs.attributes import REMEMBERED, Attributes
+from megalight.parallel.graphs.fingerprint import REMEMBERED, Attributes
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
 from tests.callbacks.test_cuda_graph import NEVER, Quiet

@@ -23,19 +23,18 @@ from megalight.callbacks.modelopt import told
 from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
-from megalight.models.gpt.attention_config import LatentConfig
-from megalight.models.gpt.config import MoEConfig
+from megalight.models.gpt.mixer_config import LatentConfig
 from megalight.nn import Linear, RMSNorm
 from megalight.nn.head import Lesson, LMHead
 from megalight.nn.moe import Experts, SharedConfig
+from megalight.nn.moe.config import MoEConfig
 from megalight.ops.divergence import Projection
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.transform import ModelTransform
 from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
-from megalight.plugins.modelopt.package import modelopt
 from megalight.plugins.modelopt.places import places
-from megalight.plugins.modelopt.presets import HEAD
+from megalight.plugins.modelopt.presets import HEAD, modelopt
 from megalight.plugins.modelopt.quantizers import NAMED
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer

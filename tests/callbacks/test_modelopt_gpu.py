@@ -15,9 +15,9 @@ from megalight.callbacks import ModelOptQuantization
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
-from megalight.plugins.modelopt.folder import decode
+from megalight.plugins.modelopt.export import decode
 from megalight.plugins.modelopt.layers import register_layers
-from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.presets import modelopt
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_modelopt_search import BATCHES, CONFIG
 from tests.strategies.training import SEED, WithData, global_batch

@@ -18,14 +18,13 @@ from megalight.callbacks import Adapters, ModelOptQuantization
 from megalight.errors import ConfigurationError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
-from megalight.models.gpt.config import MoEConfig
 from megalight.nn.init import initialize
 from megalight.nn.moe import Experts
+from megalight.nn.moe.config import MoEConfig
 from megalight.parallel.data_parallel import DataParallel
 from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
-from megalight.plugins.modelopt.package import modelopt
-from megalight.plugins.modelopt.presets import HEAD
+from megalight.plugins.modelopt.presets import HEAD, modelopt
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.training import CONFIGS, SEED, WithData, global_batch

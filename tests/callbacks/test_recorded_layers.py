@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megalight.callbacks import CUDAGraph
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.overlap.pipelined import Pipelined
-from megalight.parallel.tensor.overlap.plain import Plain
+from megalight.parallel.tensor.overlap.spec import Plain
 from megalight.parallel.tensor.overlap.symmetric import Symmetric
 from tests.callbacks.test_cuda_graph import DROPPING, NEVER
 from tests.parallel.graphs.tape import Tape

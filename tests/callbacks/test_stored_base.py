@@ -20,13 +20,13 @@ from megalight.inference import load_model
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.stored import held_model, save_model
 from megalight.models.transforms import DoRA, LoRA, StoredBase
-from megalight.models.transforms.merge import merge_checkpoint
-from megalight.models.transforms.stored_base import weights_of
+from megalight.models.transforms.quantized_base import weights_of
+from megalight.models.transforms.saved import merge_checkpoint
 from megalight.nn import Linear
 from megalight.nn.init import initialize
 from megalight.nn.moe import Experts, MoEConfig
-from megalight.ops.stored import Codes, stored_of
-from megalight.parallel.data_parallel import pushes
+from megalight.ops.quantized_weight import Codes, stored_of
+from megalight.parallel.data_parallel import gather as pushes
 from megalight.parallel.peers import memory
 from megalight.parallel.transform import ModelTransform
 from megalight.strategies import DataParallel, MegatronStrategy

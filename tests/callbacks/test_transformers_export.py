@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from megalight.callbacks import EMA, Adapters, Preemption, TransformersExport, transformers_export
 from megalight.checkpoint.disk.publish import delete, place
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models.export import export
+from megalight.models.hugging_face.export import export
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.test_weights import GPT2, LLAMA, OPTIONS, SIZES

@@ -34,7 +34,7 @@ def workers_of(parent: int) -> list[int]:
         except (OSError, IndexError):
             continue
         if (
-            any(b"megalight.checkpoint.background.worker" in part for part in command)
+            any(b"megalight.checkpoint.async_save.worker" in part for part in command)
             and command[-2] == str(parent).encode()
             and state != "Z"
         ):

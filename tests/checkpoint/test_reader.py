@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint import Box, View, boxes, memory
-from megalight.checkpoint.disk import checksum, datafile, index, part
+from megalight.checkpoint import Box, View, boxes
+from megalight.checkpoint import boxes as memory
+from megalight.checkpoint.disk import datafile, index
+from megalight.checkpoint.disk import files as checksum
+from megalight.checkpoint.disk import rank_files as part
 from megalight.errors import CheckpointError
 
 SHAPE = (37, 5, 11)

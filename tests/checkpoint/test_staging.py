@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megalight import checkpoint
-from megalight.checkpoint.staging import Copies
+from megalight.checkpoint.saving import Copies
 from tests.checkpoint import simple
 from tests.checkpoint.layouts import Layout, Model
 from tests.workers import run

@@ -14,7 +14,7 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import Box, View, save
-from megalight.checkpoint.disk.newest import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.cli import newest
 from megalight.cli.lightning import parsed
 from megalight.cli.main import main

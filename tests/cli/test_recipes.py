@@ -13,8 +13,8 @@ from megalight.cli import named_recipes, recipe_names
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
 from megalight.models.family import families
+from megalight.parallel.apply import check_split
 from megalight.parallel.recompute import Recompute
-from megalight.parallel.split_by_options import check_split
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.user_module import options_for
 

@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalight.data.blend import BlendedDataset, Samples
+from megalight.data.blend import BlendedDataset, Data, Mixture, Part, Samples, mix
 from megalight.data.corpus import Corpus, same_tokenizer
 from megalight.data.gpt.dataset import GPTDataset, Sample, SampleOptions
-from megalight.data.mixture import Data, Mixture, Part, mix
 from megalight.data.prepare import PrepareReport, prepare
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError

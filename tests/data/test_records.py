@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalight.data.cached_outputs import RecordsWriter, TaughtMeta, TaughtStore
 from megalight.data.gpt.dataset import Sample
-from megalight.data.records import RecordsWriter
-from megalight.data.taught import TaughtMeta, TaughtStore
 
 
 def test_a_record_that_the_system_writes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalight.data.encode import sentences_of
 from megalight.data.indexed import IndexedDataset, IndexedWriter
 from megalight.data.prepare import prepare
-from megalight.data.sentences import sentences_of
 from megalight.data.text_files import Text
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError

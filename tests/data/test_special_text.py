@@ -12,11 +12,10 @@ from tokenizers import models, pre_tokenizers
 
 from megalight.cli.main import main
 from megalight.data.indexed import IndexedDataset
-from megalight.data.multimodal.image_text import FRAMES, IMAGE_TOKEN
-from megalight.data.multimodal.videos import TOKENS
+from megalight.data.multimodal.images import TOKENS
+from megalight.data.multimodal.template import FRAMES, IMAGE_TOKEN
 from megalight.data.prepare import prepare
-from megalight.data.special_text import MEDIA
-from megalight.data.tokenizer import Tokenizer
+from megalight.data.tokenizer import MEDIA, Tokenizer
 
 TEXT = "<user>a <image> b<end>\n<image>"
 WORDS = "<user>a <image> b<end> <image><unk> ab"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalight.data.splits import split_bounds
+from megalight.data.corpus import split_bounds
 from megalight.errors import DataError
 
 

@@ -16,11 +16,9 @@ from torch import Tensor
 from megalight.cli.main import main
 from megalight.data.tokenizer import FILE, Tokenizer
 from megalight.errors import ConfigurationError, DataError
+from megalight.inference import acceptance as interviewing
 from megalight.inference import generate, speculative, stream
-from megalight.inference import interview as interviewing
-from megalight.inference.acceptance import Acceptance, acceptance_length, measure
-from megalight.inference.interview import Interview
-from megalight.inference.questions import Question, read_questions
+from megalight.inference.acceptance import Acceptance, Interview, Question, acceptance_length, measure, read_questions
 from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, LatentConfig
 from megalight.models.hidden import KEPT, keeping

@@ -12,7 +12,7 @@ import torch
 
 from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import Completion, DynamicEngine, Sampling, Step, generate, sample
-from megalight.inference.request import Stop
+from megalight.inference.scheduler import Stop
 from megalight.models.gpt import GPT, MambaConfig
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig

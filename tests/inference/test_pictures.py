@@ -24,7 +24,7 @@ from megalight.data.multimodal.forms import NEWLINE
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference import ParallelGPT, TextGenerator, generate
-from megalight.inference.pictures import with_pictures
+from megalight.inference.images import with_pictures
 from megalight.models.gpt import GPT, InitConfig
 from megalight.models.vision import Pictures
 from megalight.models.vlm import VLM, VLMConfig

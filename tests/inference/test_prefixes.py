@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalight.inference import DynamicEngine, Step, generate
-from megalight.inference.prefixes import Prefixes
-from megalight.inference.snapshots import Snapshots
+from megalight.inference.blocks import Prefixes, Snapshots
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
 from tests.inference.test_engine import DRAWN, GREEDY, MODELS, raising

@@ -4,8 +4,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megalight.inference import Blocks, Cache
-from megalight.inference.request import Request
-from megalight.inference.schedule import Schedule
+from megalight.inference.scheduler import Request, Schedule
 
 
 @settings(max_examples=100)

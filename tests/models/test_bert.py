@@ -7,7 +7,7 @@ import torch
 
 from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.models.bert import Bert, BertConfig, DropoutConfig, InitConfig
-from megalight.models.bert.flops import flops_per_token, num_parameters
+from megalight.models.bert.config import flops_per_token, num_parameters
 from megalight.models.bert.presets import preset
 from megalight.nn.init import initialize
 from megalight.types import PackedSequences

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.bert import Bert, BertConfig
-from megalight.models.bert.flops import num_parameters
+from megalight.models.bert.config import num_parameters
 from megalight.models.bert.hugging_face import (
     config_from_transformers,
     config_to_transformers,
@@ -19,11 +19,11 @@ from megalight.models.bert.hugging_face import (
 )
 from megalight.models.bert.module import BertModule
 from megalight.models.bert.presets import preset
-from megalight.models.export import export
 from megalight.models.family import family
-from megalight.models.folder import Folder
+from megalight.models.hugging_face.export import export
+from megalight.models.hugging_face.folder import Folder
+from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.models.stored import held_model, open_model
-from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.source import model_targets
 from megalight.types import PackedSequences

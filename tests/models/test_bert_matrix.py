@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader
 
 from megalight.data.bert.batch import BertBatch
 from megalight.models.bert import BertModule
-from megalight.models.comparison import diff
-from megalight.models.export import export
-from megalight.models.stored import open_model
+from megalight.models.hugging_face.export import export
+from megalight.models.stored import diff, open_model
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.models.test_bert_hugging_face import theirs

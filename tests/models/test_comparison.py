@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalight.cli.main import main
-from megalight.models.comparison import diff
+from megalight.models.stored import diff
 from tests.models.test_gpt_hugging_face import theirs
 
 transformers = pytest.importorskip("transformers")

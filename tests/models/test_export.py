@@ -22,12 +22,12 @@ from megalight.checkpoint.sources import streaming
 from megalight.cli.main import main
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models import export as exporting
-from megalight.models.export import export
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.gpt.hugging_face import config_from_transformers, config_to_transformers
 from megalight.models.gpt.module import GPTModule
 from megalight.models.gpt.presets import PRESETS
+from megalight.models.hugging_face import export as exporting
+from megalight.models.hugging_face.export import export
 from megalight.models.stored import averaged, open_model, save_model
 from tests.models.test_gpt_hugging_face import LLAMA3, MODELS, SIZES
 from tests.programs import forked

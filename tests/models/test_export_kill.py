@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 EXPORT = """
 import sys
-from megalight.models.export import export
+from megalight.models.hugging_face.export import export
 from megalight.models.stored import open_model
 
 model = open_model(sys.argv[1])

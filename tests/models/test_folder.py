@@ -18,10 +18,10 @@ from megalight.checkpoint import boxes
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.bert import BertModule
-from megalight.models.export import export
-from megalight.models.folder import Folder
 from megalight.models.gpt import GPTConfig, GPTModule
 from megalight.models.gpt.hugging_face import config_from_transformers, from_transformers, weight_map
+from megalight.models.hugging_face.export import export
+from megalight.models.hugging_face.folder import Folder
 from megalight.models.saved import transformers_model
 from megalight.models.stored import open_model, save_model
 from megalight.nn.canonical import canonical_tensors
@@ -140,7 +140,7 @@ def test_a_head_that_is_tied_only_in_the_configuration_is_refused(
         head[row] += 1  # one row alone, as where a token was added
         return {**tensors, "lm_head.weight": head}
 
-    monkeypatch.setattr("megalight.models.folder.ROWS", 5)
+    monkeypatch.setattr("megalight.models.hugging_face.folder.ROWS", 5)
     folder = rewritten(folders("llama_tied_scaled"), tmp_path / "two", two)
     message = r"lm_head\.weight differs from model\.embed_tokens\.weight.*set tie_word_embeddings to false in config"
     with pytest.raises(CheckpointError, match=message):

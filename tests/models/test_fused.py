@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.models.fused import fuse, unfuse
-from megalight.models.fused.head import Head
+from megalight.models.fused import Head, fuse, unfuse
 
 transformers = pytest.importorskip("transformers")
 

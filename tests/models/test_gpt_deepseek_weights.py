@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.inference import load_model
-from megalight.models.export import export
 from megalight.models.gpt import MultiTokenConfig
 from megalight.models.gpt.hugging_face import (
     config_from_transformers,
@@ -22,6 +21,7 @@ from megalight.models.gpt.hugging_face import (
 )
 from megalight.models.gpt.model import Later
 from megalight.models.gpt.presets import preset
+from megalight.models.hugging_face.export import export
 from megalight.models.stored import held_model, open_model
 from megalight.types import PackedSequences
 from tests.models.beside_transformers import files_of, ours_of

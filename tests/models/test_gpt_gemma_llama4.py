@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from megalight.errors import ConfigurationError
 from megalight.inference import Cache, load_model
-from megalight.models.export import export
 from megalight.models.family import family
 from megalight.models.gpt import GPT
 from megalight.models.gpt.hugging_face import config_from_transformers
 from megalight.models.gpt.presets import preset
+from megalight.models.hugging_face.export import export
 from megalight.models.saved import initial_config, whole_source
 from megalight.models.stored import StoredModel, open_model
 from megalight.nn.init import initialize

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models.export import export
 from megalight.models.gpt.hugging_face import (
     config_from_transformers,
     config_to_transformers,
     from_transformers,
 )
 from megalight.models.gpt.presets import preset
+from megalight.models.hugging_face.export import export
 from megalight.models.stored import open_model
 from tests.models.beside_transformers import ours_of
 

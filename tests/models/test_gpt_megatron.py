@@ -25,7 +25,7 @@ from torch import Tensor
 from megalight import checkpoint
 from megalight.checkpoint import Box, View
 from megalight.checkpoint.foreign import pickles
-from megalight.checkpoint.foreign.torch_folder import TorchFolder, Wanted
+from megalight.checkpoint.foreign.torch_dcp import TorchFolder, Wanted
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import (

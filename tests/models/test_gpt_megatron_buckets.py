@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megalight import checkpoint
 from megalight.checkpoint import Box, View
-from megalight.checkpoint.foreign.torch_folder import Archive, Shard, TorchTensor
+from megalight.checkpoint.foreign.torch_dcp import Archive, Shard, TorchTensor
 from megalight.cli.main import main
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.megatron.buckets import _Bucket, _ranges, _rounds
-from megalight.models.gpt.megatron.order import Held, Part
+from megalight.models.gpt.megatron.param_order import Held, Part
 from tests.models.test_gpt_megatron import EXPERTS, GPT2, LLAMA, arguments, assert_held, save, stacked, theirs, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -16,8 +16,6 @@ from torch import Tensor
 from megalight.checkpoint import boxes
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models.export import export
-from megalight.models.folder import Folder
 from megalight.models.gpt import GPT, GPTConfig, GPTModule
 from megalight.models.gpt.hugging_face import (
     config_from_transformers,
@@ -27,6 +25,8 @@ from megalight.models.gpt.hugging_face import (
     weight_map,
 )
 from megalight.models.gpt.presets import preset
+from megalight.models.hugging_face.export import export
+from megalight.models.hugging_face.folder import Folder
 from megalight.models.stored import open_model
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import materialize

@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.models.export import export
 from megalight.models.gpt.hugging_face import (
     config_from_transformers,
     config_to_transformers,
     weight_map,
 )
+from megalight.models.hugging_face.export import export
+from megalight.models.hugging_face.weights import Blocks, Theirs
 from megalight.models.stored import open_model, save_model
-from megalight.models.weights import Blocks, Theirs
 from megalight.nn.canonical import canonical_tensors
 from tests.models.beside_transformers import files_of, ours_of
 

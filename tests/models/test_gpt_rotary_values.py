@@ -9,7 +9,7 @@ import torch
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import PositionConfig
-from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
+from megalight.models.gpt.hugging_face.common import rotary_from, rotary_to
 from megalight.ops.rotary import RotaryAxes, RotaryScaling
 from tests.reference_gpt import relative_error
 from tests.strategies.training import CONFIGS

@@ -13,9 +13,9 @@ from torch import Tensor
 from megalight.checkpoint import boxes
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.errors import CheckpointError
-from megalight.models.folder import Folder
 from megalight.models.gpt.hugging_face import config_from_transformers, weight_map
-from megalight.models.weights import Theirs, WeightMap
+from megalight.models.hugging_face.folder import Folder
+from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.parallel.source import Target
 from tests.models.test_gpt_hugging_face import theirs
 
@@ -102,7 +102,7 @@ def test_a_box_is_widened(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megalight.models.packed.SLAB", 1000)
+    monkeypatch.setattr("megalight.models.hugging_face.quantized_weights.SLAB", 1000)
     expected = reference(folder, name)
     cut = expected[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
     source = Folder(folder, PLACES, "model.")

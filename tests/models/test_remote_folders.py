@@ -16,9 +16,9 @@ from megalight.checkpoint.disk.remote import Address
 from megalight.cli.main import main
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, StorageError
-from megalight.models import folder as folders
-from megalight.models.export import export
 from megalight.models.gpt.module import GPTModule
+from megalight.models.hugging_face import folder as folders
+from megalight.models.hugging_face.export import export
 from megalight.models.stored import open_model
 from megalight.parallel.source import Target
 from tests.inference.test_text import TEXT, build, save

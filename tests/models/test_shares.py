@@ -10,8 +10,7 @@ import torch
 
 from megalight.errors import ConfigurationError
 from megalight.models.eagle.module import EagleModule
-from megalight.models.module import MegalightModule
-from megalight.models.shares import share_of_batch
+from megalight.models.module import MegalightModule, share_of_batch
 from megalight.types import TokenBatch
 
 

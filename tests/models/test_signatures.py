@@ -12,7 +12,7 @@ from megalight.models.bert.module import BertModule
 from megalight.models.eagle.module import EagleModule
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
-from megalight.models.signatures import check_signatures
+from megalight.models.module import check_signatures
 from megalight.models.vlm.module import VLMModule
 
 CONFIG = GPTConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, max_sequence_length=8)

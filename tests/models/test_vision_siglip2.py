@@ -10,14 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from megalight.data.multimodal.dynamic import DynamicForm
-from megalight.data.multimodal.models import form_of
 from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.resolution import DynamicForm, form_of
 from megalight.errors import ConfigurationError
 from megalight.models.vision import VisionConfig, VisionTower
-from megalight.models.vision.dynamic_config import DynamicConfig
-from megalight.models.vision.model import PositionTable
-from megalight.models.vision.pixels import normalized
+from megalight.models.vision.config import DynamicConfig
+from megalight.models.vision.model import PositionTable, normalized
 from megalight.models.vlm import ProjectorConfig, VLMConfig
 from megalight.models.vlm.task import pictures_of
 from tests.models.vlm_samples import CONFIG, NAFLEX

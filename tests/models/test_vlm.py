@@ -15,10 +15,10 @@ from megalight.data.multimodal.patches import Images
 from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.family import family
 from megalight.models.gpt import MultiTokenConfig, PositionConfig
-from megalight.models.vision.pixels import normalized
+from megalight.models.vision.model import normalized
 from megalight.models.vlm import VLM, VLMConfig, VLMModule
-from megalight.models.vlm.flops import flops_of_images
 from megalight.models.vlm.model import Arrived
+from megalight.models.vlm.module import flops_of_images
 from megalight.models.vlm.task import pictures_of
 from megalight.nn.init import initialize
 from megalight.types import TokenBatch

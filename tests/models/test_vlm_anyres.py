@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.data.multimodal.batch import ImageTextBatch, with_cuts
-from megalight.data.multimodal.models import form_of
+from megalight.data.multimodal.resolution import form_of
 from megalight.errors import ConfigurationError
-from megalight.models.export import export
-from megalight.models.folder import Folder
+from megalight.models.hugging_face.export import export
+from megalight.models.hugging_face.folder import Folder
 from megalight.models.stored import held_model
-from megalight.models.vision.anyres_config import AnyResConfig
-from megalight.models.vision.pixels import normalized
+from megalight.models.vision.config import AnyResConfig
+from megalight.models.vision.model import normalized
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.presets import PRESETS

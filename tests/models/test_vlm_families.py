@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.data.multimodal.batch import ImageTextBatch, with_cuts
-from megalight.data.multimodal.models import form_of
+from megalight.data.multimodal.resolution import form_of
 from megalight.errors import ConfigurationError
-from megalight.models.export import export
-from megalight.models.folder import Folder
+from megalight.models.hugging_face.export import export
+from megalight.models.hugging_face.folder import Folder
 from megalight.models.stored import held_model
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map

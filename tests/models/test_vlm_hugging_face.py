@@ -18,11 +18,11 @@ from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.data.multimodal.batch import with_images
 from megalight.data.multimodal.patches import Images
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models.export import export
-from megalight.models.folder import UNREAD, Folder
+from megalight.models.hugging_face.export import export
+from megalight.models.hugging_face.folder import UNREAD, Folder
 from megalight.models.stored import held_model, open_model, save_model
-from megalight.models.transforms.merge import merge_checkpoint
 from megalight.models.transforms.peft import import_adapter
+from megalight.models.transforms.saved import merge_checkpoint
 from megalight.models.vlm import VLM, VLMConfig, VLMModule
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.presets import PRESETS

@@ -12,7 +12,7 @@ from transformers import Gemma3ImageProcessor, Qwen2VLImageProcessor
 
 from megalight.errors import ConfigurationError
 from megalight.models.family import family
-from megalight.models.folder import companions
+from megalight.models.hugging_face.folder import companions
 from tests.models import test_vlm_families as families
 from tests.models import test_vlm_hugging_face as llava
 from tests.models import test_vlm_qwen as qwen

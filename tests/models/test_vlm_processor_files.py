@@ -13,16 +13,16 @@ import pytest
 import torch
 from PIL import Image
 
-from megalight.data.multimodal.image_text import FRAMES, ImageText
-from megalight.data.multimodal.models import form_of
+from megalight.data.multimodal.resolution import form_of
+from megalight.data.multimodal.template import FRAMES, ImageText
 from megalight.data.tokenizer import Tokenizer
-from megalight.models.export import SPECIAL, export, files_beside
 from megalight.models.family import family
+from megalight.models.hugging_face.export import SPECIAL, export, files_beside
 from megalight.models.stored import held_model
-from megalight.models.vision.pixels import normalized
+from megalight.models.vision.model import normalized
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_to_transformers
-from megalight.models.vlm.hugging_face.processor_files import TOKENS, processor_files
+from megalight.models.vlm.hugging_face.image_processor import TOKENS, processor_files
 from megalight.models.vlm.presets import PRESETS
 from tests.models.vlm_samples import CONFIG, small
 

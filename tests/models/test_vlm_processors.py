@@ -15,10 +15,10 @@ from PIL import Image
 
 from megalight.data.corpus import Corpus
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, ImageSample
-from megalight.data.multimodal.models import form_of
 from megalight.data.multimodal.prepare import prepare_multimodal
+from megalight.data.multimodal.resolution import form_of
 from megalight.data.tokenizer import Tokenizer
-from megalight.models.vision.pixels import normalized
+from megalight.models.vision.model import normalized
 from megalight.models.vlm import VLMConfig
 from megalight.models.vlm.presets import PRESETS
 from tests.models import test_vlm_families as families

@@ -12,8 +12,7 @@ from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.models.gpt import AttentionConfig
 from megalight.models.packing import skips
 from megalight.models.vlm import VLMConfig
-from megalight.models.vlm.flops import flops_of_losses
-from megalight.models.vlm.module import VLMModule
+from megalight.models.vlm.module import VLMModule, flops_of_losses
 from megalight.nn.moe import MoEConfig
 from megalight.ops.rows import put_rows, take_rows
 from tests.models.test_vlm import losses, module

@@ -20,6 +20,7 @@ from megalight.models.vlm import VLM, VLMConfig, task
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.init import initialize
 from megalight.ops.parameter import precision_of
+from megalight.parallel.forward_override import Override
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import (
     LowPrecisionOptions,
@@ -28,7 +29,6 @@ from megalight.parallel.precision import (
     options_of_part,
 )
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
-from megalight.parallel.recompute.override import Override
 from megalight.plugins.transformer_engine.low_precision import TransformerEngineProducts
 from megalight.strategies import DataParallel, MegatronTowersBesideStrategy, Side
 from tests.models.test_vlm_strategy import CONFIGS, SP, fit

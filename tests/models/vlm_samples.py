@@ -10,12 +10,11 @@ import torch
 from PIL import Image
 
 from megalight.data.multimodal.batch import ImageTextBatch, with_cuts, with_images
-from megalight.data.multimodal.models import form_of
 from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.resolution import form_of
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.vision import VisionConfig
-from megalight.models.vision.anyres_config import AnyResConfig
-from megalight.models.vision.dynamic_config import DynamicConfig
+from megalight.models.vision.config import AnyResConfig, DynamicConfig
 from megalight.models.vlm import ProjectorConfig, VLMConfig
 from megalight.ops.rotary import RotaryAxes
 from megalight.types import TokenBatch

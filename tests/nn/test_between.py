@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.model import GPT
-from megalight.nn import attention, between
+from megalight.nn import attention
+from megalight.nn import linear as between
 from megalight.nn.init import initialize
-from megalight.ops import unwritten as room
-from megalight.ops.activation import codes as activation_codes
-from megalight.ops.linear.deferred import WeightGradients, deferring
+from megalight.ops import note as room
+from megalight.ops.activation import quantized as activation_codes
+from megalight.ops.linear.weight_gradient import WeightGradients, deferring
+from megalight.ops.note import unwritten, unwritten_of
 from megalight.ops.parameter import collect, precision_of
-from megalight.ops.rotary import codes as rotary_codes
-from megalight.ops.unwritten import unwritten, unwritten_of
+from megalight.ops.rotary import quantized as rotary_codes
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.recompute import Recompute

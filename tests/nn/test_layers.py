@@ -28,9 +28,9 @@ from megalight.nn import (
 from megalight.nn import norm as norms
 from megalight.nn.dropout import drop
 from megalight.nn.init import initialize
+from megalight.nn.layer import PostNormLayer
 from megalight.nn.mlp import ACTIVATIONS
 from megalight.nn.norm import norm_and_sum
-from megalight.nn.post_norm import PostNormLayer
 from megalight.ops.activation import KINDS
 from megalight.types import PackedSequences
 

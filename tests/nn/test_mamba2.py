@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT, GPTConfig, MambaConfig
-from megalight.models.gpt.layer_pattern import spread
+from megalight.models.gpt.config import spread
 from megalight.nn import LayerContext, Mamba2
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialize

@@ -15,33 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalight.ops import causal_conv as conv_reference
+from megalight.ops import gated_norm as gated_norm_reference
+from megalight.ops import latent_heads as heads_reference
+from megalight.ops import quantized_weight as stored_reference
+from megalight.ops import rotary as rotary_reference
+from megalight.ops import sum_rows as sum_rows_reference
+from megalight.ops import sum_terms as sum_terms_reference
 from megalight.ops.activation import reference as activation_reference
-from megalight.ops.adam import narrow
+from megalight.ops.adam import Coded
+from megalight.ops.adam import low_precision_moments as narrow
 from megalight.ops.adam import reference as adam_reference
-from megalight.ops.adam.coded import Coded
 from megalight.ops.attention import reference as attention_reference
-from megalight.ops.causal_conv import reference as conv_reference
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
 from megalight.ops.delta_rule import reference as rule_reference
 from megalight.ops.divergence import Projection
 from megalight.ops.divergence import chunked as chunked_divergence
-from megalight.ops.divergence import native as native_divergence
-from megalight.ops.divergence.rows import Measure, Rows
-from megalight.ops.gated_norm import reference as gated_norm_reference
-from megalight.ops.latent_heads import reference as heads_reference
+from megalight.ops.divergence import chunked as native_divergence
+from megalight.ops.divergence.spec import Measure, Rows
 from megalight.ops.norm import reference as norm_reference
 from megalight.ops.parameter import collect
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
+from megalight.ops.quantize.amax_history import known_amax, told_amax
 from megalight.ops.quantize.formats import to_fp8
-from megalight.ops.quantize.known import known_amax, told_amax
-from megalight.ops.rotary import reference as rotary_reference
+from megalight.ops.quantized_weight import Codes
 from megalight.ops.rotary import rotary_table
 from megalight.ops.ssd import reference as ssd_reference
-from megalight.ops.stored import Codes
-from megalight.ops.stored import reference as stored_reference
-from megalight.ops.sum_rows import reference as sum_rows_reference
-from megalight.ops.sum_terms import reference as sum_terms_reference
 from megalight.types import PackedSequences
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
@@ -200,7 +200,7 @@ def check_causal_conv(
             out: Tensor = fn(x[:, 3 : 3 + channels], weight, bias, positions, silu)
             return out
 
-        own, exact = partial(run, module.causal_conv), partial(run, conv_reference.causal_conv)
+        own, exact = partial(run, module.causal_conv), partial(run, conv_reference.reference_causal_conv)
         check(own, exact, (wider, weight, bias))
         check(own, exact, (wider, weight))
 
@@ -215,7 +215,7 @@ def check_gated_norm(module: Any, device: str, dtype: torch.dtype, rows: int, gr
         return out
 
     for last, features in ((False, size), (True, size), (True, group)):
-        own, exact = (partial(run, fn, last) for fn in (module.gated_norm, gated_norm_reference.gated_norm))
+        own, exact = (partial(run, fn, last) for fn in (module.gated_norm, gated_norm_reference.reference_gated_norm))
         check(own, exact, (y, wider, torch.randn(features, device=device).to(dtype)))
 
 
@@ -231,10 +231,10 @@ def check_sum_terms(module: Any, device: str, dtype: torch.dtype, out_dtype: tor
         for add in (False, True):
             found, exact = (torch.randn(size, device=device).to(out_dtype).copy_(own) for _ in range(2))
             module.sum_terms(found, own, others, place, add)
-            sum_terms_reference.sum_terms(exact, own, others, place, add)
+            sum_terms_reference.reference_sum_terms(exact, own, others, place, add)
             assert torch.equal(found, exact)
         if dtype == out_dtype:
-            sum_terms_reference.sum_terms(exact, own, others, place, False)
+            sum_terms_reference.reference_sum_terms(exact, own, others, place, False)
             module.sum_terms(own, own, others, place, False)
             assert torch.equal(own, exact)
 
@@ -249,7 +249,7 @@ def check_sum_rows(module: Any, device: str, dtype: torch.dtype, count: int, siz
     torch.testing.assert_close(found.double(), 3 * exact, rtol=1e-5, atol=1e-5 * max(1, count) ** 0.5)
     own, of_torch = (torch.ones(size, device=device, dtype=dtype) for _ in range(2))
     module.sum_rows(own, rows, True)
-    sum_rows_reference.sum_rows(of_torch, rows, True)
+    sum_rows_reference.reference_sum_rows(of_torch, rows, True)
     torch.testing.assert_close(own, of_torch, rtol=TOLERANCE[dtype], atol=1e-5 * max(1, count) ** 0.5)
     again = torch.ones_like(own)
     module.sum_rows(again, rows, True)
@@ -316,14 +316,14 @@ def check_latent_heads(
         out: tuple[Tensor, Tensor] = fn(rows[..., : own + values], key[:, 1:], own)
         return out
 
-    check(partial(keys, module.join_keys), partial(keys, heads_reference.join_keys), (rows, key))
+    check(partial(keys, module.join_keys), partial(keys, heads_reference.reference_join_keys), (rows, key))
     for interleaved in (False, True):
 
         def tails(fn: Any, q: Tensor, interleaved: bool = interleaved) -> Tensor:
             out: Tensor = fn(q[..., 2:], cos.to(wide(q.dtype)), sin.to(wide(q.dtype)), interleaved)
             return out
 
-        check(partial(tails, module.rotate_tail), partial(tails, heads_reference.rotate_tail), (q,))
+        check(partial(tails, module.rotate_tail), partial(tails, heads_reference.reference_rotate_tail), (q,))
 
 
 def check_attention(
@@ -442,12 +442,14 @@ def check_rotary(
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     check(
         lambda x: module.apply_rotary(x, cos, sin, interleaved),
-        lambda x: rotary_reference.apply_rotary(x, cos.double(), sin.double(), interleaved),
+        lambda x: rotary_reference.reference_apply_rotary(x, cos.double(), sin.double(), interleaved),
         (x,),
     )
     check(
         lambda x: module.rotate_qkv(x, heads, kv_heads, head_dim, cos, sin, interleaved),
-        lambda x: rotary_reference.rotate_qkv(x, heads, kv_heads, head_dim, cos.double(), sin.double(), interleaved),
+        lambda x: rotary_reference.reference_rotate_qkv(
+            x, heads, kv_heads, head_dim, cos.double(), sin.double(), interleaved
+        ),
         (qkv,),
     )
 
@@ -534,7 +536,7 @@ def check_decode(fn: Callable[..., Tensor], device: str, form: str, dtype: torch
         with poisoned():
             found = fn(codes.data, scales, form, dtype)
         assert found.dtype == dtype
-        assert torch.equal(found, stored_reference.decode(codes.data, scales, form, dtype))
+        assert torch.equal(found, stored_reference.reference_decode(codes.data, scales, form, dtype))
 
 
 def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = False, **options: Any) -> None:

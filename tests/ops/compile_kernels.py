@@ -89,33 +89,33 @@ def main() -> None:
     driver.set_active(Driver())
     JITFunction.__getitem__ = compile_only  # type: ignore[method-assign, assignment]
 
+    from megalight.ops import attention_merge as blocks
+    from megalight.ops import cast_flat as flat_casts
+    from megalight.ops import causal_conv as convolutions
+    from megalight.ops import embedding as embeddings
+    from megalight.ops import gated_norm as gated_norms
+    from megalight.ops import latent_heads
+    from megalight.ops import quantized_weight as stored
+    from megalight.ops import sum_rows as row_sums
+    from megalight.ops import sum_terms as terms
     from megalight.ops.activation import KINDS
     from megalight.ops.activation import triton as activations
+    from megalight.ops.adam import Coded
     from megalight.ops.adam import triton as adam
-    from megalight.ops.adam.coded import Coded
     from megalight.ops.attention import triton as attention
-    from megalight.ops.attention_merge import triton as blocks
-    from megalight.ops.cast_flat import triton as flat_casts
-    from megalight.ops.causal_conv import triton as convolutions
     from megalight.ops.cross_entropy import triton as rows
     from megalight.ops.delta_rule import triton as rules
     from megalight.ops.divergence import KINDS as DIVERGENCES
     from megalight.ops.divergence import triton as divergences
-    from megalight.ops.divergence.rows import Measure
-    from megalight.ops.embedding import triton as embeddings
-    from megalight.ops.gated_norm import triton as gated_norms
-    from megalight.ops.latent_heads import triton as latent_heads
-    from megalight.ops.linear import triton as linear
+    from megalight.ops.divergence.spec import Measure
+    from megalight.ops.linear import weight_gradient as linear
     from megalight.ops.norm import triton as norms
     from megalight.ops.quantize import Scheme, quantize
     from megalight.ops.quantize import triton as casts
+    from megalight.ops.quantized_weight import Codes
     from megalight.ops.rotary import triton as rotary
     from megalight.ops.scaled_accumulate import triton as sums
     from megalight.ops.ssd import triton as scans
-    from megalight.ops.stored import Codes
-    from megalight.ops.stored import triton as stored
-    from megalight.ops.sum_rows import triton as row_sums
-    from megalight.ops.sum_terms import triton as terms
     from megalight.types import PackedSequences
 
     waits(1 << 20)
@@ -157,10 +157,12 @@ def main() -> None:
             _, slopes = divergences.sums(logits, teacher, found, measure)
             divergences.gradient_(logits, teacher, labels, found, slopes, target, target, measure)
     for size, dtype in ((4096, HALF), (100, torch.float32)):
-        embeddings.add_rows(torch.zeros(40, size), torch.randint(0, 40, (64,)), torch.randn(64, size).to(dtype), False)
+        embeddings.triton_add_rows(
+            torch.zeros(40, size), torch.randint(0, 40, (64,)), torch.randn(64, size).to(dtype), False
+        )
     for form in ("int8", "nf4"):
         codes = Codes(torch.randn(8, 256).to(HALF), form, 64)
-        stored.decode(codes.data, codes.scales, form, HALF)
+        stored.triton_decode(codes.data, codes.scales, form, HALF)
     for lr, scale, out in ((0.1, None, None), (torch.tensor(0.1), torch.tensor(1.0), torch.empty(4096, dtype=HALF))):
         state = torch.rand(4, 4096).unbind()
         adam.adam_step(
@@ -181,7 +183,7 @@ def main() -> None:
         )  # fmt: skip
     for dim, dtype in ((128, HALF), (80, torch.float32)):
         out, lse = torch.randn(2, 64, 4, dim), torch.randn(2, 4, 64)
-        blocks.merge(out.to(dtype), lse, out.to(HALF), lse, out, lse)
+        blocks.triton_merge(out.to(dtype), lse, out.to(HALF), lse, out, lse)
     for tokens, width_out, width in ((64, 6144, 4096), (63, 500, 300)):
         linear.accumulate(torch.zeros(width_out, width), leaf(tokens, width_out), leaf(tokens, width), tokens == 63)
     for tile in casts.MODES:
@@ -191,7 +193,7 @@ def main() -> None:
     casts.cast(leaf(64, 4096).detach(), Scheme("e4m3"), Scheme("e5m2"), one, one, None, True)
     for told in (None, one):
         flat = torch.zeros(4096).to(torch.float8_e4m3fn)
-        flat_casts.cast_flat(flat, torch.randn(4096), Scheme("e4m3"), one, HALF, told)
+        flat_casts.triton_cast_flat(flat, torch.randn(4096), Scheme("e4m3"), one, HALF, told)
     for tile in casts.MODES:
         casts.cast(leaf(64, 3420).detach(), Scheme("e4m3", tile), Scheme("e5m2", tile), width=3424)
     casts.transpose(torch.randn(512, 256).to(torch.float8_e4m3fn))
@@ -202,23 +204,23 @@ def main() -> None:
     for channels, taps, dtype in ((10240, 4, HALF), (70, 2, HALF), (2048, 3, torch.float32)):
         rows_of = leaf(256, channels, dtype=dtype), leaf(channels, taps, dtype=dtype), leaf(channels, dtype=dtype)
         for silu in (True, False):
-            through(convolutions.causal_conv(*rows_of, torch.arange(256), silu))
+            through(convolutions.triton_causal_conv(*rows_of, torch.arange(256), silu))
     for groups, size, dtype in ((8, 1024, HALF), (1, 8192, HALF), (1, 2048, torch.float32), (3, 100, HALF)):
         gated = leaf(64, groups * size, dtype=dtype), leaf(64, groups * size, dtype=dtype)
-        through(gated_norms.gated_norm(*gated, leaf(groups * size, dtype=dtype), size, 1e-5))
-        through(gated_norms.gated_norm(*gated, leaf(size, dtype=dtype), size, 1e-5, True))
+        through(gated_norms.triton_gated_norm(*gated, leaf(groups * size, dtype=dtype), size, 1e-5))
+        through(gated_norms.triton_gated_norm(*gated, leaf(size, dtype=dtype), size, 1e-5, True))
     for summed, add in ((torch.zeros(64, 1000), False), (torch.zeros(4616, 4096, dtype=HALF), True)):
-        row_sums.sum_rows(torch.zeros(summed.shape[1]), summed, add)
-    row_sums.sum_rows(torch.zeros(6840), torch.randn(400, 6840).to(HALF), True)
+        row_sums.triton_sum_rows(torch.zeros(summed.shape[1]), summed, add)
+    row_sums.triton_sum_rows(torch.zeros(6840), torch.randn(400, 6840).to(HALF), True)
     for ranks in (2, 8):
         for add in (False, True):
             own_term, *other_terms = torch.zeros(ranks, 4096, dtype=HALF)
-            terms.sum_terms(torch.zeros(4096), own_term, other_terms, 1, add)
+            terms.triton_sum_terms(torch.zeros(4096), own_term, other_terms, 1, add)
     for heads, own, shared, values in ((128, 128, 64, 128), (5, 24, 10, 20)):
         cos, sin = torch.randn(2, 8, shared // 2)
-        through(latent_heads.join_keys(leaf(8, heads, own + values), leaf(8, shared), own))
+        through(latent_heads.triton_join_keys(leaf(8, heads, own + values), leaf(8, shared), own))
         for interleaved in (False, True):
-            through(latent_heads.rotate_tail(leaf(8, heads, own + shared), cos, sin, interleaved))
+            through(latent_heads.triton_rotate_tail(leaf(8, heads, own + shared), cos, sin, interleaved))
     for heads, groups, size, width in ((16, 2, 64, 128), (8, 1, 128, 128), (6, 3, 20, 100)):
         steps = torch.rand(256, heads).requires_grad_(), (-torch.rand(heads)).requires_grad_()
         keys, queries = leaf(256, groups, width), leaf(256, groups, width)
@@ -232,7 +234,7 @@ def main() -> None:
 
 
 def mixture_of_experts() -> None:
-    from megalight.ops.activation import weighted
+    from megalight.ops.activation import triton as weighted
     from megalight.ops.grouped_linear import triton as products
     from megalight.ops.grouped_scaled import triton as scaled
     from megalight.ops.permute import triton as permute

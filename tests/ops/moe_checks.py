@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalight.ops import grouped_scaled as scaled_reference
 from megalight.ops.activation import reference as activation_reference
-from megalight.ops.grouped_scaled import reference as scaled_reference
 from megalight.ops.permute import most_rows
 from megalight.ops.permute import reference as permute_reference
 from megalight.ops.quantize import Scheme, quantize
@@ -125,7 +125,7 @@ def check_scaled_products(module: Any, sizes: Sequence[int], out: int, width: in
     factor_t = scaled_reference.columns(weight, value, None, None)
     for a, b, fast in ((rows, factor, True), (rows, factor, False), (quantize(grad, gradient), factor_t, False)):
         found = module.product(a, b, offsets, torch.float32, fast)
-        exact = scaled_reference.product(a, b, offsets, torch.float32, fast)
+        exact = scaled_reference.reference_product(a, b, offsets, torch.float32, fast)
         assert error(found[:total], exact[:total], 1.0) <= 1e-5
     casts = [module.columns(*given, offsets, None) for given in ((grad, gradient), (x, value))]
     for cast, given in zip(casts, ((grad, gradient), (x, value)), strict=True):

@@ -21,7 +21,7 @@ def test_triton_equals_the_reference(kind: str, shape: tuple[int, ...], dtype: t
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pairs_equal_the_reference(kind: str, dtype: torch.dtype) -> None:
-    from megalight.ops.activation import pair
+    from megalight.ops.activation import triton as pair
 
     check_gated_pair(pair.gated_pair, "cuda", dtype, (1000, 333), kind)
 
@@ -46,7 +46,8 @@ def test_rows_with_gaps(gates: bool) -> None:
 @pytest.mark.parametrize("shape", [(150, 144), (37, 272), (1024, 512)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_those_of_a_cast(kind: str, gates: bool, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from megalight.ops.activation import codes_triton, triton
+    from megalight.ops.activation import quantized as codes_triton
+    from megalight.ops.activation import triton
     from megalight.ops.quantize import triton as casts
 
     check_cast_activation(codes_triton, triton, casts, "cuda", dtype, shape, kind, gates)

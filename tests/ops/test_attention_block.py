@@ -19,8 +19,8 @@ from megalight.ops.attention_block import (
     block_attention,
     block_attention_backward,
     reference,
-    varlen,
 )
+from megalight.ops.attention_block import torch_kernels as varlen
 from megalight.ops.attention_merge import merge
 from megalight.types import PackedSequences
 from tests.ops.checks import error
@@ -154,7 +154,7 @@ def test_varlen_cuts_what_it_padded(packed: bool, monkeypatch: pytest.MonkeyPatc
     v = v[..., :4]
     found, expected = (kind.forward(q, k, v, sequences, True, None) for kind in (varlen, reference))
     grad = torch.randn_like(expected[0])
-    found += varlen.backward(grad, q, k, v, *found, sequences, True, None)
+    found += varlen.varlen_backward(grad, q, k, v, *found, sequences, True, None)
     expected += reference.backward(grad, q, k, v, *expected, sequences, True, None)
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape

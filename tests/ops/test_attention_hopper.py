@@ -66,7 +66,7 @@ needs_triton = pytest.mark.skipif(not has("triton") or torch.cuda.is_available()
 @needs_triton
 def test_blocks_of_sums() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
-    from megalight.ops.attention.hopper import sums
+    from megalight.ops.attention.hopper import backward as sums
 
     cpu = torch.device("cpu")
     assert sums.query_blocks((130, 0, 64, 1), cpu).tolist() == [[0, 64], [64, 64], [128, 2], [130, 64], [194, 1]]
@@ -157,7 +157,7 @@ def test_long_blocks_are_divided_where_there_are_few(
 @needs_triton
 def test_sums_are_rounded_to_rows_of_tokens() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    from megalight.ops.attention.hopper import sums
+    from megalight.ops.attention.hopper import backward as sums
 
     torch.manual_seed(0)
     table = sums.query_blocks((70, 3), torch.device("cpu"))
@@ -174,7 +174,7 @@ def test_sums_are_rounded_to_rows_of_tokens() -> None:
 @pytest.mark.parametrize(("heads", "group"), [(12, 3), (9, 1), (14, 2)])
 def test_outputs_times_gradients_and_sums_of_zero(heads: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    from megalight.ops.attention.hopper import sums
+    from megalight.ops.attention.hopper import backward as sums
 
     torch.manual_seed(0)
     out, grad = torch.randn(2, 70, heads, 128)

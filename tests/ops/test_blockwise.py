@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megalight.ops import scaled_mm as blockwise
 from megalight.ops.quantize import Quantized, Scheme, quantize
 from megalight.ops.quantize.recipes import recipe
-from megalight.ops.scaled_mm import SCALED_MM, Spec, blockwise
+from megalight.ops.scaled_mm import SCALED_MM, Spec
 
 ROW, SQUARE = (1, 128), (128, 128)
 
@@ -76,7 +77,7 @@ def test_products_hand_over_what_the_codes_say(
     m, n, k = shape
     a, b = factor(m, k, tiles[0]), factor(n, k, tiles[1])
     monkeypatch.setattr(F, "scaled_mm", hardware)
-    found = blockwise.product(a, b, torch.float32, False)
+    found = blockwise.blockwise_product(a, b, torch.float32, False)
     expected = a.dequantize() @ b.dequantize().T
     assert found.dtype == torch.float32
     assert found.shape == expected.shape
@@ -91,7 +92,8 @@ def test_scales_of_views_are_copied_to_the_start_of_their_memory(monkeypatch: py
     for scale in (whole[1:], b.scale.t().contiguous().t()):
         other = Quantized(b.data, scale, b.scheme)
         assert torch.equal(
-            blockwise.product(a, other, torch.bfloat16, False), blockwise.product(a, b, torch.bfloat16, False)
+            blockwise.blockwise_product(a, other, torch.bfloat16, False),
+            blockwise.blockwise_product(a, b, torch.bfloat16, False),
         )
 
 

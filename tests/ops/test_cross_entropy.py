@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.cross_entropy import chunked, linear_cross_entropy, native, products
+from megalight.ops.cross_entropy import chunked, linear_cross_entropy
+from megalight.ops.cross_entropy import logits as products
+from megalight.ops.cross_entropy import reference as native
 from megalight.ops.cross_entropy.chunked import Rows
 from tests.ops.checks import check_cross_entropy, error
 from tests.ops.test_linear import with_main_grad

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from megalight.errors import BackendError
+from megalight.ops import embedding as reference
 from megalight.ops.choice import use_backends
-from megalight.ops.embedding import embedding, reference
+from megalight.ops.embedding import embedding
 from megalight.ops.parameter import collect
 from tests.ops import checks
 

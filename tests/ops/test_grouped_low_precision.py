@@ -9,18 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.grouped_linear import apart_trial, grouped_linear, together
-from megalight.ops.grouped_linear.apart import Apart
-from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
-from megalight.ops.grouped_linear.together import Together
+from megalight.ops.grouped_linear import grouped_linear
+from megalight.ops.grouped_linear import low_precision as apart_trial
+from megalight.ops.grouped_linear import low_precision as together
+from megalight.ops.grouped_linear.low_precision import Apart, OneByOne, StackPrecision, Together
 from megalight.ops.linear import linear
-from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.inputs import Recipe, attach_recipe
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.parameter import release, stack_precision_of, state_of
 from megalight.ops.permute import permutation, permute, unpermute
-from megalight.ops.quantize.history import AmaxHistory
+from megalight.ops.quantize.amax_history import AmaxHistory
 from megalight.ops.quantize.recipes import RECIPES, recipe
 from tests.ops.test_linear import Parameter, with_main_grad
 
@@ -185,13 +184,13 @@ def test_a_trial_finds_devices_without_the_products_of_one_expert(name: str, mon
         (refusing, "refuses it here: CUBLAS_STATUS_NOT_SUPPORTED"),
     ):
         monkeypatch.setattr(apart_trial, "products", products)
-        apart_trial.why_not.cache_clear()
-        found = apart_trial.why_not(recipe(name), device)
+        apart_trial.one_by_one_why_not.cache_clear()
+        found = apart_trial.one_by_one_why_not(recipe(name), device)
         assert found is None if expected is None else expected in str(found)
         stacked = Together(recipe(name), Session(), count=len(SIZES))
         assert stacked.wants_sizes(weight) == (expected is None)
         assert (stacked.way(weight, SIZES) is stacked) == (expected is not None)
-    apart_trial.why_not.cache_clear()
+    apart_trial.one_by_one_why_not.cache_clear()
 
 
 def once(way: str, name: str, x: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:

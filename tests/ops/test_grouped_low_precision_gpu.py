@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.grouped_linear import grouped_linear, together
-from megalight.ops.grouped_linear.low_precision import OneByOne
-from megalight.ops.grouped_linear.together import Together
+from megalight.ops.grouped_linear import grouped_linear
+from megalight.ops.grouped_linear import low_precision as together
+from megalight.ops.grouped_linear.low_precision import OneByOne, Together
 from megalight.ops.grouped_scaled import LINE, columns_of_groups, columns_of_stack
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme
 from megalight.ops.quantize.recipes import recipe

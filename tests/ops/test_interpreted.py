@@ -14,13 +14,13 @@ import torch
 from megalight.imports import has
 from megalight.ops.delta_rule import reference as rule_reference
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
-from megalight.ops.parts import split
-from megalight.ops.quantize import Scheme, amax_of, known
+from megalight.ops.quantize import Scheme, amax_of
+from megalight.ops.quantize import amax_history as known
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.rotary import rotary_table
+from megalight.ops.rows import split
 from megalight.types import PackedSequences
 from tests.ops import checks
 
@@ -217,7 +217,7 @@ def test_attention_with_heads_of_64(
     lengths: list[int], keys: Any, causal: bool, window: Any, softcap: Any, sunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of 64 features have a kernel of their own for the gradients of keys and values."""
-    module, own = kernels("attention"), importlib.import_module("megalight.ops.attention.keys")
+    module, own = kernels("attention"), importlib.import_module("megalight.ops.attention.triton_backward")
     ran = []
     monkeypatch.setattr(own, "BLOCKS", own.BLOCKS | {"ROWS": 16, "KEYS": 32})
     monkeypatch.setattr(own, "run", lambda *args, run=own.run: ran.append(True) or run(*args))
@@ -227,7 +227,7 @@ def test_attention_with_heads_of_64(
 
 def test_attention_chooses_the_kernel_of_keys() -> None:
     kernels("attention")
-    own = importlib.import_module("megalight.ops.attention.keys")
+    own = importlib.import_module("megalight.ops.attention.triton_backward")
     head, odd = torch.zeros(600, 1, 64), torch.zeros(600, 1, 96)
     assert own.serves(head, head)
     assert not own.serves(odd, head)
@@ -248,7 +248,7 @@ def test_activations(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_gated_pairs(kind: str) -> None:
     kernels("activation")
-    pair = importlib.import_module("megalight.ops.activation.pair")
+    pair = importlib.import_module("megalight.ops.activation.triton")
     checks.check_gated_pair(pair.gated_pair, "cpu", torch.float32, (70, 63), kind)
 
 
@@ -264,7 +264,7 @@ def test_activations_as_codes(kind: str, gates: bool, shape: tuple[int, int], mo
     casts, activations = kernels("quantize"), kernels("activation")
     # the interpreter rounds to 8 bits wrongly; what comes before that is looked at
     monkeypatch.setattr(casts, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
-    codes = importlib.import_module("megalight.ops.activation.codes_triton")
+    codes = importlib.import_module("megalight.ops.activation.quantized")
     checks.check_cast_activation(codes, activations, casts, "cpu", torch.bfloat16, shape, kind, gates)
 
 
@@ -272,14 +272,14 @@ def test_activations_as_codes(kind: str, gates: bool, shape: tuple[int, int], mo
 def test_packed_gradients_as_codes(shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     casts, rotary = kernels("quantize"), kernels("rotary")
     monkeypatch.setattr(casts, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
-    codes = importlib.import_module("megalight.ops.rotary.codes_triton")
+    codes = importlib.import_module("megalight.ops.rotary.quantized")
     checks.check_cast_qkv_gradient(codes, rotary, casts, "cpu", torch.bfloat16, shape)
 
 
 @pytest.mark.parametrize("count", [1, 5, 4096, 9000])
 def test_largest_magnitudes_are_recorded(count: int) -> None:
     kernels("quantize")
-    module = importlib.import_module("megalight.ops.quantize.record_triton")
+    module = importlib.import_module("megalight.ops.quantize.amax_history")
     kept, magnitudes = torch.zeros(3), torch.rand(count)
     magnitudes[count // 2] *= torch.nan if count > 1 else 1
     module.record_largest(kept[1], magnitudes)
@@ -370,7 +370,7 @@ def test_cross_entropy_rows_longer_than_a_block(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("own", "softcap", "block"), [(True, False, 4096), (True, True, 16), (False, False, 16)])
 @pytest.mark.parametrize("kind", ["forward_kl", "cross_entropy", "reverse_kl", "jensen_shannon"])
 def test_divergence(kind: str, own: bool, softcap: bool, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalight.ops.divergence.rows import Rows
+    from megalight.ops.divergence.spec import Rows
 
     kernels("cross_entropy")
     module = kernels("divergence")

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
-from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, wgrad
+from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear
+from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.parameter import collect
 from tests.ops.checks import check_weight_gradient, error
 

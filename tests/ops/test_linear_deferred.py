@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.ops.cross_entropy import linear_cross_entropy
-from megalight.ops.linear import linear, wgrad
-from megalight.ops.linear.deferred import WeightGradients, deferring
+from megalight.ops.linear import linear
+from megalight.ops.linear import weight_gradient as wgrad
+from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from tests.ops.test_linear import Parameter, with_main_grad
 
 

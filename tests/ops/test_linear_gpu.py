@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.linear import linear, wgrad
-from megalight.ops.linear.measured import ROUNDS, Measured
+from megalight.ops.linear import linear
+from megalight.ops.linear import weight_gradient as wgrad
+from megalight.ops.linear.aligned import ROUNDS, Measured
 from tests.ops.checks import check_weight_gradient, error
 from tests.ops.test_linear import with_main_grad
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.linear.measured import ROUNDS, Measured
+from megalight.ops.linear.aligned import ROUNDS, Measured
 from megalight.ops.parameter import put
 
 

@@ -11,13 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
 from megalight.ops.linear import linear
-from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.inputs import Recipe, attach_recipe
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.parameter import precision_of, release, state_of
 from megalight.ops.quantize import Scheme, cast, quantize
-from megalight.ops.quantize.history import AmaxHistory
+from megalight.ops.quantize.amax_history import AmaxHistory
 from megalight.ops.quantize.recipes import RECIPES, recipe
 from megalight.ops.scaled_mm import Spec, choose, scaled_mm, trial
 from tests.ops.checks import error

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.linear import linear, low_precision
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import release, state_of
 from megalight.ops.quantize import Quantized, cast, quantize
-from megalight.ops.quantize.history import GRADIENT
+from megalight.ops.quantize.amax_history import GRADIENT
 from megalight.ops.quantize.recipes import RECIPES, recipe
 from megalight.ops.scaled_mm import scaled_mm
 from tests.ops.checks import error

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megalight.errors import BackendError
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, quantize
 from megalight.ops.quantize.recipes import recipe

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from megalight.errors import BackendError
+from megalight.ops import scaled_mm as microscaled
 from megalight.ops.quantize import Scheme, quantize
 from megalight.ops.quantize.formats import unpack_e2m1
 from megalight.ops.quantize.recipes import recipe
-from megalight.ops.scaled_mm import SCALED_MM, Spec, microscaled
+from megalight.ops.scaled_mm import SCALED_MM, Spec
 from tests.ops.checks import error
 
 
@@ -61,7 +62,7 @@ def test_products_hand_over_what_the_codes_say(name: str, size: int, monkeypatch
         for rows, scheme in ((131, schemes.x), (48, schemes.weight))
     )
     monkeypatch.setattr(torch, "_scaled_mm", hardware)
-    found = microscaled.product(a, b, torch.float32, False)
+    found = microscaled.microscaled_product(a, b, torch.float32, False)
     assert found.dtype == torch.float32
     assert error(found, a.dequantize() @ b.dequantize().T) < 4e-3
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("channels", "taps"), [(1000, 4), (70, 2), (64, 5)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_causal_conv(lengths: list[int], channels: int, taps: int, dtype: torch.dtype) -> None:
-    from megalight.ops.causal_conv import triton
+    from megalight.ops import causal_conv as triton
 
     check_causal_conv(triton, "cuda", dtype, lengths, channels, taps)
 
@@ -41,7 +41,7 @@ def test_delta_rule(lengths: list[int], sizes: tuple[int, int, int, int], dtype:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gradients_of_embeddings(dtype: torch.dtype) -> None:
-    from megalight.ops.embedding import triton
+    from megalight.ops import embedding as triton
 
     check_embedding_gradient(triton, "cuda", dtype)
 
@@ -49,7 +49,7 @@ def test_gradients_of_embeddings(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("count", "size"), [(0, 5), (1, 128), (4616, 4096), (4616, 3072), (999, 1000), (70_001, 24)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sum_rows(dtype: torch.dtype, count: int, size: int) -> None:
-    from megalight.ops.sum_rows import triton
+    from megalight.ops import sum_rows as triton
 
     check_sum_rows(triton, "cuda", dtype, count, size)
 
@@ -57,7 +57,7 @@ def test_sum_rows(dtype: torch.dtype, count: int, size: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sum_terms(dtype: torch.dtype, ranks: int) -> None:
-    from megalight.ops.sum_terms import triton
+    from megalight.ops import sum_terms as triton
 
     check_sum_terms(triton, "cuda", dtype, torch.float32, ranks)
     check_sum_terms(triton, "cuda", dtype, dtype, ranks)
@@ -66,7 +66,7 @@ def test_sum_terms(dtype: torch.dtype, ranks: int) -> None:
 @pytest.mark.parametrize(("rows", "groups", "group"), [(999, 8, 1024), (4099, 3, 100), (70, 1, 8192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gated_norm(rows: int, groups: int, group: int, dtype: torch.dtype) -> None:
-    from megalight.ops.gated_norm import triton
+    from megalight.ops import gated_norm as triton
 
     check_gated_norm(triton, "cuda", dtype, rows, groups, group)
 
@@ -74,7 +74,7 @@ def test_gated_norm(rows: int, groups: int, group: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("sizes", [(128, 128, 64, 128), (5, 24, 10, 20), (18, 64, 32, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_latent_heads(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    from megalight.ops.latent_heads import triton
+    from megalight.ops import latent_heads as triton
 
     check_latent_heads(triton, "cuda", dtype, *sizes)
 

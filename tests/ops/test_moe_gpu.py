@@ -74,7 +74,7 @@ def test_statistics(score: str, pools: bool, masked: bool) -> None:
 @pytest.mark.parametrize("shape", [(3, 63), (500, 768), (10, 7, 2880), (1000, 14336)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weighted_activations(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from megalight.ops.activation import weighted
+    from megalight.ops.activation import triton as weighted
 
     moe_checks.check_weighted(weighted, "cuda", dtype, shape, kind)
 

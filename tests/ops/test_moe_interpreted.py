@@ -55,7 +55,7 @@ def test_statistics(score: str, pools: bool, masked: bool) -> None:
 @pytest.mark.parametrize("shape", [(3, 63), (2, 5, 300), (5, 2500)])
 def test_weighted_activations(kind: str, shape: tuple[int, ...]) -> None:
     kernels("activation")
-    module = importlib.import_module("megalight.ops.activation.weighted")
+    module = importlib.import_module("megalight.ops.activation.triton")
     moe_checks.check_weighted(module, "cpu", torch.float32, shape, kind)
 
 

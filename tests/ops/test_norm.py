@@ -9,7 +9,8 @@ from megalight.errors import BackendError
 from megalight.ops import norm
 from megalight.ops.common import whole_why_not
 from megalight.ops.gated_norm import GATED_NORM, gated_norm
-from megalight.ops.norm import native, reference
+from megalight.ops.norm import reference
+from megalight.ops.norm import reference as native
 from megalight.registry import Backend
 from tests.ops.checks import check_norms, error
 

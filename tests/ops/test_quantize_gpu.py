@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, cast, quantize, transpose
+from megalight.ops.quantize.amax_history import record_largest
 from megalight.ops.quantize.recipes import recipe
-from megalight.ops.quantize.record import record_largest
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
 from tests.ops.checks import check_cast, check_cast_flat, check_told, error
 from tests.ops.test_linear import with_main_grad
@@ -180,7 +179,7 @@ def test_casts_tell_magnitudes() -> None:
 
 @pytest.mark.parametrize("numel", [16, 4096 * 33, 99999])
 def test_flat_casts(numel: int) -> None:
-    from megalight.ops.cast_flat import triton
+    from megalight.ops import cast_flat as triton
 
     check_cast_flat(triton, "cuda", numel)
 

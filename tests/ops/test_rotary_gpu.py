@@ -34,16 +34,18 @@ def test_amax_on_the_way(shape: tuple[int, int, int, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_those_of_a_cast(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     from megalight.ops.quantize import triton as casts
-    from megalight.ops.rotary import codes_triton, triton
+    from megalight.ops.rotary import quantized as codes_triton
+    from megalight.ops.rotary import triton
 
     check_cast_qkv_gradient(codes_triton, triton, casts, "cuda", dtype, shape)
 
 
 def test_strided_heads() -> None:
     """Heads that are views of a packed projection need no copy."""
-    from megalight.ops.rotary import reference, rotary_table, triton
+    from megalight.ops import rotary as reference
+    from megalight.ops.rotary import rotary_table, triton
 
     cos, sin = rotary_table(torch.arange(63, device="cuda"), 64, 1e4)
     packed = torch.randn(63, 6, 64, device="cuda")
     out = triton.apply_rotary(packed[:, 2:5], cos, sin)
-    torch.testing.assert_close(out, reference.apply_rotary(packed[:, 2:5], cos, sin))
+    torch.testing.assert_close(out, reference.reference_apply_rotary(packed[:, 2:5], cos, sin))

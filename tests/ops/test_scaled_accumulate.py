@@ -13,13 +13,11 @@ from torch import Tensor
 from megalight.errors import BackendError
 from megalight.ops.grouped_scaled import columns_of_groups
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Quantized, Scheme, quantize
 from megalight.ops.quantize.recipes import recipe
-from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, cublaslt, scaled_accumulate
-from megalight.ops.scaled_accumulate.groups import accumulate_groups
+from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, accumulate_groups, cublaslt, scaled_accumulate
 from megalight.ops.scaled_mm import Spec
 from tests.ops.test_linear import with_main_grad
 

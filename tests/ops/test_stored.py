@@ -9,8 +9,7 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.ops.linear import linear
-from megalight.ops.stored import Codes, store, stored_of
-from megalight.ops.stored.reference import LEVELS
+from megalight.ops.quantized_weight import LEVELS, Codes, store, stored_of
 
 
 @pytest.mark.parametrize(("form", "bits", "error"), [("int8", 8, 0.008), ("nf4", 4, 0.11)])

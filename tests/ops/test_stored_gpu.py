@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.stored import decode
+from megalight.ops.quantized_weight import decode
 from tests.ops.checks import check_decode
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.cross_entropy import native
-from megalight.ops.divergence import Projection, linear_divergence, top
+from megalight.ops.cross_entropy import reference as native
+from megalight.ops.divergence import Projection, linear_divergence
+from megalight.ops.divergence import top_k as top
 from megalight.types import TopTokens
 
 TOKENS, ROWS, REAL, TEMPERATURE = 13, 33, 31, 1.7

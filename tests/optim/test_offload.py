@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megalight.optim import Adam, offload_to_cpu, restore_from_cpu, shard_optimizer
-from megalight.optim.offload import _homes
+from megalight.optim.sharded import _homes
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import accumulate, batches, build, infos

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalight.parallel import ending
+from megalight.parallel import groups as ending
 from tests.workers import meeting
 
 KEPT: list[object] = []

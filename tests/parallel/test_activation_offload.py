@@ -20,11 +20,11 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
-from megalight.parallel import activation_offload, host_pool
+from megalight.parallel import activation_offload
+from megalight.parallel import host_memory as host_pool
 from megalight.parallel.activation_offload import ActivationOffloading, Away, check_patterns, chosen
-from megalight.parallel.aliases import translated
-from megalight.parallel.host_memory import host_memory
-from megalight.parallel.host_pool import HostPool
+from megalight.parallel.host_memory import HostPool, host_memory
+from megalight.parallel.layers import translated
 from megalight.types import PackedSequences
 from tests.parallel.data_parallel.helpers import assert_close
 from tests.strategies.training import BASE

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.nn.moe.beside import beside
+from megalight.nn.moe.layer import beside
 from megalight.parallel.activation_offload import ActivationOffloading, chosen
-from megalight.parallel.host_pool import HostPool
+from megalight.parallel.host_memory import HostPool
 from tests.parallel.data_parallel.helpers import assert_close
 
 pytestmark = pytest.mark.gpu

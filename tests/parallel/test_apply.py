@@ -10,10 +10,9 @@ from torch import nn
 from megalight import nn as mnn
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import NormConfig
+from megalight.models.gpt.mixer_config import AttentionConfig, PositionConfig
 from megalight.models.gpt.plan import gpt_plan
-from megalight.models.gpt.position_config import PositionConfig
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialize as initialize_whole
 from megalight.parallel.apply import parallelize, whole_tokens

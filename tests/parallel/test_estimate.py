@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
 from megalight.models.gpt.presets import llama3, qwen2_5
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer

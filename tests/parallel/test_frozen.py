@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalight import checkpoint
 from megalight.checkpoint import views_of_parameters
-from megalight.parallel.frozen import FrozenModel
+from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megalight.parallel.host_pool import HostPool
+from megalight.parallel.host_memory import HostPool
 
 
 def test_blocks_are_used_again() -> None:

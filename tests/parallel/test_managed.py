@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.parallel import managed
-from megalight.parallel.managed import ManagedMemory, advise, compile_allocator, prefetch, why_not
+from megalight.parallel import managed_memory as managed
+from megalight.parallel.managed_memory import ManagedMemory, advise, compile_allocator, prefetch, why_not
 
 CPU, SECOND = torch.device("cpu"), torch.device("cuda:1")
 COMMON = """

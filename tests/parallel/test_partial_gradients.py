@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megalight.models.gpt import GPTConfig
-from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo

@@ -14,8 +14,8 @@ from megalight.errors import ConfigurationError
 from megalight.nn import Linear
 from megalight.nn.init import initialize
 from megalight.nn.moe import Dispatcher, Experts, SharedConfig
-from megalight.ops.grouped_linear import together
-from megalight.ops.grouped_linear.apart import Apart
+from megalight.ops.grouped_linear import low_precision as together
+from megalight.ops.grouped_linear.low_precision import Apart
 from megalight.ops.parameter import cast_of, precision_of
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.expert import ExpertOptions

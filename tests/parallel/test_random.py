@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import LayoutError
+from megalight.models.config import DropoutConfig
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.config import DropoutConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
 from megalight.parallel.apply import parallelize

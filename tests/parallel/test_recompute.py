@@ -14,15 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight import nn as mnn
 from megalight.errors import ConfigurationError
+from megalight.models.config import DropoutConfig
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.attention_config import AttentionConfig
-from megalight.models.gpt.config import DropoutConfig
+from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.ops.parameter import collect
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
-from megalight.parallel.recompute.region import Draws
+from megalight.parallel.recompute.regions import Draws
 from tests.parallel.test_apply import BASE, batch, jitter, twin
 from tests.workers import run
 

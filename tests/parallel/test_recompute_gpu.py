@@ -7,10 +7,10 @@ import gc
 import pytest
 import torch
 
+from megalight.models.config import DropoutConfig
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.config import DropoutConfig
 from megalight.nn.init import initialize
-from megalight.ops.linear.deferred import WeightGradients, deferring
+from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute, apply_recompute

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.totals import GlobalTotals
+from megalight.parallel.step import GlobalTotals
 from tests.workers import run
 
 

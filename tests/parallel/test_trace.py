@@ -5,7 +5,7 @@ import torch
 
 from megalight.parallel import trace
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.data_parallel.param_info import ParamInfo
+from megalight.parallel.data_parallel.layout import ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import SILENCE, listen, span, spanned

@@ -23,7 +23,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.styles import Row
-from megalight.parallel.tensor.row import RowLinear
+from megalight.parallel.tensor.linear import RowLinear
 from megalight.parallel.transform import TRANSFORMS, ModelTransform, apply_transforms, register
 from tests.parallel.test_apply import BASE
 from tests.workers import run

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megalight.errors import ConfigurationError
+from megalight.parallel import plans as transformers
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plans import plan_for, transformers
+from megalight.parallel.plans import plan_for
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.workers import run
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megalight.parallel.turns import Turns, pause, taking_turns, uninterrupted
+from megalight.parallel.interleaved_passes import Turns, pause, taking_turns, uninterrupted
 
 
 def steps(name: str, count: int, log: list[str], fail: int | None = None) -> Callable[[], None]:

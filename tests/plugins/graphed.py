@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from megalight.parallel.data_parallel.arrivals import Arrivals
+from megalight.parallel.data_parallel.grad_hooks import Arrivals
 
 
 def make_graphed_callables(

@@ -12,9 +12,11 @@ from torch import Tensor
 from megalight.errors import BackendError
 from megalight.ops import adam as adam_op
 from megalight.ops import norm as norm_op
-from megalight.ops.linear import wgrad
+from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.norm import reference
-from megalight.plugins.apex import adam, norm, weight_gradient
+from megalight.plugins import apex as adam
+from megalight.plugins import apex as norm
+from megalight.plugins import apex as weight_gradient
 from tests.ops.checks import check_adam, check_norms, check_weight_gradient
 from tests.plugins import fakes, kernels
 from tests.plugins.fakes import Fakes
@@ -22,8 +24,8 @@ from tests.plugins.fakes import Fakes
 WHY_NOT: dict[str, tuple[Callable[[Any], str | None], Any, str]] = {
     "rms": (norm.rms_why_not, norm_op.EXAMPLE, "fused_layer_norm_cuda"),
     "layer": (norm.layer_why_not, norm_op.EXAMPLE, "fused_layer_norm_cuda"),
-    "weight gradient": (weight_gradient.why_not, wgrad.EXAMPLE, "fused_weight_gradient_mlp_cuda"),
-    "adam": (adam.why_not, adam_op.EXAMPLE._replace(out_dtype=torch.bfloat16), "amp_C"),
+    "weight gradient": (weight_gradient.weight_gradient_why_not, wgrad.EXAMPLE, "fused_weight_gradient_mlp_cuda"),
+    "adam": (adam.adam_why_not, adam_op.EXAMPLE._replace(out_dtype=torch.bfloat16), "amp_C"),
 }
 
 
@@ -95,14 +97,14 @@ def test_an_absent_package_says_where_to_get_it(packages: Fakes, name: str) -> N
 
 def test_the_other_apex_is_a_reason(packages: Fakes) -> None:
     packages.add("apex", "0.9.10.dev0")
-    assert "apex.multi_tensor_apply could not be imported" in adam.why_not(adam_op.EXAMPLE)
+    assert "apex.multi_tensor_apply could not be imported" in adam.adam_why_not(adam_op.EXAMPLE)
 
 
 def test_what_it_does_not_serve(apex: Fakes) -> None:
     assert "weight in the dtype of the input" in norm.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
-    assert "half operands" in weight_gradient.why_not(wgrad.EXAMPLE._replace(dtype=torch.float32))
-    assert "in float32" in adam.why_not(adam_op.EXAMPLE._replace(grad_dtype=torch.bfloat16))
-    assert "contiguous" in adam.why_not(adam_op.EXAMPLE._replace(contiguous=False))
+    assert "half operands" in weight_gradient.weight_gradient_why_not(wgrad.EXAMPLE._replace(dtype=torch.float32))
+    assert "in float32" in adam.adam_why_not(adam_op.EXAMPLE._replace(grad_dtype=torch.bfloat16))
+    assert "contiguous" in adam.adam_why_not(adam_op.EXAMPLE._replace(contiguous=False))
     main_grad = torch.zeros(4, 6).T
     with pytest.raises(BackendError, match="contiguous main gradients"):
         weight_gradient.accumulate(main_grad, torch.ones(2, 6).bfloat16(), torch.ones(2, 4).bfloat16(), False)

@@ -7,9 +7,11 @@ import torch
 
 from megalight.ops import adam as adam_op
 from megalight.ops import norm as norm_op
-from megalight.ops.linear import wgrad
+from megalight.ops.linear import weight_gradient as wgrad
 from megalight.plugins import apex
-from megalight.plugins.apex import adam, norm, weight_gradient
+from megalight.plugins import apex as adam
+from megalight.plugins import apex as norm
+from megalight.plugins import apex as weight_gradient
 from tests.ops.checks import check_adam, check_norms, check_weight_gradient
 from tests.plugins.real import MARKS, need, serve
 
@@ -33,7 +35,7 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("tokens", "out", "width"), [(64, 64, 128), (500, 304, 1000), (8192, 512, 256)])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradient(main_dtype: torch.dtype, tokens: int, out: int, width: int) -> None:
-    serve(weight_gradient.why_not, wgrad.Spec("cuda", torch.bfloat16, main_dtype), NOT_BUILT)
+    serve(weight_gradient.weight_gradient_why_not, wgrad.Spec("cuda", torch.bfloat16, main_dtype), NOT_BUILT)
     check_weight_gradient(weight_gradient.accumulate, "cuda", torch.bfloat16, main_dtype, tokens, out, width)
 
 
@@ -41,5 +43,5 @@ def test_weight_gradient(main_dtype: torch.dtype, tokens: int, out: int, width: 
 @pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
 def test_adam(decoupled: bool, tensors: bool, out_dtype: torch.dtype | None) -> None:
-    serve(adam.why_not, adam_op.EXAMPLE._replace(device="cuda", out_dtype=out_dtype), NOT_BUILT)
+    serve(adam.adam_why_not, adam_op.EXAMPLE._replace(device="cuda", out_dtype=out_dtype), NOT_BUILT)
     check_adam(adam.adam_step, "cuda", 100_003, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)

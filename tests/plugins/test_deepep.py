@@ -23,11 +23,11 @@ from megalight.ops.router import Routes
 from megalight.parallel.apply import parallelize
 from megalight.parallel.expert import DISPATCHERS, ExpertOptions
 from megalight.parallel.initial_values import initialize, materialize
+from megalight.parallel.interleaved_passes import Turns
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.tensor.shared import Shared
-from megalight.parallel.turns import Turns
 from megalight.plugins import package
 from megalight.types import PackedSequences
 from tests.parallel.expert.model import build

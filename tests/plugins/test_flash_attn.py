@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention import EXAMPLE, reference
-from megalight.plugins.flash_attn import version_2, version_3, version_4
+from megalight.plugins import flash_attn as version_2
+from megalight.plugins import flash_attn as version_3
+from megalight.plugins import flash_attn as version_4
 from megalight.types import PackedSequences
 from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
@@ -148,20 +150,22 @@ def test_what_none_serves(version: Any, change: dict[str, Any], reason: str) -> 
 
 def test_versions_and_symbols(packages: Fakes) -> None:
     packages.add("flash_attn", "2.5.9.post1", **functions(version_2))
-    assert version_2.why_not(GOOD) == (
+    assert version_2.version_2_why_not(GOOD) == (
         "attention needs flash_attn >= 2.6, found 2.5.9.post1. Next: pip install --no-build-isolation "
         "'megalight[flash-attn]'"
     )
-    assert "flash_attn.cute could not be imported (ModuleNotFoundError" in version_4.why_not(GOOD)
-    assert "needs the package flash_attn_interface, which is not installed. Next: build" in version_3.why_not(GOOD)
+    assert "flash_attn.cute could not be imported (ModuleNotFoundError" in version_4.version_4_why_not(GOOD)
+    assert "needs the package flash_attn_interface, which is not installed. Next: build" in version_3.version_3_why_not(
+        GOOD
+    )
     packages.add("flash_attn_interface", flash_attn_func=functions(version_3)["flash_attn_func"])
-    assert "flash_attn_interface has no flash_attn_varlen_func" in version_3.why_not(GOOD)
+    assert "flash_attn_interface has no flash_attn_varlen_func" in version_3.version_3_why_not(GOOD)
     packages.add(
         "flash_attn.cute",
         flash_attn_func=lambda q, k, v, softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0: q,
         flash_attn_varlen_func=functions(version_4)["flash_attn_varlen_func"],
     )
-    assert version_4.why_not(GOOD) == (
+    assert version_4.version_4_why_not(GOOD) == (
         "flash_attn.cute:flash_attn_func takes no deterministic in this release. Next: pip install --pre flash-attn-4"
     )
 
@@ -171,7 +175,7 @@ def test_versions_and_symbols(packages: Fakes) -> None:
 )
 def test_a_broken_package_is_a_reason(packages: Fakes, line: str) -> None:
     packages.broken("flash_attn_interface", line)
-    reason = version_3.why_not(GOOD)
+    reason = version_3.version_3_why_not(GOOD)
     assert "flash_attn_interface could not be imported" in reason
     assert line.split("'")[1] in reason
 
@@ -179,7 +183,7 @@ def test_a_broken_package_is_a_reason(packages: Fakes, line: str) -> None:
 def test_what_blackwell_changes(packages: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     packages.add("flash_attn_interface", **functions(version_3))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
-    assert version_3.why_not(GOOD) == "serves sm_80 to sm_90, not sm_10x"
+    assert version_3.version_3_why_not(GOOD) == "serves sm_80 to sm_90, not sm_10x"
     packages.add("flash_attn.cute", **functions(version_4))
-    assert version_4.why_not(GOOD) is None
-    assert version_4.why_not(GOOD._replace(head_dim=256, value_dim=256)).startswith("serves heads up to 128")
+    assert version_4.version_4_why_not(GOOD) is None
+    assert version_4.version_4_why_not(GOOD._replace(head_dim=256, value_dim=256)).startswith("serves heads up to 128")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention_block import EXAMPLE, reference
-from megalight.plugins.flash_attn import blocks
+from megalight.plugins import flash_attn as blocks
 from megalight.types import PackedSequences
 from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
@@ -61,7 +61,7 @@ def _flash_attn_bwd(
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     fakes.pretend_cuda(monkeypatch)
     packages = Fakes(tmp_path, monkeypatch)
-    packages.add(blocks.MODULE, _flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
+    packages.add(blocks.BLOCKS_MODULE, _flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
     return packages
 
 
@@ -93,17 +93,17 @@ def test_arguments_mean_what_the_op_means(packages: Fakes, layout: str, causal: 
 
 
 def test_what_it_cannot_serve(packages: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert blocks.why_not(GOOD) is None
-    assert "equal key and value heads" in str(blocks.why_not(GOOD._replace(value_dim=64)))
-    assert "serves bfloat16" in str(blocks.why_not(GOOD._replace(dtype=torch.float32)))
+    assert blocks.blocks_why_not(GOOD) is None
+    assert "equal key and value heads" in str(blocks.blocks_why_not(GOOD._replace(value_dim=64)))
+    assert "serves bfloat16" in str(blocks.blocks_why_not(GOOD._replace(dtype=torch.float32)))
     wide = GOOD._replace(head_dim=256, value_dim=256)
-    assert blocks.why_not(wide) is None
+    assert blocks.blocks_why_not(wide) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
-    assert blocks.why_not(wide) == "serves heads up to 128 on this device, not 256"
+    assert blocks.blocks_why_not(wide) == "serves heads up to 128 on this device, not 256"
 
 
 def test_a_release_with_other_arguments_is_told(packages: Fakes) -> None:
     def changed(q: Tensor, *, softmax_scale: Any = None) -> None: ...
 
-    packages.add(blocks.MODULE, _flash_attn_bwd=changed)
-    assert "_flash_attn_bwd takes no causal, window_size_left" in str(blocks.why_not(GOOD))
+    packages.add(blocks.BLOCKS_MODULE, _flash_attn_bwd=changed)
+    assert "_flash_attn_bwd takes no causal, window_size_left" in str(blocks.blocks_why_not(GOOD))

@@ -12,7 +12,10 @@ from megalight import imports
 from megalight.models.gpt import BackendConfig
 from megalight.ops.attention_block import EXAMPLE
 from megalight.plugins import flash_attn
-from megalight.plugins.flash_attn import blocks, version_2, version_3, version_4
+from megalight.plugins import flash_attn as blocks
+from megalight.plugins import flash_attn as version_2
+from megalight.plugins import flash_attn as version_3
+from megalight.plugins import flash_attn as version_4
 from tests.ops.test_attention_block_gpu import check_block, check_merged_blocks, inputs
 from tests.plugins.real import GOOD, MARKS, check_attention, check_model, need, ragged, serve, uniform
 
@@ -69,8 +72,8 @@ def test_a_model_by_name(backend: str) -> None:
 
 @pytest.fixture
 def of_blocks() -> None:
-    need(version_4.PACKAGE.name, "flash_attn", flash_attn.register)
-    serve(blocks.why_not, BLOCK, "No module named")
+    need(version_4.VERSION_4_PACKAGE.name, "flash_attn", flash_attn.register)
+    serve(blocks.blocks_why_not, BLOCK, "No module named")
 
 
 @pytest.mark.usefixtures("of_blocks")

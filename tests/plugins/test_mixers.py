@@ -13,8 +13,9 @@ from torch import Tensor
 from megalight.ops import causal_conv as convolutions
 from megalight.ops import delta_rule as rules
 from megalight.ops import ssd as scans
-from megalight.plugins.fla import rule
-from megalight.plugins.mamba_ssm import conv, scan
+from megalight.plugins import fla as rule
+from megalight.plugins import mamba_ssm as conv
+from megalight.plugins import mamba_ssm as scan
 from megalight.types import PackedSequences
 from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
@@ -127,9 +128,9 @@ def test_scan_of_mamba_ssm(packages: Fakes, first: int) -> None:
     inputs = [inputs[0], doubles(10, 4), *inputs[2:], doubles(4)]
     same_as_the_reference(lambda *t: own(*t[:6], positions, t[6]), lambda *t: exact(*t[:6], positions, t[6]), inputs)
     good = scans.EXAMPLE._replace(device="cuda")
-    assert scan.why_not(good) is None
-    assert "bfloat16 and float16" in str(scan.why_not(good._replace(dtype=torch.float32)))
-    assert "not 20 and 128" in str(scan.why_not(good._replace(head_dim=20)))
+    assert scan.scan_why_not(good) is None
+    assert "bfloat16 and float16" in str(scan.scan_why_not(good._replace(dtype=torch.float32)))
+    assert "not 20 and 128" in str(scan.scan_why_not(good._replace(head_dim=20)))
 
 
 @pytest.mark.parametrize("silu", [True, False])
@@ -143,11 +144,11 @@ def test_convolution_of_causal_conv1d(packages: Fakes, silu: bool, width: int, f
         [doubles(10, width), doubles(8, 4), doubles(8)],
     )
     good = convolutions.EXAMPLE._replace(device="cuda")
-    assert conv.why_not(good) is None
+    assert conv.conv_why_not(good) is None
     for change, reason in (({"taps": 5}, "2 to 4 taps, not 5"), ({"channels": 12}, "multiple of 8 channels")):
-        assert reason in str(conv.why_not(good._replace(**change)))
+        assert reason in str(conv.conv_why_not(good._replace(**change)))
     packages.add("causal_conv1d", "1.1", causal_conv1d_fn=causal_conv1d_fn)
-    assert "causal_conv1d >= 1.2, found 1.1" in str(conv.why_not(good))
+    assert "causal_conv1d >= 1.2, found 1.1" in str(conv.conv_why_not(good))
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [5, 5]])
@@ -166,6 +167,6 @@ def test_rule_of_flash_linear_attention(packages: Fakes, lengths: list[int], gro
 
 
 def test_none_serves_where_it_is_not_installed() -> None:
-    for why_not, example in ((scan.why_not, scans.EXAMPLE), (conv.why_not, convolutions.EXAMPLE)):
+    for why_not, example in ((scan.scan_why_not, scans.EXAMPLE), (conv.conv_why_not, convolutions.EXAMPLE)):
         assert "which is not installed. Next: pip install" in str(why_not(example))
     assert "needs the package fla, which is not installed" in str(rule.why_not(rules.EXAMPLE))

@@ -19,9 +19,8 @@ from megalight.errors import CheckpointError
 from megalight.inference import load_model
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import open_model
-from megalight.plugins.modelopt.export import export_quantized
-from megalight.plugins.modelopt.folder import plain_weights
-from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.export import export_quantized, plain_weights
+from megalight.plugins.modelopt.presets import modelopt
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer

@@ -16,9 +16,8 @@ from megalight.errors import ConfigurationError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
 from megalight.plugins.modelopt import Quantizers, check_device
-from megalight.plugins.modelopt.export import export_quantized
-from megalight.plugins.modelopt.folder import decode, plain_weights
-from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.export import decode, export_quantized, plain_weights
+from megalight.plugins.modelopt.presets import modelopt
 from tests.plugins.test_modelopt_export import calibrate, theirs
 from tests.strategies.training import BASE
 from tests.workers import run

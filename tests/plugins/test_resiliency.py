@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megalight.checkpoint.background.saves import Background
+from megalight.checkpoint.async_save.saves import Background
 from megalight.errors import MissingPackageError
 from megalight.plugins import package, resiliency
 from tests.checkpoint import simple

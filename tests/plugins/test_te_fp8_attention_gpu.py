@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalight.ops.attention import attention
 from megalight.ops.fp8_attention import EXAMPLE, FP8Attention, Spec
-from megalight.plugins.transformer_engine.fp8_attention import why_not
+from megalight.plugins.transformer_engine.attention import fp8_attention_why_not as why_not
 from megalight.types import PackedSequences
 from tests.ops.checks import error
 

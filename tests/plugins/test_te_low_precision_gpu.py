@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.plugins.transformer_engine.low_precision import KINDS, TransformerEngineProducts, why_not

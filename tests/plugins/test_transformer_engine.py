@@ -12,8 +12,12 @@ from megalight.ops import activation as activation_op
 from megalight.ops import adam as adam_op
 from megalight.ops import attention as attention_op
 from megalight.ops import norm as norm_op
-from megalight.ops.linear import wgrad
-from megalight.plugins.transformer_engine import activation, adam, attention, norm, weight_gradient
+from megalight.ops.linear import weight_gradient as wgrad
+from megalight.plugins.transformer_engine import attention
+from megalight.plugins.transformer_engine import kernels as activation
+from megalight.plugins.transformer_engine import kernels as adam
+from megalight.plugins.transformer_engine import kernels as norm
+from megalight.plugins.transformer_engine import kernels as weight_gradient
 from megalight.types import PackedSequences
 from tests.ops.checks import check_activations, check_adam, check_norms, check_weight_gradient
 from tests.plugins import fakes, kernels
@@ -26,8 +30,8 @@ WHY_NOT: dict[str, tuple[Callable[[Any], str | None], Any]] = {
     "layer": (norm.layer_why_not, norm_op.EXAMPLE),
     "gated": (activation.gated_why_not, activation_op.EXAMPLE),
     "activation": (activation.activation_why_not, activation_op.EXAMPLE),
-    "weight gradient": (weight_gradient.why_not, wgrad.EXAMPLE),
-    "adam": (adam.why_not, adam_op.EXAMPLE),
+    "weight gradient": (weight_gradient.weight_gradient_why_not, wgrad.EXAMPLE),
+    "adam": (adam.adam_why_not, adam_op.EXAMPLE),
 }
 
 
@@ -155,9 +159,11 @@ def test_what_it_does_not_serve(te: Fakes) -> None:
     assert "weight in the dtype of the input" in norm.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
     assert "not torch.float64" in norm.rms_why_not(norm_op.EXAMPLE._replace(dtype=torch.float64))
     assert activation.gated_why_not(activation_op.EXAMPLE._replace(kind="gelu")).startswith("has no gelu; it has silu")
-    assert "main gradient in float32" in weight_gradient.why_not(wgrad.EXAMPLE._replace(main_dtype=torch.float16))
-    assert "moments in float32" in adam.why_not(adam_op.EXAMPLE._replace(dtype=torch.bfloat16))
-    assert "contiguous" in adam.why_not(adam_op.EXAMPLE._replace(contiguous=False))
+    assert "main gradient in float32" in weight_gradient.weight_gradient_why_not(
+        wgrad.EXAMPLE._replace(main_dtype=torch.float16)
+    )
+    assert "moments in float32" in adam.adam_why_not(adam_op.EXAMPLE._replace(dtype=torch.bfloat16))
+    assert "contiguous" in adam.adam_why_not(adam_op.EXAMPLE._replace(contiguous=False))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

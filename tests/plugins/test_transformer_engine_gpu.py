@@ -12,9 +12,14 @@ from megalight.ops import activation as activation_op
 from megalight.ops import adam as adam_op
 from megalight.ops import norm as norm_op
 from megalight.ops.choice import use_backends
-from megalight.ops.linear import linear, wgrad
+from megalight.ops.linear import linear
+from megalight.ops.linear import weight_gradient as wgrad
 from megalight.plugins import transformer_engine
-from megalight.plugins.transformer_engine import activation, adam, attention, norm, weight_gradient
+from megalight.plugins.transformer_engine import attention
+from megalight.plugins.transformer_engine import kernels as activation
+from megalight.plugins.transformer_engine import kernels as adam
+from megalight.plugins.transformer_engine import kernels as norm
+from megalight.plugins.transformer_engine import kernels as weight_gradient
 from tests.ops.checks import check_activations, check_adam, check_norms, check_weight_gradient, error
 from tests.ops.test_linear import with_main_grad
 from tests.plugins.real import GOOD, MARKS, check_attention, check_model, need, ragged, serve, uniform
@@ -82,7 +87,7 @@ def test_activations(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("tokens", "out", "width"), [(64, 64, 128), (500, 304, 1000), (8192, 512, 256)])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradient(main_dtype: torch.dtype, tokens: int, out: int, width: int) -> None:
-    serve(weight_gradient.why_not, wgrad.Spec("cuda", torch.bfloat16, main_dtype))
+    serve(weight_gradient.weight_gradient_why_not, wgrad.Spec("cuda", torch.bfloat16, main_dtype))
     check_weight_gradient(weight_gradient.accumulate, "cuda", torch.bfloat16, main_dtype, tokens, out, width)
 
 
@@ -115,7 +120,7 @@ def test_the_product_makes_no_temporary() -> None:
 @pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
 def test_adam(n: int, decoupled: bool, tensors: bool, out_dtype: torch.dtype | None) -> None:
-    serve(adam.why_not, adam_op.EXAMPLE._replace(device="cuda", out_dtype=out_dtype))
+    serve(adam.adam_why_not, adam_op.EXAMPLE._replace(device="cuda", out_dtype=out_dtype))
     check_adam(adam.adam_step, "cuda", n, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)
 
 

@@ -10,9 +10,8 @@ import yaml
 from megalight.models.gpt import GPT, GPTModule
 from megalight.models.gpt.plan import gpt_plan
 from megalight.models.gpt.presets import preset
-from megalight.parallel.apply import parallelize
+from megalight.parallel.apply import check_split, parallelize
 from megalight.parallel.recompute import Recompute
-from megalight.parallel.split_by_options import check_split
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.user_module import options_for
 from tests.recipes.test_layouts import RECIPES

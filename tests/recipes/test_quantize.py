@@ -11,7 +11,7 @@ import torch
 
 from megalight.errors import CheckpointError
 from megalight.inference import load_model
-from megalight.plugins.modelopt.folder import plain_weights
+from megalight.plugins.modelopt.export import plain_weights
 from megalight.types import PackedSequences
 from tests.recipes.test_layouts import RECIPES, SHORT, _data, megalight
 

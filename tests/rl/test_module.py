@@ -21,10 +21,11 @@ from megalight.inference import generate
 from megalight.models.config import DropoutConfig
 from megalight.models.distillation import Layout
 from megalight.models.gpt import GPT
-from megalight.models.gpt.config import MoEConfig, MultiTokenConfig
+from megalight.models.gpt.config import MultiTokenConfig
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
-from megalight.rl import policy as rl_policy
+from megalight.nn.moe.config import MoEConfig
+from megalight.rl import rollouts as rl_policy
 from megalight.rl.environment import PromptBatch, Task
 from megalight.rl.loss import PolicyLoss
 from megalight.rl.rollouts import _draw

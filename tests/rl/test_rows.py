@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megalight.inference import Completion
-from megalight.rl.advantages import group_advantages
 from megalight.rl.environment import Score, Task
-from megalight.rl.loss import Normalize, PolicyLoss
+from megalight.rl.loss import Normalize, PolicyLoss, group_advantages
+from megalight.rl.module import pack_trajectories
 from megalight.rl.rollouts import Rollouts, Trajectory
-from megalight.rl.rows import pack_trajectories
 from megalight.types import TokenBatch
 
 

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from megalight import checkpoint
 from megalight.callbacks import EMA, Preemption, Retention, StepProgress, preemption
-from megalight.checkpoint.background.saves import Pending
-from megalight.checkpoint.background.shared import SharedMemory
+from megalight.checkpoint.async_save.saves import Pending
+from megalight.checkpoint.async_save.shared_memory import SharedMemory
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
-from megalight.strategies.checkpoints import beside as module
-from megalight.strategies.checkpoints.beside import SavesBeside
+from megalight.strategies.checkpoints import async_save as module
+from megalight.strategies.checkpoints.async_save import SavesBeside
 from megalight.strategies.checkpoints.options import Checkpoints
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, workers_of

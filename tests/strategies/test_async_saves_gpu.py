@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megalight import checkpoint
-from megalight.checkpoint import staging
+from megalight.checkpoint import saving as staging
 from megalight.checkpoint.view import Box, View
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from megalight import checkpoint
 from megalight.callbacks import EMA
-from megalight.checkpoint.foreign.torch_files import torch_path
+from megalight.checkpoint.foreign.torch_dcp import torch_path
 from megalight.checkpoint.sources.flat import canonical
 from megalight.checkpoint.sources.streaming import Wanted, itself, stream
 from megalight.cli.main import main

@@ -22,10 +22,10 @@ from megalight.errors import ConfigurationError, DataError
 from megalight.models.bert.module import BertModule
 from megalight.models.distillation import Distiller
 from megalight.models.gpt import GPT, GPTConfig, MambaConfig
-from megalight.models.gpt.config import MoEConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
+from megalight.nn.moe.config import MoEConfig
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy

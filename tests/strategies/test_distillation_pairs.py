@@ -23,12 +23,12 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import load_model
 from megalight.models.distillation import LayerPair
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.config import MoEConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, open_model, save_model
 from megalight.models.transforms import Comparison
 from megalight.nn import StateComparison
 from megalight.nn.init import initialize
+from megalight.nn.moe.config import MoEConfig
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.recompute import Recompute

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalight.models.gpt.config import DropoutConfig
+from megalight.models.config import DropoutConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import Pipeline

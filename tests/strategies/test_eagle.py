@@ -22,16 +22,16 @@ from megalight import checkpoint
 from megalight.data.tokenizer import FILE, Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError
 from megalight.models.eagle import DraftModel, EagleConfig, EagleModule, eagle_plan, export_draft
-from megalight.models.eagle.export import in_order
+from megalight.models.eagle.serving_format import in_order
 from megalight.models.gpt import GPT, LatentConfig
 from megalight.models.stored import held_model, save_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig, RouterConfig
+from megalight.parallel.apply import check_split
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.split_by_options import check_split
 from megalight.strategies import DataParallel, MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.training import BASE, SEED, assert_weights, global_batch

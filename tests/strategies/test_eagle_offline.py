@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from megalight.data.cached_outputs import StatesStore
 from megalight.data.gpt.module import GPTDataModule
 from megalight.data.indexed import IndexedWriter
-from megalight.data.states import StatesStore
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference.base_states import record_states
+from megalight.inference.recording import record_states
 from megalight.models.distillation import Layout
 from megalight.models.eagle import EagleConfig, EagleModule
 from megalight.models.eagle.base import BaseModel

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megalight import checkpoint
-from megalight.checkpoint.background.saves import KINDS
+from megalight.checkpoint.async_save.saves import KINDS
 from megalight.errors import CheckpointError
 from tests.checkpoint.beside import fault
 from tests.strategies.test_async_saves import STEPS, fit

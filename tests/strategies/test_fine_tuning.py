@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megalight.data.chat.module import SFTDataModule
+from megalight.data.corpus import CorpusMeta, loss_prefix
 from megalight.data.indexed import IndexedWriter
-from megalight.data.meta import CorpusMeta, loss_prefix
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialize

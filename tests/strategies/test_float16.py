@@ -17,7 +17,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.optim import Adam
 from megalight.plugins.precision import MegatronPrecision
-from megalight.plugins.precision.loss_scale import LossScale
+from megalight.plugins.precision.megatron import LossScale
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, dealt, strategy, weights

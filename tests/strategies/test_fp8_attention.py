@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megalight.errors import BackendError, ConfigurationError, LayoutError
-from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import GPTConfig
+from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn import InnerAttention
 from megalight.nn.init import initialize

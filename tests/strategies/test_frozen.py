@@ -19,7 +19,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry
 from megalight.models.packing import pack
 from megalight.nn.init import initialize
-from megalight.parallel.frozen import FrozenModel
+from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.options import ParallelOptions
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch, WithResults

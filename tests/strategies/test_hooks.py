@@ -35,8 +35,7 @@ from torch.utils.data import DataLoader
 
 from megalight import checkpoint
 from megalight.strategies import DataParallel, MegatronStrategy, _lightning
-from megalight.strategies.hooks import defines
-from megalight.strategies.weight_readers import reads_weights_between_steps
+from megalight.strategies.user_module import defines, reads_weights_between_steps
 from tests.environment import PoolEnvironment, trainer
 from tests.strategies.regression import Plain, batches, samples, strategy, weights
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData

@@ -11,7 +11,7 @@ import pytest
 
 from megalight.models.gpt import AttentionConfig
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.pipeline.grammar import parse
+from megalight.parallel.pipeline.layout_string import parse
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.strategies import Pipeline

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from megalight.errors import BackendError, ConfigurationError
-from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import GPTConfig
+from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.ops.common import AMAX
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import Session
 from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import quantize
 from megalight.ops.quantize.recipes import recipe

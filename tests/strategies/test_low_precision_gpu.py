@@ -14,7 +14,8 @@ from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialize
 from megalight.ops.common import measuring
-from megalight.ops.quantize import amax_of, known
+from megalight.ops.quantize import amax_history as known
+from megalight.ops.quantize import amax_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
 from megalight.plugins.precision import MegatronLowPrecision

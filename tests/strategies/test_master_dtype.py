@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalight.callbacks import EMA
 from megalight.checkpoint.run import Run
-from megalight.checkpoint.sources.precision import MASTER
+from megalight.checkpoint.sources.combine import MASTER
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.random import RandomStreams

@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.strategies import meeting
+from megalight.strategies import process_group as meeting
 from tests.workers import free_port
 
 

@@ -17,7 +17,8 @@ from lightning.fabric.strategies.launchers import subprocess_script
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers import subprocess_script as lightnings
 
-from megalight.strategies import launchers, orphans
+from megalight.strategies import launchers
+from megalight.strategies import launchers as orphans
 from tests.workers import SERVER
 
 LIMIT = 240
@@ -61,7 +62,7 @@ def _start(folder: Path, alive: Connection) -> None:
     """Be rank 0, in a process that has the imports. Its children, too, hold the connection while they live."""
     os.chdir(folder)
     os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT), 2)
-    orphans.PERIOD_SECONDS = orphans.GRACE_SECONDS = 0.1
+    orphans.PERIOD_SECONDS = orphans.ORPHANS_GRACE_SECONDS = 0.1
     launchers.preflight.check = lambda *_, **__: None  # type: ignore[assignment]
     lightnings.subprocess.Popen = subprocess_script.subprocess.Popen = Forked  # type: ignore[assignment,misc]
     _rank()

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
-import megalight.parallel.split_by_options
+import megalight.parallel.apply
 from megalight.errors import BackendError, ConfigurationError, LayoutError
 from megalight.models.gpt import AttentionConfig, BackendConfig, GPTConfig, MambaConfig, NormConfig
 from megalight.models.gpt.module import GPTModule
@@ -28,7 +28,8 @@ from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column, Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies import DataParallel, MegatronStrategy, preflight
+from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import launchers as preflight
 from megalight.strategies.refusals import check_tuners
 from tests.strategies.regression import Plain, batches
 from tests.strategies.toy import ToyModule
@@ -47,7 +48,7 @@ def test_overlap_is_chosen_for_weights_of_the_run(
 ) -> None:
     seen: list[set[torch.dtype]] = []
     checked = lambda model, device: seen.append({p.dtype for p in nn.Module.parameters(model)})  # noqa: E731
-    monkeypatch.setattr(megalight.parallel.split_by_options, "check_overlap", checked)
+    monkeypatch.setattr(megalight.parallel.apply, "check_overlap", checked)
     strategy = MegatronStrategy(
         tensor_parallel=2, precision_plugin=MegatronPrecision(precision), parallel_devices=[torch.device("cpu")] * 2
     )

@@ -14,12 +14,11 @@ import torch
 from megalight import checkpoint
 from megalight.callbacks import EMA
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import quantize
 from megalight.ops.quantize.recipes import recipe
-from megalight.parallel.ending import FAILED
+from megalight.parallel.groups import FAILED
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.source import Target
 from megalight.plugins.precision import MegatronLowPrecision

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallel, pushes
+from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import gather as pushes
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.strategies import Pipeline
 from tests.parallel.peers.shared_files import symmetric_on_cpu

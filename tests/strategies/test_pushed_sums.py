@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, pushed_sums, reduce
+from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, reduce
+from megalight.parallel.data_parallel import reduce as pushed_sums
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import infos
 from tests.parallel.peers.shared_files import symmetric_on_cpu

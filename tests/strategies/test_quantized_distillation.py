@@ -19,7 +19,7 @@ from megalight.models.gpt import GPT
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
 from megalight.plugins.modelopt.layers import register_layers
-from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.presets import modelopt
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.callbacks.distillation import Distillation
+from megalight.data.cached_outputs import TaughtStore
 from megalight.data.gpt.module import GPTDataModule
 from megalight.data.indexed import IndexedWriter
-from megalight.data.taught import TaughtStore
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference import load_model, recording
-from megalight.inference.teaching import teach
+from megalight.inference.recording import teach
 from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, save_model

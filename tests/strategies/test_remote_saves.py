@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megalight import checkpoint
 from megalight.callbacks import Retention
-from megalight.checkpoint.disk.newest import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.errors import CheckpointError, StorageError
 from megalight.strategies.checkpoints import hooks
 from tests.objects import BUCKET, server, use  # noqa: F401 (a fixture)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megalight.callbacks import EMA
-from megalight.checkpoint.background.saves import Kind
+from megalight.checkpoint.async_save.saves import Kind
 from megalight.data.gpt.module import GPTDataModule
 from megalight.data.indexed import IndexedWriter
 from megalight.models.config import DropoutConfig

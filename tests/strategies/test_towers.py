@@ -17,7 +17,7 @@ from megalight import checkpoint
 from megalight.callbacks import EMA, Adapters
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.inference import generate
-from megalight.inference.pictures import with_pictures
+from megalight.inference.images import with_pictures
 from megalight.models.gpt.module import GPTModule
 from megalight.models.saved import saved_model
 from megalight.models.transforms import Fused
@@ -33,7 +33,7 @@ from megalight.strategies import (
     Pipeline,
     Side,
 )
-from megalight.towers.arriving import Arrivals
+from megalight.towers.disjoint import Arrivals
 from megalight.types import Loss
 from tests.data.multimodal.conftest import png
 from tests.environment import trainer

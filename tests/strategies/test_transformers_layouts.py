@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from megalight.inference import ParallelGPT
-from megalight.models.export import export
 from megalight.models.gpt import GPTModule
+from megalight.models.hugging_face.export import export
 from megalight.models.stored import open_model
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences, TokenBatch

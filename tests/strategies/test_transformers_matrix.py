@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megalight.inference import ParallelGPT
-from megalight.models.comparison import diff
-from megalight.models.export import export
-from megalight.models.stored import open_model
+from megalight.models.hugging_face.export import export
+from megalight.models.stored import diff, open_model
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
 from tests.environment import trainer

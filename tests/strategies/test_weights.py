@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from megalight.checkpoint import boxes
 from megalight.errors import CheckpointError
-from megalight.models.folder import Folder
 from megalight.models.gpt import GPTConfig, GPTModule
 from megalight.models.gpt.hugging_face import from_transformers
+from megalight.models.hugging_face.folder import Folder
 from megalight.parallel.source import parameter_targets, shard_targets
 from megalight.strategies import MegatronStrategy, load_weights
 from tests.environment import trainer

@@ -17,8 +17,8 @@ from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.transforms import LoRA
 from megalight.parallel.data_parallel import DataParallel
 from megalight.towers import Side, TowersApart
-from megalight.towers.encoder import Encoder
-from megalight.towers.shares import consecutive
+from megalight.towers.batch_split import consecutive
+from megalight.towers.disjoint import Encoder
 from tests.models.test_vlm_strategy import ADAPTERS, CONFIGS, COUNTS, FREEZE, by_hand, rows_of
 from tests.models.vlm_samples import batch
 from tests.parallel.gathering import gather_canonical

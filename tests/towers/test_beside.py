@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.vlm import VLM
 from megalight.parallel.data_parallel import DataParallel
-from megalight.parallel.data_parallel.residency import Residency
+from megalight.parallel.data_parallel.unshard import Residency
 from megalight.towers import Side, TowersBeside
-from megalight.towers.balance import balanced
+from megalight.towers.batch_split import balanced
 from tests.models.test_vlm_strategy import CONFIGS, COUNTS, by_hand, rows_of
 from tests.models.vlm_samples import batch
 from tests.parallel.gathering import gather_canonical

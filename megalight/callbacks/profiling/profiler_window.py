@@ -5,15 +5,75 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from megalight.callbacks.profiling.windows import StepWindow, check_ranks
 from megalight.callbacks.timing.spans import StepSpans, label
 from megalight.errors import ConfigurationError
+
+# Windows of steps on some ranks, for tools that are too expensive to run all the time.
+
+
+@dataclass(frozen=True)
+class StepWindow:
+    """A window of the optimizer steps ``start`` to ``stop - 1``, which may repeat every few steps.
+
+    Args:
+        start: the first step of the window. Training begins with step 0.
+        stop: the first step after the window.
+        every: steps from the start of one window to the next. None: there is one window.
+
+    Raises:
+        ConfigurationError: the window is empty, or windows overlap.
+    """
+
+    start: int
+    stop: int
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ConfigurationError(
+                f"start_step is {self.start} and stop_step is {self.stop}; start_step must be at least 0 and below "
+                "stop_step."
+            )
+        if self.every is not None and self.every < self.steps:
+            raise ConfigurationError(
+                f"every_n_steps is {self.every}, but a window has {self.steps} steps; windows must not overlap. Use "
+                f"every_n_steps of at least {self.steps}, or null for one window."
+            )
+
+    @property
+    def steps(self) -> int:
+        """Number of steps in one window."""
+        return self.stop - self.start
+
+    def begins(self, step: int, ahead: int = 0) -> bool:
+        """Return whether a window begins ``ahead`` steps after ``step``.
+
+        If the first window begins at a step below ``ahead``, step 0 counts.
+        """
+        if self.every is None or step + ahead < self.start + self.every:
+            # The first window may begin before so many steps were done.
+            return step == max(self.start - ahead, 0)
+        return (step + ahead - self.start) % self.every == 0
+
+
+def check_ranks(ranks: Sequence[int]) -> frozenset[int]:
+    """Return the ranks as a set.
+
+    Raises:
+        ConfigurationError: there is no rank, or a negative one.
+    """
+    if not ranks or min(ranks) < 0:
+        raise ConfigurationError(f"ranks is {list(ranks)}; give at least one rank, counted from 0.")
+    return frozenset(ranks)
+
 
 log = logging.getLogger(__name__)
 
@@ -194,3 +254,67 @@ class ProfilerWindow(StepSpans):
         path.with_name(path.name.replace(".json.gz", ".txt")).write_text(table, encoding="utf-8")
         self.traces.append(path)
         log.info("profile of steps %d to %d: %s", self._first, self._seen, path)
+
+
+# A window of steps for Nsight Systems.
+
+
+class NsysWindow(pl.Callback):
+    """Makes Nsight Systems record only a few steps: ``nsys profile --capture-range=cudaProfilerApi ...``.
+
+    The host waits for the device at both ends of the window, so that it holds whole steps.
+
+    Args:
+        start_step: the first recorded optimizer step. Training begins with step 0.
+        stop_step: the first optimizer step after the window.
+        ranks: the ranks that record.
+
+    Raises:
+        ConfigurationError: the window is empty, or one of ``ranks`` is not on CUDA (in ``fit``).
+    """
+
+    def __init__(self, start_step: int, stop_step: int, ranks: Sequence[int] = (0,)) -> None:
+        self.window = StepWindow(start_step, stop_step)
+        self.ranks = check_ranks(ranks)
+        self._recording = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check that this rank is on CUDA."""
+        if trainer.global_rank in self.ranks and trainer.strategy.root_device.type != "cuda":
+            raise ConfigurationError(
+                f"NsysWindow needs a CUDA device, but rank {trainer.global_rank} runs on "
+                f"{trainer.strategy.root_device.type}; use megalight.callbacks.ProfilerWindow instead."
+            )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start recording before the first step of the window."""
+        if not self._recording and trainer.global_rank in self.ranks and self.window.begins(trainer.global_step):
+            # The device first finishes what was queued before the window.
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+            self._recording = True
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop recording after the last step of the window."""
+        if trainer.global_step >= self.window.stop:
+            self._stop()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop recording."""
+        self._stop()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Stop recording without waiting for the device, which may have failed."""
+        self._stop(wait=False)
+
+    def _stop(self, wait: bool = True) -> None:
+        if self._recording:
+            self._recording = False
+            # After a failure of the device, waiting would hang or raise again.
+            if wait:
+                torch.cuda.synchronize()
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]

@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 
-from megalight.callbacks.timing import startup
 from megalight.callbacks.timing.timed_steps import TimedSteps, log_row
 from megalight.callbacks.timing.timer import OFF, Timer, TimerTable, Times, check_level
 from megalight.errors import ConfigurationError
+
+# The time that a run needs to start.
+
+
+IMPORTED = time.time()
+"""When this module was imported."""
+
+
+def program_start() -> float:
+    """Return the start of this process in seconds since the epoch (to 10 ms). Not on Linux: :data:`IMPORTED`."""
+    try:
+        # After the name of the program, which is in brackets and may contain blanks.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = float(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds since the machine was started
+        return time.time() - (float(Path("/proc/uptime").read_text().split()[0]) - ticks)
+    except (OSError, ValueError, IndexError):
+        return IMPORTED
+
+
+def spans(stamps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the durations between the time stamps ``program``, ``entry``, ``fit`` and ``train`` of all ranks.
+
+    - ``ranks_apart_s``: from the start of the first process to the start of the last.
+    - ``program_s``: until imports and constructors are done on the last rank.
+    - ``launch_s``: then until the last rank is in ``fit`` with its process group.
+    - ``setup_s``: then until model, data and optimizer are ready on the last rank.
+    - ``all_s``: the whole time.
+    """
+    first = min(stamp["program"] for stamp in stamps)
+    last = {name: max(stamp[name] for stamp in stamps) for name in ("program", "entry", "fit", "train")}
+    return {
+        "ranks_apart_s": last["program"] - first,
+        "program_s": last["entry"] - first,
+        "launch_s": last["fit"] - last["entry"],
+        "setup_s": last["train"] - last["fit"],
+        "all_s": last["train"] - first,
+    }
 
 
 class Timers(TimedSteps):
@@ -31,7 +69,7 @@ class Timers(TimedSteps):
     Logs:
         time/<part>_s: seconds per step of a part. By ``ranks``, ``_min``, ``_max`` or ``_rank<r>`` comes before ``_s``.
         time/first/<part>_s: the same for the first step, which is in no mean.
-        startup/<part>_s: seconds that the run needed to start (see :func:`megalight.callbacks.timing.startup.spans`).
+        startup/<part>_s: seconds that the run needed to start (see :func:`megalight.callbacks.timing.timers.spans`).
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -44,7 +82,7 @@ class Timers(TimedSteps):
         if ranks not in REDUCTIONS:
             raise ConfigurationError(f"ranks is {ranks!r}; choose one of {', '.join(REDUCTIONS)}.")
         self.ranks = ranks
-        self._stamps = {"program": startup.program_start(), "entry": time.time()}
+        self._stamps = {"program": program_start(), "entry": time.time()}
 
     def timer(self, name: str, level: int = 1) -> Timer:
         """Return a timer for your own code, which is logged like the others.
@@ -70,7 +108,7 @@ class Timers(TimedSteps):
         if "train" not in self._stamps:  # only for the first fit of this process
             self._stamps["train"] = time.time()
             assert self._gather is not None
-            figures = startup.spans(self._gather(self._stamps))
+            figures = spans(self._gather(self._stamps))
             if trainer.is_global_zero:
                 log_row(trainer, {f"startup/{name}": value for name, value in figures.items()}, trainer.global_step)
         return table

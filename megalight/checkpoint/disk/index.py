@@ -8,8 +8,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from megalight.checkpoint.disk.checksum import BLOCK
-from megalight.checkpoint.disk.files import CODES, checked_count, checked_name, checked_shape
+from megalight.checkpoint.disk.files import BLOCK, CODES, checked_count, checked_name, checked_shape
 from megalight.errors import CheckpointError
 
 NAME = "index.json"
@@ -24,7 +23,7 @@ class Chunk:
         file: data file, relative to the checkpoint.
         key: the tensor's key in that safetensors file.
         start: first byte in the file.
-        sums: checksums, one per block of :data:`~megalight.checkpoint.disk.checksum.BLOCK` bytes.
+        sums: checksums, one per block of :data:`~megalight.checkpoint.disk.files.BLOCK` bytes.
     """
 
     offset: tuple[int, ...]

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from functools import singledispatch
 from typing import Any
 
-from megalight.checkpoint.disk.checksum import checksum
 from megalight.checkpoint.disk.files import (
     FileRecord,
     Place,
     checked_count,
     checked_name,
+    checksum,
     dump_json,
     located,
     parse_json,

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.checkpoint.disk.checksum import blocks
 from megalight.checkpoint.disk.datafile import OpenFile
-from megalight.checkpoint.disk.files import MAX_HEADER, Entry, Place, checked_name, parse_header
+from megalight.checkpoint.disk.files import MAX_HEADER, Entry, Place, blocks, checked_name, parse_header
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
 from megalight.checkpoint.disk.publish import place
 from megalight.checkpoint.inspection.inspect import Report, floats

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.checksum import blocks
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, FileRecord, Place
+from megalight.checkpoint.disk.files import CODES, FileRecord, Place, blocks
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.manifest import read
 from megalight.checkpoint.inspection.inspect import describe, floats

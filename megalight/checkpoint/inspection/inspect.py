@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from megalight.checkpoint.disk import index as indices
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.checksum import blocks
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, Place, parse_json, read_file
+from megalight.checkpoint.disk.files import CODES, Place, blocks, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.errors import CheckpointError
 

@@ -10,9 +10,8 @@ from math import prod
 from megalight.checkpoint.disk import index as indices
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.checksum import blocks
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, TORCH_SUFFIX, FileRecord, Place, parse_json, read_file
+from megalight.checkpoint.disk.files import CODES, TORCH_SUFFIX, FileRecord, Place, blocks, parse_json, read_file
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
 from megalight.errors import CheckpointError
 

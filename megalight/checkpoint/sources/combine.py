@@ -5,6 +5,7 @@ Those made of other sources hold as much memory as is filled at a time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.checkpoint.compare import compare
+from megalight.checkpoint.loading import Saved, compare
 from megalight.checkpoint.ranks import Ranks
-from megalight.parallel.source import Filled, Request, Source, Stored, Target, Wrapped
+from megalight.checkpoint.sources.flat import canonical
+from megalight.parallel.source import Filled, Renamed, Request, Source, Stored, Target, Wrapped
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,122 @@ class Held:
 class _Held:
     shape: tuple[int, ...]
     dtype: str
+
+
+# A source without some of its tensors.
+
+
+@dataclass(frozen=True)
+class Without(Wrapped):
+    """A source in which tensors with certain names are not seen, nor missed by a strict fill.
+
+    Attributes:
+        beginnings: what names of the hidden tensors begin with.
+    """
+
+    beginnings: tuple[str, ...]
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """The other tensors."""
+        return {name: stored for name, stored in self.source.tensors.items() if not self._hides(name)}
+
+    def before(self, request: Request) -> Request:
+        """See :meth:`~megalight.parallel.source.Wrapped.before`."""
+        # Read into memory that nobody keeps: a strict source wants all of its tensors to be asked for.
+        aside = [
+            Target(name, stored.shape, (0,) * len(stored.shape), torch.empty(stored.shape))
+            for name, stored in self.source.tensors.items()
+            if request.strict and self._hides(name)
+        ]
+        return replace(request, targets=[*request.targets, *aside])
+
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+        return Filled(filled.missing, tuple(name for name in filled.unexpected if not self._hides(name)))
+
+    def _hides(self, name: str) -> bool:
+        return name.startswith(self.beginnings)
+
+
+# A source whose names need not agree with those of the model that it fills.
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lenient(Wrapped):
+    """A source that fills what it has: missing tensors keep their values, and tensors nobody asks for are skipped.
+
+    Attributes:
+        where: what the log calls it.
+        say: whether rank 0 logs the name of every tensor that a strict fill misses or skips.
+        skipped: names of other stored tensors, which ``source`` itself does not show.
+        label: what the log calls a tensor of ``source``.
+    """
+
+    where: str
+    say: bool
+    skipped: tuple[str, ...] = ()
+    label: Callable[[str], str] = repr
+
+    def before(self, request: Request) -> Request:
+        """See :meth:`~megalight.parallel.source.Wrapped.before`. ``strict`` only decides about the log."""
+        return replace(request, strict=False)
+
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+        if request.strict and self.say:
+            self._report(filled, Ranks(request.process_group))
+        return Filled(filled.missing, (*filled.unexpected, *self.skipped))
+
+    def _report(self, filled: Filled, ranks: Ranks) -> None:
+        # A rank knows only what its own part misses; rank 0 gets the names of all.
+        everyone = ranks.together(f"comparing names with {self.where}", lambda: filled.missing)
+        if ranks.rank:
+            return
+        missing = sorted({name for names in everyone for name in names})
+        report(self.where, self.label, missing, [*map(self.label, filled.unexpected), *map(repr, self.skipped)])
+
+
+def report(where: str, label: Callable[[str], str], missing: Sequence[str], extra: Sequence[str]) -> None:
+    """Log the names that a model and the weights in ``where`` do not share; ``extra``: as they are to be logged."""
+    if missing:
+        log.warning(
+            "%d tensors are not in %s and keep their initial values: %s",
+            len(missing),
+            where,
+            ", ".join(map(label, missing)),
+        )
+    if extra:
+        log.warning("%d tensors of %s are not in this model and are skipped: %s", len(extra), where, ", ".join(extra))
+
+
+# The weights of a checkpoint in full precision: masters take the place of the rounded parameters that were saved.
+
+
+MASTER = "optimizer.master."
+"""Names of masters that are copies begin with this, and go on with the weight's own."""
+
+WIDE = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class FullPrecision(Wrapped):
+    """A checkpoint as a :class:`~megalight.parallel.source.Source` of weights.
+
+    Boxes in float32 or wider are read from the masters where the checkpoint has them, all others from the weights.
+    """
+
+    source: Saved
+
+    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+        # Flat masters are seen as whole ones first, so that both schemes serve.
+        masters = Renamed(canonical(self.source), request.prefix, MASTER + request.prefix)
+        # A run in float32 has no masters: its weights are exact already.
+        if masters.tensors:
+            wide = [target for target in request.targets if target.data.dtype in WIDE]
+            masters.fill(wide, strict=False, process_group=request.process_group)
+        return filled

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megalight.checkpoint.boxes import meeting
-from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE
-from megalight.checkpoint.loading import Checkpoint, Saved
+from megalight.checkpoint.loading import Checkpoint, Saved, compare
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import piece_name
 from megalight.errors import CheckpointError

@@ -73,8 +73,8 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
 def _check_data(given: Values) -> None:
     """Check sizes, and that token files are there and whole."""
     # Imported only for these classes: they need numpy.
+    from megalight.data.blend import Mixture
     from megalight.data.corpus import Corpus
-    from megalight.data.mixture import Mixture
     from megalight.data.sizes import check_sizes
 
     _call(check_sizes, given)
@@ -107,8 +107,8 @@ def _check_shares(values: Values, classes: Mapping[str, Source | None]) -> None:
 
 def _check_vocabulary(values: Values) -> None:
     """Check that the model has an embedding for each token of the data, as far as the facts about these say."""
-    from megalight.data.meta import CorpusMeta
-    from megalight.data.mixture import Mixture
+    from megalight.data.blend import Mixture
+    from megalight.data.corpus import CorpusMeta
     from megalight.data.sizes import check_vocabulary
 
     size, tokens = values.get("model.config.vocab_size"), values.get("data.vocab_size")
@@ -147,8 +147,8 @@ def _check_weights(values: Values, classes: Mapping[str, Source | None]) -> None
 
 def _check_run(key: str, folder: Path) -> None:
     """Refuse the folder of a run that has saved no checkpoint. What other folders hold is seen when they are read."""
+    from megalight.checkpoint.disk.latest_checkpoint import newest_in
     from megalight.checkpoint.disk.manifest import is_run
-    from megalight.checkpoint.disk.newest import newest_in
 
     if folder.is_dir() and is_run(folder) and not (folder / "config.json").exists() and newest_in(folder) == folder:
         raise CheckpointError(
@@ -162,7 +162,7 @@ def _check_taught(values: Values, classes: Mapping[str, Source | None]) -> None:
     for key, source in classes.items():
         folder = values.get(f"{key}.teacher_logits")
         if _is_one_of(("Distillation",), source) and isinstance(folder, str):
-            from megalight.data.records import check_complete
+            from megalight.data.cached_outputs import check_complete
 
             check_complete(Path(folder), "megalight teach")
 
@@ -215,10 +215,9 @@ def _check_seed(seed: Any) -> None:
 
 def _check_length(given: Values) -> None:
     """Check that each corpus holds a sample to train with. Only its index is read."""
-    from megalight.data.corpus import Corpus
+    from megalight.data.blend import Mixture, Part
+    from megalight.data.corpus import SPLIT, SPLITS, Corpus, split_bounds
     from megalight.data.gpt.index import check_one_sample, of_split
-    from megalight.data.mixture import Mixture, Part
-    from megalight.data.splits import SPLIT, SPLITS, split_bounds
 
     length = given.get("sequence_length")
     for name in ("data", "train_data"):

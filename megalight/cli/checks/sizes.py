@@ -2,7 +2,7 @@
 
 Importing Lightning as well would take twice as long.
 
-The configuration's own class, the mesh and :func:`megalight.parallel.split_by_options.check_split` decide, as they do
+The configuration's own class, the mesh and :func:`megalight.parallel.apply.check_split` decide, as they do
 again before a run. What depends on more than plain values is left to the run.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from megalight.cli.sources import Source
 from megalight.data.sizes import check_fits
 from megalight.errors import ConfigurationError
-from megalight.models.heads import OR_HEAD_DIM, check_heads
+from megalight.models.config import OR_HEAD_DIM, check_heads
 from megalight.parallel.degrees import check_degrees, replicas_of
 
 MODULES, STRATEGY, CONFIG = "megalight.models.", "trainer.strategy.", "model.config."
@@ -95,9 +95,9 @@ def _check_split(known: Any, config: Any, world_size: int, degrees: Mapping[str,
     """Split the model on meta as rank 0 would, if nothing but degrees decides how."""
     import torch
 
+    from megalight.parallel.apply import check_split
     from megalight.parallel.mesh import ParallelMesh
     from megalight.parallel.options import ParallelOptions
-    from megalight.parallel.split_by_options import check_split
 
     mesh = ParallelMesh(
         world_size,

@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the acceptance length of each category and of all."""
-    from megalight.checkpoint.disk.newest import newest_in
+    from megalight.checkpoint.disk.latest_checkpoint import newest_in
     from megalight.data.chat.template import ChatTemplate, read_template
     from megalight.errors import ConfigurationError
-    from megalight.inference.questions import read_questions
+    from megalight.inference.acceptance import read_questions
 
     if arguments.plain and arguments.chat_template:
         raise ConfigurationError("--plain takes no template; leave out --plain or --chat-template.")
@@ -50,9 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     import torch  # after the checks: importing it takes seconds
 
     from megalight.inference import TextGenerator
-    from megalight.inference.acceptance import Acceptance, check_rounds
-    from megalight.inference.drafts import load_draft
-    from megalight.inference.interview import Interview
+    from megalight.inference.acceptance import Acceptance, Interview, check_rounds
+    from megalight.inference.speculative import load_draft
 
     writer = TextGenerator.from_checkpoint(
         newest_in(arguments.base),

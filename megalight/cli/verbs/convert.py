@@ -76,8 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.checkpoint.foreign.transformers_folder import is_folder
     from megalight.checkpoint.sources.combine import Watched
     from megalight.errors import ConfigurationError
-    from megalight.models.eagle.export import holds_draft
-    from megalight.models.eagle.importing import is_draft
+    from megalight.models.eagle.serving_format import holds_draft, is_draft
     from megalight.models.gpt import megatron
     from megalight.models.saved import refuse_keys
     from megalight.models.transforms.peft import is_adapter
@@ -199,7 +198,7 @@ def _convert_model(arguments: argparse.Namespace, to: str, watched: Callable[[So
 
     import torch
 
-    from megalight.models.export import export
+    from megalight.models.hugging_face.export import export
     from megalight.models.stored import averaged, open_model, save_model
 
     keys = arguments.weights_keys

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from megalight.cli import prompt_lines, weights_keys
 
 if TYPE_CHECKING:
-    from megalight.data.multimodal.image_text import ImageText
+    from megalight.data.multimodal.template import ImageText
     from megalight.inference import TextGenerator
 
 
@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each prompt with its completion, or each answer."""
-    from megalight.checkpoint.disk.newest import newest_in
+    from megalight.checkpoint.disk.latest_checkpoint import newest_in
     from megalight.cli.newest import check_is_one, existing
 
     path = newest_in(arguments.checkpoint)
@@ -138,9 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch  # after the checks: importing it takes seconds
 
-    from megalight.data.multimodal.files import decode
+    from megalight.data.multimodal.images import decode
     from megalight.inference import TextGenerator
-    from megalight.inference.pictures import read
+    from megalight.inference.images import read
 
     # Before the weights: a wrong path and a damaged file then raise at once, with their names.
     files = [read(image, f"--image {number}") for number, image in enumerate(arguments.image, 1)]
@@ -226,7 +226,7 @@ def _complete(
     """Return the completion of each prompt, or the answer. ``source``: a chat template; None: the tokenizer's."""
     draft, guessing = None, dict[str, int]()
     if arguments.draft is not None:
-        from megalight.inference.drafts import load_draft
+        from megalight.inference.speculative import load_draft
 
         draft = load_draft(arguments.draft, writer.model, writer.tokenizer)
         if arguments.guesses is not None:
@@ -272,7 +272,7 @@ def _with_images(
         image: how a place is written.
         parts: whether prompts without a place become the parts of a message.
     """
-    from megalight.data.multimodal.image_text import IMAGE_TOKEN
+    from megalight.data.multimodal.template import IMAGE_TOKEN
     from megalight.errors import DataError
 
     counts = [image.framed(image.marked(prompt))[0].count(marker) for prompt in prompts]

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Check the options of this verb."""
-    from megalight.data.records import check_open
+    from megalight.data.cached_outputs import check_open
     from megalight.errors import ConfigurationError
 
     # Before anything is read: the base's pass takes hours.
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megalight.cli.lightning import parsed  # after the checks: importing it takes seconds
     from megalight.data.module import TokenDataModule
-    from megalight.inference.base_states import record_states
+    from megalight.inference.recording import record_states
     from megalight.models.eagle.module import EagleModule
 
     cli = parsed([PASSED_ON, *arguments.passed_on])

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
-    from megalight.checkpoint.disk.newest import newest_in
+    from megalight.checkpoint.disk.latest_checkpoint import newest_in
     from megalight.checkpoint.foreign.pickles import check_is_archive
     from megalight.checkpoint.foreign.transformers_folder import describe as read_folder
     from megalight.checkpoint.foreign.transformers_folder import is_folder
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         other = None if arguments.verify else newest_in(arguments.diff)
         # Names of transformers become canonical ones by the family's table, which takes torch.
         if other is not None and (is_folder(path) or is_folder(other)):
-            from megalight.models.comparison import diff
+            from megalight.models.stored import diff
         found = verify(path) if other is None else diff(path, other)
         nothing = "every byte is as it was saved" if arguments.verify else "the tensors are equal"
         plain = [json.dumps([asdict(each) for each in found], indent=2)] if arguments.json else list(map(str, found))

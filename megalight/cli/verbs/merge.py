@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = existing(arguments.checkpoint)
     base = None if arguments.base is None else existing(arguments.base)
 
-    from megalight.models.transforms.merge import merge_checkpoint  # after the checks: it imports torch
+    from megalight.models.transforms.saved import merge_checkpoint
 
     count = merge_checkpoint(source, arguments.output, base, arguments.adapter)
     print(f"{arguments.output}: merged the adapters of {count} linear layers")

@@ -93,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         which = "--chat" if arguments.chat else "--multimodal"
         _refuse(arguments, TEXT_ONLY, f"is for text, not for conversations; leave it or {which} out")
     if arguments.multimodal:
-        from megalight.data.multimodal.image_text import IMAGE_TOKEN
         from megalight.data.multimodal.prepare import prepare_multimodal
+        from megalight.data.multimodal.template import IMAGE_TOKEN
 
         _print(
             prepare_multimodal(

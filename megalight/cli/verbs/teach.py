@@ -50,14 +50,14 @@ def check(arguments: argparse.Namespace) -> None:
             raise ConfigurationError(f"--{name.replace('_', '-')}={value} must be at least {least}.")
     newest.existing(arguments.teacher)
     # Before anything is read: the teacher's pass takes hours, and a store is not overwritten.
-    from megalight.data.records import check_open  # now, because it imports torch
+    from megalight.data.cached_outputs import check_open
 
     check_open(arguments.output)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the store and print a summary."""
-    from megalight.checkpoint.disk.newest import newest_in
+    from megalight.checkpoint.disk.latest_checkpoint import newest_in
     from megalight.cli import parts
     from megalight.errors import ConfigurationError
 
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.cli.lightning import parsed
     from megalight.data.module import TokenDataModule
     from megalight.inference import load_model
-    from megalight.inference.teaching import check_teaching, teach
+    from megalight.inference.recording import check_teaching, teach
     from megalight.models.distillation import check_tokenizer
     from megalight.models.stored import open_model
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from megalight.data.bert.dataset import BertDataset, PairOptions, collate
-from megalight.data.bert.words import Words
-from megalight.data.corpus import Corpus
-from megalight.data.mixture import Data, Part
+from megalight.data.bert.masking import Words
+from megalight.data.blend import Data, Part
+from megalight.data.corpus import SPLIT, Corpus, split_bounds
 from megalight.data.module import TokenDataModule
-from megalight.data.splits import SPLIT, split_bounds
 
 
 class BertDataModule(TokenDataModule):

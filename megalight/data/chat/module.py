@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from megalight.data.blend import Data, Part
 from megalight.data.chat.dataset import PackedDataset, PackOptions, TooLong, collate
-from megalight.data.corpus import Corpus
-from megalight.data.mixture import Data, Part
+from megalight.data.corpus import SPLIT, Corpus, split_bounds
 from megalight.data.module import TokenDataModule
-from megalight.data.splits import SPLIT, split_bounds
 
 
 class SFTDataModule(TokenDataModule):

@@ -12,13 +12,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.chat.rows import Conversation, conversations
+from megalight.data.chat.conversations import Conversation, conversations
 from megalight.data.chat.template import ChatTemplate, TrainOn, encode, read_template
+from megalight.data.corpus import loss_prefix, tokenizer_path
 from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
-from megalight.data.meta import loss_prefix, tokenizer_path
-from megalight.data.prepare import PrepareReport, find_inputs, publish_facts
-from megalight.data.progress import progress_bar
+from megalight.data.prepare import PrepareReport, find_inputs, progress_bar, publish_facts
 from megalight.data.sink import Encoded, Sink
 from megalight.data.text_files import Block, Format, OnBad, TextFile, blocks, records_of
 from megalight.data.tokenizer import Tokenizer
@@ -145,7 +144,7 @@ def prepare_chat(
 
     Writes what :func:`megalight.data.prepare.prepare` writes, and ``<output>.loss.bin``, ``<output>.loss.idx``: 1 for
     each token that the assistant wrote and 0 for the others. The known shapes of rows are in
-    :mod:`megalight.data.chat.rows`. Preference pairs become documents of two sequences: preferred, rejected.
+    :mod:`megalight.data.chat.conversations`. Preference pairs become documents of two sequences: preferred, rejected.
 
     Args:
         inputs: files, directories or globs; see :func:`megalight.data.text_files.find`.

@@ -14,7 +14,7 @@ import jinja2  # torch requires it
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.chat.rows import Conversation
+from megalight.data.chat.conversations import Conversation
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError, decode_utf8
 from megalight.imports import require

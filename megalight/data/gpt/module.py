@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from megalight.data.corpus import Corpus
+from megalight.data.blend import Data, Part
+from megalight.data.corpus import SPLIT, Corpus, split_bounds
 from megalight.data.gpt.dataset import GPTDataset, SampleOptions, collate
 from megalight.data.gpt.fim import FIM, FillInMiddle
-from megalight.data.mixture import Data, Part
 from megalight.data.module import TokenDataModule
-from megalight.data.splits import SPLIT, split_bounds
 from megalight.errors import ConfigurationError
 from megalight.first_rank import only_first
 

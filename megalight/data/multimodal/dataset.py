@@ -21,8 +21,8 @@ from megalight.data.gpt.dataset import Sample
 from megalight.data.gpt.dataset import collate as collate_text
 from megalight.data.indexed import IndexedDataset, paths
 from megalight.data.multimodal.batch import ImageTextBatch, document_positions, runs_of
-from megalight.data.multimodal.files import decode, measure
 from megalight.data.multimodal.forms import Cut, Form, shifted, sources
+from megalight.data.multimodal.images import decode, measure
 from megalight.data.multimodal.patches import Images
 from megalight.errors import ConfigurationError, DataError
 from megalight.first_rank import only_first

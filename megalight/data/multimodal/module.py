@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from megalight.data.corpus import Corpus
-from megalight.data.mixture import Data, Part
+from megalight.data.blend import Data, Part
+from megalight.data.corpus import SPLIT, Corpus, split_bounds
 from megalight.data.module import TokenDataModule
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
 from megalight.data.multimodal.images import Resize
-from megalight.data.multimodal.models import form_of
-from megalight.data.splits import SPLIT, split_bounds
+from megalight.data.multimodal.resolution import form_of
 from megalight.errors import ConfigurationError, DataError
 
 

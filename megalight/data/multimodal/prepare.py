@@ -12,19 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from megalight.data.chat.conversations import Conversation, conversations
 from megalight.data.chat.prepare import ChatEncoder, ChatSink
-from megalight.data.chat.rows import Conversation, conversations
 from megalight.data.chat.template import TrainOn, read_template
+from megalight.data.corpus import image_prefix, loss_prefix, tokenizer_path
 from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
-from megalight.data.meta import image_prefix, loss_prefix, tokenizer_path
-from megalight.data.multimodal.files import decode
-from megalight.data.multimodal.image_text import IMAGE_TOKEN, image_text_of
-from megalight.data.multimodal.rows import images_of, is_image
-from megalight.data.multimodal.template import ImageTemplate
-from megalight.data.multimodal.videos import TOKENS, videos_of
-from megalight.data.prepare import PrepareReport, find_inputs, publish_facts
-from megalight.data.progress import progress_bar
+from megalight.data.multimodal.images import TOKENS, decode, videos_of
+from megalight.data.multimodal.template import IMAGE_TOKEN, ImageTemplate, image_text_of, images_of, is_image
+from megalight.data.prepare import PrepareReport, find_inputs, progress_bar, publish_facts
 from megalight.data.sink import Encoded
 from megalight.data.text_files import ROWS, Block, Format, OnBad
 from megalight.data.tokenizer import Tokenizer
@@ -150,14 +146,14 @@ def prepare_multimodal(
     ``<output>.images.idx``: the bytes of each image file, unchanged. Each image is one token here; training replaces it
     by as many as the model's tower makes of an image.
 
-    Rows have a shape of :mod:`megalight.data.chat.rows`, such as LLaVA's ``{"image": "a.jpg", "conversations":
+    Rows have a shape of :mod:`megalight.data.chat.conversations`, such as LLaVA's ``{"image": "a.jpg", "conversations":
     [{"from": "human", "value": "<image> What is this?"}, ...]}``. ``image`` or ``images`` is a path, bytes of a file as
     Parquet holds them (``{"bytes": ...}``), or a list of these. Messages may have parts of the type ``image``, which
     stand for these images, in order, or hold them.
 
     Args:
         inputs: files, directories or globs: ``.json`` (an array of rows), ``.jsonl``, ``.parquet``, or ``.tar``
-            (WebDataset, :mod:`megalight.data.shards`).
+            (WebDataset, :mod:`megalight.data.webdataset`).
         output: the data prefix.
         tokenizer: the folder of a tokenizer, or a ``tokenizer.json`` file.
         images: the folder that paths of images are relative to. None: the folder of the first input file.

@@ -5,8 +5,6 @@ from typing import Any
 
 from megalight.models.bert.config import BackendConfig as BackendConfig
 from megalight.models.bert.config import BertConfig as BertConfig
-from megalight.models.bert.config import DropoutConfig as DropoutConfig
-from megalight.models.bert.config import InitConfig as InitConfig
 from megalight.models.bert.hugging_face import (
     READERS,
     config_from_transformers,
@@ -18,6 +16,8 @@ from megalight.models.bert.model import Bert as Bert
 from megalight.models.bert.model import Output as Output
 from megalight.models.bert.plan import bert_plan as bert_plan
 from megalight.models.bert.presets import PRESETS
+from megalight.models.config import DropoutConfig as DropoutConfig
+from megalight.models.config import InitConfig as InitConfig
 from megalight.models.family import FAMILIES, Family, Weights, register
 
 register(

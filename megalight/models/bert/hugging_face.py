@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.models.bert.config import BertConfig, DropoutConfig, InitConfig
-from megalight.models.kinds import Kind, Kinds
-from megalight.models.weights import Theirs, WeightMap
+from megalight.models.bert.config import BertConfig
+from megalight.models.config import DropoutConfig, InitConfig
+from megalight.models.hugging_face.kinds import Kind, Kinds
+from megalight.models.hugging_face.weights import Theirs, WeightMap
 
 PLACES = {
     "embed.word": "bert.embeddings.word_embeddings",

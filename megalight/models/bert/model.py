@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megalight.errors import DataError
 from megalight.models.bert.config import BertConfig
-from megalight.models.lengths import check_length
+from megalight.models.config import check_length
 from megalight.nn import (
     MLP,
     Activation,

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from megalight.data.bert.batch import BertBatch
 from megalight.errors import ConfigurationError
-from megalight.models.bert.config import BertConfig
-from megalight.models.bert.flops import flops_per_token
+from megalight.models.bert.config import BertConfig, flops_per_token
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, pack
@@ -104,5 +103,5 @@ class BertModule(FamilyModule[BertConfig]):
         return losses if batch.rows is not None else losses[: batch.labels.numel()][batch.labels != IGNORED]
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return operations of forward and backward; see :func:`megalight.models.bert.flops.flops_per_token`."""
+        """Return operations of forward and backward; see :func:`megalight.models.bert.config.flops_per_token`."""
         return float(flops_per_token(self.config, sequence_length))

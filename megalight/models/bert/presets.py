@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megalight.models.bert.config import BertConfig, DropoutConfig
+from megalight.models.bert.config import BertConfig
+from megalight.models.config import DropoutConfig
 from megalight.registry import Registry
 
 PRESETS: Registry[BertConfig] = Registry("BERT preset")

@@ -14,6 +14,6 @@ from megalight.models.distillation.distiller import check_tokenizer as check_tok
 from megalight.models.distillation.distiller import share_of as share_of
 from megalight.models.distillation.loss import DistillationLoss as DistillationLoss
 from megalight.models.distillation.loss import LayerPair as LayerPair
+from megalight.models.distillation.loss import read_modelopt as read_modelopt
 from megalight.models.distillation.recorded import Recorded as Recorded
-from megalight.models.distillation.settings import read_modelopt as read_modelopt
 from megalight.models.distillation.teacher import Teacher as Teacher

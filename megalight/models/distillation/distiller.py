@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.checkpoint.disk.newest import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError, DataError, nearest
 from megalight.models.distillation.loss import DistillationLoss, LayerPair
-from megalight.models.distillation.names import check_place, place
 from megalight.models.distillation.teacher import HEAD, OutputLayer, Teacher
 from megalight.models.family import family
 from megalight.models.gpt.config import GPTConfig
@@ -27,12 +27,59 @@ from megalight.models.transforms import Comparison
 from megalight.nn import Lesson, StateComparison
 from megalight.nn.canonical import parts
 from megalight.ops.divergence import Projection
-from megalight.parallel.frozen import Beside, FrozenModel
+from megalight.parallel.frozen_model import Beside, FrozenModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
 from megalight.parallel.source import Chosen
 from megalight.parallel.styles import VocabHead
 from megalight.types import PackedSequences, TokenBatch
+
+# Names of places in a model at which hidden states can be compared.
+
+
+PARTS = {
+    "self_attention": "attention",
+    "self_attention.linear_proj": "attention",
+    "input_layernorm": "attention_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc2": "mlp",
+    "mixer": "mamba",
+    "norm": "mamba_norm",
+}
+"""Megatron's names of parts of a layer -> ours."""
+
+
+def place(name: str) -> str:
+    """Return our name of a place that Megatron names, and other names as they are."""
+    if name == "decoder.final_layernorm":
+        return "head.norm"
+    found = re.fullmatch(r"decoder\.(layers\.\d+)(?:\.(.+))?", name)
+    if found is None:
+        return name
+    layer, part = found.groups()
+    return layer if part is None else f"{layer}.{PARTS.get(part, part)}"
+
+
+def check_place(name: str, known: Collection[str], model: str) -> None:
+    """Refuse a place that a model does not have.
+
+    Args:
+        model: which model, for the error.
+
+    Raises:
+        ConfigurationError: names what it has.
+    """
+    if place(name) in known:
+        return
+    layers = sum(other.count(".") == 1 for other in known) - 1
+    first = [other for other in known if other.startswith("layers.0")]
+    raise ConfigurationError(
+        f"{model} has no place {name!r} whose hidden states could be compared."
+        + nearest(place(name), known)
+        + f" It has {layers} layers, from layers.0 to layers.{layers - 1}; places of the first are {', '.join(first)}, "
+        "and head.norm is the final norm."
+    )
+
 
 TEACHER = "teacher"
 """Name of the teacher among the frozen models of a run, and first part of its canonical names."""
@@ -58,7 +105,7 @@ class Layout:
     virtual_pipeline: int = 1
 
     def declare(self, **declared: Any) -> FrozenModel:
-        """Return a frozen model with this layout; see :class:`~megalight.parallel.frozen.FrozenModel`."""
+        """Return a frozen model with this layout; see :class:`~megalight.parallel.frozen_model.FrozenModel`."""
         return FrozenModel(
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.data.taught import TaughtStore
+from megalight.data.cached_outputs import TaughtStore
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
@@ -20,7 +20,7 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.packing import masked_sum
 from megalight.nn import Lesson
 from megalight.ops.divergence import TOP_KINDS
-from megalight.parallel.frozen import FrozenModel
+from megalight.parallel.frozen_model import FrozenModel
 from megalight.types import PackedSequences, TokenBatch, TopTokens
 
 

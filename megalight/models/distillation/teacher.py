@@ -76,7 +76,7 @@ class Teacher:
         return self.family.plan(model) | Plan({HEAD: Boundary(leave="join"), WHOLE: Boundary(leave="join")})
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
-        """See :class:`~megalight.parallel.frozen.FrozenTask`. Hidden states of layers travel with the carry."""
+        """See :class:`~megalight.parallel.frozen_model.FrozenTask`. Hidden states of layers travel with the carry."""
         sequences = batch.sequences.pad_to(self.token_multiple)
         hidden = None if carry is None else carry["hidden"]
         with keeping(model, self.places, carry) as kept:

@@ -6,10 +6,10 @@ from typing import Any
 from megalight.models.eagle.architecture import read_architecture as read_architecture
 from megalight.models.eagle.architecture import read_vocabulary as read_vocabulary
 from megalight.models.eagle.config import EagleConfig as EagleConfig
-from megalight.models.eagle.export import export_draft as export_draft
-from megalight.models.eagle.importing import import_draft as import_draft
 from megalight.models.eagle.model import DraftModel as DraftModel
 from megalight.models.eagle.plan import eagle_plan as eagle_plan
+from megalight.models.eagle.serving_format import export_draft as export_draft
+from megalight.models.eagle.serving_format import import_draft as import_draft
 from megalight.models.family import FAMILIES, Family, register
 from megalight.registry import Registry
 

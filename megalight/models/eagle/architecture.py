@@ -16,7 +16,7 @@ from megalight.checkpoint.foreign.transformers_folder import WEIGHTS, json_objec
 from megalight.errors import ConfigurationError, nearest
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.gpt import LatentConfig
-from megalight.models.gpt.hugging_face.rotary import rotary_from
+from megalight.models.gpt.hugging_face.common import rotary_from
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megalight.models.config import check_length
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.gpt.model import ROTARY, build_head, build_mlp, build_norm, build_rotary
-from megalight.models.lengths import check_length
 from megalight.nn import Attention, LayerContext, Lesson, Lineage, LineageAttention, LineageLatentAttention, Linear
+from megalight.nn.context import Slots
 from megalight.nn.norm import norm_and_sum
-from megalight.nn.state import Slots
 from megalight.types import PackedSequences
 
 

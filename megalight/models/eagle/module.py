@@ -9,26 +9,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megalight.checkpoint.sources.combine import Overlaid
-from megalight.checkpoint.sources.lenient import Lenient
+from megalight.checkpoint.sources.combine import Lenient, Overlaid
 from megalight.errors import ConfigurationError
 from megalight.models.distillation import Layout, share_of
 from megalight.models.eagle.architecture import read_architecture, read_vocabulary
-from megalight.models.eagle.base import BASE, Base, BaseModel
+from megalight.models.eagle.base import BASE, Base, BaseModel, serve
 from megalight.models.eagle.config import EagleConfig
-from megalight.models.eagle.offline import serve
 from megalight.models.family.module import FamilyModule
-from megalight.models.module import Carry
+from megalight.models.module import Carry, share_of_batch
 from megalight.models.packing import IGNORED, pack
 from megalight.models.saved import Keys
-from megalight.models.shares import share_of_batch
 from megalight.nn import Lesson
 from megalight.ops.divergence import Projection
 from megalight.optim import AdamConfig
-from megalight.parallel.frozen import FrozenModel
+from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.source import Source
 from megalight.types import Loss, TokenBatch, WithResults
-from megalight.types.results import opened
+from megalight.types.batch import opened
 
 
 class EagleModule(FamilyModule[EagleConfig]):

@@ -23,8 +23,8 @@ from megalight.checkpoint.foreign.transformers_folder import CONFIG, image_proce
 from megalight.errors import ConfigurationError
 from megalight.first_rank import only_first
 from megalight.models.config import compare
-from megalight.models.folder import Folder
-from megalight.models.weights import WeightMap
+from megalight.models.hugging_face.folder import Folder
+from megalight.models.hugging_face.weights import WeightMap
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import PLANS
 from megalight.registry import Registry
@@ -110,7 +110,7 @@ class Weights:
             folder: a folder that ``save_pretrained`` wrote.
             config: configuration of the model to fill. Differences from the folder's configuration are logged.
             prefix: added before every canonical name.
-            strict: see :class:`~megalight.models.folder.Folder`.
+            strict: see :class:`~megalight.models.hugging_face.folder.Folder`.
 
         Raises:
             CheckpointError: a file is missing or incomplete, or holds tensors of another model.

@@ -12,16 +12,25 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.newest import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.data.sizes import check_fits, check_vocabulary
 from megalight.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.errors import CheckpointError, ConfigurationError, hub_hint
-from megalight.models.bounds import check_held
 from megalight.models.config import compare
 from megalight.models.family import family
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
-from megalight.models.saved import BASE, KEYS, Keys, companions_of, initial_config, initial_source, shapes_of, unread_of
+from megalight.models.saved import (
+    BASE,
+    KEYS,
+    Keys,
+    check_held,
+    companions_of,
+    initial_config,
+    initial_source,
+    shapes_of,
+    unread_of,
+)
 from megalight.models.transforms import LoRA, describe, rebuild
 from megalight.models.transforms.saved import with_adapters
 from megalight.optim import AdamConfig

@@ -3,17 +3,13 @@
 from importlib import import_module
 from typing import Any
 
+from megalight.models.config import DropoutConfig as DropoutConfig
+from megalight.models.config import InitConfig as InitConfig
 from megalight.models.family import FAMILIES, Family, Weights, register
-from megalight.models.gpt.attention_config import AttentionConfig as AttentionConfig
-from megalight.models.gpt.attention_config import LatentConfig as LatentConfig
-from megalight.models.gpt.attention_config import TemperatureConfig as TemperatureConfig
 from megalight.models.gpt.config import BackendConfig as BackendConfig
-from megalight.models.gpt.config import DropoutConfig as DropoutConfig
 from megalight.models.gpt.config import GPTConfig as GPTConfig
-from megalight.models.gpt.config import InitConfig as InitConfig
 from megalight.models.gpt.config import MultiTokenConfig as MultiTokenConfig
 from megalight.models.gpt.config import NormConfig as NormConfig
-from megalight.models.gpt.delta_config import DeltaNetConfig as DeltaNetConfig
 from megalight.models.gpt.hugging_face import (
     READERS,
     config_from_transformers,
@@ -21,11 +17,15 @@ from megalight.models.gpt.hugging_face import (
     weight_map,
     without_missing_depths,
 )
-from megalight.models.gpt.mamba_config import MambaConfig as MambaConfig
+from megalight.models.gpt.mixer_config import AttentionConfig as AttentionConfig
+from megalight.models.gpt.mixer_config import DeltaNetConfig as DeltaNetConfig
+from megalight.models.gpt.mixer_config import LatentConfig as LatentConfig
+from megalight.models.gpt.mixer_config import MambaConfig as MambaConfig
+from megalight.models.gpt.mixer_config import PositionConfig as PositionConfig
+from megalight.models.gpt.mixer_config import TemperatureConfig as TemperatureConfig
 from megalight.models.gpt.model import GPT as GPT
 from megalight.models.gpt.model import Output as Output
 from megalight.models.gpt.plan import gpt_plan as gpt_plan
-from megalight.models.gpt.position_config import PositionConfig as PositionConfig
 from megalight.models.gpt.presets import PRESETS
 
 register(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import DataError
+from megalight.models.config import check_length
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.lengths import check_length
 from megalight.nn import (
     MLP,
     Activation,

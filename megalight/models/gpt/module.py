@@ -15,16 +15,15 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.flops import flops_per_token, weights_of_losses
 from megalight.models.gpt.model import Later
 from megalight.models.hidden import keeping
-from megalight.models.module import Carry
+from megalight.models.module import Carry, share_of_batch
 from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.saved import Keys
-from megalight.models.shares import share_of_batch
 from megalight.nn.moe import balance
 from megalight.ops.rows import put_rows
 from megalight.optim import AdamConfig
-from megalight.parallel.frozen import FrozenModel
+from megalight.parallel.frozen_model import FrozenModel
 from megalight.types import Loss, TokenBatch, WithResults
-from megalight.types.results import opened
+from megalight.types.batch import opened
 
 
 class GPTModule(FamilyModule[GPTConfig]):

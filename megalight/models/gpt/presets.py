@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megalight.models.gpt.attention_config import AttentionConfig, LatentConfig, TemperatureConfig
 from megalight.models.gpt.config import GPTConfig, MultiTokenConfig, NormConfig
-from megalight.models.gpt.delta_config import DeltaNetConfig
-from megalight.models.gpt.mamba_config import MambaConfig
-from megalight.models.gpt.position_config import PositionConfig
+from megalight.models.gpt.mixer_config import (
+    AttentionConfig,
+    DeltaNetConfig,
+    LatentConfig,
+    MambaConfig,
+    PositionConfig,
+    TemperatureConfig,
+)
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.ops.rotary import RotaryScaling
 from megalight.registry import Registry

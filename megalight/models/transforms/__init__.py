@@ -7,11 +7,11 @@ from typing import Any
 
 from megalight.models.config import from_plain, to_plain
 from megalight.models.transforms.comparison import Comparison as Comparison
-from megalight.models.transforms.dora import DoRA as DoRA
 from megalight.models.transforms.fused import Fused as Fused
+from megalight.models.transforms.lora import DoRA as DoRA
 from megalight.models.transforms.lora import LoRA as LoRA
 from megalight.models.transforms.lora import activate as activate
-from megalight.models.transforms.stored_base import StoredBase as StoredBase
+from megalight.models.transforms.quantized_base import StoredBase as StoredBase
 from megalight.parallel.transform import TRANSFORMS, ModelTransform
 
 

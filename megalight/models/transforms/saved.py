@@ -8,16 +8,27 @@ from dataclasses import replace
 from typing import Any
 
 from megalight import checkpoint
-from megalight.checkpoint import Checkpoint
+from megalight.checkpoint import Checkpoint, views_of_parameters
 from megalight.checkpoint.ranks import alone
-from megalight.checkpoint.sources.combine import Joined
-from megalight.checkpoint.sources.precision import FullPrecision
+from megalight.checkpoint.sources.combine import FullPrecision, Joined
 from megalight.checkpoint.view import View, views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.config import compare
-from megalight.models.saved import BASE, PREFIX, companions_of, description, holds_base, serving, without_training_parts
+from megalight.models.family import family
+from megalight.models.saved import (
+    BASE,
+    PREFIX,
+    companions_of,
+    description,
+    holds_base,
+    saved_config,
+    saved_model,
+    serving,
+    unread_of,
+    without_training_parts,
+)
 from megalight.models.transforms import describe
-from megalight.models.transforms.lora import LoRA
+from megalight.models.transforms.lora import LoRA, merge
 from megalight.nn.adapter import parse_tensor_name, tensor_name
 from megalight.parallel.source import Chosen, Source
 
@@ -138,3 +149,58 @@ def _renamed(name: str, adapter: str) -> str:
     parsed = parse_tensor_name(name)
     assert parsed is not None
     return tensor_name(parsed[0], parsed[1], adapter)
+
+
+# Merge adapters: turn a checkpoint with adapters into a checkpoint of a plain model.
+
+
+RUN = ("optimizer", "callbacks", "lr_schedulers")
+"""Entries of a checkpoint about the run that trained the adapters. The result does not have them."""
+
+
+def merge_checkpoint(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    base: str | os.PathLike[str] | None = None,
+    adapter: str | None = None,
+) -> int:
+    """Write a checkpoint's model with one of its adapters added to the weights of its layers.
+
+    The result holds only weights. Use it to generate, to evaluate, or to fine-tune again.
+
+    Args:
+        path: the checkpoint.
+        output: the folder to write.
+        base: the initial weights of the training, for a checkpoint that holds only adapters.
+        adapter: the adapter's name; the result has no other. None: the only one.
+
+    Returns:
+        the number of linear layers that had the adapter.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or has no adapters, not this one, or several and none is named;
+            or ``base`` is missing.
+    """
+    opened = checkpoint.open(path)
+    described = description(opened)
+    transforms = serving(described)
+    # Other transforms that change the model stay part of it.
+    others = [transform for transform in transforms if not isinstance(transform, LoRA)]
+    if len(others) == len(transforms):
+        raise CheckpointError(f"checkpoint {opened.path} has no adapters: there is nothing to merge.")
+    # Tokenizer and templates go with the weights, whatever became of the adapters.
+    files = {name: opened.file(name) for name in opened.files}
+    if base is not None:  # checkpoints of adapters alone leave out what no run reads
+        files |= unread_of(base, family(described["family"]), saved_config(described, opened.path))
+    model = saved_model(opened, base=base, adapter=chosen_adapter(opened, adapter).adapter)
+    count = merge(model.root)
+    # The optimizer's state is that of the adapters, which are gone.
+    common = {name: value for name, value in opened.common.items() if name not in RUN}
+    common["model"] = {**described, "transforms": describe(others), BASE: True}
+    checkpoint.save(
+        output,
+        views_of_parameters(model.tensors().items(), model.specs, model.mesh),
+        common=common,
+        files=files,
+    )
+    return count

@@ -2,13 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from megalight.models.config import DropoutConfig, InitConfig, require, require_choice
 from megalight.models.gpt.config import BackendConfig
-from megalight.models.vision.anyres_config import AnyResConfig
-from megalight.models.vision.dynamic_config import DynamicConfig
+from megalight.nn.mlp import is_gated
+
+# How a vision transformer for squares reads images of any shape, in tiles.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyResConfig:
+    """An image is the whole in one square, and then a grid of tiles without the borders that made it fit (LLaVA-NeXT).
+
+    See https://llava-vl.github.io/blog/2024-01-30-llava-next and https://arxiv.org/abs/2408.03326. The tokens of the
+    grid lie in its rows, and a newline ends each of them.
+
+    Attributes:
+        grids: rows and columns of tiles of each grid. An image takes the one that keeps most of its pixels, and of
+            these the smallest.
+        most: a grid with the features of more than 1.21 times so many tiles is shrunk to about as many, by means of
+            four neighbors. 0: none is.
+        alone: whether only an image that is the only one of its conversation has tiles (LLaVA-OneVision). Others are
+            one square, by ``vision.resize``.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    grids: tuple[tuple[int, int], ...]
+    most: int = 0
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        # Recipes give lists, and a configuration must be hashable.
+        object.__setattr__(self, "grids", tuple(map(tuple, self.grids)))
+        require(
+            bool(self.grids) and all(len(grid) == 2 and min(grid) >= 1 for grid in self.grids),
+            f"vision.anyres.grids is {list(self.grids)}; give at least one pair of rows and columns, such as (2, 1).",
+        )
+        require(self.most >= 0, f"vision.anyres.most is {self.most}; it must be at least 1, or 0.")
+
+
+# How a vision transformer reads images of any size.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicConfig:
+    """Images keep their shape, and nearly their size; positions of patches are rotary, by row and column (Qwen2.5-VL).
+
+    See https://arxiv.org/abs/2502.13923; for towers with a table instead, https://arxiv.org/abs/2502.14786 (SigLIP2).
+
+    Attributes:
+        min_pixels, max_pixels: images with fewer or more pixels are enlarged or shrunk.
+        patches: images are enlarged or shrunk to nearly so many patches, and never more, in place of these limits
+            (NaFlex, SigLIP2). 0: the limits hold.
+        frames: how often an image occurs in a patch. Towers that also read videos have patches of several frames.
+        window: side of the windows, in pixels, inside of which attention stays. 0: there are none.
+        full_layers: layers without windows, whose attention spans the image.
+        rotary: whether patches have rotary positions.
+        base: of the rotary frequencies.
+        table: side of a learned table of positions, which is laid over each image: a patch reads between its entries
+            (Qwen3-VL). 0: there is none.
+        table_cells: whether table and image have the same edges, and a patch that is larger than an entry reads the
+            mean of those that it covers (SigLIP2). If not, the outer patches are the outer entries.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    patches: int = 0
+    frames: int = 2
+    window: int = 0
+    full_layers: tuple[int, ...] = ()
+    rotary: bool = True
+    base: float = 10000.0
+    table: int = 0
+    table_cells: bool = False
+
+    def __post_init__(self) -> None:
+        # Recipes give lists, and a configuration must be hashable.
+        object.__setattr__(self, "full_layers", tuple(self.full_layers))
+        require(
+            1 <= self.min_pixels <= self.max_pixels,
+            f"vision.dynamic.min_pixels is {self.min_pixels} and max_pixels {self.max_pixels}; they must be at least "
+            "1, and in this order.",
+        )
+        require(self.frames >= 1, f"vision.dynamic.frames is {self.frames}; it must be at least 1.")
+        require(self.window >= 0, f"vision.dynamic.window is {self.window}; it must be at least 0 pixels.")
+        require(
+            self.window > 0 or not self.full_layers,
+            f"vision.dynamic.full_layers is {list(self.full_layers)} without a window; set vision.dynamic.window, or "
+            "leave them out.",
+        )
+        require(self.table >= 0, f"vision.dynamic.table is {self.table}; it must be a side, or 0.")
+        require(self.patches >= 0, f"vision.dynamic.patches is {self.patches}; it must be a number of patches, or 0.")
+        require(
+            self.table > 0 or (self.rotary and not self.table_cells),
+            "vision.dynamic.table is 0 without vision.dynamic.rotary, or with table_cells; patches would have no "
+            "position. Set table to the side of a table.",
+        )
+        require(self.base > 1, f"vision.dynamic.base is {self.base}; it must be above 1.")
+
+    def has_window(self, layer: int) -> bool:
+        """Return whether attention of the layer with this index stays inside of windows."""
+        return self.window > 0 and layer not in self.full_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,3 +295,54 @@ class VisionConfig:
     def residual_std(self) -> float:
         """Initial standard deviation of the projections that write to the residual stream."""
         return self.init.residual_std(2 * self.num_layers)
+
+
+# Floating-point operations of a vision transformer, computed from its configuration.
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What is computed of a part of a model.
+
+    Attributes:
+        weights: the share of its weights whose gradients are.
+        inputs: whether gradients of inputs are, for what is before.
+    """
+
+    weights: float = 1.0
+    inputs: bool = True
+
+    @property
+    def of_weights(self) -> float:
+        """Operations for each weight and row: two forward, two for each gradient."""
+        return 2.0 + 2.0 * self.weights + 2.0 * self.inputs
+
+    @property
+    def of_attention(self) -> float:
+        """Those of the products of attention, as a multiple of the forward pass. They have no weights."""
+        return 3.0 if self.inputs else 1.0
+
+
+def flops_of_images(
+    config: VisionConfig, lengths: Sequence[int], windows: Sequence[int] = (), passes: Passes | None = None
+) -> float:
+    """Return operations of forward and backward for images.
+
+    In training, each weight counts six operations for each row: a patch or a class token. Attention counts twelve for
+    each query feature and each row that it sees.
+
+    Args:
+        config: the tower.
+        lengths: rows of each image.
+        windows: rows of each window, for a tower with windows.
+        passes: what is computed of its layers. None: all gradients.
+    """
+    passes = passes or Passes()
+    h, dynamic, frames = config.hidden_size, config.dynamic, 1
+    windowed = 0
+    if dynamic is not None:
+        windowed, frames = sum(map(dynamic.has_window, range(config.num_layers))), dynamic.frames
+    layer = h * (4 * h + (3 if is_gated(config.activation) else 2) * config.ffn_hidden_size)
+    matmul = config.num_layers * layer + frames * config.patch_values * h
+    seen = (config.num_layers - windowed) * sum(rows**2 for rows in lengths) + windowed * sum(r**2 for r in windows)
+    return passes.of_weights * matmul * sum(lengths) + 4.0 * passes.of_attention * h * seen

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.data.multimodal.patches import Mixtures
+from megalight.errors import DataError
 from megalight.models.vision.config import VisionConfig
 from megalight.nn import (
     MLP,
@@ -330,3 +331,25 @@ class VisionTower(nn.Module):
         else:
             hidden = run_layers(self.layers, hidden, context)
         return (hidden if self.output_norm is None else self.output_norm(hidden)), *tapped
+
+
+# Pixels as a tower takes them.
+
+
+def normalized(pixels: Tensor, config: VisionConfig) -> Tensor:
+    """``[P, patch_values]``, uint8 to float32, with the mean and deviation of each color; floating-point as it is.
+
+    Raises:
+        DataError: patches have another number of values than those of the tower.
+    """
+    if pixels.shape[1] != config.patch_values:
+        raise DataError(
+            f"patches have {pixels.shape[1]} values; the tower takes {config.channels} x {config.patch_size} x "
+            f"{config.patch_size} = {config.patch_values}. Cut images into patches of the model's size."
+        )
+    if pixels.is_floating_point():
+        return pixels
+    # On the device of the pixels, to which they travel as bytes.
+    colors = pixels.view(-1, config.channels, config.patch_size**2).float() / 255
+    each = [(colors[:, i] - mean) / std for i, (mean, std) in enumerate(zip(config.mean, config.std, strict=True))]
+    return torch.stack(each, 1).flatten(1)

@@ -7,9 +7,8 @@ from megalight.models.family import FAMILIES, Family, Weights, register
 from megalight.models.vlm.config import ProjectorConfig as ProjectorConfig
 from megalight.models.vlm.config import VLMConfig as VLMConfig
 from megalight.models.vlm.hugging_face import READERS, config_from_transformers, config_to_transformers, weight_map
+from megalight.models.vlm.hugging_face.image_processor import processed, processor_files
 from megalight.models.vlm.hugging_face.llava import with_unread
-from megalight.models.vlm.hugging_face.processor import processed
-from megalight.models.vlm.hugging_face.processor_files import processor_files
 from megalight.models.vlm.model import VLM as VLM
 from megalight.models.vlm.model import TowerPart
 from megalight.models.vlm.plan import tower_plan

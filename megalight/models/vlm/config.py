@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from megalight.models.config import InitConfig, from_plain, require, require_choice, to_plain
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.position_config import PositionConfig
+from megalight.models.gpt.mixer_config import PositionConfig
 from megalight.models.vision.config import VisionConfig
 from megalight.nn.mlp import is_gated
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.presets import preset
-from megalight.models.vision.anyres_config import AnyResConfig
-from megalight.models.vision.config import VisionConfig
-from megalight.models.vision.dynamic_config import DynamicConfig
+from megalight.models.vision.config import AnyResConfig, DynamicConfig, VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 from megalight.ops.rotary import RotaryAxes, RotaryScaling
 from megalight.registry import Registry

@@ -15,7 +15,7 @@ from megalight.nn.init import Constant, Initializer, Normal
 from megalight.nn.mlp import Activation
 from megalight.nn.moe.dispatch import Dispatcher, Grouped, LocalDispatcher
 from megalight.ops.grouped_linear import grouped_bias, grouped_linear
-from megalight.ops.stored import readable
+from megalight.ops.quantized_weight import readable
 
 
 class Experts(nn.Module):

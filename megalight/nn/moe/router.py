@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +15,107 @@ from megalight.nn.counting import Counting
 from megalight.nn.init import Constant, Initializer, Normal
 from megalight.nn.moe.balance import count_of, losses
 from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
-from megalight.nn.moe.jitter import Jitter
-from megalight.nn.moe.pool import Pool
-from megalight.nn.moe.running import RunningLoads
-from megalight.nn.moe.sinkhorn import sinkhorn_routes
-from megalight.ops.common import apply, once_differentiable
+from megalight.nn.side_losses import Pool
+from megalight.ops.common import apply, once_differentiable, wide
 from megalight.ops.linear import linear
 from megalight.ops.linear.inputs import save_input, saved_input
 from megalight.ops.permute import drop
 from megalight.ops.router import Routes, route
+
+# Noise on the input of a router.
+
+
+class Jitter(nn.Module):
+    """In training, multiplies its input by random numbers from ``1 - p`` to ``1 + p``."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` with noise, in its own dtype."""
+        if not self.training or not self.p:
+            return x
+        return x * torch.empty_like(x).uniform_(1 - self.p, 1 + self.p)
+
+    def extra_repr(self) -> str:
+        """Return the range, for printing."""
+        return f"p={self.p}"
+
+
+# Loads of the experts over the micro-batches of a step so far.
+
+
+class RunningLoads:
+    """Sums of the counts of all micro-batches since the step began.
+
+    Recompute asks for the sums again, in a later pass, and gets those of the first one.
+
+    Attributes:
+        sums: ``[S, E + 1]`` float64: choices of each expert, and tokens. None before the first micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self._seen: WeakKeyDictionary[LayerContext, Tensor] = WeakKeyDictionary()
+
+    def add(self, counts: Tensor, context: LayerContext) -> Tensor:
+        """Add the counts of one micro-batch, unless it does not count, and return the sums."""
+        if context not in self._seen:
+            if self.sums is None or self.sums.device != counts.device:
+                self.sums = torch.zeros_like(counts, dtype=torch.float64)
+            # Times zero, and not left out: a recorded pass always runs the same ops.
+            self.sums.add_(counts, alpha=1 if context.side_losses.counts else 0)
+            # A copy of the sums as they are now. Later micro-batches go on adding to them.
+            self._seen[context] = self.sums.to(counts.dtype, copy=True)
+        return self._seen[context]
+
+    def reset(self) -> None:
+        """Begin a step."""
+        if self.sums is not None:
+            # In place, because a recorded pass adds to this address.
+            self.sums.zero_()
+
+
+# Choice of experts by Sinkhorn's iteration (https://arxiv.org/abs/2103.16716).
+
+
+TOLERANCE, LIMIT = 1e-4, 100
+"""The iteration ends when the factors of the experts change less on average, or after so many rounds."""
+
+
+def sinkhorn_routes(logits: Tensor, top_k: int, *, balanced: bool) -> Routes:
+    """Weigh by scores over all experts, a softmax or, for a single expert, sigmoids; choose by balanced logits.
+
+    Args:
+        logits: ``[T, E]``.
+        top_k: number of experts of each token.
+        balanced: False: choose by the scores.
+    """
+    # At least float32: the iteration multiplies many small numbers.
+    logits = logits.to(wide(logits.dtype))
+    scores = logits.sigmoid() if top_k == 1 else logits.softmax(-1)
+    # Detached: gradients flow through the scores only, not through the choice.
+    experts = (sinkhorn(logits.detach()) if balanced else scores.detach()).topk(top_k, dim=-1).indices
+    return Routes(scores.gather(-1, experts), experts)
+
+
+def sinkhorn(logits: Tensor) -> Tensor:
+    """Scale rows and columns of ``exp(logits) [T, E]``: each row sums to ``1 / T``, and each column to ``1 / E``."""
+    if not len(logits):
+        return logits
+    # a common factor does not change the result, and avoids overflow
+    matrix = (logits - logits.max()).exp()
+    tiny = torch.finfo(matrix.dtype).tiny
+    rows, columns = matrix.new_ones(matrix.shape[0]), matrix.new_ones(matrix.shape[1])
+    for _ in range(LIMIT):
+        # Clamped: a row or column of zeros would give infinity, and then NaN.
+        rows = 1 / (len(rows) * (matrix @ columns).clamp(min=tiny))
+        before, columns = columns, 1 / (len(columns) * (rows @ matrix).clamp(min=tiny))
+        # The host reads this number, so it waits for the device in each round.
+        if float((columns - before).abs().mean() / columns.abs().mean()) < TOLERANCE:
+            break
+    return rows[:, None] * matrix * columns
 
 
 class Router(Counting):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import wide
@@ -61,3 +62,33 @@ def weighted(x: Tensor, kind: str, gates: bool, weights: Tensor | None, offset: 
     if weights is not None:
         y = y * weights.to(y.dtype).unsqueeze(-1)
     return y.to(x.dtype)
+
+
+# Activations with torch's own functions.
+
+
+NATIVE_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+
+
+def native_activation(x: Tensor, kind: str) -> Tensor:
+    """``act(x)``."""
+    return NATIVE_KINDS[kind](x)
+
+
+def native_gated(x: Tensor, kind: str) -> Tensor:
+    """``act(gate) * up`` with ``x = gate | up`` along the last dim."""
+    gate, up = x.chunk(2, -1)
+    return NATIVE_KINDS[kind](gate) * up
+
+
+def native_gated_pair(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """``act(gate) * up``."""
+    return NATIVE_KINDS[kind](gate) * up

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.ops.adam import chunked, native, reference
-from megalight.ops.adam.coded import Coded
+from megalight.ops.adam import reference
+from megalight.ops.cast_flat import cast_flat
 from megalight.ops.common import lazy, serve_all, triton_why_not
+from megalight.ops.quantize.formats import DTYPES, Scheme
 from megalight.registry import Backend, BackendRegistry, remembered
+
+# Codes of updated parameters, which a step writes beside them.
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Where the codes of some parameters go, and how they are made: as :func:`megalight.ops.cast_flat.cast_flat` does.
+
+    Attributes:
+        out: ``[n]``, bytes or of the scheme's 8-bit dtype.
+        scheme: of 8 bits, with one scale for the matrix of which the parameters are a part.
+        amax: largest magnitude that the scale must cover, 0-dim float32, known before the step.
+        rounded: dtype to which values are rounded first.
+        largest: 0-dim float32, raised to the largest magnitude of the rounded values; None: nobody asks.
+    """
+
+    out: Tensor
+    scheme: Scheme
+    amax: Tensor
+    rounded: torch.dtype
+    largest: Tensor | None = None
+
+    @property
+    def codes(self) -> Tensor:
+        """``out`` in the scheme's 8-bit dtype."""
+        return self.out.view(DTYPES[self.scheme.format])
+
+    def cast(self, values: Tensor) -> None:
+        """Write the codes of ``values [n]``."""
+        cast_flat(self.out, values, self.scheme, self.amax, self.rounded, largest=self.largest)
 
 
 class Spec(NamedTuple):
@@ -63,8 +95,8 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 ADAM.register(Backend("triton", lazy("megalight.ops.adam.triton", "adam_step"), 20, _triton_why_not))
-ADAM.register(Backend("torch", native.adam_step, 10, _torch_why_not))
-ADAM.register(Backend("chunked", chunked.adam_step, 15, _chunked_why_not))
+ADAM.register(Backend("torch", reference.native_adam_step, 10, _torch_why_not))
+ADAM.register(Backend("chunked", reference.chunked_adam_step, 15, _chunked_why_not))
 ADAM.register(Backend("reference", reference.adam_step, 0, serve_all))
 
 
@@ -110,7 +142,7 @@ def adam_step(
         param: ``[n]``: the (master) parameters.
         grad: ``[n]``: the gradient; it is not written.
         exp_avg: ``[n]``: the first moment, in any floating-point dtype, or codes of 8 bits (uint8).
-        exp_avg_sq: ``[n]``: the second moment, likewise. :mod:`megalight.ops.adam.narrow` says how moments of fewer
+        exp_avg_sq: ``[n]``: the second moment, likewise. :mod:`megalight.ops.adam.low_precision_moments` says how moments of fewer
             than 32 bits are rounded.
         lr: learning rate. Use a 0-dim device tensor if a CUDA graph captures the step.
         beta1: decay of the first moment.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.adam import narrow
-from megalight.ops.adam.coded import Coded
-from megalight.ops.cast_flat.triton import TYPES, scaled
+from megalight.ops.adam import Coded
+from megalight.ops.adam import low_precision_moments as narrow
+from megalight.ops.cast_flat import TYPES, scaled
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize.formats import LARGEST
 from megalight.ops.quantize.reference import TINY
@@ -17,7 +17,7 @@ BLOCK = 1024
 
 
 FLOATS, ROUNDED, CODES = constexpr(0), constexpr(1), constexpr(2)
-"""How moments are stored: as floats, as bfloat16 rounded at random, as codes (:mod:`megalight.ops.adam.narrow`)."""
+"""How moments are stored: as floats, as bfloat16 rounded at random, as codes (:mod:`megalight.ops.adam.low_precision_moments`)."""
 SHARING = constexpr(narrow.BLOCK)
 HALF_BITS, CODE_BITS = constexpr(narrow.HALF_BITS), constexpr(narrow.CODE_BITS)
 HALF_MASK, CODE_MASK = constexpr((1 << narrow.HALF_BITS) - 1), constexpr((1 << narrow.CODE_BITS) - 1)
@@ -150,7 +150,7 @@ def _step(
         # From the float32 `p`, not from what was stored: a low-precision copy is rounded once.
         tl.store(out + index, p.to(out.dtype.element_ty), mask=inside)
     if CODED:
-        # As :mod:`megalight.ops.cast_flat.triton` casts what was stored, bit by bit.
+        # As :mod:`megalight.ops.cast_flat` casts what was stored, bit by bit.
         value = tl.where(inside, p, 0.0).to(BEFORE).to(tl.float32)
         if TELL:
             # As integers, floats that are not negative have the same order. Most programs find nothing larger, so few

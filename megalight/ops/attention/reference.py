@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.attention_mask import mask
-from megalight.ops.common import wide
+from megalight.ops.common import mask, wide
 from megalight.types import PackedSequences
 
 

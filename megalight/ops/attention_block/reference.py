@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megalight.ops.attention_mask import mask
-from megalight.ops.common import wide
+from megalight.ops.common import mask, wide
 from megalight.types import PackedSequences
 
 

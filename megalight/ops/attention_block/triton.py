@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from megalight.ops.attention import triton
-from megalight.ops.attention.blocks import LOG2E, describable
-from megalight.ops.attention_block.packing import packed
+from megalight.ops.attention.triton_blocks import LOG2E, describable
+from megalight.ops.attention_block.torch_kernels import packed
 from megalight.types import PackedSequences
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import lazy, serve_all, triton_why_not
-from megalight.ops.cross_entropy import chunked, native, reference
+from megalight.ops.cross_entropy import chunked, reference
+from megalight.ops.cross_entropy import reference as native
 from megalight.ops.cross_entropy.chunked import Combine, Rows
 from megalight.registry import Backend, BackendRegistry, remembered
 

@@ -24,8 +24,26 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
-from megalight.ops.recurrence import decays, load_rows
 from megalight.types import PackedSequences
+
+# What the Triton kernels of recurrent mixers share: loads of a chunk of tokens, and decays between them.
+
+
+@jit
+def load_rows(pointer: Value, stride: Value, token: Value, tokens: Value, width: Value, BLOCK: constexpr) -> Value:
+    """Load ``[ROWS, BLOCK]`` of consecutive features; 0 outside of ``tokens`` and ``width``."""
+    feature = tl.arange(0, BLOCK)
+    inside = (token < tokens)[:, None] & (feature < width)[None, :]
+    return tl.load(pointer + token.to(tl.int64)[:, None] * stride + feature[None, :], mask=inside, other=0.0)
+
+
+@jit
+def decays(total_i: Value, total_j: Value, start_i: Value, start_j: Value, i: Value, j: Value) -> Value:
+    """Return the decay from token ``j`` to token ``i``, ``[i, j]``; 0 for later tokens and other sequences."""
+    seen = (i[:, None] >= j[None, :]) & (start_i[:, None] == start_j[None, :])
+    # Masked before the exponential: the difference of later tokens is positive, and may overflow.
+    return tl.exp(tl.where(seen, total_i[:, None] - total_j[None, :], float("-inf")))
+
 
 CHUNK = 64
 """Tokens per chunk, a power of two."""

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.cross_entropy.chunked import Combine
-from megalight.ops.divergence import chunked, native, top
-from megalight.ops.divergence.kinds import KINDS as KINDS
-from megalight.ops.divergence.rows import Measure, Rows
+from megalight.ops.divergence import chunked
+from megalight.ops.divergence import chunked as native
+from megalight.ops.divergence import top_k as top
+from megalight.ops.divergence.spec import KINDS as KINDS
+from megalight.ops.divergence.spec import Measure, Rows
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import TopTokens
 

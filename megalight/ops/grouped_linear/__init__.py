@@ -15,10 +15,10 @@ from torch import Tensor
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.grouped_linear import low_precision
 from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, Spec, choose
-from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
+from megalight.ops.linear.weight_gradient import queue_for
 from megalight.ops.parameter import main_grad_of, stack_precision_of, state_of
-from megalight.ops.stored import readable
+from megalight.ops.quantized_weight import readable
 from megalight.registry import BackendRegistry
 
 __all__ = ["EXAMPLE", "PRODUCT", "REGISTRIES", "WGRAD", "Spec", "grouped_bias", "grouped_linear", "grouped_scale"]
@@ -35,7 +35,7 @@ def grouped_linear(
 
     If the weight has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, in float32 if that
     is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is
-    kept. A stack that is stored as codes (:mod:`megalight.ops.stored`) is decoded for each product. If the stack has a
+    kept. A stack that is stored as codes (:mod:`megalight.ops.quantized_weight`) is decoded for each product. If the stack has a
     precision (:mod:`megalight.ops.grouped_linear.low_precision`), its products use that.
 
     Args:

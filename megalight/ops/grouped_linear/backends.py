@@ -2,16 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
-from megalight.ops.grouped_linear import native, reference
+from megalight.ops.common import HALF, lazy, serve_all, triton_why_not, wide
+from megalight.ops.linear import weight_gradient
+from megalight.ops.parameter import put
 from megalight.registry import Backend, BackendRegistry, remembered
+
+# Grouped products in plain torch, one expert after the other. Half types are computed in float32.
+
+
+def groups(offsets: Tensor, sizes: Sequence[int] | None) -> Iterator[tuple[int, slice]]:
+    """Yield each expert's index and its rows. Without ``sizes``, the host waits for the offsets.
+
+    The groups of ``sizes`` follow each other without padding.
+    """
+    start = 0
+    ends = offsets.tolist() if sizes is None else None
+    for expert in range(len(offsets)):
+        end = ends[expert] if ends is not None else start + sizes[expert]  # type: ignore[index]
+        yield expert, slice(start, end)
+        start = end
+
+
+def reference_product(
+    x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool
+) -> Tensor:
+    """Multiply each group with its weight; rows after the last group are zeros."""
+    dtype = wide(x.dtype)
+    y = x.new_zeros(len(x), weight.shape[1 if transposed else 2])
+    for expert, rows in groups(offsets, sizes):
+        factor = weight[expert].T if transposed else weight[expert]
+        y[rows] = (x[rows].to(dtype) @ factor.to(dtype)).to(x.dtype)
+    return y
+
+
+def reference_accumulate(
+    main_grad: Tensor, grad_y: Tensor, x: Tensor, offsets: Tensor, sizes: Sequence[int] | None, write: bool
+) -> None:
+    """Add each group's ``grad_y^T x``, or write it."""
+    dtype = torch.promote_types(wide(grad_y.dtype), main_grad.dtype)
+    for expert, rows in groups(offsets, sizes):
+        put(main_grad[expert], grad_y[rows].to(dtype).T @ x[rows].to(dtype), write)
+
+
+# Grouped products of torch: all groups at once, or a loop over the groups.
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:
+    """Multiply each group with its weight, in one call."""
+    # The library's kernel refuses zero rows.
+    if not len(x):
+        return x.new_empty(0, weight.shape[1 if transposed else 2])
+    return F.grouped_mm(x, weight.mT if transposed else weight, offs=offsets)
+
+
+def native_product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:
+    """Multiply each group with its weight."""
+    # Rows after the last group stay uninitialized: the contract allows any values there, and zeroing costs a pass.
+    y = x.new_empty(len(x), weight.shape[1 if transposed else 2])
+    factors = weight.mT if transposed else weight
+    for expert, rows in groups(offsets, sizes):
+        torch.mm(x[rows], factors[expert], out=y[rows])
+    return y
+
+
+def native_accumulate(
+    main_grad: Tensor, grad_y: Tensor, x: Tensor, offsets: Tensor, sizes: Sequence[int] | None, write: bool
+) -> None:
+    """Add each group's ``grad_y^T x`` by the backend of dense layers, or write it."""
+    add = weight_gradient.choose(weight_gradient.Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))
+    for expert, rows in groups(offsets, sizes):
+        if rows.start != rows.stop:
+            add(main_grad[expert], grad_y[rows], x[rows], write)
+        elif write:
+            main_grad[expert].zero_()  # a library's product of zero rows may write nothing
+
 
 Product: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Sequence[int] | None", bool], Tensor]
 """``(x, weight, offsets, sizes, transposed)``: each group of ``x`` times ``W_e^T``, or ``W_e`` if not transposed."""
@@ -83,12 +154,12 @@ def _loop_why_not(spec: Spec) -> str | None:
 
 _TRITON = "megalight.ops.grouped_linear.triton"
 PRODUCT.register(Backend("triton", lazy(_TRITON, "product"), 30, _product_why_not))
-PRODUCT.register(Backend("grouped_mm", native.grouped_mm, 20, _grouped_mm_why_not))
-PRODUCT.register(Backend("loop", native.product, 10, _loop_why_not))
-PRODUCT.register(Backend("reference", reference.product, 0, serve_all))
+PRODUCT.register(Backend("grouped_mm", grouped_mm, 20, _grouped_mm_why_not))
+PRODUCT.register(Backend("loop", native_product, 10, _loop_why_not))
+PRODUCT.register(Backend("reference", reference_product, 0, serve_all))
 WGRAD.register(Backend("triton", lazy(_TRITON, "accumulate"), 30, _hopper_why_not))
-WGRAD.register(Backend("loop", native.accumulate, 10, _loop_why_not))
-WGRAD.register(Backend("reference", reference.accumulate, 0, serve_all))
+WGRAD.register(Backend("loop", native_accumulate, 10, _loop_why_not))
+WGRAD.register(Backend("reference", reference_accumulate, 0, serve_all))
 
 
 @remembered

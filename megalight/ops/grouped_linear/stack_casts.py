@@ -9,14 +9,48 @@ import torch
 from torch import Tensor
 
 from megalight.ops import grouped_scaled
-from megalight.ops.grouped_linear.rows import experts_of_rows
 from megalight.ops.grouped_scaled import LINE
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Reduce, Session
+from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.quantize import Quantized, Scheme, cast
-from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
+from megalight.ops.quantize.amax_history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
 from megalight.ops.quantize.recipes import Recipe
-from megalight.ops.scaled_mm.groups import Factors
+from megalight.ops.scaled_mm import Factors
+
+# The expert of each row of grouped rows. All casts of a layer ask for it, and get it from the first one.
+
+
+class ExpertsOfRows(NamedTuple):
+    """The expert of each row.
+
+    Attributes:
+        counted: ``[R]``; rows after the last group have an expert more, ``E``.
+        known: ``[R]``; those have the last expert.
+        version: version of the offsets.
+    """
+
+    counted: Tensor
+    known: Tensor
+    version: int
+
+
+def experts_of_rows(offsets: Tensor, rows: int) -> ExpertsOfRows:
+    """Return the expert of each of so many rows; ``offsets [E]`` is the end of each group.
+
+    It is kept on the offsets, until these are written.
+    """
+    # A recorded pass computes its own: what was computed before would never change again.
+    recorded = offsets.is_cuda and torch.cuda.is_current_stream_capturing()
+    keeps = not (recorded or offsets.is_inference())
+    found: ExpertsOfRows | None = getattr(offsets, "megalight_rows", None) if keeps else None
+    if found is not None and found.version == offsets._version and found.known.shape[0] == rows:
+        return found
+    row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    counted = torch.searchsorted(offsets, row, right=True)
+    known = counted.clamp(max=offsets.shape[0] - 1)
+    found = ExpertsOfRows(counted, known, offsets._version if keeps else -1)
+    if keeps:
+        offsets.megalight_rows = found  # type: ignore[attr-defined]
+    return found
 
 
 class Gradients(NamedTuple):

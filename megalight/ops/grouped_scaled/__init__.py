@@ -9,13 +9,70 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
-from megalight.ops.grouped_scaled import reference
-from megalight.ops.grouped_scaled.layout import GROUP as GROUP
-from megalight.ops.quantize import Quantized, Scheme
+from megalight.ops.grouped_linear.backends import groups
+from megalight.ops.parameter import put
+from megalight.ops.permute import most_rows
+from megalight.ops.quantize import Quantized as Quantized_of_quantize
+from megalight.ops.quantize import Scheme as Scheme_of_quantize
+from megalight.ops.quantize.formats import Quantized, Scheme
+from megalight.ops.quantize.reference import quantize, tile_amax
 from megalight.registry import Backend, BackendRegistry, remembered
+
+# Where the tokens of each group stand among the columns of a transposed cast.
+
+
+GROUP = 128
+"""Groups begin at multiples of so many columns: a weight gradient takes as many at once, so none has two groups."""
+
+
+def most_columns(rows: int, num_experts: int) -> int:
+    """Return how many columns ``rows`` in so many groups can need at most. It is a multiple of :data:`GROUP`."""
+    return most_rows(rows, num_experts, GROUP)
+
+
+# Grouped products of codes in plain torch, one group after the other, in float64. The host waits for the offsets.
+
+
+def columns(x: Tensor, scheme: Scheme, offsets: Tensor | None, amax: Tensor | None) -> Quantized:
+    """Implement ``columns_of_groups``; with a stack of matrices and no offsets, ``columns_of_stack``."""
+    if offsets is None:
+        return quantize(x.mT.flatten(0, 1).contiguous(), scheme, None if amax is None else amax.reshape(-1, 1))
+    scale = torch.empty(len(offsets), x.shape[1], device=x.device)
+    parts = []
+    for group, rows in groups(offsets, None):
+        # A group without rows has magnitudes of zero.
+        largest = tile_amax(F.pad(x[rows].t(), (0, 1)), scheme.tile) if amax is None else amax[group].unsqueeze(1)
+        part = quantize(F.pad(x[rows].t(), (0, -(rows.stop - rows.start) % GROUP)), scheme, largest)
+        scale[group] = part.scale[:, 0]
+        parts.append(part.data.view(torch.uint8))
+    codes = torch.cat(parts, 1)
+    missing = most_columns(len(x), len(offsets)) - codes.shape[1]
+    return Quantized(F.pad(codes, (0, missing)).view(part.data.dtype), scale, scheme)
+
+
+def reference_product(x: Quantized, weight: Quantized, offsets: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """Implement ``reference_product``; rows after the last group are zeros."""
+    rows, matrices = x.dequantize(), weight.dequantize().view(len(offsets), -1, weight.data.shape[1])
+    y = torch.zeros(len(rows), matrices.shape[1], dtype=dtype, device=rows.device)
+    for group, part in groups(offsets, None):
+        y[part] = (rows[part] @ matrices[group].T).to(dtype)
+    return y
+
+
+def accumulate(main_grad: Tensor, grad: Quantized, x: Quantized, offsets: Tensor, write: bool) -> None:
+    """Implement ``add_weight_gradient``."""
+    start = 0
+    for group, rows in groups(offsets, None):
+        # To 16 tokens as products of one matrix pad them: sums then have the same terms.
+        part = slice(start, start + (rows.stop - rows.start + 15) // 16 * 16)
+        left, right = (q.data[:, part].double() * q.scale[group].double().unsqueeze(1) for q in (grad, x))
+        put(main_grad[group], (left @ right.T).to(main_grad.dtype), write)
+        start += (rows.stop - rows.start + GROUP - 1) // GROUP * GROUP
+
 
 LINE = (1, 0)
 """The tile of all codes here: a scale for each row of what is contracted."""
@@ -28,21 +85,21 @@ class Spec(NamedTuple):
     """
 
     device: str
-    a: Scheme
-    b: Scheme
+    a: Scheme_of_quantize
+    b: Scheme_of_quantize
     dtype: torch.dtype
 
 
-COLUMNS: BackendRegistry[Spec, Callable[..., Quantized]] = BackendRegistry("grouped_columns")
+COLUMNS: BackendRegistry[Spec, Callable[..., Quantized_of_quantize]] = BackendRegistry("grouped_columns")
 PRODUCT: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("grouped_scaled_product")
 WGRAD: BackendRegistry[Spec, Callable[..., None]] = BackendRegistry("grouped_scaled_weight_gradient")
 REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (COLUMNS, PRODUCT, WGRAD)
-EXAMPLE = Spec("cpu", Scheme("e4m3", LINE), Scheme("e4m3", LINE), torch.bfloat16)
+EXAMPLE = Spec("cpu", Scheme_of_quantize("e4m3", LINE), Scheme_of_quantize("e4m3", LINE), torch.bfloat16)
 
 
 def columns_of_groups(
-    x: Tensor, scheme: Scheme, offsets: Tensor, amax: Tensor | None = None, backend: str = "auto"
-) -> Quantized:
+    x: Tensor, scheme: Scheme_of_quantize, offsets: Tensor, amax: Tensor | None = None, backend: str = "auto"
+) -> Quantized_of_quantize:
     """Quantize the transpose of each group of ``x [R, F]``, for a product that contracts tokens.
 
     Args:
@@ -55,11 +112,15 @@ def columns_of_groups(
         codes ``[F, L]`` with scales ``[E, F]``. Each group begins at a multiple of :data:`GROUP` columns, and is filled
         up with zeros to the next. ``L`` is the most that can be needed; the columns after the last group are not set.
     """
-    cast: Quantized = _choose(COLUMNS, Spec(x.device.type, scheme, scheme, x.dtype), backend)(x, scheme, offsets, amax)
+    cast: Quantized_of_quantize = _choose(COLUMNS, Spec(x.device.type, scheme, scheme, x.dtype), backend)(
+        x, scheme, offsets, amax
+    )
     return cast
 
 
-def columns_of_stack(weight: Tensor, scheme: Scheme, amax: Tensor | None = None, backend: str = "auto") -> Quantized:
+def columns_of_stack(
+    weight: Tensor, scheme: Scheme_of_quantize, amax: Tensor | None = None, backend: str = "auto"
+) -> Quantized_of_quantize:
     """Quantize the transpose of each matrix of ``weight [E, out, in]``.
 
     ``scheme`` and ``amax [E, in]`` are those of :func:`columns_of_groups`.
@@ -68,12 +129,18 @@ def columns_of_stack(weight: Tensor, scheme: Scheme, amax: Tensor | None = None,
         codes ``[E * in, out]`` with scales ``[E * in, 1]``.
     """
     spec = Spec(weight.device.type, scheme, scheme, weight.dtype)
-    cast: Quantized = _choose(COLUMNS, spec, backend)(weight, scheme, None, amax)
+    cast: Quantized_of_quantize = _choose(COLUMNS, spec, backend)(weight, scheme, None, amax)
     return cast
 
 
 def product(
-    x: Quantized, weight: Quantized, offsets: Tensor, dtype: torch.dtype, *, fast: bool = False, backend: str = "auto"
+    x: Quantized_of_quantize,
+    weight: Quantized_of_quantize,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
+    backend: str = "auto",
 ) -> Tensor:
     """``[R, K] x [E * N, K] -> [R, N]``: the rows of group ``e`` times the matrix ``e``, transposed.
 
@@ -92,7 +159,12 @@ def product(
 
 
 def add_weight_gradient(
-    main_grad: Tensor, grad: Quantized, x: Quantized, offsets: Tensor, write: bool, backend: str = "auto"
+    main_grad: Tensor,
+    grad: Quantized_of_quantize,
+    x: Quantized_of_quantize,
+    offsets: Tensor,
+    write: bool,
+    backend: str = "auto",
 ) -> None:
     """Add the product of two casts by :func:`columns_of_groups` to ``main_grad [E, out, in]``, group by group.
 
@@ -120,7 +192,7 @@ def _choose(registry: BackendRegistry[Spec, Any], spec: Spec, backend: str) -> C
     return found
 
 
-def scheme_why_not(scheme: Scheme) -> str | None:
+def scheme_why_not(scheme: Scheme_of_quantize) -> str | None:
     """Return why codes of a scheme cannot be grouped, or None."""
     if scheme.tile in ((0, 0), LINE) and scheme.scale in ("fp32", "power") and scheme.format != "e2m1":
         return None
@@ -143,6 +215,6 @@ _TRITON = "megalight.ops.grouped_scaled.triton"
 COLUMNS.register(Backend("triton", lazy(_TRITON, "columns"), 10, _triton_why_not))
 PRODUCT.register(Backend("triton", lazy(_TRITON, "product"), 10, _triton_why_not))
 WGRAD.register(Backend("triton", lazy(_TRITON, "accumulate"), 10, _triton_why_not))
-COLUMNS.register(Backend("reference", reference.columns, 0, serve_all))
-PRODUCT.register(Backend("reference", reference.product, 0, serve_all))
-WGRAD.register(Backend("reference", reference.accumulate, 0, serve_all))
+COLUMNS.register(Backend("reference", columns, 0, serve_all))
+PRODUCT.register(Backend("reference", reference_product, 0, serve_all))
+WGRAD.register(Backend("reference", accumulate, 0, serve_all))

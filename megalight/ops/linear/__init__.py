@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.linear import aligned, wgrad
-from megalight.ops.linear.deferred import queue_for
+from megalight.ops.linear import aligned
+from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
+from megalight.ops.linear.weight_gradient import queue_for
 from megalight.ops.parameter import ParameterState, main_grad_of, may_hide, precision_of, state_of
 from megalight.ops.quantize import Quantized
-from megalight.ops.stored import readable
+from megalight.ops.quantized_weight import readable
 from megalight.ops.sum_rows import sum_rows
 from megalight.registry import BackendRegistry
 
@@ -30,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is kept, and the backward computes ``x``
     again. If a weight has a precision (:mod:`megalight.ops.linear.low_precision`), its products use that. If it is
-    stored as codes (:mod:`megalight.ops.stored`), products decode it, and only the codes are kept for the backward.
+    stored as codes (:mod:`megalight.ops.quantized_weight`), products decode it, and only the codes are kept for the backward.
     """
     # The state is read here once, and not by a function for each of its parts: every layer comes here several times.
     state: ParameterState | None = getattr(weight, "megalight", None)
@@ -105,7 +106,7 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
         x: ``[..., in]``; may be cast already if ``weight`` has a precision.
         weight: if it has a main gradient, the gradient is added there (in float32 if that is float32, without a
             temporary of that size on CUDA), and ``mark_grad_ready()`` is called. Inside
-            :func:`~megalight.ops.linear.deferred.deferring`, both happen later.
+            :func:`~megalight.ops.linear.weight_gradient.deferring`, both happen later.
 
     Returns:
         None if the gradient goes into the main gradient, else the gradient in the weight's dtype.
@@ -117,7 +118,7 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
                 held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor would keep its autograd graph alive
                 queue.put(weight, grad_y, lambda: lambda: held)
             else:
-                wgrad.add(weight, grad_y, x)
+                wgrad.add_weight_gradient(weight, grad_y, x)
             return None
         if state.precision is not None:
             return state.precision.weight_gradient(grad_y, x, weight)

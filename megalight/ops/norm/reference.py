@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import wide
@@ -43,3 +44,20 @@ def of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 add_rms_norm = of_sum(rms_norm)
 add_layer_norm = of_sum(layer_norm)
+
+
+# Norms with torch's own fused functions.
+
+
+def native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dim; ``weight`` has the dtype of ``x``."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def native_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dim; ``weight`` has the dtype of ``x``."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+add_rms_norm = of_sum(native_rms_norm)
+add_layer_norm = of_sum(native_layer_norm)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalight.ops.common import apply, num_multiprocessors, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.parameter import may_hide, state_of
-from megalight.ops.quantize.known import tell_amax
+from megalight.ops.quantize.amax_history import tell_amax
 
 TILE = 2048
 """Elements that a program handles at once, if rows are shorter than this."""

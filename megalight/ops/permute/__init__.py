@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.permute import reference
-from megalight.ops.permute.layout import Permutation, most_rows
+from megalight.ops.permute.reference import Permutation, most_rows
 from megalight.registry import Backend, BackendRegistry, remembered
 
 __all__ = ["REGISTRIES", "Permutation", "Spec", "drop", "most_rows", "permutation", "permute", "unpermute"]

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
+from megalight.ops.quantize.formats import Quantized as Quantized
+from megalight.ops.quantize.formats import Scheme as Scheme
 from megalight.ops.quantize.reference import amax_of as amax_of
 from megalight.ops.quantize.reference import quantize as quantize
 from megalight.ops.quantize.reference import scales_of as scales_of
 from megalight.ops.quantize.reference import tile_amax as tile_amax
-from megalight.ops.quantize.types import Quantized as Quantized
-from megalight.ops.quantize.types import Scheme as Scheme
 from megalight.registry import Backend, BackendRegistry, remembered
 
 Cast: TypeAlias = tuple[Quantized | None, Quantized | None]
@@ -63,7 +63,7 @@ def cast(
             per row. None: the largest magnitude of the values.
         amax_t: the same for the transpose.
         generator: random generator for stochastic rounding.
-        tell: whether the largest magnitude of ``x`` will be needed later (:mod:`megalight.ops.quantize.known`). A
+        tell: whether the largest magnitude of ``x`` will be needed later (:mod:`megalight.ops.quantize.amax_history`). A
             backend that gets ``amax`` then finds it in the same pass.
         fill: pad features with zeros, too, to a multiple of this, in both results. Scales are those of the values.
         backend: name of a backend.

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.ops.quantize.types import Scheme
+from megalight.ops.quantize.formats import Scheme
 
 
 class Recipe(NamedTuple):

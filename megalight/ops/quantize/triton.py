@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, tl
-from megalight.ops.quantize.formats import DTYPES, LARGEST
-from megalight.ops.quantize.known import tell_amax
+from megalight.ops.quantize.amax_history import tell_amax
+from megalight.ops.quantize.formats import DTYPES, LARGEST, Quantized, Scheme
 from megalight.ops.quantize.reference import TINY
-from megalight.ops.quantize.types import Quantized, Scheme
 
 # A tile is as wide as the blocks of `blockwise` scaling, so no scale needs values of two programs.
 BLOCK = 128

@@ -8,14 +8,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, select, serve_all, triton_why_not
-from megalight.ops.rotary import reference
-from megalight.ops.rotary.axes import RotaryAxes
-from megalight.ops.rotary.scaling import RotaryScaling
-from megalight.ops.rotary.table import rotary_table
+from megalight.ops.common import lazy, select, serve_all, triton_why_not, wide
+from megalight.ops.rotary.frequencies import RotaryAxes as RotaryAxes
+from megalight.ops.rotary.frequencies import RotaryScaling as RotaryScaling
+from megalight.ops.rotary.frequencies import rotary_table as rotary_table
 from megalight.registry import Backend, BackendRegistry, remembered
 
-__all__ = ["RotaryAxes", "RotaryScaling", "apply_rotary", "rotary_table", "rotate_qkv"]
+# Rotary embedding in plain torch.
+
+
+def reference_apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first ``2 * cos.shape[-1]`` features of ``x [T, H, D]``. Half types are computed in float32."""
+    half = cos.shape[-1]
+    dtype = wide(x.dtype)
+    rotated, rest = x[..., : 2 * half].to(dtype), x[..., 2 * half :]
+    # The two members of each pair: neighbors, or features half the rotated width apart.
+    a, b = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else torch.split(rotated, half, -1)
+    # `[T, 1, r/2]`: all heads of a token turn by the same angles.
+    cos, sin = cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+    pair = (a * cos - b * sin, a * sin + b * cos)
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)
+
+
+def reference_rotate_qkv(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a packed projection and rotate its queries and keys."""
+    heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
+    return reference_apply_rotary(q, cos, sin, interleaved), reference_apply_rotary(k, cos, sin, interleaved), v
 
 
 class Spec(NamedTuple):
@@ -38,10 +60,10 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 _TRITON = "megalight.ops.rotary.triton"
 APPLY_ROTARY.register(Backend("triton", lazy(_TRITON, "apply_rotary"), 20, _triton_why_not))
-APPLY_ROTARY.register(Backend("reference", reference.apply_rotary, 0, serve_all))
+APPLY_ROTARY.register(Backend("reference", reference_apply_rotary, 0, serve_all))
 # Measuring saves a pass: the cast to 8 bits needs the largest magnitude of the gradient.
 ROTATE_QKV.register(Backend("triton", lazy(_TRITON, "rotate_qkv", measures=True), 20, _triton_why_not))
-ROTATE_QKV.register(Backend("reference", reference.rotate_qkv, 0, serve_all))
+ROTATE_QKV.register(Backend("reference", reference_rotate_qkv, 0, serve_all))
 
 
 @remembered

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl
-from megalight.ops.quantize.known import tell_amax
+from megalight.ops.quantize.amax_history import tell_amax
 
 
 @jit

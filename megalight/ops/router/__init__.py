@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.router import reference
-from megalight.ops.router.rule import SCORES, Routes, Rule, Statistics
+from megalight.ops.router.reference import SCORES, Routes, Rule, Statistics
 from megalight.registry import Backend, BackendRegistry, remembered
 
 __all__ = ["REGISTRIES", "ROUTE", "SCORES", "STATISTICS", "Routes", "Rule", "Spec", "Statistics", "route", "statistics"]

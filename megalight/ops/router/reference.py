@@ -2,13 +2,113 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalight.errors import nearest
 from megalight.ops.common import wide
-from megalight.ops.router.rule import Routes, Rule, Statistics
+
+# How experts are scored and chosen, and what a router returns.
+
+
+SCORES = ("softmax", "sigmoid")
+"""Names of the score functions."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How experts are scored and chosen.
+
+    Attributes:
+        k: number of experts of a token.
+        score: a name in :data:`SCORES`. Sigmoid scores of the chosen experts are divided by their sum if ``k > 1``.
+        pre_softmax: softmax over all experts before the choice. Otherwise softmax over the ``k`` chosen logits.
+        num_groups: divide the experts into as many groups of neighbors, and choose groups first
+            (https://arxiv.org/abs/2412.19437). A group's score is the sum of its ``group_experts`` best scores.
+        group_top_k: number of groups whose experts a token may choose.
+        scale: factor of the probabilities.
+        group_experts: see ``num_groups``. None: ``k // group_top_k``.
+    """
+
+    k: int
+    score: str = "softmax"
+    pre_softmax: bool = False
+    num_groups: int | None = None
+    group_top_k: int | None = None
+    scale: float = 1.0
+    group_experts: int | None = None
+
+    def check(self, num_experts: int) -> None:
+        """Raise ValueError if the rule is impossible with ``num_experts``."""
+        if self.score not in SCORES:
+            raise ValueError(
+                f"unknown score function {self.score!r}; known: {', '.join(SCORES)}.{nearest(self.score, SCORES)}"
+            )
+        if not 1 <= self.k <= num_experts:
+            raise ValueError(f"k={self.k} of {num_experts} experts cannot be chosen; set k from 1 to {num_experts}.")
+        if (self.num_groups is None) != (self.group_top_k is None):
+            raise ValueError(
+                f"num_groups={self.num_groups} and group_top_k={self.group_top_k}; set both of them, or neither."
+            )
+        if self.num_groups is None or self.group_top_k is None:
+            if self.group_experts is not None:
+                raise ValueError(f"group_experts={self.group_experts} without groups; set num_groups, or leave it out.")
+            return
+        if self.num_groups < 1 or num_experts % self.num_groups:
+            raise ValueError(f"{num_experts} experts do not divide into num_groups={self.num_groups}.")
+        if not 1 <= self.group_top_k <= self.num_groups:
+            raise ValueError(f"group_top_k={self.group_top_k} must be from 1 to num_groups={self.num_groups}.")
+        size = num_experts // self.num_groups
+        # Enough experts in the groups that may be chosen, and enough in each for its score.
+        if self.k > self.group_top_k * size or (self.group_experts is None and self.best_of_group > size):
+            raise ValueError(
+                f"k={self.k} experts cannot come from group_top_k={self.group_top_k} groups of {size}; "
+                "raise group_top_k or lower num_groups."
+            )
+        if self.group_experts is not None and not 1 <= self.group_experts <= size:
+            raise ValueError(f"group_experts={self.group_experts} must be from 1 to {size}, the size of a group.")
+        # A group's score would sum no expert.
+        if self.best_of_group < 1:
+            raise ValueError(
+                f"group_top_k={self.group_top_k} is more than k={self.k}; lower it to {self.k}, or set group_experts."
+            )
+
+    @property
+    def best_of_group(self) -> int:
+        """Number of experts whose scores a group's score sums."""
+        assert self.group_top_k is not None
+        return self.k // self.group_top_k if self.group_experts is None else self.group_experts
+
+
+class Routes(NamedTuple):
+    """The experts of each token.
+
+    Attributes:
+        probs: ``[T, k]`` float32 (float64 for float64 logits), with gradient.
+        experts: ``[T, k]`` int64, the best first.
+    """
+
+    probs: Tensor
+    experts: Tensor
+
+
+class Statistics(NamedTuple):
+    """Sums over the tokens of each pool, all of one floating dtype.
+
+    Attributes:
+        scores: ``[S, E]``, sums of the normalized scores, with gradient.
+        counts: ``[S, E]``, numbers of choices.
+        squares: ``[S]``, sums of ``logsumexp(logits)^2``, with gradient: the z-loss (https://arxiv.org/abs/2202.08906).
+    """
+
+    scores: Tensor
+    counts: Tensor
+    squares: Tensor
+
 
 EPS = 1e-20
 """Added to the sum of sigmoid scores that divides them."""

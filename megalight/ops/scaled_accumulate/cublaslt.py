@@ -159,7 +159,7 @@ def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
 
 
 def accumulate_groups(out: Tensor, a: Quantized, b: Quantized, sizes: Sequence[int], group: int, write: bool) -> None:
-    """Implement :func:`megalight.ops.scaled_accumulate.groups.accumulate_groups` for one scale per matrix.
+    """Implement :func:`megalight.ops.scaled_accumulate.accumulate_groups` for one scale per matrix.
 
     Groups begin at multiples of ``group`` columns. Places are computed, not looked up in views.
     """

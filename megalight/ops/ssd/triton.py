@@ -19,12 +19,8 @@ from torch import Tensor
 
 from megalight.ops.common import apply, num_multiprocessors, once_differentiable
 from megalight.ops.jit import cdiv, next_power
-from megalight.ops.parts import empty_gradient, place_of
-from megalight.ops.ssd.grad_inputs import grad_inputs
-from megalight.ops.ssd.grad_shared import grad_shared
-from megalight.ops.ssd.outputs import outputs
-from megalight.ops.ssd.states import pass_states
-from megalight.ops.ssd.steps import decays, grad_decays
+from megalight.ops.rows import empty_gradient, place_of
+from megalight.ops.ssd.triton_kernels import decays, grad_decays, grad_inputs, grad_shared, outputs, pass_states
 
 CHUNK = 64
 """Tokens per chunk. Longer chunks mean fewer states in memory, and more products within a chunk."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.errors import LayoutError, MegalightError
-from megalight.parallel.bridge.header import Header, joined
-from megalight.parallel.bridge.lanes import Lane, lanes
-from megalight.parallel.bridge.rules import checked_gradients, rows_of, spec_of
-from megalight.parallel.bridge.transfer import (
+from megalight.parallel.bridge.messages import (
+    Header,
     Receiving,
     Rows,
     Sending,
+    TensorSpec,
     as_bytes,
+    joined,
     receive_header,
     send_header,
     send_rows,
@@ -26,6 +26,146 @@ from megalight.parallel.bridge.transfer import (
 )
 from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
+
+# Checks of messages and gradients before they are sent.
+
+
+def spec_of(name: str, tensor: Tensor, batch_dim: int | Mapping[str, int], device: torch.device) -> TensorSpec:
+    """Return the spec of a tensor.
+
+    Raises:
+        LayoutError: the tensor has no batch dim, or is on another type of device than the bridge.
+    """
+    dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name)
+    if dim is None:
+        raise LayoutError(f"batch_dim of the bridge has no {name!r}; add it: batch_dim={{..., {name!r}: 0}}.")
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise LayoutError(
+            f"{name} {list(tensor.shape)} has no batch dim {dim}; add one (make a number a tensor of one row), or give "
+            "batch_dim by name."
+        )
+    # Only the type: the index differs between the GPUs of both sides.
+    if tensor.device.type != device.type:
+        raise LayoutError(
+            f"{name} is on {tensor.device}, but the bridge sends {device.type} tensors; move it, or set the device of "
+            "the bridge."
+        )
+    # Counted from the front, because a header says nothing about how the sender counted.
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, dim % tensor.ndim, tensor.requires_grad)
+
+
+def rows_of(header: Header, parts: Rows, count: int) -> dict[str, Sequence[int]]:
+    """Return the number of rows of each tensor for each of ``count`` replicas: from ``parts``, or as even as possible.
+
+    Raises:
+        LayoutError: ``parts`` has an unknown name, or numbers that do not sum to the rows.
+    """
+    if unknown := parts.keys() - header.keys():
+        raise LayoutError(
+            f"parts has {', '.join(sorted(unknown))}, but the message has no such tensor; remove it from parts."
+        )
+    rows: dict[str, Sequence[int]] = {}
+    for name, spec in header.items():
+        # The first replicas get one row more where it does not divide.
+        even = [spec.rows // count + (place < spec.rows % count) for place in range(count)]
+        rows[name] = own = list(parts.get(name, even))
+        if len(own) != count or sum(own) != spec.rows or min(own) < 0:
+            raise LayoutError(
+                f"parts of {name} are {own}; give {count} numbers, one per destination replica, that sum to its "
+                f"{spec.rows} rows."
+            )
+    return rows
+
+
+def checked_gradients(grads: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of all ``tensors``, in their order; missing gradients are zeros.
+
+    Raises:
+        LayoutError: a gradient was not requested, or does not have the shape, dtype and device of its tensor.
+    """
+    if unknown := grads.keys() - tensors.keys():
+        raise LayoutError(
+            f"gradients of {', '.join(sorted(unknown))} were not requested; the message needs those of "
+            f"{', '.join(tensors)}."
+        )
+    checked = {}
+    for name, tensor in tensors.items():
+        grad = grads.get(name)
+        # The source waits for a gradient of every tensor that asked for one, used or not.
+        grad = torch.zeros_like(tensor) if grad is None else grad.detach()
+        # The source reads the bytes into its own shape and dtype: a difference would arrive as noise.
+        for what in ("shape", "dtype", "device"):
+            if getattr(grad, what) != getattr(tensor, what):
+                raise LayoutError(
+                    f"the gradient of {name} has {what} {getattr(grad, what)}, but the tensor has "
+                    f"{getattr(tensor, what)}; send gradients in the order of the messages."
+                )
+        checked[name] = grad
+    return checked
+
+
+# Lanes: which ranks of two meshes exchange messages. This is arithmetic only, without communication.
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Data-parallel replicas that exchange messages: several sources and one destination, the reverse, or one each.
+
+    Attributes:
+        sources: the global ranks of each source replica's last pipeline stage; the last one leads.
+        destinations: the global ranks of each destination replica's first pipeline stage; the first one leads.
+    """
+
+    sources: tuple[tuple[int, ...], ...]
+    destinations: tuple[tuple[int, ...], ...]
+
+    @property
+    def source_leaders(self) -> tuple[int, ...]:
+        """The ranks that send activations and receive gradients, one per source replica."""
+        return tuple(replica[-1] for replica in self.sources)
+
+    @property
+    def destination_leaders(self) -> tuple[int, ...]:
+        """The ranks that receive activations and send gradients, one per destination replica."""
+        return tuple(replica[0] for replica in self.destinations)
+
+
+def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
+    """Divide the replicas of both sides into the same number of runs of neighbors, so that rows keep their order.
+
+    Raises:
+        LayoutError: the meshes share ranks, or neither data-parallel degree divides the other.
+    """
+    shared = sorted(set(src.members) & set(dest.members))
+    if shared:
+        raise LayoutError(
+            f"both meshes of the bridge have ranks {_shown(shared)}; they must be disjoint. Give the second mesh an "
+            "offset: ParallelMesh(..., offset=n) begins at global rank n."
+        )
+    if src.dp % dest.dp and dest.dp % src.dp:
+        raise LayoutError(
+            f"the data-parallel degrees of the bridge are {src.dp} (source) and {dest.dp} (destination); one must "
+            "divide the other. Change a degree of one mesh."
+        )
+    # As many lanes as the smaller side has replicas; each takes a run of the larger side.
+    count = min(src.dp, dest.dp)
+    sources, destinations = _runs(src, src.pp - 1, count), _runs(dest, 0, count)
+    return tuple(Lane(*pair) for pair in zip(sources, destinations, strict=True))
+
+
+def _runs(mesh: ParallelMesh, stage: int, count: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Return the ranks of the replicas in one pipeline stage, in ``count`` runs of neighboring replicas."""
+    replicas: list[list[int]] = [[] for _ in range(mesh.dp)]
+    for rank in mesh.members:
+        if mesh.rank("pp", of=rank) == stage:
+            replicas[mesh.rank("dp", of=rank)].append(rank)
+    # Neighboring replicas form a run, so rows keep the order in which the source read them.
+    length = mesh.dp // count
+    return [tuple(map(tuple, replicas[first : first + length])) for first in range(0, mesh.dp, length)]
+
+
+def _shown(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
 
 
 @dataclass(frozen=True)

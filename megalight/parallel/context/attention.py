@@ -2,13 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from torch import Tensor, nn
 
-from megalight.errors import LayoutError
-from megalight.nn import InnerAttention, KeysAndValues
-from megalight.parallel.context.kinds import Attend, choose
+from megalight.errors import BackendError, LayoutError
+from megalight.nn import InnerAttention, KeysAndValues, Lineage, LineageAttention
+from megalight.parallel.context import all_gather, all_to_all, ring
+from megalight.parallel.context.all_gather import chunks_of, seen
+from megalight.parallel.context.all_to_all import heads_why_not, sinks_of, trade_heads, trade_tokens
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
-from megalight.types import PackedSequences
+from megalight.registry import Backend, BackendRegistry
+from megalight.types import ContextShare, PackedSequences
+
+# Two levels: all-to-all over heads between neighbors, and a ring between groups of neighbors.
+#
+# See https://arxiv.org/abs/2405.07719. With ``cp = inner * outer`` ranks, the all-to-all runs between ``inner``
+# neighbors, for example of one host, so only ``inner`` must divide the heads. It joins their shares to one larger
+# share, and the ring has ``outer`` steps instead of ``cp``. Chunks of neighboring ranks are neighbors in the
+# sequence, so the joint share is again a zigzag share, one of ``outer``.
+
+
+def why_not(spec: ContextSpec) -> str | None:
+    """Return why it cannot serve a layer, or None: ``inner`` must divide ``cp`` and the heads; the ring must serve."""
+    if spec.inner is None:
+        return "needs the size of its all-to-all; set ContextOptions.inner"
+    if spec.cp % spec.inner or spec.inner == spec.cp:
+        return f"has inner={spec.inner} for cp={spec.cp}; inner must divide cp and be smaller"
+    return heads_why_not(spec, spec.inner) or ring.why_not(spec)
+
+
+def attend(
+    inner: InnerAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    groups: ContextGroups,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D], sink [H] -> [T, H, D]``."""
+    share = sequences.context
+    assert share is not None and groups.inner is not None
+    size = groups.inner.size()
+    joint, order = share.once(("two_level", size), _joint, share, size)
+    # After it, a rank holds all tokens of its run of neighbors, of its heads only: `[inner T, H / inner, D]`.
+    mine = trade_tokens(q, k, v, order, groups.inner)
+    out = ring.ring_attention(
+        *mine,
+        joint,
+        groups.outer,
+        causal=inner.causal,
+        scale=inner.scale,
+        sink=inner.sinks(mine[0], sinks_of(sink, groups.inner)),
+        window=inner.window,
+        chunk=inner.chunk,
+        backend=inner.backend,
+    )
+    return trade_heads(out, order, len(q), groups.inner)
+
+
+def _joint(share: ContextShare, size: int) -> tuple[PackedSequences, Tensor]:
+    """Return the joint share of ``size`` neighbors, and the indices of its tokens in their concatenated shares."""
+    joint, _ = share.whole.zigzag(share.rank // size, share.size // size)
+    assert joint.context is not None
+    context = replace(joint.context, real_lengths=share.real_lengths, num_dummies=share.num_dummies)
+    together = PackedSequences.of_lengths(joint.lengths, joint.device)
+    neighbors = ContextShare(share.rank % size, size, together, joint.lengths)
+    return replace(joint, context=context), neighbors.order
+
+
+# The registry of kinds of context-parallel attention. Each kind is a file with ``attend`` and ``why_not``.
+
+
+Attend = Callable[..., Tensor]
+"""``(inner, q, k, v, sequences, groups) -> [T, H, D]``: :func:`megalight.parallel.context.all_to_all.attend` is one."""
+
+KINDS: BackendRegistry[ContextSpec, Attend] = BackendRegistry("context-parallel attention")
+
+KINDS.register(Backend("all_to_all", all_to_all.attend, 30, all_to_all.why_not))
+KINDS.register(Backend("ring", ring.attend, 20, ring.why_not))
+KINDS.register(Backend("all_gather", all_gather.attend, 10, all_gather.why_not))
+KINDS.register(Backend("all_to_all_ring", attend, 0, why_not))
+
+ONE_LEVEL = frozenset({"auto", "all_to_all", "ring", "all_gather"})
+"""Kinds that do not use ``ContextOptions.inner``. ``auto`` is one: it never takes the two-level kind or a plugin's."""
+
+
+def choose(layer: str, spec: ContextSpec, kind: str) -> Backend[ContextSpec, Attend]:
+    """Choose the kind for a layer. ``auto`` takes the kind of the highest priority that can serve.
+
+    Raises:
+        LayoutError: no kind can serve, or the named one cannot or does not exist. The message lists the reasons.
+    """
+    try:
+        return KINDS.select(spec, kind)
+    except BackendError as error:
+        raise LayoutError(f"{layer}: {error}") from error
 
 
 class ContextAttention(nn.Module):
@@ -19,7 +110,7 @@ class ContextAttention(nn.Module):
     Args:
         inner: attention for one device.
         name: name of the module, for messages.
-        kind: a name in :data:`megalight.parallel.context.kinds.KINDS`, or ``auto``.
+        kind: a name in :data:`megalight.parallel.context.attention.KINDS`, or ``auto``.
         groups: the process groups.
         heads: number of query heads and key heads on this rank. None: known from the first forward on.
 
@@ -101,3 +192,38 @@ class ContextAttention(nn.Module):
     def extra_repr(self) -> str:
         """Show the kind when the module is printed."""
         return f"kind={self.kind}, cp={self.groups.mesh.cp}"
+
+
+# Attention of a draft model under context parallelism.
+#
+# The real tokens that a guess sees lie in all shares: their keys and values are gathered once, in the first step.
+# Earlier guesses at a place are on the rank that holds the place, so later steps need no message
+# (:mod:`megalight.ops.draft_attention`).
+
+
+class ContextLineageAttention(nn.Module):
+    """Attention of this rank's places to the real tokens of all shares, and to the guesses at these places.
+
+    Args:
+        inner: attention for one device.
+        groups: the process groups.
+    """
+
+    def __init__(self, inner: LineageAttention, groups: ContextGroups) -> None:
+        super().__init__()
+        self.inner = inner
+        self.groups = groups
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, state: Lineage | None = None
+    ) -> Tensor:
+        """``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``. The state gets the keys and values that are seen."""
+        if sequences.context is None:
+            out: Tensor = self.inner(q, k, v, sequences, state)
+            return out
+        if state is None or not state.keys:
+            sequences, k, v = seen(k, v, sequences, self.groups)
+        else:
+            sequences, _ = chunks_of(sequences)
+        shared: Tensor = self.inner(q, k, v, sequences, state)
+        return shared

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megalight.errors import BackendError, LayoutError, nearest
-from megalight.parallel.context.kinds import KINDS, ONE_LEVEL
+from megalight.parallel.context.attention import KINDS, ONE_LEVEL
 
 
 @dataclass(frozen=True)

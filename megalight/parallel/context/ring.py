@@ -3,7 +3,7 @@
 While a rank computes the block of its queries and the current keys, it receives the next keys. Outputs of blocks are
 merged by their log-sum-exps. In the backward, keys and values go around the ring again, and the sums of their gradients
 follow them; a last step brings these sums home. Only a rank's own share is kept between steps. Shares have the zigzag
-order, so that all ranks have equal work under a causal mask (:mod:`megalight.parallel.context.blocks`). Under a window,
+order, so that all ranks have equal work under a causal mask (:mod:`megalight.parallel.context.ring_blocks`). Under a window,
 or chunks of attention, only blocks that a query can see are computed. Keys still go around the whole ring: in the
 zigzag order, the chunk before a rank's second one is on the rank that its keys reach last.
 """
@@ -23,7 +23,7 @@ from megalight.nn import InnerAttention
 from megalight.ops.attention_block import EXAMPLE, REGISTRIES, block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
 from megalight.ops.common import once_differentiable, wide
-from megalight.parallel.context.blocks import Block, Blocks, Rows, blocks_of
+from megalight.parallel.context.ring_blocks import Block, Blocks, Rows, blocks_of
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.types import PackedSequences
 
@@ -251,7 +251,7 @@ class _RingAttention(torch.autograd.Function):
     """``q [T, H, D], kv [T, Hkv, D + Dv], sink [H] -> [T, H, Dv]``.
 
     Keys and values are one tensor, so one message sends both. The sink is merged last, on each rank for its queries, as
-    a block with one key whose value is 0; see :mod:`megalight.ops.attention.sink`.
+    a block with one key whose value is 0; see :mod:`megalight.ops.attention.variants`.
     """
 
     @staticmethod

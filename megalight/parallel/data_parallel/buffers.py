@@ -12,11 +12,10 @@ from torch.distributed import ProcessGroup
 
 from megalight.imports import has_grad_dtype, torch_distributed
 from megalight.ops.parameter import cast_of, release, state_of
-from megalight.parallel.data_parallel.flat_shard import FlatShard
-from megalight.parallel.data_parallel.layout import BucketLayout
-from megalight.parallel.data_parallel.param_info import ParamInfo
+from megalight.parallel.data_parallel.layout import BucketLayout, ParamInfo
+from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.host_memory import host_memory
-from megalight.parallel.storage import has_memory, without_memory
+from megalight.parallel.initial_values import has_memory, without_memory
 
 Allocating = Callable[[], AbstractContextManager[object]]
 """Returns a context inside of which tensors are allocated in a certain way."""
@@ -208,7 +207,7 @@ class Bucket(FlatParameters):
         grads: ``[numel]`` memory that the gradients share with those of other units; None: memory of their own.
         sum_dtype: dtype of the sums over ranks and micro-batches; only used with ``grads``.
         on_host: keep the masters in host memory, as separate copies. See
-            :class:`~megalight.parallel.data_parallel.host.HostMasters`.
+            :class:`~megalight.parallel.data_parallel.host_masters.HostMasters`.
 
     Attributes:
         on_host: whether the masters are in host memory.

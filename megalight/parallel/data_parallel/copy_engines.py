@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.parallel.data_parallel.buffers import Bucket, Groups
+from megalight.parallel.data_parallel.communication import Choice
+from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.layout import BucketLayout, Level
-from megalight.parallel.data_parallel.memory import Room
-from megalight.parallel.data_parallel.pushed_sums import PushedSums
-from megalight.parallel.data_parallel.pushes import Pushes
-from megalight.parallel.data_parallel.ways import Choice
+from megalight.parallel.data_parallel.reduce import PushedSums
+from megalight.parallel.data_parallel.unit_memory import Room
 
 
 class CopyEngines:

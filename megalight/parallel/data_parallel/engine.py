@@ -9,26 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.ops.adam.coded import Coded
+from megalight.ops.adam import Coded
+from megalight.parallel.data_parallel.bucket_keys import Kinds, groups_of
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
-from megalight.parallel.data_parallel.communicators import groups_of
+from megalight.parallel.data_parallel.communication import Choice, Registration, UserBuffers, Way
 from megalight.parallel.data_parallel.copy_engines import CopyEngines
-from megalight.parallel.data_parallel.finite import check_finite
-from megalight.parallel.data_parallel.flat_shard import FlatShard
-from megalight.parallel.data_parallel.frozen import FrozenShards, can_be_sharded
+from megalight.parallel.data_parallel.frozen_parameters import FrozenShards, can_be_sharded
+from megalight.parallel.data_parallel.grad_norm import check_finite
 from megalight.parallel.data_parallel.gradients import MainGradients, UnusedParameters
-from megalight.parallel.data_parallel.host import HostMasters, offloaded
-from megalight.parallel.data_parallel.kinds import Kinds
-from megalight.parallel.data_parallel.layout import BucketLayout, level_of, plan_buckets
-from megalight.parallel.data_parallel.masters import check_masters, masters_of
-from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers, UnitMemory, choose, free_memory
-from megalight.parallel.data_parallel.param_info import ParamInfo, distinct
+from megalight.parallel.data_parallel.host_masters import HostMasters, offloaded
+from megalight.parallel.data_parallel.layout import BucketLayout, ParamInfo, distinct, level_of, plan_buckets
+from megalight.parallel.data_parallel.masters import FlatShard, check_masters, masters_of
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
-from megalight.parallel.data_parallel.route import Route
+from megalight.parallel.data_parallel.unit_memory import (
+    GRADIENT_TURNS,
+    Route,
+    TurnBuffers,
+    UnitMemory,
+    choose,
+    free_memory,
+)
 from megalight.parallel.data_parallel.units import Units
-from megalight.parallel.data_parallel.user_buffers import Registration, UserBuffers
-from megalight.parallel.data_parallel.ways import Choice, Way
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.trace import spanned
 
@@ -92,7 +94,7 @@ class DataParallelEngine:
             others.
         reductions: how gradients are summed over the ranks that divide them: likewise.
         nccl_ub: how NCCL knows the flat buffers: ``off``, ``local`` or ``symmetric``. See
-            :class:`~megalight.parallel.data_parallel.user_buffers.UserBuffers`.
+            :class:`~megalight.parallel.data_parallel.communication.UserBuffers`.
 
     Attributes:
         host: the masters in host memory. An optimizer's step is between ``host.begin()`` and :meth:`publish`.

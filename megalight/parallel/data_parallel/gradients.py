@@ -15,15 +15,13 @@ from torch.distributed import ProcessGroup
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype
 from megalight.ops.parameter import state_of
-from megalight.parallel.capturing import capturing
-from megalight.parallel.data_parallel.arrivals import Arrivals
 from megalight.parallel.data_parallel.buffers import Bucket
-from megalight.parallel.data_parallel.first_writes import FirstWrites
-from megalight.parallel.data_parallel.norm import counted_runs, global_norm
+from megalight.parallel.data_parallel.communication import side_stream
+from megalight.parallel.data_parallel.grad_hooks import Arrivals, FirstWrites
+from megalight.parallel.data_parallel.grad_norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
-from megalight.parallel.data_parallel.streams import side_stream
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
-from megalight.parallel.trace import span
+from megalight.parallel.trace import capturing, span
 
 log = logging.getLogger(__name__)
 

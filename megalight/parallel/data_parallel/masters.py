@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.layout import Kind
+from megalight.parallel.shard import Piece, ShardSpec
 
 
 def masters_of(kind: Kind, wanted: torch.dtype | None) -> torch.dtype:
@@ -47,3 +51,82 @@ def check_masters(kinds: Sequence[Kind], wanted: torch.dtype | None) -> None:
 
 def _holds(wanted: torch.dtype, kind: Kind) -> bool:
     return torch.promote_types(kind.param_dtype, wanted) == wanted
+
+
+# The interval of a bucket that this rank's optimizer updates.
+
+
+SHARDING = "megalight_sharding"
+"""Attribute of an optimizer that is on shards."""
+
+SCALARS = ("step", "eta", "mu", "mu_product")
+"""State of torch's optimizers that is one number per parameter."""
+
+
+@dataclass(eq=False)
+class FlatShard:
+    """The interval of one bucket for which this rank holds the optimizer state.
+
+    Attributes:
+        group: index of the optimizer's parameter group.
+        start, stop: the interval, in elements of the bucket.
+        master: ``[stop - start]`` leaf tensor that the optimizer updates. ``master.grad`` is set once gradients are
+            reduced. If it has the parameters' own dtype, it shares their storage; its state (``master_copy``) says so.
+        slots: ``(spec, first element in the bucket)`` of every parameter in the bucket.
+        replicas: ranks that hold this same shard. They divide the work that must be done only once: counting for the
+            norm, writing to a checkpoint.
+        place: index of this rank in ``replicas``.
+    """
+
+    group: int
+    start: int
+    stop: int
+    master: Tensor
+    slots: Sequence[tuple[ShardSpec, int]] = field(repr=False)
+    replicas: tuple[int, ...] = (0,)
+    place: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, padding included."""
+        return self.stop - self.start
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Return a view of the master at elements ``[start, stop)`` of the bucket, which must lie in this shard."""
+        return self.master.detach()[start - self.start : stop - self.start]
+
+    def fill(self, offset: int, values: Tensor) -> None:
+        """Copy the part of ``values`` that lies in this shard; ``values`` start at element ``offset`` of the bucket."""
+        low, high = max(self.start, offset), min(self.stop, offset + values.numel())
+        if low < high:
+            part = values.reshape(-1)[low - offset : high - offset]
+            self.master[low - self.start : high - self.start] = part
+
+    def multiply(self, offset: int, factors: Tensor) -> None:
+        """Multiply the part that ``factors`` meet in this shard; they start at element ``offset`` of the bucket."""
+        low, high = max(self.start, offset), min(self.stop, offset + factors.numel())
+        if low < high:
+            part = self.part(low, high)
+            part.copy_(part * factors.reshape(-1)[low - offset : high - offset].to(part.device))
+
+    def intervals(self) -> Iterator[tuple[Piece, int, int, int]]:
+        """Yield the parts of canonical pieces that lie in this shard.
+
+        Yields:
+            piece, first, last, shard_start: elements ``[first, last)`` of the flattened piece lie at ``shard_start`` of
+            the shard. Elements that no interval covers are padding.
+        """
+        for spec, offset in self.slots:
+            low, high = max(self.start, offset), min(self.stop, offset + spec.numel)
+            if low < high:
+                for piece, first, last in spec.cut(low - offset, high - offset):
+                    yield piece, first, last, offset + piece.start + first - self.start
+
+
+def history(state: Mapping[str, Any]) -> Hashable:
+    """Return what parameters must have in common to be stepped together: names and counts of their states."""
+    numbers = (int, float)
+    return tuple(
+        (name, float(value) if name in SCALARS or isinstance(value, numbers) else None)
+        for name, value in sorted(state.items())
+    )

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel.communication import Registration, Way
 from megalight.parallel.data_parallel.engine import DataParallelEngine
-from megalight.parallel.data_parallel.layout import level_of
-from megalight.parallel.data_parallel.param_info import ParamInfo
-from megalight.parallel.data_parallel.route import Route
-from megalight.parallel.data_parallel.user_buffers import Registration
-from megalight.parallel.data_parallel.ways import Way
+from megalight.parallel.data_parallel.layout import ParamInfo, level_of
+from megalight.parallel.data_parallel.unit_memory import Route
 from megalight.parallel.mesh import ParallelMesh
 
 Level = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]

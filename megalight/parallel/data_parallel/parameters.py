@@ -8,22 +8,54 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from megalight.ops.adam.coded import Coded
-from megalight.parallel.capturing import capturing
-from megalight.parallel.data_parallel.aside import SetAside
+from megalight.ops.adam import Coded
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
-from megalight.parallel.data_parallel.codes import Codes
+from megalight.parallel.data_parallel.fp8_parameters import Codes
 from megalight.parallel.data_parallel.gather import (
     Gatherer,
+    Pushes,
     join_replicas,
     masters_to_parameters,
     parameters_to_masters,
 )
-from megalight.parallel.data_parallel.host import HostMasters
-from megalight.parallel.data_parallel.memory import TurnBuffers
-from megalight.parallel.data_parallel.pushes import Pushes
-from megalight.parallel.data_parallel.residency import Residency
-from megalight.parallel.trace import spanned
+from megalight.parallel.data_parallel.host_masters import HostMasters
+from megalight.parallel.data_parallel.unit_memory import TurnBuffers
+from megalight.parallel.data_parallel.unshard import Residency
+from megalight.parallel.host_memory import host_memory
+from megalight.parallel.trace import capturing, spanned
+
+# Parameters that are set aside, so that a rank can put them back alone.
+
+
+class SetAside:
+    """Copies of this rank's parameters in host memory, in their own dtype.
+
+    Masters are divided over ranks, so a rank cannot make the parameters from its own part. After an error in one rank
+    the others may never come to a collective. Then this is the only way back.
+
+    Args:
+        buckets: the parameters. Their memory must stay the same.
+        scales: scales of parameters that are codes.
+        residency: the parameters of units; None: all parameters are always whole.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], scales: Tensor, residency: Residency | None) -> None:
+        self._residency = residency
+        held = [scales]
+        for bucket in buckets:
+            held.append(bucket.own_params if bucket.shards_params else bucket.params)
+            if residency is not None and residency.whole and bucket.shards_params:
+                held.append(bucket.shown)
+        self._copies = [(here, host_memory(here.shape, here.dtype, here.device).copy_(here)) for here in held]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the parameters the values that were set aside. Nothing waits for another rank."""
+        for here, copy in self._copies:
+            here.copy_(copy)
+        if self._residency is not None and not self._residency.whole:
+            # Units that are gathered have the other values.
+            self._residency.forget()
 
 
 class ShardedParameters:

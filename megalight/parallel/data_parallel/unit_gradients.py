@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from megalight.errors import MegalightError
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel.buffers import Bucket
-from megalight.parallel.data_parallel.first_writes import FirstWrites
-from megalight.parallel.data_parallel.landing import land_gradients
+from megalight.parallel.data_parallel.communication import SideStream
+from megalight.parallel.data_parallel.grad_hooks import FirstWrites, land_gradients
 from megalight.parallel.data_parallel.reduce import Reducer
-from megalight.parallel.data_parallel.streams import SideStream
 from megalight.parallel.trace import span
 
 

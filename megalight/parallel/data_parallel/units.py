@@ -33,11 +33,11 @@ from torch.utils.hooks import RemovableHandle
 from megalight.errors import MegalightError
 from megalight.imports import in_backward
 from megalight.parallel.data_parallel.buffers import FlatParameters
-from megalight.parallel.data_parallel.frozen import FrozenShards, Store
-from megalight.parallel.data_parallel.pushes import Pushes
-from megalight.parallel.data_parallel.residency import Residency
-from megalight.parallel.data_parallel.route import Pass, Route
+from megalight.parallel.data_parallel.frozen_parameters import FrozenShards, Store
+from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
+from megalight.parallel.data_parallel.unit_memory import Pass, Route
+from megalight.parallel.data_parallel.unshard import Residency
 
 HOOKS = "unit_hooks"
 """Attribute of a unit's module with its hooks, so that a later engine can remove them."""

@@ -2,26 +2,151 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megalight.nn.moe import Dispatcher, Grouped, aligned
-from megalight.nn.moe.counts import HostCounts
+from megalight.nn.moe.dispatch import HostCounts
+from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
-from megalight.parallel.expert.exchange import Traffic, all_to_all, exchange
 from megalight.parallel.expert.options import DISPATCHERS
-from megalight.parallel.expert.padded import Padded
+from megalight.parallel.interleaved_passes import pause, taking_turns
 
 if TYPE_CHECKING:
     from megalight.parallel.tensor.shared import Shared
+
+
+# The exchange of rows between ranks: an all-to-all with numbers of rows that differ from rank to rank.
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Numbers of rows between ranks.
+
+    Attributes:
+        send, receive: from this rank to each, and from each to this rank.
+        table: ``table[source][to]`` between all ranks; empty if only this rank's are known.
+    """
+
+    send: list[int]
+    receive: list[int]
+    table: list[list[int]] = field(default_factory=list)
+
+    @staticmethod
+    def even(rows: int, ranks: int) -> Traffic:
+        """Return the traffic in which each rank sends ``rows`` to each."""
+        return Traffic.between_all([[rows] * ranks] * ranks, 0)
+
+    @staticmethod
+    def between_all(table: list[list[int]], rank: int) -> Traffic:
+        """Return the traffic of rank ``rank``."""
+        return Traffic(table[rank], [row[rank] for row in table], table)
+
+    @property
+    def back(self) -> Traffic:
+        """The traffic with both ends exchanged: rows return the way they came."""
+        return Traffic(self.receive, self.send, [list(column) for column in zip(*self.table, strict=True)])
+
+
+Carry: TypeAlias = Callable[[Sequence[Tensor], Traffic], tuple[Tensor, ...]]
+"""Sends rows, without autograd."""
+
+
+def exchange(tensors: Sequence[Tensor], carry: Carry, traffic: Traffic) -> tuple[Tensor, ...]:
+    """Of each tensor, send the first ``send[0]`` rows to rank 0, the next ``send[1]`` to rank 1, and so on.
+
+    While the messages travel, another pass may compute (:mod:`megalight.parallel.interleaved_passes`).
+
+    Returns:
+        for each tensor, the rows from rank 0, then those from rank 1, and so on. The backward sends gradients back.
+    """
+    found: tuple[Tensor, ...] = apply(_Exchange, carry, traffic, *tensors)
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, carry: Carry, traffic: Traffic, *tensors: Tensor) -> Any:
+        ctx.carry, ctx.traffic = carry, traffic
+        return carry(tensors, traffic)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.carry(grads, ctx.traffic.back)
+
+
+def all_to_all(tensors: Sequence[Tensor], traffic: Traffic, group: ProcessGroup) -> tuple[Tensor, ...]:
+    """Send rows by the collective."""
+    send, receive = traffic.send, traffic.receive
+    apart = taking_turns()
+    # Collectives send memory as it lies, and slices or expanded gradients have gaps.
+    inputs = [x.contiguous() for x in tensors]
+    outs = tuple(x.new_empty((sum(receive), *x.shape[1:])) for x in tensors)
+    works = [
+        # Asynchronous only if another pass can run meanwhile.
+        dist.all_to_all_single(out, x, receive, send, group=group, async_op=apart)
+        for out, x in zip(outs, inputs, strict=True)
+    ]
+    if apart:
+        pause()
+        for work in works:
+            work.wait()  # inputs live until here: their memory must not be used again while it is read
+    return outs
+
+
+# Rows of a fixed number for each pair of a sending rank and an expert, whatever the routes are.
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Received rows, ``[ranks, experts, capacity]``, and rows of experts, ``[experts, rows]``.
+
+    Attributes:
+        ranks: number of ranks that send.
+        experts: number of experts that are here.
+        capacity: number of rows from each rank for each expert.
+        rows: number of rows of each expert, at least ``ranks * capacity``; the rest are zeros.
+    """
+
+    ranks: int
+    experts: int
+    capacity: int
+    rows: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of each expert."""
+        return [self.rows] * self.experts
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """``[experts]`` int32: the end of each expert's rows. It is made on the device, which a graph can record."""
+        return torch.arange(1, self.experts + 1, dtype=torch.int32, device=device) * self.rows
+
+    def by_expert(self, received: Tensor) -> Tensor:
+        """``[ranks * experts * capacity, ...] -> [experts * rows, ...]``."""
+        rows = received.reshape(self.ranks, self.experts, self.capacity, *received.shape[1:])
+        rows = rows.transpose(0, 1).flatten(1, 2)
+        missing = self.rows - rows.shape[1]
+        if missing:
+            rows = F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, missing))
+        return rows.flatten(0, 1)
+
+    def by_rank(self, outputs: Tensor) -> Tensor:
+        """``[experts * rows, h] -> [ranks * experts * capacity, h]``: undo :meth:`by_expert`."""
+        rows = outputs.reshape(self.experts, self.rows, *outputs.shape[1:])[:, : self.ranks * self.capacity]
+        rows = rows.reshape(self.experts, self.ranks, self.capacity, *outputs.shape[1:])
+        return rows.transpose(0, 1).flatten(0, 2)
 
 
 @dataclass(frozen=True, eq=False)

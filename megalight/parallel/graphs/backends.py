@@ -12,7 +12,7 @@ from torch import nn
 
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.graphs.recorder import Recorder
-from megalight.parallel.pipeline.actions import Actions
+from megalight.parallel.pipeline.schedules import Actions
 from megalight.registry import Registry
 
 Named = tuple[str, nn.Module]

@@ -2,12 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from megalight.parallel.graphs.attributes import Attributes
+# Numbers, strings and flags that modules hold as attributes: a recording keeps their values.
+
+
+PLAIN = (bool, int, float, str, bytes, type(None))
+"""Types whose values are compared. Of other attributes, only the type is."""
+
+TORCHS = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+REMEMBERED = 64
+"""Number of states that are known again when they come back."""
+
+Values: TypeAlias = tuple[tuple[tuple[str, ...], tuple[Any, ...]], ...]
+
+
+def told(names: Iterable[str]) -> str:
+    """Return the reason why steps with changing attributes are not recorded."""
+    return (
+        f"other code changes {', '.join(names)} between steps, and replays would repeat the values of the recording; "
+        "keep what the step reads in buffers, and what it does not read outside of the module"
+    )
+
+
+@dataclass
+class Holder:
+    """One module, as far as its attributes go.
+
+    Attributes:
+        values: the module's own ``__dict__``.
+        moving: attributes that the step itself changes.
+    """
+
+    name: str
+    values: dict[str, Any]
+    moving: set[str] = field(default_factory=set)
+    keys: tuple[str, ...] = ()
+    size: int = -1
+
+
+class Attributes:
+    """Finds plain attributes that change between steps: set by callbacks, hooks and schedules.
+
+    Attributes that the step itself changes, such as counters, are left out from then on.
+
+    Attributes:
+        changed: how often other code has changed each attribute, by name.
+
+    Args:
+        modules: modules by name.
+        ignored: names of attributes that do not count, besides torch's own.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], ignored: frozenset[str] = frozenset()) -> None:
+        self._holders = [Holder(name, vars(module)) for name, module in modules]
+        self._ignored = TORCHS | ignored
+        self._last: Values | None = None
+        self._states: dict[int, Values] = {}
+        self._made = 0
+        self.changed: Counter[str] = Counter()
+
+    def __call__(self) -> int:
+        """Return the number of the state in which the attributes are now; called before each step.
+
+        Equal values have equal numbers, among the ``REMEMBERED`` states that were used last.
+        """
+        now = self._values()
+        if self._last is not None and now != self._last:
+            names = [f"{holder.name}.{key}".strip(".") for holder, key in self._differences(self._last, now)]
+            self.changed.update(names)
+        self._last = now
+        for number, state in self._states.items():
+            if state == now:
+                self._states[number] = self._states.pop(number)  # the one that was not used for longest goes first
+                return number
+        self._made += 1
+        self._states[self._made] = now
+        if len(self._states) > REMEMBERED:
+            del self._states[next(iter(self._states))]
+        return self._made
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Leave out all attributes that change inside: the model changes them itself."""
+        self()
+        before = self._last
+        assert before is not None
+        try:
+            yield
+        finally:
+            now = self._values()
+            if now != before:
+                for holder, key in self._differences(before, now):
+                    holder.moving.add(key)
+                    holder.size = -1
+                # Earlier states without these attributes, too: they are the same states still.
+                self._states = {number: self._reduced(state) for number, state in self._states.items()}
+                now = self._values()
+            self._last = now
+
+    def _values(self) -> Values:
+        found = []
+        for holder in self._holders:
+            if len(holder.values) != holder.size:
+                holder.size = len(holder.values)
+                skipped = self._ignored | holder.moving
+                holder.keys = tuple(key for key in holder.values if key not in skipped)
+            values = map(holder.values.get, holder.keys)
+            found.append((holder.keys, tuple([x if isinstance(x, PLAIN) else type(x) for x in values])))
+        return tuple(found)
+
+    def _reduced(self, state: Values) -> Values:
+        found = []
+        for holder, (keys, values) in zip(self._holders, state, strict=True):
+            left = [pair for pair in zip(keys, values, strict=True) if pair[0] not in holder.moving]
+            found.append((tuple(key for key, _ in left), tuple(value for _, value in left)))
+        return tuple(found)
+
+    def _differences(self, before: Values, now: Values) -> Iterator[tuple[Holder, str]]:
+        for holder, old, new in zip(self._holders, before, now, strict=True):
+            was, has = dict(zip(*old, strict=True)), dict(zip(*new, strict=True))
+            for key in {**was, **has}:
+                if (key in was) != (key in has) or was[key] != has[key]:
+                    yield holder, key
 
 
 class Fingerprint:

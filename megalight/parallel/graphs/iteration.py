@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.graphs.attributes import told
-from megalight.parallel.graphs.fingerprint import Fingerprint
+from megalight.parallel.graphs.fingerprint import Fingerprint, told
 from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.recorder import Recorder, Recording
 from megalight.parallel.graphs.static import StaticInputs, clone

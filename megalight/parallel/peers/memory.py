@@ -11,19 +11,70 @@ import socket
 from collections.abc import Container, Iterable
 from enum import IntEnum
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 
 from megalight.errors import MegalightError
 from megalight.imports import has, has_symmetric_memory, symmetric_memory
 from megalight.ops.common import cuda_why_not
+from megalight.parallel.groups import shared_group
 from megalight.parallel.peers import driver
-from megalight.parallel.peers.rendezvous import MEETINGS
+from megalight.parallel.trace import capturing
+
+# Map symmetric memory into all ranks of a group, whatever groups each of them met in before.
+#
+# torch names a meeting by a number that counts those of the whole process (pytorch/pytorch issue 196082). Ranks with
+# different numbers would wait for each other for ever: stages inside a pipeline have two neighbors, the first has
+# one. So ranks that are behind first meet with nobody, until all numbers are equal.
+
+
+LEAST_BYTES = 16
+
+
+class Meetings:
+    """All meetings of a process.
+
+    Attributes:
+        count: their number so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._of_groups: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+
+    def meet(self, memory: Tensor, group: ProcessGroup) -> Any:
+        """Return torch's handle of ``memory`` on all ranks of the group. They call this together.
+
+        Args:
+            memory: this rank's part, symmetric memory of torch.
+        """
+        latest = max(self._counts(group))
+        while self.count < latest:
+            alone = symmetric_memory().empty(LEAST_BYTES, dtype=torch.uint8, device=memory.device)
+            self._meet(alone, shared_group((dist.get_rank(),), "symmetric memory"))
+        return self._meet(memory, group)
+
+    def _counts(self, group: ProcessGroup) -> list[int]:
+        """Return the numbers of all ranks, by the group's store: no tensor may leave a recorded step."""
+        number = self._of_groups[group] = self._of_groups.get(group, 0) + 1
+        store = dist.PrefixStore(f"meeting {number}", c10d._get_process_group_store(group))
+        store.set(str(group.rank()), str(self.count))
+        return [int(store.get(str(rank))) for rank in range(group.size())]
+
+    def _meet(self, memory: Tensor, group: ProcessGroup) -> Any:
+        self.count += 1
+        return symmetric_memory().rendezvous(memory, group)
+
+
+MEETINGS = Meetings()
+"""Those of this process."""
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 BUFFERS = "TORCH_SYMMMEM"
@@ -229,3 +280,38 @@ class Slot:
     def flags_at(self, kind: Flag, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the addresses of the flags that this rank raises on the given ranks."""
         return tuple(self.memory.flag(rank, self.place, kind, self.memory.rank) for rank in ranks)
+
+
+# Copies into the slots of peers, by copy engines, on a stream of their own.
+
+
+class Copies:
+    """A stream for copies, and the flags around them."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.spin: Any = import_module("megalight.parallel.peers.spin")
+
+    def push(self, slot: Slot, to: int, *pairs: tuple[Tensor, Tensor]) -> None:
+        """Copy each second tensor to the first, a place in the slot of rank ``to``, and raise its flag."""
+        for place, source in pairs:
+            driver.copy(self.stream, place, source)
+        # Stream order makes the flag visible only after the data.
+        driver.raise_flags(self.stream, slot.flags_at(Flag.READY, (to,)))
+
+    def await_free(self, slot: Slot) -> None:
+        """Wait, before the first push, until all peers have read the previous contents of their slots."""
+        driver.wait(self.stream, slot.flags(Flag.FREE, slot.memory.others))
+
+    def free(self, slot: Slot) -> None:
+        """Let peers write into a slot of this rank, after the work that the current stream has queued."""
+        current = torch.cuda.current_stream()
+        flags = slot.flags_at(Flag.FREE, slot.memory.others)
+        if capturing():  # a capture must not end with work left on another stream
+            # By a kernel: the longest idle times of recorded steps lay behind flags that the front end raised here.
+            self.spin.raise_flags(flags)
+            return
+        self.spin.prepare(len(flags))
+        # After what the stream of products has queued so far, which still reads the slot.
+        self.stream.wait_stream(current)
+        driver.raise_flags(self.stream, flags)

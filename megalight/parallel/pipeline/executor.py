@@ -14,21 +14,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalight.errors import ConfigurationError
-from megalight.ops.linear.deferred import WeightGradients, deferring
+from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.parallel import trace
-from megalight.parallel.data_parallel.route import Pass
+from megalight.parallel.data_parallel.unit_memory import Pass
 from megalight.parallel.data_parallel.units import Units
+from megalight.parallel.interleaved_passes import Turns
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline.actions import Action, Actions, Kind
 from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, decode, encode, form_of, signature
-from megalight.parallel.pipeline.edges import Edges
-from megalight.parallel.pipeline.inbox import Inbox
+from megalight.parallel.pipeline.channels import Channel, Edges, Inbox, Message
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.pipeline.options import Messages
-from megalight.parallel.pipeline.p2p import Channel, Message
-from megalight.parallel.turns import Turns
+from megalight.parallel.pipeline.schedules import Action, Actions, Kind
 from megalight.types import Loss
 
 ForwardStep: TypeAlias = Callable[[nn.Module, Any, Carry | None], Carry]

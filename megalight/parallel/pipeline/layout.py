@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalight.errors import LayoutError
-from megalight.parallel.pipeline import advice
-from megalight.parallel.pipeline.grammar import compose, parse
-from megalight.parallel.pipeline.picture import picture
+from megalight.parallel.pipeline import layout_string as advice
+from megalight.parallel.pipeline.layout_string import compose, parse, picture
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class PipelineLayout:
 
     @classmethod
     def of_string(cls, text: str, num_layers: int, pp: int, vpp: int = 1, *, num_mtp: int = 0) -> PipelineLayout:
-        """Create a layout from a string such as ``"Et|tt|tt|tL"``; see :mod:`~megalight.parallel.pipeline.grammar`.
+        """Create a layout from a string such as ``"Et|tt|tt|tL"``; see :mod:`~megalight.parallel.pipeline.layout_string`.
 
         A stage may hold no layer: only the embedding, only the head, or nothing (``||``).
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.parallel.pipeline.grammar import parse
 from megalight.parallel.pipeline.layout import PipelineLayout
+from megalight.parallel.pipeline.layout_string import parse
 from megalight.parallel.pipeline.schedules import check
 
 Messages: TypeAlias = Literal["auto", "plain", "symmetric"]

@@ -15,7 +15,7 @@ from itertools import product
 from typing import TypeAlias
 
 from megalight.errors import LayoutError
-from megalight.parallel.pipeline.actions import Action, Actions, Kind
+from megalight.parallel.pipeline.schedules import Action, Actions, Kind
 
 Number: TypeAlias = "int | float | Fraction"
 Place: TypeAlias = tuple[str, int, int]

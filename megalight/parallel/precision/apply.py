@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,19 +13,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.nn import MLP, Activation, LayerNorm, RMSNorm, Rotary
-from megalight.nn.between import Between
+from megalight.nn import MLP, Activation, Attention, InnerAttention, LayerNorm, RMSNorm, Rotary
+from megalight.nn.linear import Between
 from megalight.nn.moe import Dispatcher, Experts
 from megalight.ops.common import measuring
+from megalight.ops.fp8_attention import FP8Attention, Spec, sizes_why_not
 from megalight.ops.fp8_attention import Spec as AttentionSpec
-from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
-from megalight.ops.grouped_linear.together import Together
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Reduce, Session
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision, Together
+from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.parameter import known_state, stack_precision_of, state_of
-from megalight.ops.quantize.history import STEPS, AmaxHistory
+from megalight.ops.quantize.amax_history import STEPS, AmaxHistory
+from megalight.parallel.layers import tower_layers_of
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.precision.attention import give_fp8_attention, remove_fp8_attention
 from megalight.parallel.precision.options import LowPrecisionOptions
 from megalight.parallel.precision.weights import (
     TOWER,
@@ -37,6 +38,87 @@ from megalight.parallel.precision.weights import (
     weights_to_cast,
 )
 from megalight.parallel.shard import ShardSpec
+
+# Give the attention of layers 8-bit products, and say which attention cannot have them.
+
+
+KERNELS = "transformer_engine"
+"""The backend with real products, from Blackwell on. There is none of our own."""
+
+
+def check_fp8_attention(layers: Mapping[str, nn.Module]) -> None:
+    """Check that the attention of all layers can have 8-bit products.
+
+    Args:
+        layers: name -> layer.
+
+    Raises:
+        ConfigurationError: one cannot, or there is none.
+    """
+    found = 0
+    for name, module in _cores(layers):
+        found += 1
+        reason = _why_not(module)
+        if reason is not None:
+            raise ConfigurationError(
+                f"fp8_attention=True, and {name} {reason}; leave fp8_attention out, or leave these layers in their own "
+                "dtype with first_layers and last_layers."
+            )
+    if not found:
+        raise ConfigurationError(
+            "fp8_attention=True, and no layer that multiplies in 8 bits has attention; leave it out."
+        )
+
+
+def give_fp8_attention(layers: Mapping[str, nn.Module], spec: Spec, *, emulate: bool) -> None:
+    """Let the attention of all layers multiply in 8 bits.
+
+    Args:
+        layers: name -> layer, which :func:`check_fp8_attention` found to fit.
+        spec: device, dtype and format of gradients; the rest comes from each layer.
+        emulate: compute in float64 from the decoded values.
+
+    Raises:
+        ConfigurationError: as for :func:`check_fp8_attention`.
+        BackendError: the device has no such products.
+    """
+    check_fp8_attention(layers)
+    for name, module in _cores(layers):
+        assert isinstance(module, Attention) and isinstance(module.inner, InnerAttention)
+        inner = module.inner
+        asked = spec._replace(head_dim=module.head_dim, causal=inner.causal, scale=inner.scale)
+        inner.fp8 = FP8Attention(name, asked, "reference" if emulate else KERNELS)
+
+
+def remove_fp8_attention(model: nn.Module) -> None:
+    """Let every attention multiply in the dtype of its queries again."""
+    for module in model.modules():
+        if isinstance(module, InnerAttention):
+            module.fp8 = None
+
+
+def _cores(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module that holds an attention core, with its name in the model."""
+    for path, layer in layers.items():
+        for name, module in layer.named_modules():
+            # Whatever has a core is looked at, also kinds of attention that are unknown here: none is passed over.
+            if isinstance(getattr(module, "inner", None), nn.Module) and not isinstance(module.inner, Attention):
+                yield f"{path}.{name}", module
+
+
+def _why_not(module: nn.Module) -> str | None:
+    inner = module.inner
+    if type(module) is not Attention:
+        return f"is {type(module).__name__}, which has products of its own"
+    if type(inner) is not InnerAttention:
+        return f"attends through {type(inner).__name__}, which divides sequences over ranks or has no 8-bit form"
+    for name in ("window", "chunk", "softcap", "dropout", "mutual"):
+        if value := getattr(inner, name):
+            return f"has {name}={value!r}, which 8-bit attention lacks"
+    if inner.softmax != "vanilla":
+        return f"has softmax={inner.softmax!r}, and 8-bit attention has no sinks"
+    return sizes_why_not(Spec("cpu", torch.float32, module.head_dim))
+
 
 DENSE = ShardSpec((), ())
 """The spec of a weight that nothing else is known of: its axes are those of dense layers."""
@@ -253,3 +335,57 @@ def _maximum(group: ProcessGroup | None) -> Reduce | None:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
 
     return reduce
+
+
+# Check options against a whole model, before there are processes, and divide them between its parts.
+
+
+def check_low_precision(
+    model: nn.Module, options: LowPrecisionOptions, kind: type[LowPrecision] = LowPrecision
+) -> None:
+    """Check that a model fits, before there are processes.
+
+    Args:
+        model: the whole model, split as one rank would; without values.
+        options: what a user chose.
+        kind: the class that casts and multiplies.
+
+    Raises:
+        ConfigurationError: as for :func:`~.apply.apply_low_precision`.
+    """
+    layers = language_layers(model, options)
+    if "vision" in options.towers and not tower_layers_of(model):
+        raise ConfigurationError(
+            f"towers={list(options.towers)}, and {type(model).__name__} has no vision tower; leave out 'vision'."
+        )
+    chosen = chosen_layers(model, layers, options, len(layers))
+    check_names(own_names(model, layers, options), options)
+    if options.fp8_attention:
+        check_fp8_attention(chosen)
+    for path, layer in chosen.items():
+        list(weights_to_cast(path, layer, options, kind))  # it raises what is wrong with a weight
+
+
+def options_of_part(model: nn.Module, options: LowPrecisionOptions, part: str) -> LowPrecisionOptions | None:
+    """Return the options of a part of a model whose parts have layouts of their own; None: its layers keep their dtype.
+
+    Args:
+        model: the whole model, before it is divided or split.
+        options: those of the whole.
+        part: ``language``, or ``vision`` (the vision tower).
+
+    Raises:
+        ConfigurationError: as :func:`~.apply.apply_low_precision` for the whole model.
+    """
+    names = own_names(model, language_layers(model, options), options)
+    check_names(names, options)
+    own = [name for name in names if name.startswith("tower.") == (part == "vision")]
+    modules = tuple(pattern for pattern in options.modules if fnmatch.filter(own, pattern))
+    if not modules:
+        return None
+    found = replace(options, towers=(part,), modules=modules)
+    if part == "vision":  # without experts, and without the language model's first and last layers
+        return replace(
+            found, first_layers=0, last_layers=0, experts_together=False, router_padding_for_quantization=False
+        )
+    return found

@@ -17,8 +17,7 @@ from megalight.ops.quantize.recipes import Recipe
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision.options import LowPrecisionOptions
-from megalight.parallel.tensor.column import ColumnLinear
-from megalight.parallel.tensor.row import RowLinear
+from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 
 TOWER = "embed.tower."
 """What names of the layers of a vision tower begin with."""

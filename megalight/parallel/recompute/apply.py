@@ -7,13 +7,10 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from megalight.errors import ConfigurationError
+from megalight.parallel.forward_override import Override
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
-from megalight.parallel.recompute.discard import Discarding
-from megalight.parallel.recompute.group import make_group
-from megalight.parallel.recompute.options import Recompute
-from megalight.parallel.recompute.override import Override
-from megalight.parallel.recompute.region import Region
-from megalight.parallel.recompute.selection import DISCARDED, Layer, check_pattern, selected
+from megalight.parallel.recompute.options import DISCARDED, Layer, Recompute, check_pattern, selected
+from megalight.parallel.recompute.regions import Discarding, Region, make_group
 
 
 def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Sequence[int]] = ()) -> None:

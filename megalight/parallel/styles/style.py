@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from megalight.errors import LayoutError
 from megalight.nn import adapter
+from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.tensor.dropout import OwnStream, ParallelDropout, has_dropout
 from megalight.registry import Registry
-
-if TYPE_CHECKING:
-    from megalight.parallel.splitter import Splitter
 
 
 class Style(ABC):
@@ -107,3 +109,85 @@ def register(style: type[StyleT]) -> type[StyleT]:
     """Class decorator: register a style under the name of its class."""
     STYLES.register(style.__name__)(style)
     return style
+
+
+# Modules that every rank holds whole.
+
+
+@register
+@dataclass(frozen=True)
+class Replicated(Style):
+    """A module that computes the same on every rank: its weights are held whole, and their gradients are complete.
+
+    Without sequence parallelism, modules without a rule are treated like this. With it, every module with parameters
+    needs a rule, because it is not known whether it gets a share of the tokens or all of them.
+    """
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module."""
+        splitter.keep(name, module)
+
+
+# Attributes of foreign modules that count split things.
+
+
+@register
+@dataclass(frozen=True)
+class Attributes(Style):
+    """Changes attributes that count things (head counts in foreign models) to the numbers of one rank.
+
+    Attributes:
+        divide: names of counts that are divided by ``tp``.
+        per_unit: name of a ratio -> number of units. If there are fewer units than ``tp``, the ratio is divided by the
+            number of ranks that share a unit (for example, query heads per KV head).
+    """
+
+    divide: tuple[str, ...] = ()
+    per_unit: Mapping[str, int] = field(default_factory=dict)
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module, and change its attributes."""
+        # Its own parameters, if any, stay whole: those that the counts describe belong to the layers inside.
+        splitter.keep(name, module)
+        tp = splitter.shared.mesh.tp
+        for attribute in self.divide:
+            _divide(name, module, attribute, tp)
+        # With replicated units, a rank's queries per key head shrink by the number of ranks that share the key head.
+        for attribute, units in self.per_unit.items():
+            _divide(name, module, attribute, replicas_of(units, tp, f"{name}.{attribute}"))
+
+
+def _divide(name: str, module: nn.Module, attribute: str, by: int) -> None:
+    value = getattr(module, attribute, None)
+    if not isinstance(value, int) or value % by:
+        raise LayoutError(f"{name}.{attribute} is {value!r}; it must be an integer that {by} divides. Lower tp.")
+    setattr(module, attribute, value // by)
+
+
+# Dropout with the correct random stream.
+
+
+@register
+@dataclass(frozen=True)
+class Dropout(Style):
+    """Dropout that uses the rank's own random stream if its input differs between ``tp`` ranks.
+
+    Attributes:
+        split: the input differs even without sequence parallelism (attention weights of this rank's heads).
+    """
+
+    split: bool = False
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
+        """Return a :class:`ParallelDropout` for ``nn.Dropout``, and a wrapper for other modules that draw."""
+        if isinstance(module, nn.Dropout):
+            self.expect(name, module, nn.Dropout, replaced=self.splits(splitter.shared.mesh))
+            return ParallelDropout(module.p, splitter.shared, split=self.split)
+        # A wrapper would hide the parameters from the rules for their modules.
+        if next(module.parameters(), None) is not None:
+            raise LayoutError(
+                f"the plan's rule Dropout meets {name}, a {type(module).__name__} with parameters; it is for "
+                "nn.Dropout and modules without any."
+            )
+        # Without dropout inside there is nothing to draw.
+        return OwnStream(module, splitter.shared) if self.split and has_dropout(module) else None

@@ -14,14 +14,14 @@ from torch.distributed import ProcessGroup
 from megalight.ops.parameter import precision_of
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
-from megalight.parallel.expert.equal import EqualTokens
+from megalight.parallel.expert.copy_engine import PeerExchange
 from megalight.parallel.expert.options import ExpertOptions
-from megalight.parallel.expert.symmetric import PeerExchange
+from megalight.parallel.expert.token_pool import EqualTokens
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.tensor.overlap.kinds import automatic, choose
 from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
+from megalight.parallel.tensor.overlap.overlap_modes import automatic, choose
 from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec
 
 COUNTS_MAX_CTAS = 2

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
 
 from megalight.errors import LayoutError
 from megalight.nn.canonical import Part
+from megalight.parallel.collectives import all_reduce, copy
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import EXPERT_DATA_AXES, ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.tensor.shared import Shared
 
 
 def replicated(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, *, partial: bool) -> ShardSpec:
@@ -130,3 +133,28 @@ def take(whole: Tensor, parts: Sequence[Part], spec: ShardSpec, local: Tensor) -
         part = starts[piece.name]
         canonical = flat[part.start : part.start + prod(part.shape)].view(part.shape)
         piece.view(local).copy_(canonical[piece.box])
+
+
+# Means over features that several ranks hold together.
+
+
+@dataclass(frozen=True)
+class GroupMean:
+    """The mean of the values of neighboring ``tp`` ranks, whose parts of a group of features are of one size.
+
+    Several ranks may hold the same part, if all parts have equally many holders.
+
+    Attributes:
+        shared: the state that all tensor-parallel layers share.
+        ranks: number of ranks that hold a group.
+    """
+
+    shared: Shared
+    ranks: int
+
+    def __call__(self, part: Tensor) -> Tensor:
+        """Return the mean, in the shape of ``part``. The backward sums gradients over the ranks, too."""
+        mesh = self.shared.mesh
+        group = self.shared.group if self.ranks == mesh.tp else mesh.group(f"tp%{self.ranks}")
+        # The sum enters the features of every rank, so each has one term of its gradient.
+        return copy(all_reduce(part, group), group) / self.ranks

@@ -75,7 +75,7 @@ def starts_of(sequences: PackedSequences, request: Request) -> dict[str, Tensor]
     }
 
 
-_products = lazy("megalight.ops.attention.backward", "run_delta")
+_products = lazy("megalight.ops.attention.triton_backward", "run_delta")
 """Sums over features of outputs times their gradients."""
 FORWARD = ("lengths", "key_lengths", "starts_q", "starts_k", "starts_v", "starts_out", "starts_lse")
 """The offsets that the forward graph takes; the backward takes all."""

@@ -13,11 +13,10 @@ from megalight.nn import InnerAttention, Linear
 from megalight.nn.head import Lesson, LMHead
 from megalight.nn.moe import Experts, Grouped
 from megalight.parallel.context.attention import ContextAttention
-from megalight.parallel.tensor.column import ColumnLinear
-from megalight.parallel.tensor.head import VocabHead, VocabLinear
-from megalight.parallel.tensor.row import RowLinear
-from megalight.plugins.modelopt.package import modelopt
+from megalight.parallel.tensor.embedding_and_head import VocabHead, VocabLinear
+from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.plugins.modelopt.places import STACKS
+from megalight.plugins.modelopt.presets import modelopt
 
 LINEARS: tuple[type[nn.Module], ...] = (nn.Linear, Linear, ColumnLinear, RowLinear, VocabLinear)
 HEADS: tuple[type[nn.Module], ...] = (LMHead, VocabHead)

@@ -5,13 +5,32 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
+import importlib
 import io
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.plugins.modelopt.package import modelopt
+from megalight.imports import require
+
+# Imports ModelOpt.
+
+
+def modelopt(part: str = "torch.quantization") -> ModuleType:
+    """Import a part of the package and return it.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    with warnings.catch_warnings():
+        # The package uses functions that torch 2.13 deprecates, and tells users which optional packages it lacks.
+        warnings.simplefilter("ignore")
+        require("modelopt", "quantization")
+        return importlib.import_module(f"modelopt.{part}")
+
 
 SERVED = (
     "FP8_DEFAULT_CFG",

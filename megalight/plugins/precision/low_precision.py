@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.ops.linear.low_precision import LOW_PRECISION
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LOW_PRECISION, Session
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import (
     LowPrecisionOptions,

@@ -10,7 +10,7 @@
 ``16-mixed``            float16 weights, float32 masters         float32 weights, fp16 autocast
 ======================  =======================================  =============================
 
-In ``16-mixed`` the loss is scaled (:mod:`~megalight.plugins.precision.loss_scale`), and a step whose gradients overflow
+In ``16-mixed`` the loss is scaled (:mod:`~megalight.plugins.precision.megatron`), and a step whose gradients overflow
 on any rank is skipped on all ranks.
 """
 
@@ -18,15 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,7 +32,46 @@ from megalight.optim.adam import Adam
 from megalight.optim.sharded import sharding_of
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import remove_low_precision
-from megalight.plugins.precision.loss_scale import LossScale
+
+# Dynamic loss scaling (Micikevicius et al. 2018): float16 gradients are kept away from zero and from overflow.
+
+
+@dataclass
+class LossScale:
+    """The factor on the loss. It grows after many finite steps, and shrinks after each step that overflowed.
+
+    Attributes:
+        scale: the current factor.
+        growth_factor: factor on it after ``growth_interval`` finite steps in a row.
+        backoff_factor: factor on it after a step with an infinite or NaN gradient.
+        growth_interval: see above.
+        finite_steps: finite steps since the last change.
+    """
+
+    scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    finite_steps: int = 0
+
+    def update(self, finite: bool) -> None:
+        """Note whether all gradients of a step were finite."""
+        # Counted before the test, so that the interval counts this step.
+        self.finite_steps += 1
+        if not finite:
+            # Shrink at once, grow slowly: an overflow costs a step, a small scale only some precision.
+            self.scale, self.finite_steps = self.scale * self.backoff_factor, 0
+        elif self.finite_steps == self.growth_interval:
+            self.scale, self.finite_steps = self.scale * self.growth_factor, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return all values, for a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over the values of :meth:`state_dict`."""
+        self.__dict__.update(state)
+
 
 DTYPES = {
     "32-true": torch.float32,

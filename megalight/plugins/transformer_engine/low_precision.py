@@ -19,13 +19,13 @@ from megalight.errors import BackendError, ConfigurationError, MissingPackageErr
 from megalight.ops.linear.low_precision import LowPrecision
 from megalight.ops.note import Casts, annotate
 from megalight.ops.quantize import Scheme
+from megalight.ops.quantize.amax_history import GRADIENT, INPUT, WEIGHT
 from megalight.ops.quantize.formats import LARGEST
-from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT
 from megalight.ops.quantize.recipes import Recipe
 from megalight.ops.quantize.reference import TINY
+from megalight.plugins.transformer_engine.kernels import GEMM, workspace
 from megalight.plugins.transformer_engine.package import PACKAGE
 from megalight.plugins.transformer_engine.package import why_not as package_why_not
-from megalight.plugins.transformer_engine.weight_gradient import GEMM, workspace
 
 RECIPES = "transformer_engine.common.recipe"
 KINDS = {

@@ -2,6 +2,6 @@
 
 from megalight.rl.rewards.countdown import Countdown as Countdown
 from megalight.rl.rewards.final_answer import FinalAnswer as FinalAnswer
-from megalight.rl.rewards.overlong import SoftOverlong as SoftOverlong
-from megalight.rl.rewards.pattern import Pattern as Pattern
-from megalight.rl.rewards.where import Where as Where
+from megalight.rl.rewards.shaping import Pattern as Pattern
+from megalight.rl.rewards.shaping import SoftOverlong as SoftOverlong
+from megalight.rl.rewards.shaping import Where as Where

@@ -12,8 +12,7 @@ from typing import Any
 
 from megalight.errors import DataError
 from megalight.rl.environment import Answer
-from megalight.rl.rewards.marks import tags
-from megalight.rl.rewards.numbers import read_number
+from megalight.rl.rewards.answer_extraction import read_number, tags
 
 LONGEST = 256
 """Characters of an equation, at most; a longer one is wrong."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from megalight.errors import ConfigurationError, DataError, nearest
 from megalight.rl.environment import Answer
-from megalight.rl.rewards.marks import Mark, check_marks, marked
-from megalight.rl.rewards.numbers import Number, plain, read_number
+from megalight.rl.rewards.answer_extraction import Mark, Number, check_marks, marked, plain, read_number
 
 MARKS: tuple[Mark, ...] = ("boxed", "tags", "hashes", "last_number")
 BRACKETS = {"(": ")", "[": "]", "{": "}"}

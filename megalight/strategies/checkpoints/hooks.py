@@ -15,25 +15,69 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from megalight import checkpoint as folders
-from megalight.checkpoint.background.saves import Pending
+from megalight.checkpoint.async_save.saves import Pending
 from megalight.checkpoint.disk.publish import changed, place
+from megalight.checkpoint.json_values import encode
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.run import STATE
-from megalight.checkpoint.staging import size_of
-from megalight.errors import ConfigurationError
+from megalight.checkpoint.saving import size_of
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.first_rank import only_first
 from megalight.optim.configured import Configured
 from megalight.optim.sharded import shard_optimizer, sharding_of
 from megalight.parallel.trace import spanned
 from megalight.strategies import _lightning
-from megalight.strategies.checkpoints.beside import SavesBeside
-from megalight.strategies.checkpoints.edits import Edits, edits_of
-from megalight.strategies.checkpoints.hyperparameters import keep_plain
+from megalight.strategies.checkpoints.async_save import SavesBeside
 from megalight.strategies.checkpoints.resuming import Resumed, newer_than_last, open_saved
-from megalight.strategies.checkpoints.saving import save, views
+from megalight.strategies.checkpoints.saving import Edits, edits_of, save, views
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.refusals import check_checkpoint_io
 
+# Hyperparameters in checkpoints: the plain data that ``save_hyperparameters`` collected.
+
+
 log = logging.getLogger(__name__)
+log.addFilter(only_first)
+
+ENTRIES = ("hyper_parameters", "datamodule_hyper_parameters")
+"""Lightning's entries with hyperparameters."""
+
+
+def keep_plain(checkpoint: dict[str, Any], told: set[str]) -> dict[str, Any]:
+    """Return the checkpoint dictionary without hyperparameters that cannot be stored.
+
+    Objects (a loss function, a tokenizer, a config class) cannot be stored: a file must not run code when it is loaded.
+
+    Args:
+        told: names with a warning already. New names are added.
+    """
+    kept = dict(checkpoint)
+    for entry in ENTRIES:
+        if entry in kept:
+            values = {name: value for name, value in kept[entry].items() if _is_plain(value)}
+            _tell(sorted(kept[entry].keys() - values.keys() - told), told)
+            kept[entry] = values
+    return kept
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        encode(value, [])
+    except CheckpointError:
+        return False
+    return True
+
+
+def _tell(names: list[str], told: set[str]) -> None:
+    if names:
+        told.update(names)
+        log.warning(
+            "checkpoints leave out the hyperparameters %s: they are not plain values (numbers, strings, lists, dicts). "
+            "Exclude them with save_hyperparameters(ignore=%s) to silence this.",
+            ", ".join(names),
+            names,
+        )
+
 
 STATES_OF_WORKERS = ("optimizer_states", "lr_schedulers")
 """Lightning's entries that the process which called ``fit`` cannot fill if other processes trained."""

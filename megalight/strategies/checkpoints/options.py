@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megalight.checkpoint import SCHEMES
-from megalight.checkpoint.background.saves import KINDS, Kind
+from megalight.checkpoint.async_save.saves import KINDS, Kind
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megalight.errors import ConfigurationError, nearest
 

@@ -19,7 +19,7 @@ from megalight import checkpoint
 from megalight.checkpoint.disk import manifest, publish
 from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.loading import Saved
-from megalight.checkpoint.sources.precision import FullPrecision
+from megalight.checkpoint.sources.combine import FullPrecision
 from megalight.errors import CheckpointError, MegalightError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import holds_base, needs_base
@@ -27,8 +27,15 @@ from megalight.optim import schedules
 from megalight.optim.configured import Configured, go_on
 from megalight.parallel.source import Source
 from megalight.strategies import _lightning
-from megalight.strategies.checkpoints.edits import Edits, SavedWeights, holds_whole_model, prefix_of, write
-from megalight.strategies.checkpoints.saving import CONFIGURED, ORDINARY
+from megalight.strategies.checkpoints.saving import (
+    CONFIGURED,
+    ORDINARY,
+    Edits,
+    SavedWeights,
+    holds_whole_model,
+    prefix_of,
+    write,
+)
 from megalight.strategies.checkpoints.single_file import STATES, SingleFile
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.micro_batches import Found

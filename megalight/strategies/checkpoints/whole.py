@@ -11,7 +11,7 @@ import torch
 from megalight.checkpoint.ranks import alone
 from megalight.models.module import MegalightModule
 from megalight.models.saved import holds_base, widest
-from megalight.ops.stored import stored_of
+from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions

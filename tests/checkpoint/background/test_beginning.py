@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megalight import checkpoint
-from megalight.checkpoint import staging
-from megalight.checkpoint.background import saves
-from megalight.checkpoint.background.saves import KINDS, Background, Kind, Pending, Worker
-from megalight.checkpoint.background.shared import SharedMemory
+from megalight.checkpoint import saving as staging
+from megalight.checkpoint.async_save import saves
+from megalight.checkpoint.async_save.saves import KINDS, Background, Kind, Pending, Worker
+from megalight.checkpoint.async_save.shared_memory import SharedMemory
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 
 from megalight import checkpoint
-from megalight.checkpoint.background import rendezvous, saves
-from megalight.checkpoint.background.saves import KINDS, Background, Kind
+from megalight.checkpoint.async_save import saves
+from megalight.checkpoint.async_save import worker as rendezvous
+from megalight.checkpoint.async_save.saves import KINDS, Background, Kind
 from megalight.checkpoint.ranks import Ranks
-from megalight.checkpoint.staging import size_of, stage
+from megalight.checkpoint.saving import size_of, stage
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, wait_until_gone, workers_of

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from megalight.checkpoint.background.shared import SharedMemory
+from megalight.checkpoint.async_save.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megalight.checkpoint.disk.checksum import BLOCK, blocks, checksum
+from megalight.checkpoint.disk.files import BLOCK, blocks, checksum
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 4095, 4096, 4097, 3 * 4096 + 5, 1 << 20])

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from megalight import checkpoint
-from megalight.checkpoint.background import rendezvous
-from megalight.checkpoint.background.saves import KINDS, Background, Kind
+from megalight.checkpoint.async_save import worker as rendezvous
+from megalight.checkpoint.async_save.saves import KINDS, Background, Kind
 from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk import remote as saves
 from megalight.checkpoint.disk.files import FileRecord, write_file
-from megalight.checkpoint.disk.newest import newest_in
-from megalight.checkpoint.disk.part import Written
-from megalight.checkpoint.disk.remote import Address, saves
+from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.rank_files import Written
+from megalight.checkpoint.disk.remote import Address
 from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.inspect import describe
 from megalight.checkpoint.inspection.verify import verify

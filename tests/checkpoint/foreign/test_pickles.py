@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.checkpoint.foreign import opcodes, pickles, single_file
+from megalight.checkpoint.foreign import pickles, single_file
+from megalight.checkpoint.foreign import pickles as opcodes
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.eagle.architecture import read_vocabulary
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megalight import checkpoint
 from megalight.checkpoint import View
-from megalight.checkpoint.disk.checksum import BLOCK, blocks
-from megalight.checkpoint.disk.part import Piece
-from megalight.checkpoint.foreign.torch_files import torch_path, write_data
+from megalight.checkpoint.disk.files import BLOCK, blocks
+from megalight.checkpoint.disk.rank_files import Piece
+from megalight.checkpoint.foreign.torch_dcp import torch_path, write_data
 from megalight.checkpoint.inspection.verify import verify
 from megalight.errors import CheckpointError
 from tests.checkpoint.layouts import SHAPES, STATES, Layout, Model, full

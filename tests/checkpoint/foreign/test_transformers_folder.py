@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalight.checkpoint.disk import checksum
+from megalight.checkpoint.disk import files as checksum
 from megalight.checkpoint.disk.publish import place
 from megalight.checkpoint.foreign.transformers_folder import describe, values
 from megalight.checkpoint.inspection.inspect import render, to_json

@@ -25,8 +25,8 @@ from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
 from megalight.cli.sources import find_class
+from megalight.data.corpus import CorpusMeta
 from megalight.data.indexed import IndexedWriter
-from megalight.data.meta import CorpusMeta
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.parallel import degrees
 from megalight.registry import PLUGIN_GROUP

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalight.data.bert.dataset import BertDataset, PairOptions, collate, make_pair
-from megalight.data.bert.index import runs_of, sample_runs
-from megalight.data.bert.words import Words
+from megalight.data.bert.dataset import BertDataset, PairOptions, collate, make_pair, runs_of, sample_runs
+from megalight.data.bert.masking import Words
 from megalight.data.indexed import IndexedDataset
 from megalight.data.prepare import PrepareReport
 from megalight.data.tokenizer import Tokenizer

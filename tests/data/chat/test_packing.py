@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalight.data.chat.packing import best_fit
+from megalight.data.chat.dataset import best_fit
 from megalight.errors import DataError
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalight.data.chat.rows import conversations
+from megalight.data.chat.conversations import conversations
 from megalight.errors import DataError
 
 USER, BOT = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from megalight.data.chat.rows import conversations
+from megalight.data.chat.conversations import conversations
 from megalight.data.chat.template import ChatTemplate, encode
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError

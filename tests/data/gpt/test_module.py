@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from megalight.data.blend import BlendedDataset
 from megalight.data.gpt.module import GPTDataModule
-from megalight.data.loader import TokenLoader
+from megalight.data.module import TokenLoader
 from megalight.data.prepare import PrepareReport
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, LayoutError

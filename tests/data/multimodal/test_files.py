@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalight.data.multimodal.files import decode, measure
+from megalight.data.multimodal.images import decode, measure
 from megalight.errors import DataError
 from tests.data.multimodal.test_images import gradient
 

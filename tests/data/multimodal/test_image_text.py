@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalight.data.multimodal.image_text import FRAMES, PLAIN, ImageText, image_text_of
+from megalight.data.multimodal.template import FRAMES, PLAIN, ImageText, image_text_of
 
 QWEN, GEMMA, INTERN = FRAMES
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from megalight.cli.main import main
-from megalight.data.corpus import Corpus
-from megalight.data.meta import CorpusMeta
-from megalight.data.multimodal.files import decode, measure
+from megalight.data.corpus import Corpus, CorpusMeta
+from megalight.data.multimodal.images import decode, measure
 from megalight.data.multimodal.prepare import prepare_multimodal
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError

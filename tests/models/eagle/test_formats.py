@@ -270,7 +270,7 @@ def test_nothing_is_left_of_an_export_that_failed(tmp_path: Path, monkeypatch: p
     def full(*args: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr("megalight.models.eagle.export.values_of", full)
+    monkeypatch.setattr("megalight.models.eagle.serving_format.values_of", full)
     with pytest.raises(OSError, match="no space"):
         export_draft(tmp_path / "draft", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]

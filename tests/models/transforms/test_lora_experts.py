@@ -22,8 +22,8 @@ from megalight.inference import load_model
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.transforms import DoRA, LoRA
 from megalight.models.transforms.lora import merge
-from megalight.models.transforms.merge import merge_checkpoint
 from megalight.models.transforms.peft import export_adapter
+from megalight.models.transforms.saved import merge_checkpoint
 from megalight.nn.canonical import canonical_tensors, parts
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, adapters

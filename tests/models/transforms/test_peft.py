@@ -16,16 +16,22 @@ from safetensors.torch import load, load_file, save
 
 from megalight import checkpoint
 from megalight.checkpoint.disk.publish import delete, place
-from megalight.checkpoint.sources.combine import Held
-from megalight.checkpoint.sources.precision import FullPrecision
+from megalight.checkpoint.sources.combine import FullPrecision, Held
 from megalight.checkpoint.view import views_of_source
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import load_model
 from megalight.models.gpt.module import GPTModule
 from megalight.models.transforms import DoRA, LoRA, activate, describe
-from megalight.models.transforms.peft import CONFIG, WEIGHTS, _base, _modules, export_adapter, import_adapter
-from megalight.models.transforms.peft_experts import check_export
+from megalight.models.transforms.peft import (
+    CONFIG,
+    WEIGHTS,
+    _base,
+    _modules,
+    check_export,
+    export_adapter,
+    import_adapter,
+)
 from megalight.models.transforms.saved import join_adapters
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.models.config import InitConfig
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.config import BackendConfig, InitConfig
+from megalight.models.gpt.config import BackendConfig
 from megalight.models.gpt.model import build_experts
 from megalight.nn import Activation
 from megalight.nn.canonical import canonical_tensors

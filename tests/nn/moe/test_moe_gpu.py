@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megalight.models.config import InitConfig
 from megalight.models.gpt import GPTConfig
-from megalight.models.gpt.config import InitConfig
 from megalight.models.gpt.model import build_experts
 from megalight.nn import LayerContext
 from megalight.nn.init import initialize

@@ -13,7 +13,7 @@ from megalight.errors import ConfigurationError
 from megalight.nn.counting import end_step
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig, SharedConfig
-from megalight.nn.moe.sinkhorn import sinkhorn
+from megalight.nn.moe.router import sinkhorn
 from megalight.nn.side_losses import KeptSideLosses, SideLosses, ZeroSideLosses
 from tests.nn.moe.loops import WIDTH, context, layer
 

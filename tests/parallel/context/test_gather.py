@@ -7,7 +7,8 @@ import torch
 
 from megalight.nn import InnerAttention
 from megalight.ops.attention import attention
-from megalight.parallel.context import dense_gather, gather
+from megalight.parallel.context import all_gather as dense_gather
+from megalight.parallel.context import all_gather as gather
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 from megalight.types import PackedSequences

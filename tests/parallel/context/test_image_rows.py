@@ -6,7 +6,7 @@ import pytest
 
 from megalight.errors import LayoutError
 from megalight.nn import InnerAttention
-from megalight.parallel.context.image_rows import RowAttention
+from megalight.parallel.context.all_to_all import RowAttention
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 

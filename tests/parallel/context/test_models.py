@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from megalight.models.gpt.attention_config import AttentionConfig
 from megalight.models.gpt.config import BackendConfig, NormConfig
-from megalight.models.gpt.position_config import PositionConfig
+from megalight.models.gpt.mixer_config import AttentionConfig, PositionConfig
 from megalight.parallel.context.options import ContextOptions
 from tests.parallel.context.parity import check, gpt_errors
 from tests.workers import run

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from megalight.errors import LayoutError
+from megalight.models.config import DropoutConfig
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.attention_config import AttentionConfig
-from megalight.models.gpt.config import BackendConfig, DropoutConfig
+from megalight.models.gpt.config import BackendConfig
+from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
 from megalight.ops.attention import attention
 from megalight.parallel.apply import parallelize
-from megalight.parallel.context.attention import ContextAttention
-from megalight.parallel.context.kinds import KINDS
+from megalight.parallel.context.attention import KINDS, ContextAttention
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from megalight.errors import BackendError, LayoutError
 from megalight.ops.attention import attention
-from megalight.ops.attention_mask import mask
-from megalight.parallel.context.blocks import blocks_of
+from megalight.ops.common import mask
 from megalight.parallel.context.ring import ring_attention, why_not
+from megalight.parallel.context.ring_blocks import blocks_of
 from megalight.parallel.context.spec import ContextSpec
 from megalight.types import PackedSequences
 from tests.parallel.gathering import relative_error

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from megalight.parallel.context.rows import put, take
+from megalight.parallel.context.spec import put, take
 
 ROWS = torch.tensor([4, 0, 3])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalight.parallel.context.two_level import _joint
+from megalight.parallel.context.attention import _joint
 from megalight.types import PackedSequences
 
 

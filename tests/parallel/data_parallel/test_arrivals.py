@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.parallel.data_parallel.arrivals import Arrivals
-from megalight.parallel.data_parallel.streams import SideStream
+from megalight.parallel.data_parallel.communication import SideStream
+from megalight.parallel.data_parallel.grad_hooks import Arrivals
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 
 

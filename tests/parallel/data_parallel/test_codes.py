@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.ops.adam import coded
+from megalight.ops import adam as coded
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import precision_of, state_of
 from megalight.ops.quantize import Quantized, quantize
 from megalight.ops.quantize.recipes import recipe

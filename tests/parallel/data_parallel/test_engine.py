@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.parameter import add_gradient
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, communicators
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import bucket_keys as communicators
 from megalight.parallel.data_parallel import reduce as reduce_module
 from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megalight.errors import MegalightError
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.data_parallel.finite import check_finite
+from megalight.parallel.data_parallel.grad_norm import check_finite
 from tests.parallel.data_parallel.helpers import accumulate, batches, build, infos, mesh
 from tests.workers import run
 

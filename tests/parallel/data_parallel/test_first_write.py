@@ -13,7 +13,7 @@ from megalight.errors import MegalightError
 from megalight.ops.choice import use_backends
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.linear import linear
-from megalight.ops.linear.deferred import WeightGradients, deferring
+from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.mesh import ParallelMesh

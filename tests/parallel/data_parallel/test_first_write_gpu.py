@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.linear import wgrad
+from megalight.ops.linear import weight_gradient as wgrad
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.test_first_write import run_branches
 

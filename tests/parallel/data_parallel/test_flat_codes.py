@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from megalight.errors import MegalightError
-from megalight.ops.stored import Codes, store, stored_of
-from megalight.parallel.data_parallel.flat_codes import FlatCodes
-from megalight.parallel.data_parallel.layout import Kind
-from megalight.parallel.data_parallel.param_info import ParamInfo
+from megalight.ops.quantized_weight import Codes, store, stored_of
+from megalight.parallel.data_parallel.fp8_parameters import FlatCodes
+from megalight.parallel.data_parallel.layout import Kind, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 

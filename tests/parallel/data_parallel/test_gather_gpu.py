@@ -17,15 +17,15 @@ from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel import gather as gathers
 from megalight.parallel.data_parallel.buffers import FlatParameters
-from megalight.parallel.data_parallel.flat_codes import FlatCodes
-from megalight.parallel.data_parallel.pushes import Pushes
-from megalight.parallel.data_parallel.ways import Way
+from megalight.parallel.data_parallel.communication import Way
+from megalight.parallel.data_parallel.fp8_parameters import FlatCodes
+from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.iteration import IterationGraphs
 from megalight.parallel.graphs.recorder import CUDARecorder
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.totals import GlobalTotals
+from megalight.parallel.step import GlobalTotals
 from tests.nccl import runs_of
 
 pytestmark = pytest.mark.gpu

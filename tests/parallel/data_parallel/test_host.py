@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.optim import Adam, offload_to_cpu, restore_from_cpu, shard_optimizer
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, clip_coefficient
-from megalight.parallel.data_parallel.host import offloaded
+from megalight.parallel.data_parallel.host_masters import offloaded
 from megalight.parallel.data_parallel.layout import Kind, plan_buckets
 from tests.parallel.data_parallel.helpers import accumulate, assert_models_close, batches, build, infos, loss, mesh
 from tests.workers import run

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
-from megalight.parallel.data_parallel.flat_shard import FlatShard
-from megalight.parallel.data_parallel.norm import counted_runs, global_norm
+from megalight.parallel.data_parallel.grad_norm import counted_runs, global_norm
+from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close, mesh, split_spec

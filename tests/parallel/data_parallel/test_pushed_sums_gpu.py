@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalight.parallel.data_parallel import pushed_sums
-from megalight.parallel.data_parallel.pushed_sums import PushedSums
-from megalight.parallel.data_parallel.streams import side_stream
+from megalight.parallel.data_parallel import reduce as pushed_sums
+from megalight.parallel.data_parallel.communication import side_stream
+from megalight.parallel.data_parallel.reduce import PushedSums
 from tests.nccl import runs_of
 
 pytestmark = pytest.mark.gpu

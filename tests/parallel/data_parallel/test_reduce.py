@@ -8,7 +8,7 @@ from torch import nn
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
-from megalight.parallel.data_parallel.flat_shard import FlatShard
+from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.data_parallel.reduce import partial_runs
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
-from megalight.parallel.data_parallel import residency as residency_module
-from megalight.parallel.data_parallel.residency import Residency
-from megalight.parallel.data_parallel.route import Pass, Route
+from megalight.parallel.data_parallel import unshard as residency_module
+from megalight.parallel.data_parallel.unit_memory import Pass, Route
+from megalight.parallel.data_parallel.unshard import Residency
 from megalight.parallel.pipeline.executor import passes_of
 from megalight.parallel.pipeline.schedules import build
 from megalight.parallel.shard import ShardSpec

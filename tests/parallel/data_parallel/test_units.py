@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
-from megalight.parallel.data_parallel import residency as residency_module
+from megalight.parallel.data_parallel import unshard as residency_module
 from megalight.parallel.data_parallel.layout import BucketLayout, Kind, align, plan_buckets
-from megalight.parallel.data_parallel.memory import choose
+from megalight.parallel.data_parallel.unit_memory import choose
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of

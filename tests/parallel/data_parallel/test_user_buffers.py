@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallel, user_buffers
-from megalight.parallel.data_parallel.user_buffers import why_not
+from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import communication as user_buffers
+from megalight.parallel.data_parallel.communication import why_not
 from tests.parallel.data_parallel.helpers import assert_models_close
 from tests.parallel.data_parallel.test_units import Net, _reference, _train, engine_of
 from tests.workers import run

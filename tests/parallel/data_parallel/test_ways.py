@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel.ways import Choice, Way
+from megalight.parallel.data_parallel.communication import Choice, Way
 from megalight.parallel.peers import memory
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from megalight.ops.router import Routes
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.expert import AllToAllDispatcher, ExpertOptions
-from megalight.parallel.expert.equal import EqualTokens
+from megalight.parallel.expert.token_pool import EqualTokens
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel

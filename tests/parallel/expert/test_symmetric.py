@@ -15,15 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError, MegalightError
-from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher, symmetric
-from megalight.parallel.expert.exchange import Traffic
-from megalight.parallel.expert.symmetric import BOUNDARY, PeerExchange, Regions
+from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher
+from megalight.parallel.expert import copy_engine as symmetric
+from megalight.parallel.expert.all_to_all import Traffic
+from megalight.parallel.expert.copy_engine import BOUNDARY, PeerExchange, Regions
+from megalight.parallel.interleaved_passes import Abandoned, Turns
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.peers import memory
 from megalight.parallel.tensor.shared import Shared
-from megalight.parallel.turns import Abandoned, Turns
 from tests.parallel.expert import test_dispatch, test_overlap
 from tests.parallel.expert.model import build
 from tests.parallel.peers.shared_files import symmetric_on_cpu

@@ -19,7 +19,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from megalight.parallel.peers import copies, driver
+from megalight.parallel.peers import driver
+from megalight.parallel.peers import memory as copies
 from megalight.parallel.peers import memory as peers
 from megalight.parallel.peers.memory import Flag
 

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.ops.common import HALF
-from megalight.parallel.peers import copies, driver, rendezvous
+from megalight.parallel.peers import driver
+from megalight.parallel.peers import memory as copies
 from megalight.parallel.peers import memory as peers
+from megalight.parallel.peers import memory as rendezvous
 from megalight.parallel.tensor.overlap import symmetric
 from tests.parallel.graphs.tape import act
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megalight.parallel.data_parallel import pushed_sums
-from megalight.parallel.data_parallel.pushed_sums import PushedSums
-from megalight.parallel.data_parallel.pushes import Pushes
+from megalight.parallel.data_parallel import reduce as pushed_sums
+from megalight.parallel.data_parallel.gather import Pushes
+from megalight.parallel.data_parallel.reduce import PushedSums
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import Flag
-from megalight.parallel.pipeline.peer_channel import Line, PeerChannel, offsets
+from megalight.parallel.pipeline.channels import Line, PeerChannel, offsets
 from tests.parallel.peers.hazards import Place, Stream, World, note_sum, play
 
 ROWS, WIDTH, MESSAGES = 2, 4, 7

@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from megalight.parallel.graphs.inspection import Inspection
 from megalight.parallel.groups import shared_group
-from megalight.parallel.peers.memory import PeerMemory
-from megalight.parallel.peers.rendezvous import MEETINGS
+from megalight.parallel.peers.memory import MEETINGS, PeerMemory
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.workers import run
 

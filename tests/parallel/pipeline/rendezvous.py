@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megalight.parallel.pipeline.actions import Actions, Kind
+from megalight.parallel.pipeline.schedules import Actions, Kind
 
 
 def play(schedules: Sequence[Actions], vpp: int, depth: int = 1) -> list[str]:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from megalight.parallel.pipeline.actions import Action, Kind
 from megalight.parallel.pipeline.agenda import Agenda, agenda_of
-from megalight.parallel.pipeline.schedules import SCHEDULES, build
+from megalight.parallel.pipeline.schedules import SCHEDULES, Action, Kind, build
 from megalight.parallel.pipeline.timeline import Place, comes, gives
 from tests.parallel.pipeline.test_schedules import Case, cases
 

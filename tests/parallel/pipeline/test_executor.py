@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.nn import Linear
-from megalight.ops.linear.deferred import WeightGradients
+from megalight.ops.linear.weight_gradient import WeightGradients
 from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
-from megalight.parallel.pipeline.actions import Action, Kind
 from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.pipeline.channels import Channel, Message
 from megalight.parallel.pipeline.executor import Executor, _Run
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.p2p import Channel, Message
+from megalight.parallel.pipeline.schedules import Action, Kind
 from megalight.parallel.pipeline.timeline import simulate
 from megalight.types import Loss
 from tests.workers import run

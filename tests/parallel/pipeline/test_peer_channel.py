@@ -14,11 +14,10 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.pipeline.edges import Edges
+from megalight.parallel.pipeline.channels import BOUNDARY, Edges, PeerChannel, offsets
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.options import Messages, Pipeline
-from megalight.parallel.pipeline.peer_channel import BOUNDARY, PeerChannel, offsets
 from megalight.types import Loss
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.pipeline.test_executor import WIDTH, Chunk

@@ -13,9 +13,7 @@ from torch import Tensor
 from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.peers.memory import PeerMemory
-from megalight.parallel.pipeline.edges import Edges
-from megalight.parallel.pipeline.p2p import Message
-from megalight.parallel.pipeline.peer_channel import PeerChannel
+from megalight.parallel.pipeline.channels import Edges, Message, PeerChannel
 from tests.nccl import runs_of
 
 pytestmark = pytest.mark.gpu

@@ -8,9 +8,17 @@ from typing import NamedTuple
 import pytest
 
 from megalight.errors import LayoutError
-from megalight.parallel.pipeline.actions import Action, Actions, Kind
-from megalight.parallel.pipeline.schedules import SCHEDULES, build, check, chosen, waste
-from megalight.parallel.pipeline.schedules.order import group_sizes
+from megalight.parallel.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    Actions,
+    Kind,
+    build,
+    check,
+    chosen,
+    group_sizes,
+    waste,
+)
 from megalight.parallel.pipeline.timeline import Costs, Timeline, simulate
 from tests.parallel.pipeline.rendezvous import play
 

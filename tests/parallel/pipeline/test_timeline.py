@@ -6,9 +6,8 @@ from fractions import Fraction
 import pytest
 
 from megalight.errors import LayoutError
-from megalight.parallel.pipeline.actions import Action, Actions, Kind
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.schedules import build
+from megalight.parallel.pipeline.schedules import Action, Actions, Kind, build
 from megalight.parallel.pipeline.timeline import Costs, check_transfers, simulate
 
 

@@ -10,17 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.ops.linear import linear
-from megalight.ops.linear.deferred import WeightGradients, deferring
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.linear.session import Session
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.parameter import precision_of, state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.tensor import codes, row
-from megalight.parallel.tensor.column import column_linear
-from megalight.parallel.tensor.overlap import plain
+from megalight.parallel.tensor import linear as row
+from megalight.parallel.tensor import quantized as codes
+from megalight.parallel.tensor.linear import RowLinear, column_linear
+from megalight.parallel.tensor.overlap import spec as plain
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.parallel.tensor.row import RowLinear
 from megalight.parallel.tensor.shared import Shared
 from tests.ops.test_linear import Parameter, with_main_grad
 from tests.workers import run

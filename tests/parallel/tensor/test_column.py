@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.tensor import column
-from megalight.parallel.tensor.column import ColumnLinear
-from megalight.parallel.tensor.overlap import plain, spec
+from megalight.parallel.tensor import linear as column
+from megalight.parallel.tensor.linear import ColumnLinear
+from megalight.parallel.tensor.overlap import spec
+from megalight.parallel.tensor.overlap import spec as plain
 from megalight.parallel.tensor.shared import Shared
 from tests.workers import run
 

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.hugging_face import deepseek, experts, gemma, gpt2, gpt_oss, llama, llama4, mamba, qwen3_next
+from megalight.models.gpt.hugging_face import deepseek, gemma, gpt2, gpt_oss, llama, llama4, mamba, qwen3_next
+from megalight.models.gpt.hugging_face import moe as experts
 from megalight.models.gpt.hugging_face.deepseek import without_missing_depths as without_missing_depths
-from megalight.models.kinds import Kind, Kinds
+from megalight.models.hugging_face.kinds import Kind, Kinds
 
 KINDS: tuple[Kind[GPTConfig], ...] = (
     *mamba.KINDS,

@@ -8,13 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.attention_config import LatentConfig
-from megalight.models.gpt.config import DropoutConfig, GPTConfig, MultiTokenConfig, NormConfig
+from megalight.models.config import DropoutConfig
+from megalight.models.gpt.config import GPTConfig, MultiTokenConfig, NormConfig
+from megalight.models.gpt.hugging_face.common import (
+    refuse_other_sums,
+    refuse_others,
+    rotary_from,
+    rotary_to,
+    router_groups,
+    tied_head,
+)
 from megalight.models.gpt.hugging_face.llama import LLAMA
-from megalight.models.gpt.hugging_face.options import refuse_other_sums, refuse_others, router_groups, tied_head
-from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
-from megalight.models.kinds import Kind
-from megalight.models.weights import Theirs, WeightMap
+from megalight.models.gpt.mixer_config import LatentConfig
+from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 log = logging.getLogger(__name__)

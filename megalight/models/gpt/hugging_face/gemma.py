@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.attention_config import AttentionConfig
-from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
+from megalight.models.config import DropoutConfig
+from megalight.models.gpt.config import GPTConfig, NormConfig
+from megalight.models.gpt.hugging_face.common import layer_types, refuse_others, rotary_from, rotary_to, tied_head
 from megalight.models.gpt.hugging_face.llama import LLAMA, WHOLE, WINDOWED, types_to
-from megalight.models.gpt.hugging_face.options import layer_types, refuse_others, tied_head
-from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
-from megalight.models.kinds import Kind
-from megalight.models.weights import Theirs, WeightMap
+from megalight.models.gpt.mixer_config import AttentionConfig
+from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.weights import Theirs, WeightMap
 
 NORMS = {
     "layers.N.attention_post_norm": "model.layers.N.post_attention_layernorm",

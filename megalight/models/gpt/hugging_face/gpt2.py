@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.attention_config import AttentionConfig
-from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
-from megalight.models.gpt.hugging_face.options import activation_of, activation_to, tied_head
-from megalight.models.gpt.position_config import PositionConfig
-from megalight.models.kinds import Kind
-from megalight.models.weights import Theirs, WeightMap
+from megalight.models.config import DropoutConfig
+from megalight.models.gpt.config import GPTConfig, NormConfig
+from megalight.models.gpt.hugging_face.common import activation_of, activation_to, tied_head
+from megalight.models.gpt.mixer_config import AttentionConfig, PositionConfig
+from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.weights import Theirs, WeightMap
 
 GPT2 = {
     "embed.word": "transformer.wte",

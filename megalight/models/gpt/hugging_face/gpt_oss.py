@@ -8,10 +8,10 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
+from megalight.models.gpt.hugging_face.common import refuse_others
 from megalight.models.gpt.hugging_face.llama import WHOLE, WINDOWED, llama_from, llama_map, llama_to, types_to
-from megalight.models.gpt.hugging_face.options import refuse_others
-from megalight.models.kinds import Kind
-from megalight.models.weights import Theirs, WeightMap
+from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig
 
 LIMIT = 7.0

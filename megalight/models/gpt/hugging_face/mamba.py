@@ -8,19 +8,12 @@ from math import inf
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.attention_config import AttentionConfig
-from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
-from megalight.models.gpt.hugging_face.options import (
-    refuse_other_sums,
-    refuse_others,
-    router_groups,
-    stated,
-    tied_head,
-)
-from megalight.models.gpt.mamba_config import MambaConfig
-from megalight.models.gpt.position_config import PositionConfig
-from megalight.models.kinds import Kind
-from megalight.models.weights import Theirs, WeightMap
+from megalight.models.config import DropoutConfig
+from megalight.models.gpt.config import GPTConfig, NormConfig
+from megalight.models.gpt.hugging_face.common import refuse_other_sums, refuse_others, router_groups, stated, tied_head
+from megalight.models.gpt.mixer_config import AttentionConfig, MambaConfig, PositionConfig
+from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 LAYER = "backbone.layers.N"

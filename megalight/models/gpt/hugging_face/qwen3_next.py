@@ -8,15 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.attention_config import AttentionConfig
-from megalight.models.gpt.config import DropoutConfig, GPTConfig, NormConfig
-from megalight.models.gpt.delta_config import DeltaNetConfig
-from megalight.models.gpt.hugging_face.experts import sparse_layers
+from megalight.models.config import DropoutConfig
+from megalight.models.gpt.config import GPTConfig, NormConfig
+from megalight.models.gpt.hugging_face.common import layer_types, refuse_others, rotary_from, stated
 from megalight.models.gpt.hugging_face.llama import llama_map, llama_to
-from megalight.models.gpt.hugging_face.options import layer_types, refuse_others, stated
-from megalight.models.gpt.hugging_face.rotary import rotary_from
-from megalight.models.kinds import Kind
-from megalight.models.weights import Blocks, Theirs, WeightMap
+from megalight.models.gpt.hugging_face.moe import sparse_layers
+from megalight.models.gpt.mixer_config import AttentionConfig, DeltaNetConfig
+from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.weights import Blocks, Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 LAYER = "model.layers.N"

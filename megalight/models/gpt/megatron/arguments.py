@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.models.gpt.attention_config import AttentionConfig
-from megalight.models.gpt.config import GPTConfig, MultiTokenConfig, NormConfig
-from megalight.models.gpt.layer_pattern import spread
-from megalight.models.gpt.mamba_config import MambaConfig
-from megalight.models.gpt.position_config import PositionConfig
+from megalight.models.gpt.config import GPTConfig, MultiTokenConfig, NormConfig, spread
+from megalight.models.gpt.mixer_config import AttentionConfig, MambaConfig, PositionConfig
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 from megalight.ops.rotary import RotaryScaling
 

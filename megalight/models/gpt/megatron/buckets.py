@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.checkpoint.foreign.torch_folder import Shard, TorchFolder, TorchTensor, Wanted
+from megalight.checkpoint.foreign.torch_dcp import Shard, TorchFolder, TorchTensor, Wanted
 from megalight.errors import CheckpointError
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.megatron.order import OTHERS, Held, Layout, Order, Part
-from megalight.models.gpt.megatron.places import OPTIMIZER, plain
+from megalight.models.gpt.megatron.param_mapping import OPTIMIZER, plain
+from megalight.models.gpt.megatron.param_order import OTHERS, Held, Layout, Order, Part
 from megalight.parallel.shard import boxes
 
 KEY = re.compile(

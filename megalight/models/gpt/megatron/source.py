@@ -10,18 +10,18 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk.files import TORCH_METADATA, Place, parse_json
 from megalight.checkpoint.disk.publish import place
 from megalight.checkpoint.foreign import pickles
-from megalight.checkpoint.foreign.torch_folder import TorchFolder
+from megalight.checkpoint.foreign.torch_dcp import TorchFolder
+from megalight.checkpoint.loading import compare
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
-from megalight.models.bounds import check_held
 from megalight.models.gpt.megatron import buckets, optimizer
 from megalight.models.gpt.megatron.arguments import COMMON, config_of
-from megalight.models.gpt.megatron.flat import unflattened
-from megalight.models.gpt.megatron.places import places_in, plain
+from megalight.models.gpt.megatron.optimizer import unflattened
+from megalight.models.gpt.megatron.param_mapping import places_in, plain
+from megalight.models.saved import check_held
 from megalight.parallel.source import Filled, Target
 
 BACKEND = "metadata.json"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megalight.models.gpt.hugging_face import settings as language_settings
-from megalight.models.kinds import Kinds
+from megalight.models.hugging_face.kinds import Kinds
 from megalight.models.vlm.config import VLMConfig
-from megalight.models.vlm.hugging_face import gemma3, internvl, llava, qwen2_5, qwen3
+from megalight.models.vlm.hugging_face import gemma3, internvl, llava
+from megalight.models.vlm.hugging_face import qwen as qwen2_5
+from megalight.models.vlm.hugging_face import qwen as qwen3
 
 
 def settings(config: VLMConfig) -> dict[str, Any]:
@@ -20,7 +22,7 @@ def settings(config: VLMConfig) -> dict[str, Any]:
     return values
 
 
-FAMILY = Kinds((*gemma3.KINDS, *internvl.KINDS, *qwen3.KINDS, *qwen2_5.KINDS, *llava.KINDS), settings)
+FAMILY = Kinds((*gemma3.KINDS, *internvl.KINDS, *qwen3.QWEN3_KINDS, *qwen2_5.QWEN2_5_KINDS, *llava.KINDS), settings)
 weight_map = FAMILY.weight_map
 config_from_transformers = FAMILY.read
 config_to_transformers = FAMILY.write

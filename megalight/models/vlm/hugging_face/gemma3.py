@@ -11,10 +11,10 @@ from megalight.models.config import require
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
-from megalight.models.kinds import Kind
+from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.models.vision import hugging_face as towers
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
-from megalight.models.weights import Theirs, WeightMap
 
 MODEL_TYPE = "gemma3"
 TOWER_TYPE = "siglip_vision_model"

@@ -11,13 +11,12 @@ from megalight.models.config import require
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
-from megalight.models.kinds import Kind
+from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.models.vision import hugging_face as towers
-from megalight.models.vision.anyres_config import AnyResConfig
-from megalight.models.vision.config import VisionConfig
+from megalight.models.vision.config import AnyResConfig, VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
-from megalight.models.vlm.hugging_face import videos
-from megalight.models.weights import Theirs, WeightMap
+from megalight.models.vlm.hugging_face import image_processor as videos
 
 PROJECTOR = {
     "embed.projector.up": "multi_modal_projector.linear_1",

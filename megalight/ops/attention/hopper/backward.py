@@ -10,31 +10,135 @@ These sums come in any order: deterministic runs have the other kernels.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalight.ops.attention.blocks import factors, flags, queries_of, tanh, visible
 from megalight.ops.attention.hopper import KEYS
-from megalight.ops.attention.hopper.blocks import described
-from megalight.ops.attention.hopper.programs import ROWS, programs
-from megalight.ops.attention.hopper.sums import LINES, WIDTH, prepare, query_blocks, round_sums
-from megalight.ops.gluon import (
+from megalight.ops.attention.hopper.gluon import (
     Descriptor,
     add_to_memory,
-    constexpr,
+    described,
     fence_async_shared,
     gl,
-    jit,
     jit_for_all,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from megalight.ops.jit import Value
+from megalight.ops.attention.hopper.gluon import constexpr as constexpr_of_gluon
+from megalight.ops.attention.hopper.gluon import jit as jit_of_gluon
+from megalight.ops.attention.hopper.programs import ROWS, programs, together
+from megalight.ops.attention.triton_blocks import factors, flags, queries_of, table_of, tanh, visible
+from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.types import PackedSequences
+
+# Gradients of queries as sums in float32, which lie in memory as they lie in registers.
+#
+# A block of 64 queries and 64 features is one piece of memory: the copy engine adds it as a whole, and threads write
+# 16 bytes each to shared memory, side by side. In rows of tokens both took longer (docs/performance/log.md).
+
+
+WIDTH = 128
+"""Numbers in a line of the matrix of sums."""
+
+LINES = ROWS * ROWS // WIDTH
+"""Lines of a part, which has as many features as queries."""
+
+
+@lru_cache(maxsize=64)
+def query_blocks(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the blocks of queries by number, ``[n, 2]`` int32: the first token, and how many tokens there are."""
+    rows: list[tuple[int, ...]] = []
+    start = 0
+    for length in lengths:
+        rows += [(start + first, min(ROWS, length - first)) for first in range(0, length, ROWS)]
+        start += length
+    return table_of(rows, device)
+
+
+@jit
+def _late_first(turn: Value, key_heads: Value, some: Value, GROUP: constexpr) -> Any:
+    """Return the head of a turn: those whose sums are added to last come first, as they are still in the cache."""
+    member = turn % (some * GROUP)
+    key_head = key_heads - (turn // (some * GROUP) + 1) * some + member % some
+    return key_head * GROUP + GROUP - 1 - member // some
+
+
+@jit
+def _attention_prepare(
+    out: Value, grad: Value, delta: Value, sums: Value, tickets: Value, tokens: Value, heads: Value, blocks: Value,
+    some: Value, count: Value,
+    GROUP: constexpr,
+) -> None:  # fmt: skip
+    """Set one block's sums and 64 tickets to 0, and multiply 8 tokens' outputs of 8 heads with their gradients."""
+    program = tl.program_id(0)
+    places = program * 64 + tl.arange(0, 64)
+    tl.store(tickets + places, tl.zeros((64,), tl.int32), mask=places < count)
+    if program < heads * blocks:
+        # The sums that are needed first are set last.
+        head = _late_first(program // blocks, heads // GROUP, some, GROUP)
+        piece = sums + (head * blocks + program % blocks).to(tl.int64) * 8192
+        tl.store(piece + tl.arange(0, 8192), tl.zeros((8192,), tl.float32))
+    parts = tl.cdiv(heads, 8)
+    row = (program // parts * 8 + tl.arange(0, 8))[:, None]
+    head = (program % parts * 8 + tl.arange(0, 8))[None, :]
+    within = (row < tokens) & (head < heads)
+    place = ((row * heads + head).to(tl.int64) * 128)[:, :, None] + tl.arange(0, 128)[None, None, :]
+    x = tl.load(out + place, mask=within[:, :, None], other=0.0).to(tl.float32)
+    y = tl.load(grad + place, mask=within[:, :, None], other=0.0).to(tl.float32)
+    tl.store(delta + head * tokens + row, tl.sum(x * y, 2), mask=within)
+
+
+def prepare(out: Tensor, grad: Tensor, blocks: int, group: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums over features of outputs times their gradients ``[H, T]``, sums of 0, and tickets of 0.
+
+    Args:
+        out: ``[T, H, 128]``.
+        grad: ``[T, H, 128]``, contiguous.
+        blocks: number of blocks of queries.
+        group: heads of queries of a head of keys.
+        count: number of tickets.
+    """
+    tokens, heads, _ = out.shape
+    delta = torch.empty(heads, tokens, dtype=torch.float32, device=out.device)
+    sums = torch.empty(heads * blocks * 2 * LINES, WIDTH, dtype=torch.float32, device=out.device)
+    tickets = torch.empty(max(1, count), dtype=torch.int32, device=out.device)
+    grid = (max(heads * blocks, cdiv(tokens, 8) * cdiv(heads, 8), cdiv(count, 64)),)
+    some = together(heads // group)
+    _attention_prepare[grid](
+        out, grad, delta, sums, tickets, tokens, heads, blocks, some, count, GROUP=group, num_warps=4
+    )
+    return delta, sums, tickets
+
+
+@jit
+def _attention_round(
+    sums: Value, out: Value, table: Value, slope: Value, blocks: Value, heads: Value, some: Value, GROUP: constexpr
+) -> None:
+    block = tl.program_id(0)
+    head = _late_first(tl.program_id(1), heads // GROUP, some, GROUP)
+    start = tl.load(table + 2 * block)
+    rows = tl.load(table + 2 * block + 1)
+    inside = tl.arange(0, 64)
+    for part in tl.static_range(2):
+        piece = sums + ((head * blocks + block) * 2 + part).to(tl.int64) * 4096
+        x = (tl.load(piece + tl.arange(0, 4096)) * slope).to(out.dtype.element_ty)
+        # Features in eights, warps, rows and features of a thread's corner, second row, second feature.
+        x = x.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
+        place = ((start + inside).to(tl.int64) * heads + head)[:, None] * 128 + part * 64 + inside[None, :]
+        tl.store(out + place, x, mask=(inside < rows)[:, None])
+
+
+def round_sums(sums: Tensor, out: Tensor, table: Tensor, slope: float, group: int) -> None:
+    """Multiply sums by ``slope`` and round them to ``out`` ``[T, H, 128]``; ``group`` is as in :func:`prepare`."""
+    heads: Any = out.shape[1]
+    some = together(heads // group)
+    _attention_round[(len(table), heads)](sums, out, table, slope, len(table), heads, some, GROUP=group, num_warps=4)
+
 
 BLOCKS: dict[str, Any] = {"REGISTERS": 240, "num_warps": 4}
 """Registers of a thread that multiplies."""
@@ -43,13 +147,13 @@ FLAT = gl.NVMMASharedLayout(0, 32, 2)
 """How sums lie in shared memory: as in memory."""
 
 
-@jit
+@jit_of_gluon
 def _turn(step: Value, count: Value) -> Any:
     """Return the block of queries, and the head of the group, of a step: head by head, from the last block down."""
     return count - 1 - step % count, step // count
 
 
-@jit
+@jit_of_gluon
 def _load(
     q: Value, grad: Value, lse: Value, delta: Value, k: Value, v: Value, q_blocks: Value, grad_blocks: Value,
     lse_rows: Value, delta_rows: Value, k_block: Value, v_block: Value, ready: Value, q_full: Value, grad_full: Value,
@@ -84,7 +188,7 @@ def _load(
         tma.async_copy_global_to_shared(grad, [row, (head + member) * 128], bar, grad_blocks.index(stage))
 
 
-@jit
+@jit_of_gluon
 def _add(
     sums: Value, sum_blocks: Value, sum_full: Value, sum_empty: Value, count: Value, head: Value, members: Value,
     base: Value, blocks: Value,
@@ -104,21 +208,21 @@ def _add(
         mbarrier.arrive(sum_empty.index(1), count=1)
 
 
-@jit
+@jit_of_gluon
 def _multiply(
-    PART: constexpr, q_blocks: Value, grad_blocks: Value, lse_rows: Value, delta_rows: Value, k_block: Value,
+    PART: constexpr_of_gluon, q_blocks: Value, grad_blocks: Value, lse_rows: Value, delta_rows: Value, k_block: Value,
     v_block: Value, slope_blocks: Value, sum_blocks: Value, ready: Value, q_full: Value,
     grad_full: Value, sum_full: Value, sum_empty: Value, met: Value,
     key_out: Value, value_out: Value, length: Value, key_start: Value, num_keys: Value, first: Value, begin: Value,
     edge: Value, whole: Value, count: Value, scale: Value, cap: Value, slope: Value, window: Value, key_head: Value,
     key_heads: Value, members: Value, slot: Value, part: Value, parts: Value, partial: Value, tickets: Value,
-    CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr,
+    CAUSAL: constexpr_of_gluon, WINDOW: constexpr_of_gluon, CAPPED: constexpr_of_gluon, FAST: constexpr_of_gluon,
 ) -> None:  # fmt: skip
     """Compute the gradients of half of the keys, and what all keys give to half of the features of queries."""
-    scores_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    left_layout: constexpr = gl.DotOperandLayout(0, layout, 2)
-    across: constexpr = gl.SliceLayout(0, scores_layout)
+    scores_layout: constexpr_of_gluon = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    layout: constexpr_of_gluon = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    left_layout: constexpr_of_gluon = gl.DotOperandLayout(0, layout, 2)
+    across: constexpr_of_gluon = gl.SliceLayout(0, scores_layout)
     keys = first + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, scores_layout))
     key_total = gl.zeros([64, 128], gl.float32, layout)
     value_total = gl.zeros([64, 128], gl.float32, layout)
@@ -221,7 +325,7 @@ def _attention_backward(
     q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, sums: Value, key_out: Value, value_out: Value,
     table: Value, scale: Value, cap: Value, slope: Value, window: Value, tokens: Value, blocks: Value, key_heads: Value,
     head_step: Value, key_step: Value, value_step: Value, partial: Value, tickets: Value,
-    GROUP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, CAPPED: constexpr, FAST: constexpr, REGISTERS: constexpr,
+    GROUP: constexpr_of_gluon, CAUSAL: constexpr_of_gluon, WINDOW: constexpr_of_gluon, CAPPED: constexpr_of_gluon, FAST: constexpr_of_gluon, REGISTERS: constexpr_of_gluon,
 ) -> None:  # fmt: skip
     entry = table + 10 * gl.program_id(0)
     start = gl.load(entry)
@@ -307,7 +411,7 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, and the sums of outputs times their gradients ``[H, T]``.
 
-    Arguments are as in :func:`megalight.ops.attention.keys.run`, with the output instead of these sums.
+    Arguments are as in :func:`megalight.ops.attention.triton_backward.run`, with the output instead of these sums.
     """
     (tokens, heads, _), key_heads, keys = q.shape, k.shape[1], sequences.keys or sequences
     group = heads // key_heads

@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.attention.blocks import factors, flags, keys_of, query_blocks, sequence, tanh
-from megalight.ops.attention.hopper.blocks import described
+from megalight.ops.attention.hopper.gluon import (
+    constexpr,
+    described,
+    gl,
+    jit,
+    jit_for_all,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from megalight.ops.attention.triton_blocks import factors, flags, keys_of, query_blocks, sequence, tanh
 from megalight.ops.common import num_multiprocessors
-from megalight.ops.gluon import constexpr, gl, jit, jit_for_all, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from megalight.ops.jit import Value
 from megalight.types import PackedSequences
 
@@ -80,7 +89,7 @@ def _steps(begin: Value, stop: Value, KEYS: constexpr) -> Any:
 
 @jit
 def _seen(places: Value, keys: Value, num_keys: Value, window: Value, CAUSAL: constexpr, WINDOW: constexpr) -> Any:
-    """Return which queries see which keys, as :func:`megalight.ops.attention.blocks.visible`, by fewer comparisons.
+    """Return which queries see which keys, as :func:`megalight.ops.attention.triton_blocks.visible`, by fewer comparisons.
 
     A query's place is that of its own key, so none sees keys behind the last one if none sees later keys. What rows
     behind the last query see does not matter.

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megalight.ops.attention.blocks import listed_keys, table_of
 from megalight.ops.attention.hopper import KEYS
+from megalight.ops.attention.triton_blocks import listed_keys, table_of
 from megalight.ops.common import num_multiprocessors
 from megalight.ops.jit import cdiv
 
@@ -71,7 +71,7 @@ class Programs(NamedTuple):
     """The programs of a pass.
 
     Attributes:
-        table: ``[n, 10]`` int32: a row of :func:`megalight.ops.attention.blocks.key_blocks`, the number of the first
+        table: ``[n, 10]`` int32: a row of :func:`megalight.ops.attention.triton_blocks.key_blocks`, the number of the first
             block of queries of the sequence, the head of keys, the part and how many there are, and the number of the
             divided block.
         split: how many pairs of block and head are divided.

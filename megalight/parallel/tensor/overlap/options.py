@@ -23,7 +23,7 @@ class TensorOptions:
             a match use ``auto``.
         pieces: number of pieces into which a product is cut, if its communication runs during it; under sequence
             parallelism a divisor of tp. None: chosen by the sizes of each product
-            (:mod:`megalight.parallel.tensor.overlap.pieces`).
+            (:mod:`megalight.parallel.tensor.overlap.pipelined`).
         max_ctas: largest number of multiprocessors that the messages of ``pipelined`` may occupy under NCCL; other
             backends refuse a number. None: 16.
         keep_gathered: keep the gathered input of a layer for its weight gradient, instead of gathering it again in the

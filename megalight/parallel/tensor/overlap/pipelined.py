@@ -3,17 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.parallel.collectives import Pending, check_divides, start_all_reduce
-from megalight.parallel.tensor.overlap.pieces import best_pieces
-from megalight.parallel.tensor.overlap.plain import Plain
-from megalight.parallel.tensor.overlap.rounds import Own, Round, rounds_of
-from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
+from megalight.parallel.tensor.overlap.spec import OverlapSpec, Own, Plain, Product, Round, rounds_of
+
+# Choose the number of pieces of a product, with a model of the time that product and messages take together.
+#
+# More pieces expose less communication, but use the multiprocessors less well: output tiles are computed in waves of
+# one tile per multiprocessor, and the last wave of each piece is partly empty. The constants were measured on H200
+# GPUs. All ranks must get the same answer, so the model does not query the device.
+
+
+MULTIPROCESSORS = 132
+TILE_ROWS, TILE_COLUMNS = 128, 256
+"""Size of the output tile of a large half-precision product."""
+TAIL = 0.15
+"""Fraction of a wave that a product leaves empty. cuBLAS picks tiles by size; four pieces take 3 to 12 % longer."""
+FLOPS = 667e12
+"""Half-precision operations per second of all multiprocessors together."""
+LINK = 330e9
+"""Bytes per second that a rank sends and receives within a host."""
+LATENCY = 1e-5
+"""Seconds per message in addition to its bytes."""
+MOST = 8
+"""Largest number of pieces without sequence parallelism; with it, tp is the limit."""
+
+
+def product_seconds(rows: int, inner: int, width: int) -> float:
+    """Return the time of one product ``[rows, inner] x [inner, width]``."""
+    tail = TAIL * MULTIPROCESSORS * TILE_ROWS * TILE_COLUMNS
+    # A multiply-add counts as two operations. The tail is work that the hardware is blocked for without using it.
+    return 2.0 * (rows * width + tail) * inner / FLOPS
+
+
+def message_seconds(messages: int, rows: int, width: int, itemsize: int) -> float:
+    """Return the time of messages of ``[rows, width]``, one after another."""
+    return messages * (rows * width * itemsize / LINK + LATENCY)
+
+
+def gather_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, itemsize: int) -> float:
+    """Return the time of products of arriving blocks, the own block first; ``rows`` are those of one rank's share."""
+    run = tp // pieces
+    message = rows * inner * itemsize / LINK + _latency(pieces, tp)
+    clock = 0.0
+    for block in range(pieces):
+        # Blocks come in the order of rounds over one link; the own share, which is in the
+        # first, needs no message.
+        arrived = ((block + 1) * run - 1) * message
+        # A product starts when its operands are there and the product before it has ended.
+        clock = max(clock, arrived) + product_seconds(run * rows, inner, width)
+    return clock
+
+
+def scatter_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, itemsize: int) -> float:
+    """Return the time if each block's sums are sent while the next block is computed, the own block last."""
+    run = tp // pieces
+    message = rows * width * itemsize / LINK + _latency(pieces, tp)
+    clock = link = 0.0
+    for block in range(pieces):
+        clock += product_seconds(run * rows, inner, width)
+        # Sums leave when they are computed and the link is free. A rank's own part needs no message.
+        link = max(link, clock) + (run - (block == pieces - 1)) * message
+    return max(clock, link)
+
+
+def _latency(pieces: int, tp: int) -> float:
+    """Return the latency of each message. With one piece, a single collective brings all shares."""
+    return LATENCY / (tp - 1) if pieces == 1 and tp > 1 else LATENCY
+
+
+def reduce_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, itemsize: int) -> float:
+    """Return the time if each piece is all-reduced while the next one is computed; ``rows`` is their total number."""
+    clock = link = 0.0
+    edges = [rows * piece // pieces for piece in range(pieces + 1)]
+    for start, stop in pairwise(edges):
+        clock += product_seconds(stop - start, inner, width)
+        # A ring all-reduce moves each byte twice, less the rank's own part.
+        link = max(link, clock) + LATENCY + 2 * (tp - 1) / tp * (stop - start) * width * itemsize / LINK
+    return link
+
+
+WAYS = {"gather": gather_seconds, "scatter": scatter_seconds, "reduce": reduce_seconds}
+
+
+# Cached, because every layer asks in every pass, and sizes repeat.
+@lru_cache(maxsize=1024)
+def best_pieces(way: str, tp: int, rows: int, inner: int, width: int, itemsize: int) -> int:
+    """Return the fastest number of pieces; the smallest one if several are equal.
+
+    Args:
+        way: ``"gather"``, ``"scatter"``, or ``"reduce"``.
+        tp: number of ranks that share the layer.
+        rows: rows of one rank's share; for ``"reduce"``, all rows.
+        inner: features that the product sums over, on this rank.
+        width: features of its result, on this rank.
+        itemsize: bytes of an element.
+    """
+    counts = range(1, MOST + 1) if way == "reduce" else [n for n in range(1, tp + 1) if tp % n == 0]
+    # Under sequence parallelism a piece holds the tokens of whole ranks, so the number must divide tp.
+    # Of equal times the smallest number: fewer launches for the host.
+    return min(counts, key=lambda pieces: (WAYS[way](pieces, tp, rows, inner, width, itemsize), pieces))
 
 
 def pieces_why_not(spec: OverlapSpec) -> str | None:
@@ -201,3 +298,98 @@ def as_rows(x: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
 
     # Tokens first: then a rank's share, and a block of ranks, is one contiguous range of rows.
     return moved.contiguous().view(-1, x.shape[-1]), back
+
+
+# Shares sent as point-to-point messages, on any device.
+
+
+class Messages:
+    """A carrier that uses messages; all messages of a call are posted in the order in which they are needed.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def gather(self, share: Tensor, rounds: tuple[Round, ...], own: Own) -> GatheringMessages:
+        """Start to gather all shares."""
+        return GatheringMessages(self.group, share, rounds, own != "absent")
+
+    def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringMessages:
+        """Prepare to receive partial sums."""
+        return ScatteringMessages(self.group, like.new_empty(self.group.size(), rows, width), rounds)
+
+
+class GatheringMessages:
+    """A gather whose messages are all posted at the beginning."""
+
+    def __init__(self, group: ProcessGroup, share: Tensor, rounds: tuple[Round, ...], place_own: bool) -> None:
+        self.share = share  # keeps the memory until it has been sent
+        self.whole = share.new_empty(group.size() * len(share), *share.shape[1:])
+        shares = self.whole.view(group.size(), *share.shape)
+        # All ranks post the messages of a round in the same order. With another order, two ranks could each wait in a
+        # send whose receiver has posted another one.
+        self.works = [
+            [exchange(group, share, behind, shares[ahead], ahead) for ahead, behind in each.pairs] for each in rounds
+        ]
+        if place_own:
+            # After the messages are posted, so that they start first.
+            shares[group.rank()].copy_(share)
+
+    def wait(self, number: int) -> None:
+        """Wait for the shares of a round, and until own ones have left."""
+        wait(self.works[number])
+
+    def finish(self) -> None:
+        """Do nothing: the rounds have waited for everything."""
+
+
+class ScatteringMessages:
+    """Partial sums, ordered by sender."""
+
+    def __init__(self, group: ProcessGroup, parts: Tensor, rounds: tuple[Round, ...]) -> None:
+        self.group = group
+        self.parts = parts
+        self.rounds = rounds
+        self.works: list[list[dist.Work]] = []
+        self.leaving: list[Tensor] = []
+
+    def place(self) -> Tensor:
+        """Return the place of the own part."""
+        return self.parts[self.group.rank()]
+
+    def keep(self, own: Tensor) -> None:
+        """Copy the own part to its place."""
+        self.place().copy_(own)
+
+    def send(self, number: int, piece: Tensor) -> None:
+        """Start to send the rows of a piece, and to receive as many."""
+        run, rows = self.group.size() // len(self.rounds), self.parts.shape[1]
+        by_owner = piece.view(run, rows, -1)
+        for ahead, behind in self.rounds[number].pairs:
+            self.works.append(exchange(self.group, by_owner[ahead % run], ahead, self.parts[behind], behind))
+        self.leaving.append(piece)  # keeps the memory until it has been sent
+
+    def finish(self) -> Tensor:
+        """Wait, and sum the parts in at least float32."""
+        wait(self.works)
+        self.leaving.clear()
+        # In the order of ranks, not of arrival: every rank, and every run, adds in the same order.
+        return torch.sum(self.parts, 0)
+
+
+def exchange(group: ProcessGroup, leaving: Tensor, to: int, arriving: Tensor, source: int) -> list[dist.Work]:
+    """Start to send one tensor and to receive another; ``to`` and ``source`` are ranks within the group."""
+    send = dist.P2POp(dist.isend, leaving, group=group, group_peer=to)
+    receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source)
+    works: list[dist.Work] = dist.batch_isend_irecv([send, receive])
+    return works
+
+
+def wait(works: list[list[dist.Work]]) -> None:
+    """Wait for messages to finish; on a GPU the current stream waits, not the host."""
+    for each in works:
+        for work in each:
+            work.wait()

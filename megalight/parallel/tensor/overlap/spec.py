@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import lru_cache
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.linear import input_gradient, product
-from megalight.parallel.collectives import Pending
+from megalight.parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -116,3 +117,100 @@ class Overlap(Protocol):
     def restart(self) -> None:
         """Begin as if nothing had run, on all ranks together, while nothing is gathered."""
         ...
+
+
+# The overlap backend without pieces: one whole collective and one whole product.
+
+
+def why_not(spec: OverlapSpec) -> str | None:
+    """Return None: this backend serves every layer."""
+    return None
+
+
+class Plain:
+    """Overlaps collectives only with the work that callers do before they wait.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def start_gather(self, share: Tensor, dim: int) -> Pending:
+        """See :class:`~megalight.parallel.tensor.overlap.spec.Overlap`, for this method and those below."""
+        return start_all_gather(share, self.group, dim)
+
+    def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """Gather, then multiply, without overlap."""
+        whole = start_all_gather(share, self.group, dim).wait()
+        return product.call(whole, None), whole if keep else None
+
+    def hold(self, whole: Tensor) -> Tensor:
+        """Return the same tensor: its memory is never reused."""
+        return whole
+
+    def done(self, whole: Tensor) -> None:
+        """Do nothing: no memory is reused."""
+
+    def put_off(self, weight: Tensor, rows: int, compute: Callable[[], Tensor | None]) -> Tensor | None:
+        """Compute it now: the next collective would take multiprocessors from it."""
+        return compute()
+
+    def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
+        """Start a reduce-scatter, which runs until the caller waits."""
+        return start_reduce_scatter(product.call(x, None), self.group, dim)
+
+    def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
+        """Start an all-reduce, which runs until the caller waits."""
+        return start_all_reduce(product.call(x, None), self.group)
+
+    def restart(self) -> None:
+        """Do nothing: no call depends on those before it."""
+
+
+# The order in which ranks exchange shares, so that every product has its operands in time: arithmetic only.
+#
+# The ranks' shares form ``pieces`` blocks of neighboring ranks. In round ``s`` a rank works on the block ``s`` places
+# ahead of its own; round 0 is its own block. Within a round no two ranks send to the same rank, so every link carries
+# one message at a time.
+
+
+Own: TypeAlias = Literal["absent", "early", "late"]
+"""Whether a rank's own share is among the gathered ones: not at all, from the first round on, or only at the end."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One product and its messages.
+
+    Attributes:
+        block: index of the block of shares that is multiplied.
+        pairs: ``(ahead, behind)``, one message in each direction. Rank ``ahead`` owns a share of this block. For rank
+            ``behind``, this rank is ``ahead`` at the same place of the same round. In a gather, a share comes from
+            ``ahead``, and the own share goes to ``behind``. In a scatter, sums go to ``ahead`` and come from
+            ``behind``.
+    """
+
+    block: int
+    pairs: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=64)
+def rounds_of(rank: int, size: int, pieces: int) -> tuple[Round, ...]:
+    """Return the rounds of ``rank`` among ``size`` ranks, its own block first; ``pieces`` divides ``size``."""
+    run = size // pieces
+    block, place = divmod(rank, run)
+
+    def neighbor(blocks: int, places: int) -> int:
+        # Blocks and places turn together, so each rank meets every other once in each direction.
+        return (block + blocks) % pieces * run + (place + places) % run
+
+    return tuple(
+        Round(
+            (block + s) % pieces,
+            # (0, 0) is the rank itself, which needs no message.
+            tuple((neighbor(s, t), neighbor(-s, -t)) for t in range(run) if (s, t) != (0, 0)),
+        )
+        for s in range(pieces)
+    )

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.models.gpt import GPTConfig
-from megalight.models.gpt.attention_config import AttentionConfig
+from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute, apply_recompute
-from megalight.parallel.tensor.overlap import pieces
-from megalight.parallel.tensor.overlap.cover import Cover
+from megalight.parallel.tensor.overlap import pipelined as pieces
 from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.symmetric import Cover
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.test_apply import BASE, batch, jitter, twin
 from tests.workers import run

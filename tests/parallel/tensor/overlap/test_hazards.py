@@ -11,11 +11,10 @@ from unittest.mock import patch
 
 import pytest
 
-from megalight.parallel.peers import copies
+from megalight.parallel.peers import memory as copies
 from megalight.parallel.peers.memory import Flag
 from megalight.parallel.tensor.overlap import symmetric
-from megalight.parallel.tensor.overlap.rounds import rounds_of
-from megalight.parallel.tensor.overlap.spec import Product
+from megalight.parallel.tensor.overlap.spec import Product, rounds_of
 from megalight.parallel.tensor.overlap.symmetric import Symmetric
 from tests.parallel.peers import hazards
 from tests.parallel.peers.hazards import Place, Stream, World

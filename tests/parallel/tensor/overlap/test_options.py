@@ -20,10 +20,10 @@ from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.peers import memory as peers
 from megalight.parallel.tensor import shared as shared_module
-from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.linear import ColumnLinear
 from megalight.parallel.tensor.overlap import symmetric
-from megalight.parallel.tensor.overlap.kinds import OVERLAPS, choose
 from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
+from megalight.parallel.tensor.overlap.overlap_modes import OVERLAPS, choose
 from megalight.parallel.tensor.overlap.spec import OverlapSpec
 from megalight.parallel.tensor.shared import Shared, gains_by_recording, steps_recorded
 from tests.parallel.test_apply import BASE

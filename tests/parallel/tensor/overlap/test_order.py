@@ -12,8 +12,7 @@ from torch import Tensor
 from megalight.parallel.collectives import Pending
 from megalight.parallel.tensor.overlap import pipelined
 from megalight.parallel.tensor.overlap.pipelined import Pipelined
-from megalight.parallel.tensor.overlap.rounds import rounds_of
-from megalight.parallel.tensor.overlap.spec import Product
+from megalight.parallel.tensor.overlap.spec import Product, rounds_of
 
 ROWS = 3
 
@@ -114,7 +113,7 @@ def test_what_the_caller_covers_stays_whole(monkeypatch: pytest.MonkeyPatch) -> 
     overlap, carrier = way(0, 4, 4)
     started: list[Any] = []
     monkeypatch.setattr(
-        "megalight.parallel.tensor.overlap.plain.start_reduce_scatter",
+        "megalight.parallel.tensor.overlap.spec.start_reduce_scatter",
         lambda x, group, dim: started.append(x) or Pending(None, lambda: x),
     )
     overlap.start_product_scatter(torch.zeros(4 * ROWS, 4), carrier.product(), 0, covered=True)

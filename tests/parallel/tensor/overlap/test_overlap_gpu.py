@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.parallel.tensor.row import RowLinear
 from megalight.parallel.tensor.shared import Shared
 from tests.nccl import runs_of
 

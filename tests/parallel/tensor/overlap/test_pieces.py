@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalight.parallel.tensor.overlap.pieces import WAYS, best_pieces
+from megalight.parallel.tensor.overlap.pipelined import WAYS, best_pieces
 
 LLAMA = {"qkv": (4096, 6144), "gate_up": (4096, 28672)}
 """Features in and out of column layers of an 8-billion-parameter model."""

@@ -1,0 +1,389 @@
+"""Saves beside training: a step waits for the copy to host memory only, and a worker process per rank writes.
+
+One save is under way at a time, so checkpoints appear in the order of their saves. All collectives are on the host and
+in the thread that trains; the workers of all ranks meet through the checkpoint's own folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from torch.distributed import ProcessGroup
+
+from megalight.checkpoint.async_save.shared_memory import SharedMemory
+from megalight.checkpoint.async_save.worker import Job, Report
+from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.ranks import Ranks
+from megalight.checkpoint.saving import Copies, Staged, seal_of, stage
+from megalight.checkpoint.view import View
+from megalight.errors import CheckpointError
+
+# A worker (:mod:`~megalight.checkpoint.async_save.worker`) as the process that has started it sees it.
+
+
+log = logging.getLogger(__name__)
+
+BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""A cluster sends these to all processes of a job. The trainer stops by them; its worker then finishes the save."""
+END_SECONDS = 10.0
+"""How long a killed worker may take to be gone. One that waits for storage that does not answer stays until it does."""
+
+
+class Worker:
+    """The process that writes for this rank."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._connection, theirs = Pipe()
+        fds = (theirs.fileno(), memory.descriptor)
+        package = str(Path(__file__).parents[3])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # not -m: messages name their classes by module, and that of a script is another one here
+        code = "from megalight.checkpoint.async_save.worker import main; main()"
+        # -P: files in the current folder must not take the place of modules
+        command = [sys.executable, "-P", "-c", code, *map(str, fds), str(os.getpid())]
+        # checksums use the core that they run on; threads of libraries would take those of the trainer
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        # a child inherits which signals are blocked, so that none ends it, from its first moment on
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+        try:
+            self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # This end belongs to the worker. As long as it is open here, the worker's death would go unnoticed.
+        theirs.close()
+
+    def give(self, job: Job) -> None:
+        """Let it do a job.
+
+        Raises:
+            OSError: it is dead.
+        """
+        self._connection.send(job)
+
+    def report(self) -> Report | None:
+        """What came of the job; None while it is under way. A dead worker has failed."""
+        try:
+            # A report counts even if the worker has died since.
+            if self._connection.poll():
+                report: Report = self._connection.recv()
+                return report
+        except (EOFError, OSError):
+            return Report(f"the worker process died (exit code {self.process.wait()}).", time.time())
+        return None
+
+    def end(self) -> None:
+        """Kill it, whatever it does, and wait until it is gone."""
+        self.process.kill()
+        # the connection closes with this object: another thread may be looking into it for a report
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("the killed worker process %d has not ended: its storage does not answer", self.process.pid)
+
+
+Kind: TypeAlias = Literal["persistent", "per_save"]
+"""How long a worker lives: as long as the run, or for one save."""
+
+KINDS: tuple[Kind, ...] = ("persistent", "per_save")
+PERIOD_SECONDS = 0.01
+LIMIT_SECONDS = 600.0
+"""How long a save may go on after training has failed."""
+
+
+@dataclass
+class Pending:
+    """A save that is under way.
+
+    Attributes:
+        path: where the checkpoint will be.
+        begun: when it began, in seconds since 1970.
+        waited: seconds that training stood still for it.
+        partial: its folder, on rank 0.
+        report: how this rank's worker ended; None before.
+    """
+
+    path: Place
+    begun: float
+    waited: float
+    partial: publish.Unfinished | None
+    report: Report | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took until this rank's worker was done: on rank 0, until it was published."""
+        return 0.0 if self.report is None else self.report.at - self.begun
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's worker has failed."""
+        return self.report is not None and self.report.error is not None
+
+
+def _give_after(copies: Copies, worker: Worker, job: Job) -> None:
+    """Let a worker do a job when the copies have arrived. What fails here shows as its death."""
+    try:
+        copies.wait()
+        worker.give(job)
+    except Exception:  # of a GPU, which training meets too, or of a worker that was ended
+        worker.process.kill()
+
+
+class Background:
+    """Saves of one rank that go on beside training. All ranks have one, and call its methods in the same order.
+
+    Args:
+        kind: whether one worker serves the whole run, or each save starts its own.
+        process_group: who saves; a group whose collectives work on the host. None: the default group.
+
+    Attributes:
+        pending: the save under way, or None. It is None on all ranks or on none.
+    """
+
+    def __init__(self, kind: Kind = "persistent", process_group: ProcessGroup | None = None) -> None:
+        self.kind = kind
+        self.pending: Pending | None = None
+        self._group = process_group
+        self._memory: SharedMemory | None = None
+        self._worker: Worker | None = None
+        self._copies: Copies | None = None
+        self._aborts = 0
+        # Taken again by the thread that has it: a signal may call `abort` at any place.
+        self._lock = threading.RLock()
+
+    def prepare(self, nbytes: int) -> None:
+        """Make the memory for saves in a thread: page-locked memory takes longer to make than to fill.
+
+        Args:
+            nbytes: of a save on this rank; see :func:`megalight.checkpoint.saving.size_of`.
+        """
+        self._own_memory().prepare(nbytes)
+
+    def fence(self) -> None:
+        """Let what is queued on the GPU from now on come after the copies of the save under way."""
+        if self._copies is not None:
+            self._copies.fence()
+
+    def save(self, path: str | os.PathLike[str], views: Mapping[str, View], **values: Any) -> None:
+        """Begin to save ``path``: copy what this rank writes, and return while its worker writes it.
+
+        Args:
+            path: as for :func:`megalight.checkpoint.save`.
+            views: this rank's views.
+            **values: further arguments of :func:`~megalight.checkpoint.stage`. With ``later``, call :meth:`fence`
+                before these values change.
+
+        Raises:
+            CheckpointError: on every rank, when any rank could not begin. Nothing is left behind, and the next save
+                starts over. Also, on this rank alone, after an :meth:`abort` that came when all ranks had begun.
+        """
+        # Staging and handing over happen at one moment on all ranks: the checkpoint is of one step.
+        assert self.pending is None, "finish the save under way first"
+        target, begun, ranks, aborts = publish.absolute(path), time.time(), self._ranks, self._aborts
+        started: list[publish.Unfinished] = []
+
+        def begin() -> Place:
+            if str(target).startswith("memory://"):
+                raise CheckpointError(
+                    f"{path} is memory of this process, which its worker process does not see. Save without "
+                    "async_save, or to other storage."
+                )
+            started.append(publish.begin(target))
+            folder: Place = started[0].folder
+            return folder
+
+        def give() -> None:
+            # the other workers look for this rank's part: no rank may leave before all have handed over theirs
+            try:
+                self._give(folder, target, staged, aborts)
+            except OSError as error:
+                # Its worker was ended between its start and its job.
+                raise CheckpointError("it was aborted.") if self._aborts != aborts else error from None
+
+        try:
+            folder = ranks.first(f"starting to save {path}", begin)
+            staged = stage(views, copy=self._reserve, process_group=self._group, **values)
+            # Known from here on, also if a rank cannot go on: the next save waits for them.
+            self._copies = staged.copies
+            ranks.together(f"starting to save {path}", give)
+        except BaseException as error:
+            # The worker may have begun to write.
+            self._end_worker()
+            if isinstance(error, CheckpointError):  # on all ranks
+                self._wait_for_ends()
+            for partial in started:
+                partial.discard()
+            raise
+        waited = time.time() - begun
+        pending = Pending(target, begun, waited, started[0] if started else None)
+        with self._lock:
+            # Known before the look: a signal between both may abort in this thread, which the lock does not stop.
+            self.pending = pending
+            if self._aborts == aborts:
+                return
+            self.pending = None
+        # Aborted when all ranks had begun. The others do not know of it, so this must be no collective.
+        self._end_worker()
+        for partial in started:
+            partial.discard()
+        raise CheckpointError(f"saving {path} was aborted while it began.")
+
+    def ready(self) -> bool:
+        """Whether the save under way has come to its end. A collective of all ranks, on the host."""
+        pending = self.pending
+        return pending is not None and self._news(pending)
+
+    def settle(self) -> Pending:
+        """Wait until the save under way is published, on all ranks together.
+
+        Raises:
+            CheckpointError: on every rank, when any failed. Nothing is left behind, and what was there before stays.
+        """
+        pending, ranks = self.pending, self._ranks
+        assert pending is not None
+        # of this save, though abort() may forget it meanwhile: the other ranks are in the same collectives
+        while not self._news(pending):
+            time.sleep(PERIOD_SECONDS)
+
+        def outcome() -> None:
+            if pending.report is not None and pending.report.error is not None:
+                raise CheckpointError(pending.report.error)
+
+        try:
+            ranks.together(f"saving {pending.path}", outcome)
+        except CheckpointError:
+            self._end_worker()
+            self._wait_for_ends()
+            self._clear(discard=True)
+            raise
+        while not self._ended(pending):  # its part is written, as rank 0 knows; its own report is on the way
+            time.sleep(PERIOD_SECONDS)
+        self._clear(discard=False)
+        return pending
+
+    def settle_alone(self) -> Pending | None:
+        """Wait for this rank's worker, when other ranks may be gone. On rank 0: until all parts are there or lost.
+
+        Returns:
+            the save, if its checkpoint was published as far as this rank knows. None if there was none.
+        """
+        pending, deadline = self.pending, time.monotonic() + LIMIT_SECONDS
+        if pending is None:
+            return None
+        while not self._ended(pending) and time.monotonic() < deadline:
+            time.sleep(PERIOD_SECONDS)
+        # Too late is failed: other ranks may never write their parts.
+        failed = pending.report is None or pending.failed
+        if failed:
+            self._end_worker()
+        self._clear(discard=failed)
+        return None if failed else pending
+
+    def abort(self) -> None:
+        """Kill this rank's worker at once and forget the save under way. No collective: an in-process restarter calls
+        it, in any thread. Callers that wait in :meth:`settle` or begin in :meth:`save` get an error. What was published
+        stays; what was not leaves a folder that the next save cleans away.
+        """
+        with self._lock:
+            self._aborts += 1
+            pending = self.pending
+        if pending is not None and pending.report is None:
+            pending.report = Report("it was aborted.", time.time())  # before the worker's death, which is no news then
+        self._end_worker()
+        self._clear(discard=True)
+
+    def close(self) -> None:
+        """End the worker and free the memory."""
+        self.abort()
+        # A GPU that has failed copies nothing more. Its error has ended training, and must not be replaced by this one.
+        with suppress(RuntimeError):
+            self._end_copies()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(self._group)
+
+    def _own_memory(self) -> SharedMemory:
+        if self._memory is None:
+            self._memory = SharedMemory()
+        return self._memory
+
+    def _reserve(self, nbytes: int) -> Any:
+        # Those of a save that did not end, into the same memory. Here, where all ranks learn of an error.
+        self._end_copies()
+        return self._own_memory().reserve(nbytes)
+
+    def _end_copies(self) -> None:
+        """Wait until nothing is copied into the memory any more."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.wait()
+
+    def _give(self, folder: Place, path: Place, staged: Staged, aborts: int) -> None:
+        assert self._memory is not None
+        ranks = self._ranks
+        starts = tuple(box.data.data_ptr() - self._memory.address for _, box in staged.boxes)
+        seal = seal_of(path, staged) if ranks.rank == 0 else None
+        job = Job(folder, staged.part(ranks.rank), starts, ranks.size, seal)
+        with self._lock:
+            if self._worker is not None and self._worker.process.poll() is not None:
+                self._end_worker()  # somebody killed it between two saves
+            worker = self._worker = self._worker or Worker(self._memory)
+            # Under the lock: an abort comes before, and is seen here, or after, and ends this worker.
+            if self._aborts != aborts:
+                raise CheckpointError("it was aborted.")
+        if staged.copies is None:
+            worker.give(job)
+        else:
+            threading.Thread(target=_give_after, args=(staged.copies, worker, job), daemon=True).start()
+
+    def _news(self, pending: Pending) -> bool:
+        """Whether a save has come to its end, on any rank."""
+        ranks = self._ranks
+        # parts that are written end nothing: rank 0's worker publishes when it has all of them
+        return ranks.any(self._ended(pending) and (ranks.rank == 0 or pending.failed))
+
+    def _ended(self, pending: Pending) -> bool:
+        """Whether this rank's worker has ended the job."""
+        worker = self._worker
+        report = None if worker is None or pending.report is not None else worker.report()
+        if pending.report is None:  # abort() may have reported since
+            pending.report = report
+        return pending.report is not None
+
+    def _clear(self, discard: bool) -> None:
+        with self._lock:
+            pending, self.pending = self.pending, None
+            if not discard:
+                self._copies = None  # it was written, so it had arrived
+        # Not under the lock: storage may take its time, and an abort must not wait for it.
+        if pending is not None and pending.partial is not None:
+            pending.partial.discard() if discard else pending.partial.release()
+        if self.kind == "per_save":
+            self._end_worker()
+
+    def _wait_for_ends(self) -> None:
+        """Wait until no rank has a worker, which could write into the folder that rank 0 deletes next."""
+        # Ranks may be gone, or their process group: then there is nobody to wait for.
+        with suppress(CheckpointError, RuntimeError):
+            self._ranks.together("ending workers", lambda: None)
+
+    def _end_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()

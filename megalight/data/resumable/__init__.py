@@ -1,1 +1,0 @@
-"""Data that a run reads on where it stopped."""

@@ -1,0 +1,263 @@
+"""Which tokens of which requests run in the next forward pass. Numbers on the host alone: all ranks plan the same."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from torch import Generator
+
+from megalight.inference.cache import Cache
+from megalight.inference.sampling import Sampling
+
+# A text that the engine completes: what it may become, and what it has become so far.
+
+
+Reason = Literal["end", "stop", "length", "error"]
+"""Why a completion ended: with an end token, by ``stop``, at its longest, or because the logits of its next token hold
+NaN or infinity."""
+Stop = Callable[[Sequence[int]], bool]
+"""Whether a completion ends, given its tokens so far."""
+
+
+class Completion(NamedTuple):
+    """A completion that has ended.
+
+    Attributes:
+        tokens: the new tokens, with the one that ended it.
+        log_probs: for each of them its log-probability by the model, before temperature, top-k and top-p; None: nobody
+            asked.
+        reason: why it ended.
+    """
+
+    tokens: list[int]
+    log_probs: list[float] | None
+    reason: Reason
+
+
+@dataclass(eq=False)
+class Request:
+    """A text that is being completed.
+
+    Attributes:
+        number: in the order in which requests came.
+        tokens: the prompt, and what followed so far.
+        prompt_length: how many of them are the prompt.
+        max_new_tokens: maximum length of the completion.
+        sampling: how tokens are chosen.
+        ends: tokens that end it.
+        stop: ends it, too, if this is true of the completion so far.
+        generator: the request's own, so that its draws do not depend on other requests.
+        log_probs: of the completion's tokens, or None.
+        slot: its slot in the cache while it runs.
+        suspect: whether its logits were NaN or infinite in a pass with others, so that it runs alone next.
+        failed: whether they are when it runs alone.
+    """
+
+    number: int
+    tokens: list[int]
+    prompt_length: int
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    ends: Collection[int] = ()
+    stop: Stop | None = None
+    generator: Generator | None = None
+    log_probs: list[float] | None = None
+    slot: int | None = None
+    suspect: bool = False
+    failed: bool = False
+
+    def take(self, token: int, log_prob: float | None) -> None:
+        """Add the next token."""
+        self.tokens.append(token)
+        if self.log_probs is not None and log_prob is not None:
+            self.log_probs.append(log_prob)
+
+    def ended(self) -> Completion | None:
+        """Return the completion if it ends."""
+        reason: Reason | None = None
+        # Without a copy of the tokens, where nobody asks for it: texts may be long.
+        if self.failed:
+            reason = "error"
+        elif self.tokens[-1] in self.ends:
+            reason = "end"
+        elif self.stop is not None and self.stop(self.tokens[self.prompt_length :]):
+            reason = "stop"
+        elif len(self.tokens) - self.prompt_length == self.max_new_tokens:
+            reason = "length"
+        return None if reason is None else Completion(self.tokens[self.prompt_length :], self.log_probs, reason)
+
+
+class Plan(NamedTuple):
+    """A forward pass.
+
+    Attributes:
+        counts: how many of its next tokens each request runs.
+        preempted: requests that have lost their blocks, and wait.
+        shared: how many of the first tokens of requests that begin are in blocks that they share.
+        restored: states to copy before the pass: from a snapshot, to a slot.
+        kept: states to copy after the pass: from a slot, to a snapshot.
+    """
+
+    counts: dict[Request, int]
+    preempted: list[Request]
+    shared: dict[Request, int]
+    restored: list[tuple[int, int]]
+    kept: list[tuple[int, int]]
+
+
+class Schedule:
+    """Requests that run, and those that wait.
+
+    They begin in the order in which they came. No request overtakes another, so those that run are always the oldest.
+    If a sequence that grows finds no free block, the youngest loses its own and waits. It begins again from its first
+    token, then with the part of its completion that it has. So the oldest request always goes on, and all end.
+
+    A request begins with the full blocks of the cache that hold its first tokens. Others may have them, or have had
+    them, or write them in the same forward pass: what one request reads then, an older one has written in each layer.
+    Layers with one state for all tokens of a sequence need the state at the end of these blocks, too. So a request
+    stops where it and the one that waits next go on differently, and its state is kept; the other begins in the next
+    pass.
+
+    NaN spreads to all requests that share a block with it, and in some layers to all of the pass. So requests without
+    finite logits run again alone, and share nothing (:meth:`isolate`).
+
+    Args:
+        cache: where sequences are kept.
+        step_tokens: maximum number of tokens of a forward pass.
+        states: whether layers have one state for all tokens of a sequence.
+
+    Attributes:
+        running: requests with a slot, from the oldest to the youngest.
+        waiting: requests without, likewise.
+    """
+
+    def __init__(self, cache: Cache, step_tokens: int, states: bool) -> None:
+        self.cache, self.step_tokens, self.states = cache, step_tokens, states
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+
+    def plan(self) -> Plan:
+        """Choose the tokens of the next forward pass, and reserve their blocks. :meth:`Cache.extend` must follow."""
+        left, plan, blocks = self.step_tokens, Plan({}, [], {}, [], []), self.cache.blocks
+        # Only the youngest can have more than one token to run, as it began with what was left of a step. So a long
+        # prompt does not stop those before it.
+        for request in [*self.running]:
+            count = min(self.unread(request), left)
+            if not count:
+                break
+            total = len(request.tokens) - self.unread(request) + count
+            while request.slot is not None and blocks.missing(request.slot, total) > blocks.free:
+                plan.preempted.append(self.preempt())
+            if request.slot is None:  # it has given its blocks to an older one, or found none for itself
+                break
+            if blocks.missing(request.slot, total):
+                blocks.grow({request.slot: total})
+            left -= self._run(plan, request, request.slot, left)
+        # A state that is kept can be copied after the pass alone, so those that wait for it begin in the next one.
+        while left and not plan.kept and not any(request.suspect for request in plan.counts):
+            if (new := self._next(plan)) is None:
+                break
+            left -= self._run(plan, *new, left)
+        return plan
+
+    def unread(self, request: Request) -> int:
+        """Return how many tokens of a request have not run since it got its slot."""
+        return len(request.tokens) - (0 if request.slot is None else self.cache.lengths[request.slot])
+
+    def preempt(self) -> Request:
+        """Let the youngest request that runs wait; return it."""
+        request = self.running[-1]
+        self.end(request)
+        self.waiting.appendleft(request)
+        return request
+
+    def preempt_all(self) -> None:
+        """Let all requests wait."""
+        while self.running:
+            self.preempt()
+
+    def isolate(self, requests: Sequence[Request]) -> list[Request]:
+        """Let all requests wait, and these begin first, each in passes of its own; return those that ran."""
+        ran = [*self.running]
+        self.preempt_all()
+        self.cache.blocks.prefixes.clear()
+        for request in requests[::-1]:
+            request.suspect = True
+            self.waiting.remove(request)
+            self.waiting.appendleft(request)
+        return ran
+
+    def end(self, request: Request) -> None:
+        """Take a request out, and its slot and blocks back."""
+        if request.slot is None:
+            self.waiting.remove(request)
+            return
+        self.running.remove(request)
+        self.cache.release(request.slot)
+        request.slot = None
+
+    def _run(self, plan: Plan, request: Request, slot: int, left: int) -> int:
+        """Plan the next tokens of a request, at most ``left``; return how many."""
+        stored, blocks = self.cache.lengths[slot], self.cache.blocks
+        end = min(stored + left, len(request.tokens))
+        if request.suspect:
+            plan.counts[request] = end - stored
+            return end - stored
+        if fork := self._fork(request, stored, end):
+            blocks.remember(slot, request.tokens, stored, fork)
+            found = blocks.prefixes.find(request.tokens[:fork])
+            # Fewer, if an older block has the tokens of one that this pass writes, and others follow.
+            if len(found) * blocks.size == fork:
+                plan.kept.append((slot, blocks.prefixes.snapshots.keep(found[-1])))
+                end = fork
+        blocks.remember(slot, request.tokens, stored, end)
+        plan.counts[request] = end - stored
+        return end - stored
+
+    def _fork(self, request: Request, stored: int, end: int) -> int:
+        """Return where a request that runs its tokens up to ``end`` must stop for the one that waits next, or 0.
+
+        That is at the end of the full blocks with which both begin, if no state at this place or later is kept.
+        """
+        if not self.states or not self.waiting or len(request.tokens) - stored < 2:
+            return 0
+        wanted, blocks = self.waiting[0].tokens[:-1], self.cache.blocks
+        common = 0
+        for after in range(blocks.size, min(end, len(wanted)) + 1, blocks.size):
+            if request.tokens[common:after] != wanted[common:after]:
+                break
+            common = after
+        kept = blocks.prefixes.snapshots.last(blocks.prefixes.find(wanted)) * blocks.size
+        return common if common > max(stored, kept) else 0
+
+    def _next(self, plan: Plan) -> tuple[Request, int] | None:
+        """Give the oldest request that waits a slot, and blocks for all of its tokens; None: it must wait."""
+        taken = {request.slot for request in self.running}
+        slot = next((slot for slot in range(self.cache.num_slots) if slot not in taken), None)
+        if slot is None or not self.waiting:
+            return None
+        request, blocks = self.waiting[0], self.cache.blocks
+        # Without the last token, which always runs: nobody has kept its logits.
+        shared = blocks.prefixes.find(request.tokens[:-1])
+        if self.states:
+            shared = shared[: blocks.prefixes.snapshots.last(shared)]
+        self.cache.begin(slot, shared)
+        # All now, though it may run in parts: the rest of a prompt then never waits for blocks, and what was just
+        # preempted cannot come back and be preempted again.
+        if blocks.missing(slot, len(request.tokens)) > blocks.free:
+            self.cache.release(slot)
+            return None
+        blocks.grow({slot: len(request.tokens)})
+        request.slot = slot
+        self.running.append(self.waiting.popleft())
+        if request in plan.preempted:
+            # It had a block of its own with the tokens of another, which it shares now.
+            plan.preempted.remove(request)
+        if shared:
+            plan.shared[request] = len(shared) * blocks.size
+            if self.states:
+                plan.restored.append((blocks.prefixes.snapshots.use(shared[-1]), slot))
+        return request, slot

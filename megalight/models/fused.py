@@ -1,0 +1,461 @@
+"""Our fused ops inside models of ``transformers``, whose modules, names and weights stay as they are.
+
+:func:`fuse` gives each known module a subclass of its class with another ``forward``: norms together with the sum
+before them, the gated activation, rotary embedding, causal attention, and the head together with its loss. It knows the
+families in :data:`FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megalight.ops.activation import gated_pair
+from megalight.ops.attention import attention
+from megalight.ops.cross_entropy import linear_cross_entropy
+from megalight.ops.norm import add_rms_norm, rms_norm
+from megalight.ops.rotary import apply_rotary
+from megalight.types import PackedSequences
+
+# What all fused classes share: they are derived from a class of ``transformers`` as well.
+
+
+class Part(nn.Module):
+    """Goes before a class of ``transformers`` among the bases of a fused class."""
+
+    @classmethod
+    def fits(cls, module: Any) -> bool:
+        """Return whether a module of that class computes what this class does. Default: it does."""
+        return True
+
+    @classmethod
+    def of_transformers(cls) -> type:
+        """Return the class of ``transformers``."""
+        return next(kind for kind in cls.__mro__ if kind.__module__.startswith("transformers."))
+
+    @classmethod
+    def beside(cls, name: str) -> Any:
+        """Return what the file of that class has under a name."""
+        return getattr(sys.modules[cls.of_transformers().__module__], name)
+
+
+# RMS norms, alone or with the sum before them.
+
+
+class Norm(Part):
+    """Has the attributes of an RMS norm of ``transformers``."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None = None, with_sum: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Norm the last dim of ``[..., h]``.
+
+        Args:
+            hidden_states: the input, or one term of it.
+            residual: the other term.
+            with_sum: also return the sum that was normed; its gradient is added in the same kernel.
+        """
+        if not with_sum:
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon)
+
+
+# Gated MLPs whose activation and product are one kernel.
+
+
+KINDS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+"""Name in a configuration of ``transformers`` -> name of our activation."""
+
+
+class GatedMLP(Part):
+    """Has the attributes of a gated MLP of ``transformers``."""
+
+    config: Any
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    @classmethod
+    def fits(cls, module: Any) -> bool:
+        """Return whether our ops have the activation."""
+        return module.config.hidden_act in KINDS
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., h] -> [..., h]``."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        hidden: Tensor = self.down_proj(gated_pair(gate, up, KINDS[self.config.hidden_act]))
+        return hidden
+
+
+# The head, together with its loss.
+
+
+class Head(nn.Linear):
+    """A linear layer to the vocabulary that also returns losses, without all logits in float32.
+
+    Attributes:
+        stands_for: the layer that a style of a plan replaces it as: heads that are split have losses of their own.
+    """
+
+    stands_for: ClassVar = nn.Linear
+
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return logits ``[..., V]``, or losses ``[T]`` of ``labels [T]`` from hidden states ``[T, h]``."""
+        if labels is None:
+            return super().forward(input)
+        return linear_cross_entropy(input, self.weight, labels, bias=self.bias)
+
+
+# Decoder layers that add up the residual stream in their norms.
+
+
+class Layer(Part):
+    """Has the attributes of a decoder layer of ``transformers``."""
+
+    self_attn: nn.Module
+    mlp: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    @classmethod
+    def fits(cls, module: Any) -> bool:
+        """Return whether the norms of a layer are those of its family, which get a fused form."""
+        norms = (module.input_layernorm, module.post_attention_layernorm)
+        return all(type(norm).__module__ == type(module).__module__ for norm in norms)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """``[B, S, h] -> [B, S, h]``; further arguments are those of the attention."""
+        normed, residual = self.input_layernorm(streamed(hidden_states), with_sum=True)
+        attended = self.self_attn(hidden_states=normed, **kwargs)[0]
+        normed, residual = self.post_attention_layernorm(attended, residual=residual, with_sum=True)
+        return residual + self.mlp(normed)  # type: ignore[no-any-return]
+
+
+def streamed(hidden: Tensor) -> Tensor:
+    """Return hidden states in the dtype of autocast, if it is on: embeddings are float32 then."""
+    device = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
+
+
+# The decoder: training steps whose mask needs no look at the positions.
+
+
+class Decoder(Part):
+    """Has the attributes of a decoder of ``transformers``.
+
+    That looks for packed documents in the positions, for which the host waits in every step, or fills a cache that
+    training never reads. Where the caller gives no positions, there are none to look for.
+    """
+
+    config: Any
+    embed_tokens: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    rotary_emb: nn.Module
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the output of ``transformers``: hidden states ``[B, S, h]`` after the last norm."""
+        given = (attention_mask, position_ids, past_key_values)
+        if not self.training or any(each is not None for each in given) or not self._is_plain(kwargs):
+            return super().forward(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds, and not both.")
+        hidden: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        batch, length = hidden.shape[:2]
+        if self._windows_shorter_than(length):
+            return super().forward(inputs_embeds=hidden, use_cache=False, **kwargs)
+        positions = torch.arange(length, device=hidden.device).unsqueeze(0)
+        tables = self.rotary_emb(hidden, position_ids=positions)
+        sequences = PackedSequences.of_uniform(batch, length, hidden.device)
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            # Without a mask, torch's attention is causal too: a layer that is not fused needs no other arguments.
+            hidden = layer(hidden, attention_mask=None, position_embeddings=tables, sequences=sequences, **kwargs)
+        return self.beside("BaseModelOutputWithPast")(last_hidden_state=self.norm(hidden))
+
+    def _is_plain(self, kwargs: dict[str, Any]) -> bool:
+        """Return whether the caller wants hidden states after the last norm and nothing else."""
+        wanted = ("output_hidden_states", "output_attentions")
+        recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in wanted)
+        causal = getattr(self.config, "is_causal", True)
+        return self.config._attn_implementation == "sdpa" and causal and not recorded and "is_causal" not in kwargs
+
+    def _windows_shorter_than(self, length: int) -> bool:
+        windows = (getattr(layer.self_attn, "sliding_window", None) for layer in self.layers)
+        config = getattr(self.config, "sliding_window", None) if self.config.model_type == "mistral" else None
+        return any(window is not None and window < length for window in (config, *windows))
+
+
+# Rotary embedding of queries and keys by one kernel each, and causal attention.
+
+
+class Rotary(Part):
+    """Makes the tables of angles in float32, whatever the dtype of hidden states; the kernel rounds only its result."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines ``[B, S, D]`` of positions ``[B, S]``. ``x`` gives only the device."""
+        tables: tuple[Tensor, Tensor] = super().forward(x.new_empty(0, dtype=torch.float32), position_ids)
+        return tables
+
+
+class Attention(Part):
+    """Has the attributes of an attention of ``transformers``.
+
+    It calls our attention where the decoder says that it is causal and has no mask, else the implementation in its
+    configuration.
+    """
+
+    config: Any
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    attention_dropout: float
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        sequences: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return outputs ``[B, S, h]`` and, if the implementation has them, weights.
+
+        Args:
+            hidden_states: ``[B, S, h]``.
+            position_embeddings: cosines and sines ``[B or 1, S, D]``.
+            attention_mask: mask for the implementation, or None.
+            past_key_values: cache of earlier keys and values, or None.
+            sequences: the lengths of the rows, if each token sees all earlier ones of its row. None: see the mask.
+            kwargs: further arguments of the implementation.
+        """
+        batch, length = hidden_states.shape[:2]
+        heads = (batch, length, -1, self.head_dim)
+        query, key, value = (getattr(self, f"{name}_proj")(hidden_states).view(heads) for name in ("q", "k", "v"))
+        # Qwen3 norms each head.
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        cos, sin = (_rows(table, batch) for table in position_embeddings)
+        query, key = (apply_rotary(x.flatten(0, 1), cos, sin) for x in (query, key))
+        dropout = self.attention_dropout if self.training else 0.0
+        if sequences is not None and not dropout:
+            packed = attention(query, key, value.flatten(0, 1), sequences, causal=True, scale=self.scaling)
+            return self.o_proj(packed.reshape(batch, length, -1)), None
+        query, key, value = (x.view(batch, length, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        functions = self.beside("ALL_ATTENTION_FUNCTIONS")
+        attend = functions.get_interface(self.config._attn_implementation, self.beside("eager_attention_forward"))
+        # Each family keeps its window in another place. Llama has none.
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        if window is not None:
+            kwargs["sliding_window"] = window
+        output, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(output.reshape(batch, length, -1).contiguous()), weights
+
+
+def _rows(table: Tensor, batch: int) -> Tensor:
+    """Return the first half of a table ``[B or 1, S, D]``, which the second repeats, as rows ``[B S, D/2]``."""
+    half = table[..., : table.shape[-1] // 2]
+    return half.expand(batch, -1, -1).flatten(0, 1)
+
+
+# Language models whose head and loss are one op in training.
+
+
+IGNORED = -100
+"""Label without a loss, unless ``ignore_index`` names another."""
+LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
+"""Further arguments of the loss of ``transformers``."""
+
+
+class CausalLM(Part):
+    """Has the attributes of a ``...ForCausalLM`` of ``transformers``."""
+
+    config: Any
+    model: nn.Module
+    lm_head: nn.Module
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the output of ``transformers``; in training with labels ``[B, S]``, its ``logits`` are None."""
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+        }
+        losses = self._losses
+        as_tuple = not kwargs.get("return_dict", getattr(self.config, "return_dict", True))
+        if labels is None or not self.training or losses is None or as_tuple or not _is_zero(logits_to_keep):
+            return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
+        options = {name: kwargs.pop(name) for name in LOSS_ARGUMENTS if name in kwargs}
+        output = self.model(**inputs, **kwargs)
+        loss = mean_loss(losses, output.last_hidden_state, labels, **options)
+        return self.beside("CausalLMOutputWithPast")(
+            loss=loss,
+            logits=None,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+        )
+
+    @property
+    def _losses(self) -> Any:
+        """The function of hidden states and labels that returns losses; None: the loss or the head is not known."""
+        # A loss of a user may be any callable, without a name.
+        if getattr(self.loss_function, "__name__", "") != "ForCausalLMLoss":
+            return None
+        if isinstance(self.lm_head, Head):
+            return self.lm_head
+        # A head that is split over devices returns losses by itself.
+        split = getattr(self.lm_head, "losses", None)
+        return None if split is None else lambda hidden, labels: split(hidden, labels, None, "auto")
+
+
+def mean_loss(
+    losses: Any,
+    hidden: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+    shift_labels: Tensor | None = None,
+) -> Tensor:
+    """Return the mean loss of the next tokens, with the arguments of the loss of ``transformers``.
+
+    Args:
+        losses: hidden states ``[T, h]`` and labels ``[T]`` -> losses ``[T]``. Negative labels have none.
+        hidden: ``[B, S, h]``.
+        labels: ``[B, S]``: the tokens themselves.
+        num_items_in_batch: divide the sum by this, instead of by the number of labels.
+        ignore_index: label without a loss.
+        shift_labels: ``[B, S]``: the next tokens, in place of ``labels``.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    following = shift_labels.reshape(-1).to(hidden.device)
+    following = following.masked_fill(following == ignore_index, IGNORED)
+    total: Tensor = losses(hidden.flatten(0, 1), following).sum()
+    if num_items_in_batch is None:
+        return total / (following >= 0).sum()
+    return total / torch.as_tensor(num_items_in_batch, device=hidden.device)
+
+
+def _is_zero(logits_to_keep: int | Tensor) -> bool:
+    return isinstance(logits_to_keep, int) and logits_to_keep == 0
+
+
+FAMILIES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+"""Prefix of the classes of a family -> its folder in ``transformers.models``."""
+
+PARTS: dict[str, type[Part]] = {
+    "RMSNorm": Norm,
+    "RotaryEmbedding": Rotary,
+    "Attention": Attention,
+    "MLP": GatedMLP,
+    "DecoderLayer": Layer,
+    "Model": Decoder,
+    "ForCausalLM": CausalLM,
+}
+"""The rest of the name of a class -> what its fused form adds."""
+
+
+def fuse(model: nn.Module) -> int:
+    """Let all known modules in ``model`` run fused ops. Results are equal up to rounding.
+
+    Under autocast, hidden states between layers have its dtype; ``transformers`` keeps them in float32. In training
+    with ``labels``, the output has a loss and no logits, which are never made as a whole.
+
+    Returns:
+        the number of decoder layers that are fused now, or were before.
+    """
+    layers = 0
+    for module in list(model.modules()):
+        place = _place_of(type(module))
+        if place is not None and PARTS[place[1]].fits(module):
+            module.__class__ = _fused(*place)
+        if isinstance(module, CausalLM) and type(head := module.lm_head) is nn.Linear:
+            head.__class__ = Head
+        layers += isinstance(module, Layer)
+    return layers
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give the modules in ``model`` their own classes back."""
+    for module in list(model.modules()):
+        if type(module) is Head:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+        elif isinstance(module, Part):
+            module.__class__ = type(module).of_transformers()
+
+
+def _place_of(kind: type) -> tuple[str, str] | None:
+    """Return the family and the part of a class of ``transformers``; None: it is not known."""
+    # By exact class: a subclass may compute something else.
+    for prefix, folder in FAMILIES.items():
+        part = kind.__name__.removeprefix(prefix)
+        if kind.__module__ == f"transformers.models.{folder}.modeling_{folder}" and part in PARTS:
+            return prefix, part
+    return None
+
+
+@cache
+def _fused(prefix: str, part: str) -> type[nn.Module]:
+    """Return the class that is derived from one of ``transformers``, with its name: folders are written with it."""
+    folder = FAMILIES[prefix]
+    theirs = getattr(sys.modules[f"transformers.models.{folder}.modeling_{folder}"], prefix + part)
+    ours = type(theirs.__name__, (PARTS[part], theirs), {"__module__": __name__, "__doc__": theirs.__doc__})
+    # `transformers` looks up by class what it can record on request (`output_hidden_states`).
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    getattr(capturing, "_CAN_RECORD_REGISTRY", {})[str(ours)] = getattr(theirs, "_can_record_outputs", None)
+    return ours
+
+
+def __getattr__(name: str) -> Any:
+    """Return a fused class by name, so that modules can be pickled."""
+    for prefix, folder in FAMILIES.items():
+        if name.startswith(prefix) and name.removeprefix(prefix) in PARTS:
+            __import__(f"transformers.models.{folder}.modeling_{folder}")
+            return _fused(prefix, name.removeprefix(prefix))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

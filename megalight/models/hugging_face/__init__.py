@@ -1,0 +1,1 @@
+"""Folders of ``transformers``: reading, conversion of tensors, export."""

@@ -1,0 +1,205 @@
+"""The header of a message: names, shapes, dtypes, and which tensors require a gradient."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup
+
+from megalight.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a message.
+
+    Attributes:
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        dim: the batch dim, along which tensors are concatenated and split.
+        gradient: whether the sender needs its gradient.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int
+    gradient: bool
+
+    @property
+    def rows(self) -> int:
+        """Size along the batch dim."""
+        return self.shape[self.dim]
+
+    def with_rows(self, rows: int) -> TensorSpec:
+        """Return the same spec with another number of rows."""
+        return replace(self, shape=(*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]))
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {_name(self.dtype)}{' that wants a gradient' * self.gradient}"
+
+
+Header = dict[str, TensorSpec]
+"""Specs by name, in the order in which all ranks send and receive the tensors."""
+
+
+def encode(header: Header) -> bytes:
+    """Encode a header as bytes."""
+    table = {name: (spec.shape, _name(spec.dtype), spec.dim, spec.gradient) for name, spec in header.items()}
+    return json.dumps(table).encode()
+
+
+def decode(text: bytes) -> Header:
+    """Decode a header written by :func:`encode`."""
+    return {
+        name: TensorSpec(tuple(shape), getattr(torch, dtype), dim, gradient)
+        for name, (shape, dtype, dim, gradient) in json.loads(text).items()
+    }
+
+
+def joined(headers: Mapping[int, Header]) -> Header:
+    """Return the header of the concatenated rows of all senders.
+
+    Args:
+        headers: global rank of the sender -> its header.
+
+    Raises:
+        LayoutError: the headers differ in more than their rows.
+    """
+    (first, reference), *others = headers.items()
+    for rank, header in others:
+        # Rows may differ, as replicas read different batches. Nothing else may: it would be
+        # joined without an error.
+        if _without_rows(header) != _without_rows(reference):
+            raise LayoutError(
+                f"ranks {first} and {rank} sent messages that cannot be joined: {_shown(reference)}; {_shown(header)}. "
+                "Names, dtypes, required gradients and all sizes except the batch dim must be equal. Check that no "
+                "replica skipped or repeated a message."
+            )
+    return {
+        name: spec.with_rows(sum(header[name].rows for header in headers.values())) for name, spec in reference.items()
+    }
+
+
+def _without_rows(header: Header) -> Header:
+    return {name: spec.with_rows(0) for name, spec in header.items()}
+
+
+def _shown(header: Header) -> str:
+    return ", ".join(f"{name} {spec}" for name, spec in header.items())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Transfers between the two sides: headers between hosts, rows of tensors as bytes.
+
+
+Rows = Mapping[str, Sequence[int]]
+"""Name of a tensor -> number of its rows for each peer."""
+
+Parts = Sequence[tuple[int, Tensor]]
+"""Tensors, each with the global rank that it goes to or comes from."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Sends in flight, and the memory that they read."""
+
+    works: list[dist.Work]
+    parts: Parts
+
+    @property
+    def done(self) -> bool:
+        """Whether all are known to be sent. gloo knows this only after :meth:`wait`."""
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Wait until all are sent. On a GPU the current stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """Receives in flight, and buffers for rows that are not contiguous in their tensor."""
+
+    works: list[dist.Work]
+    strided: Sequence[tuple[Tensor, Tensor]]
+
+    def wait(self) -> None:
+        """Wait for all, and copy the buffers to their rows. On a GPU the current stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+        # After all waits: the copies queue behind the receives on the same stream.
+        for place, buffer in self.strided:
+            place.copy_(buffer)
+
+
+def send_header(header: Header, peers: Sequence[int], group: ProcessGroup) -> Sending:
+    """Start to send a header to global ranks."""
+    # A `bytearray`, because torch warns of memory that cannot be written.
+    text = torch.frombuffer(bytearray(encode(header)), dtype=torch.uint8)
+    length = torch.tensor([text.numel()])
+    # The receiver cannot know the length of the text, so it comes first. Both stay in `parts` until they are sent.
+    parts = [(peer, tensor) for peer in peers for tensor in (length, text)]
+    return Sending(_start(dist.isend, parts, group), parts)
+
+
+def receive_header(peer: int, group: ProcessGroup) -> Header:
+    """Wait for the next header from a global rank."""
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(as_bytes(length), peer, group=group)
+    text = torch.zeros(int(length), dtype=torch.uint8)
+    # Messages between the same two ranks arrive in the order in which they were sent.
+    dist.recv(text, peer, group=group)
+    return decode(text.numpy().tobytes())
+
+
+def send_rows(
+    tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int], group: ProcessGroup
+) -> Sending:
+    """Start to send each global rank in ``peers`` its rows."""
+    # A split along a dim other than 0 is strided, and messages are contiguous. The copies live as long as the sends.
+    parts = [(peer, part.contiguous()) for peer, part in _cut(tensors, header, rows, peers)]
+    return Sending(_start(dist.isend, parts, group), parts)
+
+
+def start_receive_rows(
+    tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int], group: ProcessGroup
+) -> Receiving:
+    """Start to receive the rows of ``tensors`` from each global rank in ``peers``."""
+    parts = _cut(tensors, header, rows, peers)
+    # Contiguous rows are received in place; others land in a buffer, and `wait` copies them.
+    buffers = [part if part.is_contiguous() else part.new_empty(part.shape) for _, part in parts]
+    landing = [(peer, buffer) for (peer, _), buffer in zip(parts, buffers, strict=True)]
+    strided = [(part, buffer) for (_, part), buffer in zip(parts, buffers, strict=True) if buffer is not part]
+    return Receiving(_start(dist.irecv, landing, group), strided)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes, so that the backend need not support its dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _cut(tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int]) -> Parts:
+    """Return views of the rows of each peer, in the same order on both sides."""
+    return [
+        (peer, part)
+        for name, tensor in tensors.items()
+        # Detached: bytes travel, and autograd must not record the views.
+        for peer, part in zip(peers, torch.split(tensor.detach(), list(rows[name]), header[name].dim), strict=True)
+    ]
+
+
+def _start(operation: Callable[..., Any], parts: Parts, group: ProcessGroup) -> list[dist.Work]:
+    """Start all operations together, so that one peer does not wait for another. Empty tensors are skipped."""
+    # Both sides leave out the same empty tensors, so their messages still pair up.
+    operations = [P2POp(operation, as_bytes(part), peer, group) for peer, part in parts if part.numel()]
+    return dist.batch_isend_irecv(operations) if operations else []

@@ -1,0 +1,288 @@
+"""Where autograd's gradients go: into the flat buffer, whoever computes them."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from megalight.errors import MegalightError
+from megalight.ops.parameter import collect, state_of
+from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.communication import SideStream
+
+
+def land_gradients(
+    parameter: nn.Parameter,
+    main_grad: Tensor,
+    arrived: Callable[[], None],
+    announced: Callable[[], None],
+    autograd_adds: bool,
+) -> None:
+    """Collect every gradient of ``parameter`` in ``main_grad``, and report each arrival.
+
+    Args:
+        parameter: already a view of the buffer. An earlier engine gets no further gradients of it.
+        arrived: called after every backward of autograd through the parameter, also when the gradient is None.
+        announced: called by ops that have added a gradient to ``main_grad`` themselves.
+        autograd_adds: see :attr:`Bucket.autograd_adds`. If ``parameter.grad`` is None or may not be the buffer's view,
+            autograd leaves the gradient there, and the hook adds it to the buffer.
+    """
+    state = collect(parameter, main_grad, announced)
+
+    def after_accumulation(accumulated: Tensor) -> None:
+        gradient = accumulated.grad
+        if gradient is main_grad:
+            state.unused = False  # autograd has added it in place
+        # Autograd has put the gradient into a tensor of its own, because `.grad` was None or has another dtype.
+        elif gradient is not None:
+            if torch.is_grad_enabled():  # then autograd has accumulated out of place, into a new tensor
+                raise MegalightError(
+                    "backward(create_graph=True) reached a parameter whose gradients live in a flat buffer; "
+                    "use torch.autograd.grad for gradients of gradients."
+                )
+            # An embedding with sparse=True has rows alone.
+            state.add(gradient.to_dense() if gradient.is_sparse else gradient)
+            accumulated.grad = main_grad if autograd_adds else None
+        arrived()
+
+    if autograd_adds:
+        if main_grad.dtype != parameter.dtype:
+            parameter.grad_dtype = None  # any dtype: autograd adds to the wider buffer without a cast first
+        parameter.grad = main_grad
+    state.landing = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
+
+
+# Detect when all gradients of a bucket have arrived.
+
+
+log = logging.getLogger(__name__)
+
+
+class Arrivals:
+    """Counts arriving gradients, and sends complete buckets while the last backward passes still run.
+
+    A parameter's gradient may arrive several times per micro-batch (tied weights, or an op that adds to ``main_grad``
+    beside autograd). The engine learns the usual number from the steps seen so far. Only the total over all
+    micro-batches is compared, so backward passes may run in any order and in parts (pipelines, delayed weight
+    gradients).
+
+    Args:
+        buckets: sent strictly in this order, because all ranks must start their collectives in the same order.
+        send: starts a bucket's reduction.
+        overlap: send buckets before the last micro-batch ends.
+        stream: that of the reductions; None on the CPU.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        send: Callable[[Bucket], None],
+        overlap: bool,
+        stream: SideStream | None,
+    ) -> None:
+        self.buckets = buckets
+        self.overlap = overlap
+        self._send = send
+        self._stream = stream
+        self._sending = False
+        self._next = 0
+        self._micro_batches = 0
+        self._noted: list[tuple[int, int]] | None = None
+        self._counts = [[0] * len(bucket.infos) for bucket in buckets]
+        self._usual = [[0] * len(bucket.infos) for bucket in buckets]
+        """The largest number of arrivals per micro-batch seen so far, per bucket and parameter."""
+        for index, bucket in enumerate(buckets):
+            for place, (parameter, main_grad) in enumerate(bucket.main_grads):
+                arrived, announced = self._on_arrival(index, place), self._on_announcement(index, place)
+                land_gradients(parameter, main_grad, arrived, announced, bucket.autograd_adds)
+
+    def begin(self, micro_batches: int, send: bool) -> None:
+        """Begin the passes of ``micro_batches`` micro-batches; ``send``: they are the last before the reduction."""
+        # Counted per call: the gradients of one call are compared with its number of micro-batches.
+        self._counts = [[0] * len(bucket.infos) for bucket in self.buckets]
+        for bucket in self.buckets:
+            bucket.arrived = 0
+        self._next = 0
+        self._micro_batches = micro_batches
+        self._sending = send and self.overlap
+        if self._stream is not None:
+            self._stream.begin()
+
+    def stop(self) -> None:
+        """End the passes, also after an error."""
+        self._sending = False
+
+    @contextmanager
+    def noting(self) -> Iterator[list[tuple[int, int]]]:
+        """Record arrivals inside the block as ``(bucket, place)`` instead of counting them."""
+        self._noted = []
+        try:
+            yield self._noted
+        finally:
+            self._noted = None
+
+    def learn(self) -> None:
+        """Update the usual numbers of arrivals, after passes that ended without an error."""
+        # Nothing is sent early before something was learned: a bucket that seems
+        # complete might get a second gradient.
+        first = not any(map(any, self._usual))
+        # Rounded up: arrivals may be spread unevenly over micro-batches.
+        self._usual = [
+            [max(usual, -(-count // self._micro_batches)) for usual, count in zip(*rows, strict=True)]
+            for rows in zip(self._usual, self._counts, strict=True)
+        ]
+        if first and self.overlap:
+            self._tell_unused()
+
+    def _tell_unused(self) -> None:
+        unused = [
+            info.name
+            for bucket, usual in zip(self.buckets, self._usual, strict=True)
+            for info, count in zip(bucket.infos, usual, strict=True)
+            if not count
+        ]
+        if unused and any(map(any, self._usual)):
+            log.info(
+                "%d parameters got no gradient in the first step (%s ...): their buckets and all later ones are "
+                "reduced after the backward passes only; freeze what is never used",
+                len(unused),
+                unused[0],
+            )
+
+    def _on_arrival(self, index: int, place: int) -> Callable[[], None]:
+        here = weakref.ref(self)  # a hook of a parameter holds this closure: a strong reference would leak the engine
+
+        def arrived() -> None:
+            if (alive := here()) is not None:
+                alive.count(index, place)
+
+        return arrived
+
+    def _on_announcement(self, index: int, place: int) -> Callable[[], None]:
+        here = weakref.ref(self)
+
+        def announced() -> None:
+            if (alive := here()) is None:
+                return
+            info = alive.buckets[index].infos[place]
+            # Adding to old values would give a wrong gradient without a sign.
+            if state_of(info.parameter).untouched:
+                raise MegalightError(
+                    f"an op added to main_grad of {info.name} without asking whether its gradient is the first one of "
+                    "the step, which is written. Let it use megalight.ops.parameter.add_gradient, or "
+                    "ParameterState.touch."
+                )
+            alive.count(index, place)
+
+        return announced
+
+    def count(self, index: int, place: int) -> None:
+        """Count one gradient, and send every bucket that is now complete and next in order."""
+        # The pass is being recorded. Its gradients do not exist yet; each replay reports them.
+        if self._noted is not None:
+            self._noted.append((index, place))
+            return
+        bucket = self.buckets[index]
+        if bucket.sent:
+            raise MegalightError(
+                f"a gradient of {bucket.infos[place].name} arrived after its bucket was reduced. Either this step "
+                "uses it more often than those before it did: switch overlap_grad_reduce off; or a new step began "
+                "without zero_grad()."
+            )
+        # A gradient computed on another stream must be finished before the reduction stream reads the buffer.
+        if self._stream is not None:
+            self._stream.follow()
+        self._counts[index][place] += 1
+        if self._sending and self._counts[index][place] == self._usual[index][place] * self._micro_batches:
+            bucket.arrived += 1
+            # A complete bucket waits for those before it: all ranks must start the same collectives in the same order.
+            while self._next < len(self.buckets) and self._complete(self.buckets[self._next]):
+                self._send(self.buckets[self._next])
+                self._next += 1
+
+    @staticmethod
+    def _complete(bucket: Bucket) -> bool:
+        return bucket.arrived == len(bucket.infos)
+
+
+# Steps that do not zero all gradients first: the first gradient overwrites the buffer, later ones add to it.
+
+
+class FirstWrites:
+    """Marks main gradients as untouched (:mod:`megalight.ops.parameter`), and zeroes those that no gradient reached.
+
+    Only the first passes of a step write. When they end, everything that they did not reach is zeroed, and later passes
+    add. Norms and optimizers also read the gaps between parameters. The gaps are small, so they are zeroed at the
+    beginning of each step.
+
+    Attributes:
+        wanted: no passes have ended since :meth:`begin`.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.wanted = False
+        self._buffers: dict[Bucket, list[tuple[nn.Parameter, Tensor]]] = {
+            bucket: bucket.main_grads for bucket in buckets
+        }
+        self._open: set[Bucket] = set()
+        self._zeroed = [gap for bucket in buckets for gap in bucket.gaps()]
+        self._added: set[int] = set()
+
+    def begin(self) -> None:
+        """Begin a step: the buffers hold old values that must not be read."""
+        # Only marked, not zeroed: the first gradient overwrites. This saves
+        # one pass over all gradients per step.
+        self.wanted = True
+        self._open = set(self._buffers)
+        if self._zeroed:
+            torch._foreach_zero_(self._zeroed)
+        for pairs in self._buffers.values():
+            for parameter, _ in pairs:
+                if id(parameter) not in self._added:
+                    state_of(parameter).untouched = True
+                    parameter.grad = None  # so that autograd does not add to the old values
+
+    def end(self) -> None:
+        """End the first passes: zero what they did not reach."""
+        self.wanted = False
+        if left := [buffer for bucket in tuple(self._open) for buffer in self._close(bucket)]:
+            torch._foreach_zero_(left)
+
+    def complete(self, bucket: Bucket) -> None:
+        """Zero what no gradient of this bucket has reached; all its gradients have arrived."""
+        if bucket in self._open and (left := self._close(bucket)):
+            torch._foreach_zero_(left)
+
+    def skip(self) -> None:
+        """End passes whose gradients a replayed graph has already written to the buffers."""
+        self.wanted = False
+        for bucket in tuple(self._open):
+            self._close(bucket)
+
+    def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Zero the main gradients of these parameters at the beginning of each later step, so that all passes add."""
+        self.end()
+        wanted = {id(parameter) for parameter in parameters} - self._added
+        # A parameter that was left out before is in the list already, and must not come twice.
+        found = [pair for pairs in self._buffers.values() for pair in pairs if id(pair[0]) in wanted]
+        self._added.update(id(parameter) for parameter, _ in found)
+        self._zeroed += [buffer for _, buffer in found]
+
+    def _close(self, bucket: Bucket) -> list[Tensor]:
+        """Make all further gradients add, also those of autograd; return the buffers that no gradient has reached."""
+        self._open.discard(bucket)
+        adds, left = bucket.autograd_adds, []
+        for parameter, buffer in self._buffers[bucket]:
+            state = state_of(parameter)
+            if state.untouched:
+                state.untouched = False
+                left.append(buffer)
+            # From here on autograd adds in place, into the buffer itself.
+            if adds:
+                parameter.grad = buffer
+        return left

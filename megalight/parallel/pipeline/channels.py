@@ -1,0 +1,406 @@
+"""Messages between neighboring stages.
+
+Every directed edge has two groups of its own, one for activations and one for gradients. Each group carries messages in
+one direction only, in the order in which the receiver's schedule consumes them. So no message ever waits behind another
+one, whatever both sides have posted early. With one communicator for all messages of a pipeline, they would run in one
+stream, where an early receive blocks a send.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.errors import LayoutError
+from megalight.parallel.groups import new_group, speaks
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.peers import memory
+from megalight.parallel.peers.memory import Copies, Flag, PeerMemory, Slot
+from megalight.parallel.peers.watch import Watch
+from megalight.parallel.pipeline.agenda import Expected
+from megalight.parallel.pipeline.carry import Form
+from megalight.parallel.pipeline.options import Messages
+from megalight.parallel.trace import capturing, spanned
+
+MAX_CTAS = 2
+"""Multiprocessors that one message may occupy.
+
+A receive that is posted early waits on the GPU. With NCCL's default size, several of them leave no multiprocessor for
+the computation that the other side waits for. (With four chunks per rank on four GPUs this was a deadlock.)
+"""
+
+
+class Work(Protocol):
+    """A part of a message in flight; :class:`torch.distributed.Work` is one."""
+
+    def wait(self) -> object:
+        """Wait; on a GPU the current stream waits, not the host."""
+
+    def is_completed(self) -> bool:
+        """Whether it is known to be done."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Tensors in flight, kept alive until they have arrived."""
+
+    tensors: list[Tensor]
+    works: Sequence[Work]
+
+    def wait(self) -> list[Tensor]:
+        """Wait, and return the tensors; on a GPU the current stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+    def done(self) -> bool:
+        """Whether the tensors have arrived, without waiting; always False while a CUDA graph is captured."""
+        return not capturing() and all(work.is_completed() for work in self.works)
+
+
+class Channel:
+    """One direction between two ranks.
+
+    Args:
+        peer: global rank of the other end.
+        group: the two ends.
+        host_group: the two ends, for messages that the host must read.
+    """
+
+    def __init__(self, peer: int, group: ProcessGroup, host_group: ProcessGroup) -> None:
+        self.peer = peer
+        self.group = group
+        self.host_group = host_group
+
+    def send(self, tensors: Sequence[Tensor]) -> Message:
+        """Start to send tensors."""
+        # The message has no part in autograd: the other end makes leaves of what it receives.
+        return self._start(dist.isend, [tensor.detach().contiguous() for tensor in tensors])
+
+    def receive(self, buffers: Sequence[Tensor]) -> Message:
+        """Start to receive into ``buffers``."""
+        return self._start(dist.irecv, list(buffers))
+
+    def send_text(self, text: bytes) -> Message:
+        """Start to send a few bytes to the other host, without a wait: both ends could wait for each other."""
+        parts = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
+        works = [dist.isend(part, self.peer, group=self.host_group) for part in parts]
+        return Message(parts, [work for work in works if work is not None])
+
+    def receive_text(self) -> bytes:
+        """Wait for the bytes of :meth:`send_text`."""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, self.peer, group=self.host_group)
+        text = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(text, self.peer, group=self.host_group)
+        return text.numpy().tobytes()
+
+    def _start(self, kind: Callable[..., dist.Work | None], tensors: list[Tensor]) -> Message:
+        full = [tensor for tensor in tensors if tensor.numel()]  # backends do not send empty tensors
+        # Batched: NCCL sends the tensors of one message in one kernel.
+        operations = [dist.P2POp(kind, tensor, self.peer, self.group) for tensor in full]
+        return Message(tensors, dist.batch_isend_irecv(operations) if operations else [])
+
+
+# The inbox of a channel: receives messages ahead of their use.
+
+
+class Inbox:
+    """The messages that one channel receives in a step, in the order of use.
+
+    Args:
+        channel: the channel; None if no message is expected.
+        expected: the messages.
+        form: ``(chunk, micro_batch)`` -> the form of the message. It may ask the sender and wait for the answer.
+        device: the device that receives.
+    """
+
+    def __init__(
+        self,
+        channel: Channel | None,
+        expected: Iterable[Expected],
+        form: Callable[[int, int], Form],
+        device: torch.device,
+    ) -> None:
+        self.channel = channel
+        self.expected = deque(expected)
+        self.form = form
+        self.device = device
+        self._coming: deque[tuple[Form, Message]] = deque()
+
+    def post(self, number: int) -> None:
+        """Post the receives that may be posted before action ``number`` (see :mod:`.agenda`)."""
+        # Strictly in order: a channel matches receives and sends by their order alone.
+        while self.expected and number >= self.expected[0].before:
+            assert self.channel is not None
+            chunk, index, _ = self.expected.popleft()
+            # This may wait for the sender's host, but not for long: `before` says that the form is on its way.
+            form = self.form(chunk, index)
+            self._coming.append((form, self.channel.receive([entry.buffer(self.device) for entry in form])))
+
+    @spanned("receive")
+    def take(self) -> tuple[Form, list[Tensor]]:
+        """Wait for the next message; return its form and its tensors."""
+        form, message = self._coming.popleft()
+        return form, message.wait()
+
+
+# Messages between stages on GPUs of one host, by copy engines: no multiprocessor is occupied, not even by a wait.
+#
+# The sender pushes a message into a slot on the receiver, on a stream of its own. The receiver's stream waits for the
+# flag when it needs the message, copies it out of the slot, and frees the slot (:mod:`megalight.parallel.peers`).
+#
+# A push waits until its slot is free, and may hold up everything else that its rank has queued. So there are as many
+# slots as the timeline needs (:attr:`~megalight.parallel.pipeline.agenda.Agenda.slots`): a push waits only for work
+# that began before it.
+
+
+BOUNDARY = 256
+"""Each tensor of a message begins at a multiple of so many bytes."""
+
+
+class Line:
+    """Slots of two neighbors, for messages in both directions.
+
+    They grow between runs of a schedule. Messages that do not fit go by collectives, so those of a first run do. Both
+    ends see the same messages, so they decide alike.
+
+    Args:
+        group: the two ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.memory: PeerMemory | None = None
+        self.watch: Watch | None = None
+        self.open = False
+        self._largest = 0
+        self._replaced: list[tuple[PeerMemory, Watch | None]] = []
+        """Kept for good: recorded graphs hold their addresses."""
+
+    def prepare(self, slots: int) -> None:
+        """Make room for the largest message so far. Both ends call this together, before a run.
+
+        Args:
+            slots: number of slots in each direction that the run needs.
+        """
+        # Nothing can be allocated in a capture, and the runs before it were of the same kind.
+        if self._largest and not capturing():
+            if self.memory is None or self.memory.slots < slots:
+                if self.memory is not None:
+                    self._replaced.append((self.memory, self.watch))
+                self.memory = PeerMemory(self.group, slots)
+                self.watch = Watch(self.memory)
+            self.memory.reserve(self._largest)
+        self.open = self.memory is not None and self.memory.slots >= slots
+
+    def slot(self, number: int, nbytes: int) -> Slot | None:
+        """Return the slot of a message, or None if the message does not fit.
+
+        Args:
+            number: number of messages through slots before it, in its direction.
+
+        Raises:
+            MegalightError: the other rank is gone.
+        """
+        self._largest = max(self._largest, nbytes)
+        if self.memory is None or self.watch is None or not self.open or nbytes > self.memory.capacity:
+            return None
+        self.watch.check()
+        return Slot(self.memory, number % self.memory.slots)
+
+
+class PeerChannel(Channel):
+    """A channel whose messages go through slots.
+
+    Args:
+        peer, group, host_group: as in :class:`Channel`.
+        line: slots shared with the channel in the other direction.
+    """
+
+    def __init__(self, peer: int, group: ProcessGroup, host_group: ProcessGroup, line: Line) -> None:
+        super().__init__(peer, group, host_group)
+        self.line = line
+        self.copies = Copies()
+        self._number = 0
+
+    def send(self, tensors: Sequence[Tensor]) -> Message:
+        """Start to push tensors."""
+        whole = [tensor.detach().contiguous() for tensor in tensors]
+        if (slot := self._next(whole)) is None:
+            return self._start(dist.isend, whole)
+        (other,) = slot.memory.others
+        self.copies.stream.wait_stream(torch.cuda.current_stream())  # they must be computed before they are copied
+        self.copies.await_free(slot)
+        self.copies.push(slot, other, *zip(places(slot, other, whole), full(whole), strict=True))
+        return Message(whole, [Leaving(self.copies.stream.record_event())])
+
+    def receive(self, buffers: Sequence[Tensor]) -> Message:
+        """Prepare to receive into ``buffers``. Nothing waits on the device before the message is used."""
+        if (slot := self._next(buffers)) is None:
+            return self._start(dist.irecv, list(buffers))
+        return Message(list(buffers), [Arrival(self, slot, list(buffers))])
+
+    def _next(self, tensors: Sequence[Tensor]) -> Slot | None:
+        *_, nbytes = offsets(tensors)
+        slot = self.line.slot(self._number, nbytes) if nbytes else None
+        self._number += slot is not None
+        return slot
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A message on its way out."""
+
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        """Let the current stream wait: then the memory of the message may be written again."""
+        torch.cuda.current_stream().wait_event(self.event)
+
+    def is_completed(self) -> bool:
+        """Whether the copies are done."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message that a slot receives."""
+
+    channel: PeerChannel
+    slot: Slot
+    buffers: list[Tensor]
+
+    def wait(self) -> None:
+        """Let the current stream wait for the message, copy it out and free the slot."""
+        memory, copies = self.slot.memory, self.channel.copies
+        assert self.channel.line.watch is not None
+        copies.spin.wait_with(self.channel.line.watch, self.slot.flags(Flag.READY, memory.others), memory)
+        for place, buffer in zip(places(self.slot, memory.rank, self.buffers), full(self.buffers), strict=True):
+            # Out of the slot at once: activations are kept until their backward, and the slot is needed sooner.
+            buffer.copy_(place)
+        copies.free(self.slot)
+
+    def is_completed(self) -> bool:
+        """Return False: only :meth:`wait` knows, and it is called once."""
+        return False
+
+
+def full(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that have elements; the others need no copy."""
+    return [tensor for tensor in tensors if tensor.numel()]
+
+
+def offsets(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where each tensor with elements begins in a slot, in bytes, and then the bytes of all."""
+    return [0, *accumulate(-(-tensor.nbytes // BOUNDARY) * BOUNDARY for tensor in full(tensors))]
+
+
+def places(slot: Slot, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the places of tensors with elements in the slot of a rank."""
+    pairs = zip(full(tensors), offsets(tensors), strict=False)
+    return [slot.view(rank, tuple(x.shape), x.dtype, start // x.itemsize) for x, start in pairs]
+
+
+# The channels of a rank to its neighbors along ``pp``.
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """This rank's channels; None if there is no neighbor.
+
+    Attributes:
+        activations_in, activations_out: from the previous rank, to the next.
+        gradients_in, gradients_out: from the next rank, to the previous.
+        lines: slots that neighbors share, if copy engines carry the messages.
+    """
+
+    activations_in: Channel | None = None
+    activations_out: Channel | None = None
+    gradients_in: Channel | None = None
+    gradients_out: Channel | None = None
+    lines: list[Line] = field(default_factory=list)
+
+    @classmethod
+    def between(cls, mesh: ParallelMesh, around: bool, messages: Messages = "auto") -> Edges:
+        """Create the channels of this rank along ``pp``. All ranks call it together.
+
+        Args:
+            around: the last rank also sends to the first one (there are several chunks per rank).
+            messages: how they travel (:class:`~megalight.parallel.pipeline.options.Pipeline`).
+
+        Raises:
+            LayoutError: ``symmetric`` cannot serve two neighbors.
+        """
+        ranks = mesh.ranks("pp")
+        here, size = mesh.rank("pp"), len(ranks)
+        found: dict[str, Channel] = {}
+        lines: list[Line] = []
+        for first in range(size if around and size > 1 else size - 1):  # same order on all ranks, so neighbors meet
+            second = (first + 1) % size
+            if here in (first, second):
+                # Gradients run against activations: this rank's outgoing activations are the edge of its incoming
+                # gradients.
+                side, peer = ("out", ranks[second]) if here == first else ("in", ranks[first])
+                other = "in" if side == "out" else "out"
+                ends = (ranks[first], ranks[second])
+                pair = {f"activations_{side}": _channel(peer, ends, "activations")}
+                pair[f"gradients_{other}"] = _channel(peer, ends, "gradients")
+                if (line := _line(pair[f"activations_{side}"], ends, messages)) is not None:
+                    lines.append(line)
+                    pair = {name: PeerChannel(peer, c.group, c.host_group, line) for name, c in pair.items()}
+                found |= pair
+        return cls(**found, lines=lines)
+
+    def prepare(self, slots: int) -> None:
+        """Make room for the messages of a run. All ranks call this together, before it.
+
+        Args:
+            slots: the slots that the run needs, :attr:`~megalight.parallel.pipeline.agenda.Agenda.slots`.
+        """
+        for line in self.lines:
+            line.prepare(slots)
+
+
+def _channel(peer: int, ends: tuple[int, int], what: str) -> Channel:
+    """Create one channel and send a first message, so that communicators are not created during a schedule."""
+    purpose = f"{what} from {ends[0]} to {ends[1]}"
+    # Sorted, so that both ends name the group in the same way.
+    group = new_group(sorted(ends), purpose, max_ctas=MAX_CTAS)
+    on_gpu = speaks("nccl", group=group)
+    # The host reads these bytes. Over NCCL it would have to wait for the device.
+    channel = Channel(peer, group, new_group(sorted(ends), purpose, backend="gloo") if on_gpu else group)
+    token = torch.zeros(1, device="cuda" if on_gpu else "cpu")
+    sends = (dist.get_rank() == ends[0]) == (what == "activations")
+    (channel.send if sends else channel.receive)([token]).wait()
+    return channel
+
+
+def _line(channel: Channel, ends: tuple[int, int], messages: Messages) -> Line | None:
+    """Return the slots of two neighbors, or None if collectives carry their messages."""
+    if messages == "plain":
+        return None
+    reason = memory.why_not("cuda" if speaks("nccl", group=channel.group) else "cpu")
+    # Both ends come to the same answer.
+    reason = memory.unreachable(channel.group) if reason is None else reason
+    if reason is None:
+        return Line(channel.group)
+    if messages == "symmetric":
+        raise LayoutError(
+            f"pipeline.messages='symmetric' cannot serve ranks {ends[0]} and {ends[1]}: it {reason}. Set "
+            "pipeline.messages='auto', which takes plain messages there."
+        )
+    log.debug("messages between ranks %d and %d are plain: symmetric memory %s", *ends, reason)
+    return None

@@ -1,0 +1,182 @@
+"""Modules that process a share of the attention heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.nn import Attention, InnerAttention, LineageAttention, RMSNorm
+from megalight.nn.canonical import Part
+from megalight.nn.mamba2 import AllTokens
+from megalight.parallel.context.all_to_all import HeadShare, RowAttention
+from megalight.parallel.context.attention import ContextAttention, ContextLineageAttention
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.style import Style, register
+from megalight.parallel.tensor import split
+from megalight.parallel.tensor.split import GroupMean
+
+
+@register
+@dataclass(frozen=True)
+class HeadRegion(Style):
+    """A module that works on this rank's attention heads (QK-norm).
+
+    If all heads share its weights, their gradients are summed over ``tp``. A norm over all heads together
+    (``nn.Attention(norm_whole=True)``) has weights of its own for each head: a rank holds those of its heads, and mean
+    squares are averaged over ``tp``, one number per token.
+    """
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module; of a norm over all heads together, keep the part for this rank's heads.
+
+        Raises:
+            LayoutError: such a norm is not an ``nn.RMSNorm``, or its heads cannot be distributed.
+        """
+        around = splitter.model.get_submodule(name.rpartition(".")[0])
+        tp = splitter.shared.mesh.tp
+        if tp == 1 or not isinstance(around, Attention) or not around.norm_whole:
+            # Each rank sees the gradient of its own heads only.
+            splitter.keep(name, module, partial=True)
+            return
+        if not isinstance(module, RMSNorm):
+            raise LayoutError(
+                f"{name} is a {type(module).__name__} over all heads together, and tp={tp} divides the heads; only an "
+                "RMSNorm can be divided. Set norm.kind=rms, attention.qk_norm_whole=false, or tp=1."
+            )
+        heads = module.weight.shape[0] // around.head_dim
+
+        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+            # As the projection divides heads: a key head may be on several ranks. Each head is then on equally many,
+            # so the mean over ranks is that over heads.
+            return split.output_features(parts, [heads], mesh, shared=True)
+
+        module._parameters["weight"] = splitter.split(name, module, "weight", rule)
+        module.average = GroupMean(splitter.shared, tp)
+
+
+# Attention of a draft model over all shares of a sequence.
+
+
+@register
+@dataclass(frozen=True)
+class LineageRegion(Style):
+    """The attention core of a draft model (``nn.LineageAttention``), whose real tokens lie in all shares."""
+
+    axis: ClassVar[str] = "cp"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
+        """Return a :class:`ContextLineageAttention` if there are several shares.
+
+        Raises:
+            LayoutError: another kind than ``all_gather`` is asked for.
+        """
+        inner = self.expect(name, module, LineageAttention, replaced=self.splits(splitter.shared.mesh))
+        shared = splitter.shared
+        if shared.mesh.cp == 1:
+            return None
+        if (kind := shared.context.kind_of(name)) not in ("auto", "all_gather"):
+            raise LayoutError(
+                f"{name}: context.kind={kind!r} cannot serve the attention of a draft model, which gathers the keys of "
+                "the real tokens once. Set kind='all_gather' or 'auto'."
+            )
+        return ContextLineageAttention(inner, shared.context_groups)
+
+
+# Attention over all shares of a sequence.
+
+
+@register
+@dataclass(frozen=True)
+class ContextRegion(Style):
+    """The attention core (``nn.InnerAttention``), which attends to all shares of a sequence under context parallelism.
+
+    The kind (ring, all-gather, ...) is an option of the layout, not of the plan.
+    """
+
+    axis: ClassVar[str] = "cp"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
+        """Return a :class:`ContextAttention` if there are several shares."""
+        inner = self.expect(name, module, InnerAttention, replaced=self.splits(splitter.shared.mesh))
+        shared = splitter.shared
+        # Without shares the attention is right as it is, and a wrapper would cost every call.
+        if shared.mesh.cp == 1:
+            return None
+        outer = splitter.model.get_submodule(name.rpartition(".")[0])
+        heads = getattr(outer, "heads", None)  # this rank's number: the projection before it is already split
+        return ContextAttention(inner, name, shared.context.kind_of(name), shared.context_groups, heads)
+
+
+# Heads that need all tokens of a sequence, under context parallelism.
+
+
+@register
+@dataclass(frozen=True)
+class HeadExchange(Style):
+    """The place in a mixer where all tokens of a sequence meet (``AllTokens`` of ``nn.Mamba2``).
+
+    Ranks exchange their tokens for heads there, whichever kind attention uses.
+    """
+
+    axis: ClassVar[str] = "cp"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
+        """Return a :class:`HeadShare` if there are several shares."""
+        self.expect(name, module, AllTokens, replaced=self.splits(splitter.shared.mesh))
+        if splitter.shared.mesh.cp == 1:
+            return None
+        # this rank's number: the projection before it is already split
+        heads = splitter.model.get_submodule(name.rpartition(".")[0]).heads
+        return HeadShare(name, splitter.shared.context_groups, heads)  # type: ignore[arg-type]
+
+
+# Attention between rows of images that context-parallel ranks share.
+
+
+@register
+@dataclass(frozen=True)
+class RowExchange(Style):
+    """The attention core (``nn.InnerAttention``) of a model whose ranks along ``cp`` hold equal runs of packed rows."""
+
+    axis: ClassVar[str] = "cp"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
+        """Return a :class:`RowAttention` if there are several shares."""
+        inner = self.expect(name, module, InnerAttention, replaced=self.splits(splitter.shared.mesh))
+        if splitter.shared.mesh.cp == 1:
+            return None
+        # This rank's number: the projection before it is already split.
+        heads = splitter.model.get_submodule(name.rpartition(".")[0]).heads
+        return RowAttention(inner, name, splitter.shared.context_groups, heads)  # type: ignore[arg-type]
+
+
+# Mixers that need whole sequences.
+
+
+@register
+@dataclass(frozen=True)
+class WholeSequences(Style):
+    """A mixer that needs all tokens of a sequence, so context parallelism, which cuts sequences, raises an error."""
+
+    axis: ClassVar[str] = "cp"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module.
+
+        Raises:
+            LayoutError: ranks hold shares of the sequences.
+        """
+        cp = splitter.shared.mesh.cp
+        # A state runs through the sequence: every share but the first would begin from zeros.
+        if cp > 1:
+            raise LayoutError(
+                f"{name} ({type(module).__name__}) needs whole sequences, and cp={cp} gives each rank a share of every "
+                "one. Set context_parallel=1 (tensor and pipeline parallelism serve such layers)."
+            )
+        splitter.keep(name, module)

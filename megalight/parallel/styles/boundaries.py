@@ -1,0 +1,138 @@
+"""Changes between all tokens and this rank's share of them, around modules without sequence parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from megalight.parallel.collectives import all_gather, join, own_slice, split
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.style import Style, register
+from megalight.parallel.tensor.shared import Shared
+
+
+@register
+@dataclass(frozen=True)
+class Boundary(Style):
+    """Where a foreign model's hidden states change between whole and split under sequence parallelism.
+
+    Attributes:
+        enter: change of the module's first input. ``split``: take this rank's share. ``gather``: gather all tokens for
+            the split layers inside (:class:`Column` with ``tokens="gathered"``). ``join``: gather all tokens for a
+            module that computes the same on every rank.
+        leave: change of its first output. ``join``: gather all tokens for modules after it that compute the same on
+            every rank. ``gather``: gather them for modules that use other tokens on each rank. ``split``: take this
+            rank's share.
+    """
+
+    enter: Literal["split", "gather", "join"] | None = None
+    leave: Literal["join", "gather", "split"] | None = None
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module, and add hooks."""
+        splitter.keep(name, module)
+        self.add_to(module, splitter.shared)
+
+    def add_to(self, module: nn.Module, shared: Shared) -> None:
+        """Add hooks that act while sequence parallelism is on; add none if it is never used.
+
+        Hooks are used because foreign modules must keep their type. A model has few of them per layer.
+        """
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            # Looked up in each call: decoding switches sequence parallelism off.
+            if not shared.sequence_parallel:
+                return args, kwargs
+            if args:
+                return (self._enter(args[0], shared), *args[1:]), kwargs
+            # Models of `transformers` pass hidden states by keyword; by convention they come first.
+            first = next(iter(kwargs))
+            return args, {**kwargs, first: self._enter(kwargs[first], shared)}
+
+        change = {"gather": all_gather, "join": join, "split": split}[self.leave or "join"]
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if not shared.sequence_parallel:
+                return output
+            # By the same convention they come first in a tuple; the rest (attention weights,
+            # caches) is left alone.
+            if isinstance(output, tuple):
+                return (change(output[0], shared.group, shared.sequence_dim), *output[1:])
+            return change(output, shared.group, shared.sequence_dim)
+
+        # No hook where it could never act: each one costs the host a call in every forward.
+        if self.enter and shared.sequence_parallel:
+            module.register_forward_pre_hook(before, with_kwargs=True)
+        if self.leave and shared.sequence_parallel:
+            module.register_forward_hook(after)
+
+    def _enter(self, x: Tensor, shared: Shared) -> Tensor:
+        # The backward of `gather` sums gradients over ranks, as the layers inside see part of the
+        # features. That of `join` takes the own share, as gradients are equal there: a sum would make
+        # them tp times too large.
+        if self.enter == "gather":
+            return all_gather(x, shared.group, shared.sequence_dim)
+        if self.enter == "join":
+            return join(x, shared.group, shared.sequence_dim)
+        if not x.is_floating_point():  # ids have no gradient
+            return own_slice(x, shared.group, shared.sequence_dim)
+        return split(x, shared.group, shared.sequence_dim)
+
+
+# Modules that process a share of the tokens.
+
+
+@register
+@dataclass(frozen=True)
+class SequenceRegion(Style):
+    """A module that works on its rank's share of the tokens when sequence parallelism is on.
+
+    Its weights see a part of the tokens, so their gradients are summed over ``tp``.
+
+    Attributes:
+        split_input: the module gets whole-sequence inputs (position ids, for example), and takes its share of the
+            first.
+    """
+
+    split_input: bool = False
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module."""
+        # Without sequence parallelism all ranks see all tokens and compute the whole gradient alike: no sum is due.
+        splitter.keep(name, module, partial=splitter.shared.sequence_parallel)
+        # With the hooks of a boundary, so that ids and hidden states are cut alike.
+        if self.split_input:
+            Boundary(enter="split").add_to(module, splitter.shared)
+
+
+# Modules that read rows of all context-parallel shares.
+
+
+@register
+@dataclass(frozen=True)
+class AllRows(Style):
+    """A module without parameters, in a model whose ranks along ``cp`` hold equal runs of packed rows.
+
+    It reads the rows of all ranks as its first input, and each rank goes on with its run of the rows that it returns.
+    Styles before it in a rule are around it.
+    """
+
+    axis: ClassVar[str] = "cp"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module, and add hooks if there are several shares."""
+        splitter.keep(name, module)
+        shared = splitter.shared
+        if shared.mesh.cp == 1:
+            return
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return join(args[0], shared.context_groups.all, 0), *args[1:]
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            return split(output, shared.context_groups.all, 0)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, prepend=True)

@@ -1,0 +1,154 @@
+"""NVIDIA Apex: backends for norms, weight gradients and Adam.
+
+This folder does not import the package; a backend does when it is used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalight.errors import BackendError
+from megalight.ops.adam import ADAM
+from megalight.ops.adam import Spec as Spec_of_adam
+from megalight.ops.common import HALF, whole_why_not
+from megalight.ops.linear.weight_gradient import WGRAD
+from megalight.ops.linear.weight_gradient import Spec as Spec_of_weight_gradient
+from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM, Spec
+from megalight.ops.norm.reference import of_sum
+from megalight.plugins.multi_tensor import MultiTensorAdam
+from megalight.plugins.package import Package
+from megalight.registry import Backend
+
+# The package Apex. Its version has been 0.1 for years, so we look for the extensions that were built.
+
+
+PACKAGE = Package(
+    "apex",
+    "apex",
+    "build https://github.com/NVIDIA/apex with its C++ and CUDA extensions (PyPI's apex is another package)",
+)
+
+
+def package_why_not(device: str, feature: str, *paths: str) -> str | None:
+    """Return why the package cannot serve ``feature``, or None. Extensions are separate modules in ``paths``."""
+    # No minimum: all its releases call themselves 0.1.
+    return PACKAGE.why_not(device, feature, *paths)
+
+
+# Apex's fused norms.
+
+
+MODULE = "apex.normalization.fused_layer_norm"
+NORM_EXTENSION = "fused_layer_norm_cuda"
+
+
+def _why_not(spec: Spec, function: str) -> str | None:
+    if spec.dtype not in (*HALF, torch.float32):
+        return f"serves bfloat16, float16 and float32, not {spec.dtype}"
+    if spec.dtype != spec.weight_dtype:
+        return f"needs a weight in the dtype of the input, {spec.dtype}"
+    reason = whole_why_not(spec.divided)
+    return reason or package_why_not(spec.device, "the fused norm", f"{MODULE}:{function}", NORM_EXTENSION)
+
+
+def rms_why_not(spec: Spec) -> str | None:
+    """Return why it cannot serve RMS norm, or None."""
+    return _why_not(spec, "fused_rms_norm_affine")
+
+
+def layer_why_not(spec: Spec) -> str | None:
+    """Return why it cannot serve layer norm, or None."""
+    return _why_not(spec, "fused_layer_norm_affine")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dim."""
+    out: Tensor = PACKAGE.load(f"{MODULE}:fused_rms_norm_affine")(x, weight, tuple(weight.shape), eps)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dim. The kernel always adds a bias; without one it gets zeros."""
+    shift = torch.zeros_like(weight) if bias is None else bias
+    out: Tensor = PACKAGE.load(f"{MODULE}:fused_layer_norm_affine")(x, weight, shift, tuple(weight.shape), eps)
+    return out
+
+
+# The package has no kernel for both, so the sum is a pass of its own.
+add_rms_norm = of_sum(rms_norm)
+add_layer_norm = of_sum(layer_norm)
+
+
+# Weight gradients added to the main gradient inside Apex's product.
+
+
+WEIGHT_GRADIENT_EXTENSION = "fused_weight_gradient_mlp_cuda"
+
+
+def _kernel(dtype: torch.dtype) -> str:
+    return f"{WEIGHT_GRADIENT_EXTENSION}:wgrad_gemm_accum_{'fp32' if dtype == torch.float32 else 'fp16'}"
+
+
+def weight_gradient_why_not(spec: Spec_of_weight_gradient) -> str | None:
+    """Return why it cannot serve an accumulation, or None."""
+    if spec.dtype not in HALF or spec.main_dtype not in (torch.float32, spec.dtype):
+        return "needs half operands, and a main gradient in float32 or their type"
+    return package_why_not(spec.device, "the fused weight gradient", "apex", _kernel(spec.main_dtype))
+
+
+def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+    """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``; ``write``: to zeros, as the kernel only adds.
+
+    Raises:
+        BackendError: ``main_grad`` is not contiguous; the kernel would not notice.
+    """
+    if not main_grad.is_contiguous():
+        raise BackendError(
+            f"apex adds to contiguous main gradients, and this one, {list(main_grad.shape)}, is not. "
+            "Next: weight_gradient='auto'."
+        )
+    if write:
+        # The old content may be NaN: a product with beta = 1 would keep it.
+        main_grad.zero_()
+    # The kernel reads rows as they lie in memory.
+    PACKAGE.load(_kernel(main_grad.dtype))(x.contiguous(), grad_y.contiguous(), main_grad)
+
+
+# Adam with Apex's multi-tensor kernels.
+
+
+APPLY = "apex.multi_tensor_apply:multi_tensor_applier"
+ADAM_EXTENSION = "amp_C"
+
+
+def adam_why_not(spec: Spec_of_adam) -> str | None:
+    """Return why it cannot serve a step, or None."""
+    if not spec.contiguous:
+        return "needs contiguous tensors"
+    # The kernels take one dtype for all lists, and do not write a low-precision copy.
+    if {spec.dtype, spec.grad_dtype, *spec.state_dtypes} != {torch.float32}:
+        return "needs parameters, gradients and moments in float32"
+    kernels = (f"{ADAM_EXTENSION}:multi_tensor_adam", f"{ADAM_EXTENSION}:multi_tensor_adam_capturable")
+    return package_why_not(spec.device, "fused Adam", APPLY, *kernels)
+
+
+# Functions, as nothing of the package may be imported before it is used.
+adam_step = MultiTensorAdam(
+    applier=lambda: PACKAGE.load(APPLY), kernel=lambda name: PACKAGE.load(f"{ADAM_EXTENSION}:{name}"), writes_out=False
+)
+
+NAME = "apex"
+PRIORITY = 0
+"""Unused: backends of plugins are chosen only by name."""
+
+
+def register() -> None:
+    """Add the backends."""
+    # The same names in every registry: a user asks all ops for one package with one word.
+    RMS_NORM.register(Backend(NAME, rms_norm, PRIORITY, rms_why_not))
+    ADD_RMS_NORM.register(Backend(NAME, add_rms_norm, PRIORITY, rms_why_not))
+    LAYER_NORM.register(Backend(NAME, layer_norm, PRIORITY, layer_why_not))
+    ADD_LAYER_NORM.register(Backend(NAME, add_layer_norm, PRIORITY, layer_why_not))
+    WGRAD.register(Backend(NAME, accumulate, PRIORITY, weight_gradient_why_not))
+    ADAM.register(Backend(NAME, adam_step, PRIORITY, adam_why_not))

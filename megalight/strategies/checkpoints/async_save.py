@@ -1,0 +1,176 @@
+"""Saves beside training, and what waits for them: links to a checkpoint, removals of others, callbacks.
+
+Lightning removes an old checkpoint and links to a new one right after it has asked for the new one. Both wait here
+until the new one is published, so that there is something complete to resume from at every moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch.distributed import ProcessGroup
+
+from megalight import checkpoint
+from megalight.checkpoint import Background
+from megalight.checkpoint.async_save.saves import Kind, Pending
+from megalight.checkpoint.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+
+class SavesBeside:
+    """The saves of a run whose worker processes write them.
+
+    Args:
+        kind: see :data:`megalight.checkpoint.async_save.saves.Kind`.
+        skip: leave a save out while another is under way. False: wait for the other.
+        group: a group of all ranks that works on the host.
+        zero: whether this is rank 0, which publishes, links and removes.
+        remove: removes a checkpoint now.
+        written: tells callbacks of a checkpoint, on all ranks.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        skip: bool,
+        group: ProcessGroup | None,
+        zero: bool,
+        remove: Callable[[str], None],
+        written: Callable[[str], None],
+    ) -> None:
+        self.background = Background(kind, group)
+        self._ranks = Ranks(group)
+        self._skip = skip
+        self._zero = zero
+        self._remove = remove
+        self._written = written
+        self._links: list[tuple[str, str]] = []
+        self._removals: dict[str, int] = {}  # path -> the save that must be published before
+        self._asked = 0
+        self._published = 0
+        self._number = 0
+        self._under_way = 0
+        self._late = ""
+
+    def begin(self, path: str, views: Any, **values: Any) -> bool:
+        """Begin a save, on all ranks. False: it was left out, because another is under way.
+
+        Raises:
+            CheckpointError: on all ranks, if this one cannot begin, or the one before failed.
+        """
+        # An error of the save before comes up now, on all ranks, and not in the middle of the next one.
+        self.check()
+        asked, before = time.time(), self.background.pending
+        if before is not None and not self._skip:
+            self.finish()  # before this save counts as asked for, or removals would no longer wait for it
+        self._number += 1
+        self._asked = self._number
+        if self.background.pending is not None:
+            log.warning("%s is not saved: %s is still being written", path, self.background.pending.path)
+            return False
+        late = "" if before is None else f"; it began {time.time() - asked:.2f} s late, after {before.path}"
+        self.background.save(path, views, **values)
+        # The path is written again, so what was to be removed there must stay.
+        self._removals.pop(path, None)
+        self._under_way, self._late = self._number, late
+        return True
+
+    def prepare(self, nbytes: int) -> None:
+        """Make the memory for a save of ``nbytes`` on this rank, beside training."""
+        self.background.prepare(nbytes)
+
+    def fence(self) -> None:
+        """Let updates that are queued from now on come after the copies of the save under way."""
+        self.background.fence()
+
+    def check(self) -> None:
+        """At a step boundary, on all ranks: take note of a save that has come to its end.
+
+        Raises:
+            CheckpointError: on all ranks, if it failed.
+        """
+        if self.background.ready():
+            self._settled(self.background.settle())
+
+    def finish(self) -> None:
+        """Wait for the save under way, on all ranks.
+
+        Raises:
+            CheckpointError: on all ranks, if it failed.
+        """
+        if self.background.pending is not None:
+            self._settled(self.background.settle())
+
+    def finish_alone(self) -> None:
+        """Wait for the save under way after training has failed, when other ranks may be gone."""
+        pending = self.background.settle_alone()
+        if pending is not None:
+            self._follow(pending)
+
+    def abort(self) -> None:
+        """Forget the save under way, at once and on this rank alone. What it was to replace stays."""
+        self.background.abort()
+        self._links.clear()
+        self._removals.clear()
+
+    def remove(self, path: str) -> None:
+        """Remove a checkpoint; if the newest one is not published yet, when it is."""
+        if self._published >= self._asked:
+            self._remove(path)
+        else:
+            self._removals[path] = self._asked
+
+    def link(self, path: str, link: str) -> None:
+        """Let ``link`` lead to the checkpoint ``path`` as soon as that is published."""
+        pending = self.background.pending
+        if pending is not None and str(pending.path) == os.path.abspath(path):
+            self._links.append((path, link))
+        elif os.path.exists(path):
+            relink(path, link)
+
+    def close(self) -> None:
+        """End the worker and free the memory."""
+        self.background.close()
+
+    def _settled(self, pending: Pending) -> None:
+        # Rank 0 alone has links and removals, and must not leave the others when one fails.
+        self._ranks.together(f"linking to {pending.path}", lambda: self._follow(pending))
+        self._written(str(pending.path))
+
+    def _follow(self, pending: Pending) -> None:
+        """What follows a publication on this rank alone."""
+        # a save that was left out since then is forgotten, but what it was to replace stays until a later one
+        # Up to the save that was published. One that was asked for later has not replaced anything.
+        self._published = self._asked = self._under_way
+        for path, link in self._links:
+            relink(path, link)
+        due = [path for path, number in self._removals.items() if number <= self._published]
+        for path in due:
+            del self._removals[path]
+            self._remove(path)
+        self._links.clear()
+        # Rank 0 tells, after links and removals are done.
+        if self._zero:
+            told = "saved %s in %.2f s; training waited %.2f s for it%s"
+            rank_zero_info(told, pending.path, pending.seconds, pending.waited, self._late)
+
+
+def relink(path: str, link: str) -> None:
+    """Let a link lead to a checkpoint beside it. It exists at every moment, if it did before."""
+    place = Path(link)
+    # Named by the process, so that two runs in one folder do not take each other's link.
+    temporary = place.with_name(f"{place.name}.link-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    # Relative, so that the folder of checkpoints can be moved as a whole.
+    temporary.symlink_to(os.path.relpath(path, place.parent))
+    if place.is_dir() and not place.is_symlink():
+        checkpoint.remove(place)
+    # One rename: at no moment is there no link.
+    os.replace(temporary, place)

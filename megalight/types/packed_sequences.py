@@ -1,0 +1,445 @@
+"""Packed sequences: how tokens that are laid end to end divide into sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from math import gcd, lcm
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megalight.errors import DataError
+
+# The zigzag cut of context parallelism: which share holds which position of a sequence.
+#
+# A sequence is cut into ``2 n`` equal chunks for ``n`` shares. Share ``r`` holds chunk ``r``, followed by chunk ``2 n
+# - 1 - r``. Under a causal mask an early chunk costs little and a late chunk costs much, so all shares cost the same.
+
+
+def check_length(length: int, size: int) -> None:
+    """Check that a row of ``length`` tokens has at least one token per chunk.
+
+    Raises:
+        DataError: it has fewer than ``2 * size`` tokens.
+    """
+    if length < 2 * size:
+        # With fewer tokens than chunks, some share would have no token of the sequence at all.
+        raise DataError(
+            f"a sequence has {length} tokens, but context parallelism over cp={size} ranks cuts each into "
+            f"2 x cp = {2 * size} chunks; use sequences of {2 * size} tokens or more, or lower cp."
+        )
+
+
+def place_of(offset: Tensor, chunk: Tensor, rank: int, size: int) -> Tensor:
+    """Map an offset in a share's part of a sequence to the position in the whole sequence.
+
+    Args:
+        offset: ``[T]``, from 0 to ``2 * chunk``.
+        chunk: ``[T]``, tokens per chunk of the sequence that the token belongs to.
+        rank: which share.
+        size: number of shares.
+    """
+    late = (offset >= chunk).long()  # 1 in the second chunk of the share
+    # In the first chunk: rank * chunk + offset. In the second, `offset` counts from `chunk` on: add (2 size - 1 - rank)
+    # - 1 chunks.
+    return offset + chunk * (rank + late * 2 * (size - 1 - rank))
+
+
+def offset_of(place: Tensor, chunk: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the share that holds a position, and the offset in that share's part: the inverse of :func:`place_of`."""
+    index = place // chunk
+    late = index >= size
+    return index.where(~late, 2 * size - 1 - index), place % chunk + late * chunk
+
+
+T = TypeVar("T")
+
+
+@lru_cache(maxsize=64)
+def _uniform_tensors(batch: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    # The tensors are cached: if validation made them in inference mode, training could not save them for backward.
+    with torch.inference_mode(False):
+        offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+        return offsets, torch.arange(length, device=device).repeat(batch)
+
+
+def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy host integers to a tensor on ``device`` without making the host wait for the device."""
+    # Only copies from page-locked memory are asynchronous.
+    tensor = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return tensor.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """How ``T`` tokens, laid end to end, divide into sequences.
+
+    Lengths are Python integers, so no code waits for the device to learn a shape.
+
+    Attributes:
+        lengths: number of tokens of each sequence, on the host.
+        cu_seqlens: ``[n + 1]`` int32, on the device: the start of each sequence, then ``T``.
+        positions: ``[T]`` int64, on the device: the position of each token in its own sequence, for rotary and learned
+            embeddings.
+        uniform: ``(batch, length)`` if all sequences are equally long. Tensors can then be viewed as
+            ``[batch, length, ...]`` without a copy, for dense attention kernels. None otherwise.
+        axis_positions: ``[A, T]`` int64, on the device: the position of each token on several axes, such as time,
+            height and width, for rotary embedding alone (:meth:`with_axes`). None: ``positions`` on every axis.
+        num_padding: number of padding tokens at the end.
+        keys: the sequences of keys and values if they differ from those of the queries (caches, cross attention).
+            None: they are the same. ``keys.lengths[i]`` belongs to query sequence ``i``, and the queries are its *last*
+            tokens (bottom-right causal alignment).
+        context: set if these tokens are one context-parallel share of their sequences (:meth:`zigzag`). Attention must
+            then see the keys of all shares. None: the sequences are whole.
+        present: ``[n]`` int64, on the device: the number of tokens of each sequence, where only the device knows it.
+            ``lengths`` are then bounds: a sequence has as many rows, and the first ``present`` of them hold a token.
+            For keys alone (:meth:`of_bound`). None: every row holds a token.
+        runs: runs of tokens that see each other in causal attention that is ``mutual``, such as those of an image: the
+            first token and the number of each. No run spans two sequences. A share has none.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    positions: Tensor
+    uniform: tuple[int, int] | None = None
+    num_padding: int = 0
+    keys: PackedSequences | None = None
+    context: ContextShare | None = None
+    present: Tensor | None = None
+    axis_positions: Tensor | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of_bound(cls, present: Tensor, bound: int) -> PackedSequences:
+        """Describe keys in rows of ``bound`` per sequence, of which the first ``present [n]`` hold a token.
+
+        The host knows only the bound and never waits for the device, so a decoding step can be recorded.
+        """
+        return replace(cls.of_uniform(len(present), bound, present.device), present=present)
+
+    @classmethod
+    def of_uniform(cls, batch: int, length: int, device: torch.device | str = "cpu") -> PackedSequences:
+        """Describe ``batch`` sequences of ``length`` tokens each.
+
+        The device tensors are cached and shared between calls: do not write to them.
+        """
+        offsets, positions = _uniform_tensors(batch, length, torch.device(device))
+        return cls((length,) * batch, offsets, positions, (batch, length))
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedSequences:
+        """Describe sequences of the given lengths. Equal lengths give the uniform form.
+
+        Raises:
+            DataError: a length is below 1, or there is no sequence.
+        """
+        if not lengths or min(lengths) < 1:
+            raise DataError(
+                f"sequence lengths are {list(lengths)[:8]}; give at least one length, and each must be at least 1."
+            )
+        # Equal lengths have dense kernels, and need no offsets from the host.
+        if len(set(lengths)) == 1:
+            return cls.of_uniform(len(lengths), lengths[0], device)
+        offsets = [0]
+        for length in lengths:
+            offsets.append(offsets[-1] + length)
+        cu_seqlens = to_device(offsets, torch.int32, torch.device(device))
+        sizes = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+        # `output_size`: without it, the host waits for the device to learn the length.
+        starts = torch.repeat_interleave(cu_seqlens[:-1].long(), sizes, output_size=offsets[-1])
+        positions = torch.arange(offsets[-1], device=device) - starts
+        return cls(tuple(lengths), cu_seqlens, positions)
+
+    def with_axes(self, positions: Tensor) -> PackedSequences:
+        """Give each token positions ``[A, T]`` on several axes. Padding and shares keep them.
+
+        Raises:
+            DataError: there is not one column per token.
+        """
+        if positions.dim() != 2 or positions.shape[1] != self.num_tokens:
+            raise DataError(
+                f"positions on axes have shape {list(positions.shape)}; {self.num_tokens} tokens need [axes, "
+                f"{self.num_tokens}]."
+            )
+        return replace(self, axis_positions=positions)
+
+    @cached_property
+    def later(self) -> Later | None:
+        """The pairs of tokens in ``runs`` that a causal mask lacks; None: there are none."""
+        long = [(first, count) for first, count in self.runs if count > 1]
+        if not long:
+            return None
+        sequences = PackedSequences.of_lengths([count - 1 for _, count in long], self.device)
+        ends = to_device([first + count - 2 for first, count in long], torch.int64, self.device)
+        return Later(sequences.expand(ends) - sequences.positions, sequences)
+
+    @property
+    def rotary_positions(self) -> Tensor:
+        """``[A, T]`` if tokens have positions on several axes, else ``[T]``."""
+        return self.positions if self.axis_positions is None else self.axis_positions
+
+    @property
+    def num_tokens(self) -> int:
+        """``T``, with padding."""
+        return sum(self.lengths)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences, without those that hold only padding."""
+        if self.context is not None:
+            return len(self.lengths) - self.context.num_dummies
+        count, padding = len(self.lengths), self.num_padding
+        while padding > 0:
+            count -= 1
+            padding -= self.lengths[count]
+        return count
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Number of tokens without padding; of a share, those of the whole sequences."""
+        if self.context is not None:
+            return sum(self.context.real_lengths[: self.num_sequences])
+        return self.num_tokens - self.num_padding
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest sequence here."""
+        return max(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest whole sequence: with its tokens in a cache, and with those in other shares."""
+        if self.context is not None:
+            return max(self.context.real_lengths)
+        return (self.keys or self).max_length
+
+    @property
+    def device(self) -> torch.device:
+        """The device of ``cu_seqlens`` and ``positions``."""
+        return self.cu_seqlens.device
+
+    def pad_to(self, multiple: int) -> PackedSequences:
+        """Append a dummy sequence so that ``T`` is a multiple of ``multiple``. If it already is, return ``self``.
+
+        If ``keys`` are given, they get a dummy sequence of the same length.
+
+        Raises:
+            DataError: this is a context-parallel share. :meth:`zigzag` pads before it cuts.
+        """
+        missing = -self.num_tokens % multiple
+        if missing and self.context is not None:
+            raise DataError(
+                f"a share of {self.num_tokens} tokens cannot be padded to a multiple of {multiple} after the cut; "
+                f"use zigzag(rank, size, multiple={multiple}), which pads before it cuts."
+            )
+        # A sequence of its own: real tokens keep their neighbors and their positions.
+        return self._with_dummy(missing) if missing else self
+
+    def zigzag(self, rank: int, size: int, multiple: int = 1) -> tuple[PackedSequences, Tensor]:
+        """Cut each sequence into ``2 * size`` equal chunks and return the two chunks of share ``rank``.
+
+        Sequences are padded first, so that they divide. Equally long sequences stay equally long. Others get a dummy
+        last sequence if ``multiple`` requires it. See :mod:`megalight.types.packed_sequences`.
+
+        Args:
+            rank: which share.
+            size: number of shares.
+            multiple: the number of tokens of the share is a multiple of this.
+
+        Returns:
+            the share, with ``context`` set, and an index ``[T / size]``. The share's ``positions`` are positions in
+            the whole sequences; padding has the position of the last token. The index holds, for each token of the
+            share, its place in this pack, or -1 for padding.
+
+        Raises:
+            DataError: this is already a share, or it has ``keys``.
+        """
+        if self.context is not None or self.keys is not None:
+            raise DataError(
+                "a share, or queries with keys of their own, cannot be cut; call zigzag on the whole sequences."
+            )
+        chunks, dummies = _chunks(self, size, multiple)
+        local = PackedSequences.of_lengths([2 * chunk for chunk in chunks], self.device)
+        # Both as if uncut: `local` divides the share, `whole` all shares together.
+        whole = PackedSequences.of_lengths([2 * size * chunk for chunk in chunks], self.device)
+        sequence, chunk = local.expand(torch.arange(len(chunks), device=self.device)), local.expand(local.sizes // 2)
+        place = place_of(local.positions, chunk, rank, size)
+        # Dummy sequences have no real token, so each of their places is padding.
+        tokens = torch.cat([self.sizes, self.sizes.new_zeros(dummies)])[sequence]
+        # Padding of a sequence has places beyond its real tokens.
+        index = torch.where(place < tokens, self.cu_seqlens[sequence] + place, -1)
+        share = replace(
+            local,
+            # Rotary tables need a position for padding, too; that of the last token lies inside of them.
+            positions=torch.minimum(place, (tokens - 1).clamp(min=0)),
+            num_padding=2 * sum(chunks[len(chunks) - dummies :]),
+            axis_positions=None if self.axis_positions is None else self.axis_positions[:, index.clamp(min=0)],
+            context=ContextShare(rank, size, whole, (*self.lengths, *[1] * dummies), dummies),
+        )
+        return share, index
+
+    @property
+    def sizes(self) -> Tensor:
+        """``[n]`` int64, on the device: the length of each sequence."""
+        return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+
+    @cached_property
+    def token_mask(self) -> Tensor | None:
+        """``[T]`` bool, on the device: False for padding. None: no token is padding."""
+        share = self.context
+        index = torch.arange(self.num_tokens, device=self.device)
+        if share is None:
+            return index < self.num_tokens - self.num_padding if self.num_padding else None
+        # Nothing was padded, so the caller can skip the mask.
+        if share.real_lengths == share.whole.lengths and not share.num_dummies:
+            return None
+        real = (*share.real_lengths[: len(self.lengths) - share.num_dummies], *[0] * share.num_dummies)
+        chunk = self.expand(self.sizes // 2)
+        place = place_of(index - self.expand(self.cu_seqlens[:-1].long()), chunk, share.rank, share.size)
+        return place < self.expand(to_device(real, torch.int64, self.device))
+
+    def expand(self, values: Tensor) -> Tensor:
+        """Repeat values ``[n]``, one per sequence, to ``[T]``, one per token."""
+        # `output_size`: the host knows the number, and need not wait for the device.
+        return torch.repeat_interleave(values, self.sizes, output_size=self.num_tokens)
+
+    def _with_dummy(self, length: int) -> PackedSequences:
+        if self.present is not None:
+            raise DataError("keys of which only a bound is known cannot be padded; pad queries before they get keys.")
+        lengths = (*self.lengths, length)
+        places, axes = torch.arange(length, device=self.device), self.axis_positions
+        return PackedSequences(
+            lengths,
+            # On the device, from the device's own offsets: no copy from the host.
+            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + length]),
+            positions=torch.cat([self.positions, places]),
+            uniform=(len(lengths), length) if set(lengths) == {length} else None,
+            num_padding=self.num_padding + length,
+            keys=self.keys._with_dummy(length) if self.keys is not None else None,
+            axis_positions=None if axes is None else torch.cat([axes, places.expand(len(axes), -1)], dim=1),
+            runs=self.runs,
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequences:
+        """Copy to ``device``."""
+        axes = self.axis_positions
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
+            positions=self.positions.to(device, non_blocking=non_blocking),
+            keys=self.keys.to(device, non_blocking) if self.keys is not None else None,
+            context=self.context.to(device, non_blocking) if self.context is not None else None,
+            present=self.present.to(device, non_blocking=non_blocking) if self.present is not None else None,
+            axis_positions=axes.to(device, non_blocking=non_blocking) if axes is not None else None,
+        )
+
+    def pin_memory(self) -> PackedSequences:
+        """Copy to page-locked host memory."""
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens.pin_memory(),
+            positions=self.positions.pin_memory(),
+            keys=self.keys.pin_memory() if self.keys is not None else None,
+            context=self.context.pin_memory() if self.context is not None else None,
+            present=self.present.pin_memory() if self.present is not None else None,
+            axis_positions=self.axis_positions.pin_memory() if self.axis_positions is not None else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Later:
+    """Each token of a run with the later ones of its run.
+
+    In reverse order these pairs are causal: a query sees the key at its own place, and those before.
+
+    Attributes:
+        rows: ``[n]``: the tokens with later ones, run by run and from the last to the first. They are the queries.
+        sequences: how these rows divide into runs.
+    """
+
+    rows: Tensor
+    sequences: PackedSequences
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """``[n]``: the tokens that are the keys. That at the place of a query is the token after it."""
+        return self.rows + 1
+
+
+def _chunks(sequences: PackedSequences, size: int, multiple: int) -> tuple[list[int], int]:
+    """Return the number of tokens per chunk of each sequence, and the number of dummy sequences at the end (0 or 1)."""
+    chunks = [-(-length // (2 * size)) for length in sequences.lengths]
+    if sequences.uniform is not None:  # pad with longer chunks: a dummy sequence would end the uniform form
+        step = multiple // gcd(multiple, 2 * len(chunks))
+        return [-(-chunks[0] // step) * step] * len(chunks), 0
+    # A share holds two chunks of every sequence, the dummy included, so what is missing must be even.
+    missing = -2 * sum(chunks) % lcm(2, multiple)
+    return ([*chunks, missing // 2], 1) if missing else (chunks, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextShare:
+    """The whole sequences that a context-parallel share belongs to.
+
+    Attributes:
+        rank: which share. It holds chunks ``rank`` and ``2 * size - 1 - rank`` of each sequence.
+        size: number of shares.
+        whole: the padded sequences in natural order. Each share has ``1 / size`` of each sequence.
+        real_lengths: tokens of each sequence without padding. A dummy sequence counts 1 token: its queries need one
+            key, because a softmax over no key is NaN.
+        num_dummies: number of sequences at the end that hold only padding.
+        memo: cache of :meth:`once`.
+    """
+
+    rank: int
+    size: int
+    whole: PackedSequences
+    real_lengths: tuple[int, ...]
+    num_dummies: int = 0
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def real(self) -> PackedSequences:
+        """The sequences before padding and cutting."""
+        lengths = self.real_lengths[: len(self.real_lengths) - self.num_dummies]
+        return self.whole if lengths == self.whole.lengths else PackedSequences.of_lengths(lengths, self.whole.device)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """``[T]``: the index of each token of ``real`` in the concatenation of all shares."""
+        sequence = self.real.expand(torch.arange(len(self.real.lengths), device=self.real.device))
+        return self.rows_of(sequence, self.real.positions)
+
+    def once(self, name: Hashable, make: Callable[..., T], *args: object) -> T:
+        """Return ``make(*args)``, cached under ``name``: all layers of one kind need the same tensors of a share."""
+        if name not in self.memo:
+            self.memo[name] = make(*args)
+        found: T = self.memo[name]
+        return found
+
+    def rows_of(self, sequence: Tensor, place: Tensor) -> Tensor:
+        """``[n]``: the index of tokens in the concatenation of all shares.
+
+        Args:
+            sequence: ``[n]``, the sequence of each token.
+            place: ``[n]``, its position in that sequence.
+        """
+        chunk = (self.whole.sizes // (2 * self.size))[sequence]
+        rank, offset = offset_of(place, chunk, self.size)
+        start = self.whole.cu_seqlens[sequence].long() // self.size
+        return rank * (self.whole.num_tokens // self.size) + start + offset
+
+    def join(self, shares: Tensor) -> Tensor:
+        """Reorder the concatenation of all shares, ``[whole.num_tokens, ...]``, as before the cut: ``[T, ...]``."""
+        return shares.index_select(0, self.order)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ContextShare:
+        """Copy to ``device``."""
+        return replace(self, whole=self.whole.to(device, non_blocking))
+
+    def pin_memory(self) -> ContextShare:
+        """Copy to page-locked host memory."""
+        return replace(self, whole=self.whole.pin_memory())
