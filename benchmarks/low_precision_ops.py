@@ -39,7 +39,7 @@ from megalight.ops.quantize.amax_history import known_amax
 from megalight.ops.rotary import rotary_table, rotate_qkv
 from megalight.ops.rotary.quantized import cast_qkv_gradient
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
-from megalight.ops.scaled_mm import Spec, scaled_mm
+from megalight.ops.scaled_mm import ScaledMatmulSpec, scaled_mm
 
 X, GRADIENT = Scheme("e4m3"), Scheme("e5m2")
 TOLERANCE = 5e-3
@@ -175,7 +175,7 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
             return error(main, expected)
 
         yield Way("weight gradient", label, name, run_tile, wrong_tile, operations=work)
-    spec = wgrad.Spec(x.device.type, x.dtype, main.dtype)
+    spec = wgrad.WeightGradientSpec(x.device.type, x.dtype, main.dtype)
     yield Way(
         "weight gradient",
         label,
@@ -186,8 +186,8 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
     )
 
 
-def _spec(device: str) -> Spec:
-    return Spec(device, GRADIENT, X, torch.float32)
+def _spec(device: str) -> ScaledMatmulSpec:
+    return ScaledMatmulSpec(device, GRADIENT, X, torch.float32)
 
 
 def on_the_way(

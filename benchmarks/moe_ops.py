@@ -32,7 +32,7 @@ from benchmarks.roofline import RATES
 from megalight.errors import MegalightError
 from megalight.imports import has, version
 from megalight.ops.activation import gated
-from megalight.ops.grouped_linear import PRODUCT, WGRAD, Spec, grouped_linear
+from megalight.ops.grouped_linear import PRODUCT, WGRAD, GroupedLinearSpec, grouped_linear
 from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision, Together
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
@@ -182,7 +182,7 @@ class Layer:
         shape, offsets = self.shape, self.where.offsets
         for name, out, width in (("up", 2 * shape.ffn, shape.hidden), ("down", shape.hidden, shape.ffn)):
             weight = self.random(shape.experts, out, width) * width**-0.5
-            spec = Spec.of(self.random(1, 8), weight, self.sizes)
+            spec = GroupedLinearSpec.of(self.random(1, 8), weight, self.sizes)
             runs = {b.name: b.fn for b, reason in PRODUCT.table(spec) if reason is None and b.name != "reference"}
             operations = 2.0 * shape.rows * out * width
             for transposed, size in ((True, width), (False, out)):
@@ -203,7 +203,7 @@ class Layer:
         for name, out, width in (("up", 2 * shape.ffn, shape.hidden), ("down", shape.hidden, shape.ffn)):
             x, grad_y = self.random(shape.rows, width), self.random(shape.rows, out)
             main_grad = torch.zeros(shape.experts, out, width, device=self.device)
-            spec = Spec.of(x, main_grad, self.sizes)
+            spec = GroupedLinearSpec.of(x, main_grad, self.sizes)
             runs = {b.name: b.fn for b, reason in WGRAD.table(spec) if reason is None and b.name != "reference"}
             if self.device == "cuda" and hasattr(F, "grouped_mm"):
 

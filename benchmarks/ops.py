@@ -193,7 +193,9 @@ class Shapes:
                 def fn(backend: str, grad_y: Tensor, x: Tensor) -> Tensor:
                     exact = grad_y.dtype == torch.float64
                     target = torch.zeros_like(main, dtype=torch.float64) if exact else main
-                    wgrad.choose(wgrad.Spec(self.device, grad_y.dtype, target.dtype), backend)(target, grad_y, x, False)
+                    wgrad.choose(wgrad.WeightGradientSpec(self.device, grad_y.dtype, target.dtype), backend)(
+                        target, grad_y, x, False
+                    )
                     return target
 
                 return [grad_y, x], fn

@@ -21,7 +21,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.groups import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 
 PATCHES, PIXELS, HIDDEN = 16, 9, 32
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         return self.head(self.mlp(features)).squeeze(-1)
 
 
-PLAN = Plan({"mlp.enter": Column(), "mlp.leave": Row()})
+PLAN = ParallelizePlan({"mlp.enter": Column(), "mlp.leave": Row()})
 
 
 def batches(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from transformers_llama import LlamaModule, train
 
 from megalight.models.module import Carry
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 
 
 class Head(nn.Module):
@@ -62,7 +62,7 @@ class LlamaPipelineModule(LlamaModule):
     def build_model(self) -> nn.Module:
         return PipelineLlama(LlamaForCausalLM(self.config))
 
-    def plan(self, model: nn.Module) -> Plan:
+    def plan(self, model: nn.Module) -> ParallelizePlan:
         """The plan of the whole Llama, with the names that its modules have here."""
         ends = {"model.embed_tokens": "embed", "model.norm": "head.norm", "lm_head": "head.lm_head"}
         whole = super().plan(model)

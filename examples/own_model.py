@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from megalight.models.module import Carry, MegalightModule
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
@@ -38,8 +38,8 @@ class Classifier(MegalightModule):
     def build_model(self) -> nn.Module:
         return Perceptron()
 
-    def plan(self, model: nn.Module) -> Plan:
-        return Plan({"enter": Column(), "leave": Row()})
+    def plan(self, model: nn.Module) -> ParallelizePlan:
+        return ParallelizePlan({"enter": Column(), "leave": Row()})
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
         return {"logits": model(batch[0])}

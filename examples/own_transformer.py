@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from megalight.models.module import Carry, MegalightModule
 from megalight.models.packing import pack
 from megalight.nn import InnerAttention, Linear, LMHead
-from megalight.parallel.plan import Plan
-from megalight.parallel.styles import Column, ContextRegion, Row, SequenceRegion, Vocab, VocabHead
+from megalight.parallel.plan import ParallelizePlan
+from megalight.parallel.styles import Column, ContextRegion, Row, SequenceRegion, Vocab, VocabHeadStyle
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import Loss, PackedSequences, TokenBatch
 
@@ -76,7 +76,7 @@ class Model(nn.Module):
         return hidden if self.head is None else self.head(hidden, labels)
 
 
-PLAN = Plan(
+PLAN = ParallelizePlan(
     {
         "embed.word": Vocab(),
         "embed.position": SequenceRegion(split_input=True),
@@ -85,7 +85,7 @@ PLAN = Plan(
         "*.proj": Row(),
         "*.up": Column(),
         "*.down": Row(),
-        "head": VocabHead(),
+        "head": VocabHeadStyle(),
         nn.LayerNorm: SequenceRegion(),
     }
 )
@@ -97,7 +97,7 @@ class LanguageModel(MegalightModule):
     def build_model(self) -> nn.Module:
         return Model()
 
-    def plan(self, model: nn.Module) -> Plan:
+    def plan(self, model: nn.Module) -> ParallelizePlan:
         return PLAN
 
     def forward_step(self, model: nn.Module, batch: TokenBatch, carry: Carry | None = None) -> Carry:

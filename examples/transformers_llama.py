@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalight.models.module import Carry, MegalightModule
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.plans import llama
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
@@ -43,7 +43,7 @@ class LlamaModule(MegalightModule):
     def build_model(self) -> nn.Module:
         return LlamaForCausalLM(self.config)
 
-    def plan(self, model: nn.Module) -> Plan:
+    def plan(self, model: nn.Module) -> ParallelizePlan:
         return llama(self.config)  # also found by itself, from the model's type
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:

@@ -97,7 +97,7 @@ class _Deferred(ModuleType):
         return _Later(self.__name__, name)
 
 
-class _Places(list[str]):
+class _DeferredFinder(list[str]):
     """Where the submodules of a deferred package are. Who looks for one needs the package itself."""
 
     def __init__(self, package: str, places: Iterable[str]) -> None:
@@ -128,7 +128,7 @@ def deferred(package: str) -> Iterator[None]:
         yield
         return
     stand_in = _Deferred(package)
-    stand_in.__spec__, stand_in.__path__ = spec, _Places(package, spec.submodule_search_locations or ())
+    stand_in.__spec__, stand_in.__path__ = spec, _DeferredFinder(package, spec.submodule_search_locations or ())
     sys.modules[package] = stand_in
     try:
         yield

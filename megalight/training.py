@@ -38,12 +38,12 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.options import Pipeline
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.source import Source
-from megalight.parallel.step import Outcome, Step, Task
+from megalight.parallel.step import Outcome, StepDriver, TrainingTask
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.transform import ModelTransform
 from megalight.types import mean
@@ -51,7 +51,7 @@ from megalight.types import mean
 
 def parallelize(
     model: nn.Module,
-    plan: Plan | None = None,
+    plan: ParallelizePlan | None = None,
     *,
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
@@ -154,7 +154,7 @@ class Training(PlainRun):
         self,
         model: ParallelModel,
         optimizer: Optimizer,
-        task: Task,
+        task: TrainingTask,
         *,
         data_parallel: DataParallel | None = None,
         frozen: Mapping[str, FrozenModel] | None = None,
@@ -175,7 +175,7 @@ class Training(PlainRun):
         self.engine.attach_gather_hooks(model.root)
         shard_optimizer(optimizer, self.engine)
         optimizer.register_step_post_hook(lambda *_: self._stepped())
-        self.step = Step(model, task, varying_carry=varying_carry, context=context)
+        self.step = StepDriver(model, task, varying_carry=varying_carry, context=context)
         self.step.engine = self.engine
         self.step.share = self._share
         # Frozen models compute in the dtype of the model that they serve.

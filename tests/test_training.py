@@ -17,7 +17,7 @@ from megalight.parallel import model as parallel_model
 from megalight.parallel import run_engine
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.initial_values import initialize
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column
 from megalight.parallel.transform import ModelTransform
 from tests.parallel.test_step import Weighted, micro_batches
@@ -148,7 +148,7 @@ def test_transforms_change_values_once(fill: bool) -> None:
 def _adam(tensor_parallel: int) -> megalight.Training:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(3, 4, dtype=torch.float64))
-    plan = Plan({"0": Column(gather_output=True)})
+    plan = ParallelizePlan({"0": Column(gather_output=True)})
     model = megalight.parallelize(net, plan, tensor_parallel=tensor_parallel)
     return megalight.Training(model, torch.optim.AdamW(model.parameters(), lr=0.1), Weighted())
 
@@ -196,7 +196,7 @@ def _whole_batches() -> None:
 def _other_batches() -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(4, 4))
-    plan = Plan({"0": Column(gather_output=True)})
+    plan = ParallelizePlan({"0": Column(gather_output=True)})
     model = megalight.parallelize(net, plan, tensor_parallel=2)
     training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted())
     with pytest.raises(DataError, match="hold one model together"):

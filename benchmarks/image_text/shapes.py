@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megalight.data.multimodal.batch import ImageTextBatch, with_cuts
-from megalight.data.multimodal.forms import Cut
+from megalight.data.multimodal.forms import ImagePatches
 from megalight.data.multimodal.resolution import form_of
 from megalight.models.vision.config import Passes
 from megalight.models.vlm import ProjectorConfig, VLMConfig
@@ -45,7 +45,7 @@ class Shape:
         """Rows of a step."""
         return self.mbs * self.micro
 
-    def batch(self, seed: int, rows: int) -> tuple[ImageTextBatch, list[Cut]]:
+    def batch(self, seed: int, rows: int) -> tuple[ImageTextBatch, list[ImagePatches]]:
         """Return random rows, and their images."""
         random, form, token = np.random.default_rng(seed), form_of(self.config), self.config.image_token
         cuts = [

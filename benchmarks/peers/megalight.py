@@ -19,7 +19,7 @@ from benchmarks.step import Step
 from megalight.callbacks import ActivationOffload, CUDAGraph
 from megalight.imports import has
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.config import BackendConfig
+from megalight.models.gpt.config import GPTBackendConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.transforms import LoRA, StoredBase
 from megalight.nn.init import initialize
@@ -251,7 +251,7 @@ def train(
     )
     adam = AdamConfig(lr=twin_rate(step), weight_decay=0.0) if fixed else AdamConfig(lr=1e-4)
     adam = replace(adam, exp_avg_dtype=step.moments, exp_avg_sq_dtype=step.moments)  # type: ignore[arg-type]
-    module = GPTModule(replace(config_of(step), backends=BackendConfig(**with_config)), optimizer=adam)
+    module = GPTModule(replace(config_of(step), backends=GPTBackendConfig(**with_config)), optimizer=adam)
     module.transforms += transforms_of(step)
     rows = Rows(step, steps, strategy, fixed)
     trainer.fit(module, DataLoader(rows, batch_size=None, num_workers=2 if cuda else 0, pin_memory=cuda))
@@ -291,7 +291,7 @@ def precision_of(step: Step) -> dict[str, Any]:
 def backends_of(step: Step) -> tuple[dict[str, str], dict[str, str]]:
     """Return the named backends by op: those with settings in the model's configuration, and the others."""
     named = dict(word.split(":", 1) for word in step.backends)
-    settings = {field.name for field in fields(BackendConfig)}
+    settings = {field.name for field in fields(GPTBackendConfig)}
     return (
         {op: name for op, name in named.items() if op in settings},
         {op: name for op, name in named.items() if op not in settings},

@@ -17,8 +17,8 @@ from megalight.checkpoint.ranks import Ranks
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.module import MegalightModule
 from megalight.plugins.modelopt import (
-    Choice,
     FormatSearch,
+    LayerFormat,
     Preset,
     Quantizers,
     Search,
@@ -271,7 +271,7 @@ class AutoQuantize(pl.Callback):
         self.effective_bits = effective_bits
         self.output = Path(output)
         self.score_batches = score_batches
-        self.found: dict[str, Choice] = {}
+        self.found: dict[str, LayerFormat] = {}
         self._batches: list[Any] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

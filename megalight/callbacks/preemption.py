@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.publish import place
 from megalight.errors import ConfigurationError
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
@@ -139,7 +139,7 @@ class Preemption(pl.Callback):
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
         return bool(told)
 
-    def _folder(self, trainer: pl.Trainer) -> Place:
+    def _folder(self, trainer: pl.Trainer) -> PathLike:
         if self.dirpath is not None:
             return place(self.dirpath)
         for callback in trainer.checkpoint_callbacks:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.publish import finished, place
 from megalight.errors import CheckpointError, ConfigurationError, MegalightError
 
@@ -21,7 +21,7 @@ ENTRY = "retention"
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCheckpoint:
     """A finished checkpoint.
 
     Attributes:
@@ -30,7 +30,7 @@ class Kept:
         metric: the monitored metric when it was saved, or None.
     """
 
-    path: Place
+    path: PathLike
     step: int
     metric: float | None
 
@@ -101,7 +101,7 @@ class Retention(pl.Callback):
             trainer.strategy.remove_checkpoint(str(each.path))
             log.info("removed %s (step %d)", each.path, each.step)
 
-    def removable(self, folder: Place) -> list[Kept]:
+    def removable(self, folder: PathLike) -> list[KeptCheckpoint]:
         """Return the finished checkpoints of a folder that no rule keeps, oldest first."""
         found = [kept for path in finished(folder) if not path.name.startswith("last") for kept in self._read(path)]
         keep = {each.path for each in found[-self.last :]}
@@ -116,7 +116,7 @@ class Retention(pl.Callback):
         keep |= {link.resolve() for link in folder.iterdir() if link.is_symlink()}
         return [each for each in found if each.path not in keep and each.path.resolve() not in keep]
 
-    def _read(self, path: Place) -> list[Kept]:
+    def _read(self, path: PathLike) -> list[KeptCheckpoint]:
         """Return a checkpoint's step and metric; nothing if it is damaged, of something else, or just removed."""
         try:
             common = checkpoint.open(path).common
@@ -126,4 +126,4 @@ class Retention(pl.Callback):
         step = common.get("global_step")
         # A metric of another name cannot be compared.
         metric = noted.get("metric") if noted.get("monitor") == self.monitor else None
-        return [Kept(path, step, metric)] if isinstance(step, int) else []
+        return [KeptCheckpoint(path, step, metric)] if isinstance(step, int) else []

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from megalight import checkpoint
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.preemption import Preemption
-from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.publish import check_new, delete, place
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import ConfigurationError
@@ -179,7 +179,7 @@ class TransformersExport(pl.Callback):
         else:
             self._export(self._newest, folder_of(self._newest))
 
-    def _export_last_step(self, trainer: pl.Trainer, folder: Place) -> None:
+    def _export_last_step(self, trainer: pl.Trainer, folder: PathLike) -> None:
         """Write the weights of the last step, from a checkpoint that goes again if none has them."""
         newest, saved = self._newest, None
         if newest is None or not self._serves(checkpoint.open(newest), trainer.global_step):
@@ -201,13 +201,13 @@ class TransformersExport(pl.Callback):
         has_it = not self.ema or any(name.startswith(AVERAGE) for name in saved.tensors)
         return has_it and saved.common.get("global_step") == step
 
-    def _export(self, path: str, folder: Place, overwrite: bool = True) -> None:
+    def _export(self, path: str, folder: PathLike, overwrite: bool = True) -> None:
         dtype = None if self.dtype is None else DTYPES[self.dtype]
         # All ranks together. Each reads the checkpoint back, so no rank gathers the model.
         export(open_model(path, ema=self.ema), folder, dtype=dtype, overwrite=overwrite)
         log.info("exported %s to %s", path, folder)
 
 
-def folder_of(path: str) -> Place:
+def folder_of(path: str) -> PathLike:
     """Return the folder of a checkpoint's export: ``last-hf`` for ``last.ckpt``."""
     return place(path.removesuffix(".ckpt") + "-hf")

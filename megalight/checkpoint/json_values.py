@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megalight.checkpoint.boxes import as_bytes, dtype_name
 from megalight.checkpoint.disk.files import (
-    Entry,
     FileRecord,
-    Place,
+    PathLike,
+    TensorEntry,
     dump_json,
     pack_header,
     parse_header,
@@ -135,7 +135,7 @@ def dumps(value: Any, what: str) -> tuple[bytes, bytes | None]:
         raise CheckpointError(f"{what} cannot be kept: {error} (nested too deeply, or inside itself?).") from error
     if not tensors:
         return text, None
-    entries = [Entry(str(n), dtype_name(tensor.dtype), tuple(tensor.shape)) for n, tensor in enumerate(tensors)]
+    entries = [TensorEntry(str(n), dtype_name(tensor.dtype), tuple(tensor.shape)) for n, tensor in enumerate(tensors)]
     header, _ = pack_header(entries, {"format": "pt"})
     body = (as_bytes(tensor.contiguous().cpu()).numpy().tobytes() for tensor in tensors)
     return text, b"".join((header, *body))
@@ -171,7 +171,7 @@ def files(name: str, value: Any, what: str) -> dict[str, bytes]:
     return {f"{name}.json": text, **({} if data is None else {f"{name}.safetensors": data})}
 
 
-def read(root: Place, name: str, records: dict[str, FileRecord]) -> Any:
+def read(root: PathLike, name: str, records: dict[str, FileRecord]) -> Any:
     """The verified tree ``name`` of a checkpoint."""
     text = read_file(root, f"{name}.json", records[f"{name}.json"])
     beside = f"{name}.safetensors"

@@ -34,25 +34,25 @@ from megalight.checkpoint.disk import index as indices
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.datafile import DataFile, Pinned
-from megalight.checkpoint.disk.files import CODES, FileRecord, Place, blocks, parse_json, read_file
+from megalight.checkpoint.disk.files import CODES, FileRecord, PathLike, blocks, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.latest_checkpoint import another
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.scheme import SCHEMES
 from megalight.checkpoint.view import views_to_fill
 from megalight.errors import CheckpointError, MissingCheckpointError, nearest
-from megalight.parallel.source import Filled, Source, Stored, Target
+from megalight.parallel.source import Filled, Source, Target, TensorMetadata
 
 # DCP's storage layer, reading: what a rank's views need, verified, then straight into their memory.
 
 
-class Reader(StorageReader):
+class CheckpointReader(StorageReader):
     """Reads the parts of a checkpoint that a rank's views need, after verifying them.
 
     Verification is part of DCP's planning, so that a torn file fails all ranks before any tensor has changed.
     """
 
-    def __init__(self, directory: Place, tensors: dict[str, TensorInfo], records: dict[str, FileRecord]) -> None:
+    def __init__(self, directory: PathLike, tensors: dict[str, TensorInfo], records: dict[str, FileRecord]) -> None:
         self.directory = directory
         self.records = records
         self.tensors = tensors
@@ -145,7 +145,7 @@ SHOWN = 5
 def compare(
     ranks: Ranks,
     where: str,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, TensorMetadata],
     asked: Mapping[str, tuple[int, ...]],
     *,
     strict: bool,
@@ -220,7 +220,7 @@ ATTEMPTS = 3
 """How many times a missing folder is opened again: another one may have taken its place at that moment."""
 
 
-class Saved(Source, Protocol):
+class SavedCheckpoint(Source, Protocol):
     """A checkpoint of training, whoever wrote it: a source of tensors with what was saved beside them."""
 
     @property
@@ -255,13 +255,13 @@ class Checkpoint:
         tensors: canonical name -> shape, dtype, chunks.
     """
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: PathLike) -> None:
         self.path = path
         root = publish.resolve(path)
         # Locked before anything is read: another process might remove the checkpoint while it is.
         lock = publish.reading(root)
         # A save may put another folder in its place meanwhile. Parts of both would be neither checkpoint.
-        self._root: Place = root if lock is None else Pinned.folder(Path(root), lock)
+        self._root: PathLike = root if lock is None else Pinned.folder(Path(root), lock)
         # Also when the object is dropped without `release`: a lock that stays would keep
         # the checkpoint for ever.
         self._unlock = weakref.finalize(self, _close, lock)
@@ -353,7 +353,7 @@ class Checkpoint:
             # DCP plans which rank reads what. Its own formats play no part.
             load_state_dict(
                 dict(present),
-                storage_reader=Reader(self._root, tensors, dict(self.manifest.files)),
+                storage_reader=CheckpointReader(self._root, tensors, dict(self.manifest.files)),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=process_group,
                 no_dist=ranks.alone,
@@ -411,7 +411,7 @@ def _close(descriptor: int | None) -> None:
 
 
 @contextmanager
-def _naming_another(path: Place) -> Iterator[None]:
+def _naming_another(path: PathLike) -> Iterator[None]:
     """Let errors of a checkpoint end with the newest finished one beside it."""
     try:
         yield

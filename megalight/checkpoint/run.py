@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from megalight.checkpoint import loading, saving
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
-from megalight.checkpoint.loading import Saved
+from megalight.checkpoint.loading import SavedCheckpoint
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.scheme import SCHEMES, Contents, State
 from megalight.checkpoint.sources.combine import MASTER
@@ -48,7 +48,7 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bf
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """The parts of a training run that checkpoints know.
 
     Attributes:
@@ -174,7 +174,7 @@ class Run:
                 apart.update(dict.fromkeys(names, numbers if states else None))
         return apart
 
-    def resume(self, saved: Saved) -> None:
+    def resume(self, saved: SavedCheckpoint) -> None:
         """Read masters, optimizer state, group options, and what ranks keep on their own. Weights are read before.
 
         Raises:
@@ -209,7 +209,7 @@ class Run:
         self._tell_masters(saved)
         self.resume_rank(saved)
 
-    def _tell_masters(self, saved: Saved) -> None:
+    def _tell_masters(self, saved: SavedCheckpoint) -> None:
         """Log what is lost or missing where the saved masters and those of this run differ."""
         # Masters in host memory are saved in any dtype, also in that of the weights.
         had = any(name.startswith(MASTER) and stored.dtype in WIDE for name, stored in saved.tensors.items())
@@ -228,7 +228,7 @@ class Run:
                 "%s has no masters that are wider than its weights: those of this run begin as the weights.", saved.path
             )
 
-    def resume_rank(self, saved: Saved) -> None:
+    def resume_rank(self, saved: SavedCheckpoint) -> None:
         """Read random states, and the past magnitudes of delayed scaling. All ranks call it together.
 
         Raises:
@@ -373,7 +373,7 @@ def _add_magnitudes(past: dict[str, Tensor], state: Mapping[str, Any] | None) ->
         past.setdefault(name, values)
 
 
-def _way_out(saved: Saved) -> str:
+def _way_out(saved: SavedCheckpoint) -> str:
     if saved.scheme != DP_RESHARDABLE:
         return (
             " Parameters that were frozen in that run have no such state. Freeze the same ones, or begin another run "
@@ -385,7 +385,7 @@ def _way_out(saved: Saved) -> str:
     )
 
 
-def _found(name: str, saved: Saved) -> str:
+def _found(name: str, saved: SavedCheckpoint) -> str:
     """Masters go by the weights' own names where the run that saved them needed no copies."""
     return name.removeprefix(MASTER) if name.startswith(MASTER) and name not in saved.tensors else name
 
@@ -437,5 +437,5 @@ class PlainRun:
         return dict(saved.common.get("values", {}))
 
     @property
-    def _run(self) -> Run:
-        return Run(self.model, RandomStreams(self.model.mesh), self.engine, self.optimizer)
+    def _run(self) -> TrainingRun:
+        return TrainingRun(self.model, RandomStreams(self.model.mesh), self.engine, self.optimizer)

@@ -18,9 +18,9 @@ from megalight.checkpoint import json_values
 from megalight.checkpoint.boxes import as_bytes, dtype_name, host_buffer, host_memory
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.files import Place, blocks, checked_name
+from megalight.checkpoint.disk.files import PathLike, blocks, checked_name
 from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
-from megalight.checkpoint.disk.rank_files import Part, Piece, Seal, Written, write_part
+from megalight.checkpoint.disk.rank_files import RankFiles, Seal, WrittenBox, WrittenFiles, write_part
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import Box, View, elements
 from megalight.errors import CheckpointError
@@ -35,7 +35,7 @@ Allocate = Callable[[int], Tensor]
 """Gives that many bytes of host memory, as ``uint8``."""
 
 
-class Copies:
+class HostCopies:
     """Copies from GPUs to host memory on streams of their own, beside what the GPUs do next.
 
     Args:
@@ -85,26 +85,26 @@ class Staged:
     small: Mapping[str, bytes | Path]
     scheme: str
     world_size: int
-    copies: Copies | None = None
+    copies: HostCopies | None = None
 
     @property
     def boxes(self) -> list[tuple[View, Box]]:
         """The boxes that this rank writes, in order."""
         return [(view, box) for view in self.views.values() for box in view.boxes if box.write]
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> RankFiles:
         """The plan of what this rank writes.
 
         Raises:
             CheckpointError: tensors of a dtype that safetensors does not know.
         """
         pieces = (
-            Piece(name, tuple(view.shape), dtype_name(view.dtype), box.offset, tuple(box.data.shape))
+            WrittenBox(name, tuple(view.shape), dtype_name(view.dtype), box.offset, tuple(box.data.shape))
             for name, view in self.views.items()
             for box in view.boxes
             if box.write
         )
-        return Part(rank, self.scheme, tuple(pieces), self.small)
+        return RankFiles(rank, self.scheme, tuple(pieces), self.small)
 
 
 def stage(
@@ -181,7 +181,7 @@ def _aligned(box: Box) -> int:
 
 def _copied(
     views: Mapping[str, View], allocate: Allocate, later: Callable[[str], bool]
-) -> tuple[dict[str, View], Copies | None]:
+) -> tuple[dict[str, View], HostCopies | None]:
     """The boxes that this rank writes, copied end to end into one piece of host memory."""
     memory = allocate(size_of(views))
     boxes: dict[str, list[Box]] = {}
@@ -203,7 +203,7 @@ def _copied(
         if device.type != "cpu":
             torch.accelerator.synchronize(device)  # the copies have arrived before anybody changes what they were of
     # After that wait, which would be for these as well.
-    copies = Copies([source for source, _ in deferred], [copy for _, copy in deferred]) if deferred else None
+    copies = HostCopies([source for source, _ in deferred], [copy for _, copy in deferred]) if deferred else None
     return {name: View(name, views[name].shape, found) for name, found in boxes.items()}, copies
 
 
@@ -285,12 +285,12 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
     path = publish.absolute(path)
     started: list[publish.Unfinished] = []
 
-    def begin() -> Place:
+    def begin() -> PathLike:
         started.append(publish.begin(path))
-        folder: Place = started[0].folder
+        folder: PathLike = started[0].folder
         return folder
 
-    def write_mine() -> Written:
+    def write_mine() -> WrittenFiles:
         return write_part(folder, staged.part(ranks.rank), host_blocks(elements(staged.boxes)))
 
     def finish() -> None:
@@ -312,7 +312,7 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
         raise
 
 
-def seal_of(path: Place, staged: Staged) -> Seal:
+def seal_of(path: PathLike, staged: Staged) -> Seal:
     """What rank 0 needs to seal the checkpoint."""
     # a plain str: torch's own class of versions would make a worker import torch
     versions = {"megalight": __version__, "torch": str(torch.__version__)}

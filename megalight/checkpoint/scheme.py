@@ -17,7 +17,7 @@ from megalight.checkpoint.view import View, views_of_parameters, views_of_pieces
 from megalight.errors import CheckpointError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.source import FlatShard
+from megalight.parallel.source import FlatSource
 from megalight.registry import Registry
 
 
@@ -33,7 +33,7 @@ class State:
 
     prefix: str
     tensors: Sequence[Tensor]
-    shards: Sequence[FlatShard]
+    shards: Sequence[FlatSource]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megalight.checkpoint.sources.streaming import Wanted, itself, stream
+from megalight.checkpoint.sources.streaming import WantedTensor, itself, stream
 from megalight.errors import CheckpointError, nearest
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec, boxes
-from megalight.parallel.source import FlatShard, Source, Target, shard_boxes
+from megalight.parallel.source import FlatSource, Source, Target, shard_boxes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class View(Tensor):
 
     canonical: str
     boxes: tuple[Box, ...]
-    reading: Reading | None = None
+    reading: BoxReading | None = None
     """Where its boxes are read when they are written, if they have no memory."""
 
     @staticmethod
@@ -120,7 +120,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldBox:
     """A box with the canonical tensor it belongs to; ``replicas``: ranks that hold it, and this one's place."""
 
     name: str
@@ -164,7 +164,7 @@ def views_of_parameters(
         ranks = grid.ranks(*spec.data)
         replicas = ranks, ranks.index(grid.global_rank)
         held += [
-            _Held(prefix + piece.name, piece.shape, Box(piece.offset, piece.view(data), piece.owner), replicas)
+            _HeldBox(prefix + piece.name, piece.shape, Box(piece.offset, piece.view(data), piece.owner), replicas)
             for piece in spec.pieces
         ]
     return _collect(held)
@@ -172,7 +172,7 @@ def views_of_parameters(
 
 def views_of_shards(
     tensors: Iterable[Tensor],
-    shards: Iterable[FlatShard],
+    shards: Iterable[FlatSource],
     *,
     prefix: str = "",
 ) -> dict[str, View]:
@@ -188,13 +188,13 @@ def views_of_shards(
     held = []
     for tensor, shard in zip(tensors, shards, strict=True):
         held += [
-            _Held(prefix + piece.name, piece.shape, Box(offset, data, piece.owner), (shard.replicas, shard.place))
+            _HeldBox(prefix + piece.name, piece.shape, Box(offset, data, piece.owner), (shard.replicas, shard.place))
             for piece, offset, data in shard_boxes(tensor, shard)
         ]
     return _collect(held)
 
 
-def views_of_pieces(tensors: Iterable[Tensor], shards: Iterable[FlatShard], *, prefix: str = "") -> dict[str, View]:
+def views_of_pieces(tensors: Iterable[Tensor], shards: Iterable[FlatSource], *, prefix: str = "") -> dict[str, View]:
     """Views of flat tensors as they lie: one view per piece of a canonical tensor that a parameter holds.
 
     The view is the flattened piece, ``[numel]``. Its name (:func:`piece_name`) says which part of which tensor it is.
@@ -212,7 +212,7 @@ def views_of_pieces(tensors: Iterable[Tensor], shards: Iterable[FlatShard], *, p
         for piece, first, last, start in shard.intervals():
             box = Box((first,), flat[start : start + last - first], piece.owner)
             name = prefix + piece_name(piece.name, piece.offset, piece.size)
-            held.append(_Held(name, (prod(piece.size),), box, (shard.replicas, shard.place)))
+            held.append(_HeldBox(name, (prod(piece.size),), box, (shard.replicas, shard.place)))
     return _collect(held)
 
 
@@ -222,7 +222,7 @@ def piece_name(name: str, offset: Sequence[int], size: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class BoxReading:
     """How the boxes of views without memory get their values. So a source of any size becomes a checkpoint.
 
     Attributes:
@@ -239,10 +239,10 @@ class Reading:
         """Yield whole tensors in order. They are read together, up to the bytes that :func:`stream` holds."""
         return stream(self.source, (self._wanted(view, box) for view, box in held), self.process_group)
 
-    def _wanted(self, view: View, box: Box) -> Wanted:
+    def _wanted(self, view: View, box: Box) -> WantedTensor:
         name, shape = self.stored[view.canonical]
         room = tuple(box.data.shape)
-        return Wanted(room, box.data.dtype, {name: itself if room == shape else partial(_shaped, shape)})
+        return WantedTensor(room, box.data.dtype, {name: itself if room == shape else partial(_shaped, shape)})
 
 
 def elements(held: Iterable[tuple[View, Box]]) -> Iterator[Tensor]:
@@ -274,7 +274,7 @@ def views_of_source(
     # Once: a source made of others may list its names again each time.
     tensors = source.tensors
     places: dict[str, tuple[str, tuple[int, ...]]] = {}
-    reading = Reading(source, places, process_group)
+    reading = BoxReading(source, places, process_group)
     for name in names:
         stored = tensors[name]
         kind = getattr(torch, stored.dtype)
@@ -300,10 +300,10 @@ def targets_of(views: Mapping[str, View]) -> list[Target]:
 
 def views_to_fill(targets: Iterable[Target]) -> dict[str, View]:
     """What DCP fills. Writes nothing."""
-    return _collect([_Held(t.name, t.shape, Box(t.offset, t.data, write=False)) for t in targets])
+    return _collect([_HeldBox(t.name, t.shape, Box(t.offset, t.data, write=False)) for t in targets])
 
 
-def _share(held: Sequence[_Held], replicas: tuple[int, ...], place: int) -> Iterator[_Held]:
+def _share(held: Sequence[_HeldBox], replicas: tuple[int, ...], place: int) -> Iterator[_HeldBox]:
     """Let each of the ranks that all hold these boxes write an equal, contiguous part of them.
 
     Imagine the boxes to be written end to end, and cut the line into equal parts, at whole rows. Only the boxes that
@@ -327,12 +327,12 @@ def _share(held: Sequence[_Held], replicas: tuple[int, ...], place: int) -> Iter
                 yield replace(item, box=part)
 
 
-def _collect(held: Sequence[_Held]) -> dict[str, View]:
+def _collect(held: Sequence[_HeldBox]) -> dict[str, View]:
     """One view per name. Parts without elements (of ranks that hold only padding) are left out."""
     shapes: dict[str, tuple[int, ...]] = {}
     parts: dict[str, list[Box]] = {}
     # Ranks share the writing of what they all hold. What else each of them holds has no part in that.
-    alike: dict[tuple[tuple[int, ...], int], list[_Held]] = {}
+    alike: dict[tuple[tuple[int, ...], int], list[_HeldBox]] = {}
     for item in held:
         alike.setdefault(item.replicas, []).append(item)
     for item in chain.from_iterable(_share(items, *replicas) for replicas, items in alike.items()):

@@ -13,7 +13,7 @@ from megalight.cli.checks.early import START, STRATEGY, Classes, named_classes
 from megalight.cli.given import each_option
 from megalight.cli.options import options
 from megalight.cli.schema import CHOICES, ROOT, plain, proposed
-from megalight.cli.sources import Source, find_class
+from megalight.cli.sources import ClassSource, find_class
 from megalight.cli.verbs import TRAINER_VERBS
 
 WIDTH = 110
@@ -84,7 +84,7 @@ def page_of_class(verb: str, words: Sequence[str]) -> str | None:
     return None
 
 
-def _section(verb: str, key: str, source: Source | None) -> Iterator[str]:
+def _section(verb: str, key: str, source: ClassSource | None) -> Iterator[str]:
     """Yield the options of one class."""
     yield ""
     if source is None or signatures.members(source) is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from megalight.cli.sources import DEPTH, Module, Source, lookup
+from megalight.cli.sources import DEPTH, ClassSource, Module, lookup
 
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
 EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
@@ -29,7 +29,7 @@ class Annotation:
 
     scalars: frozenset[type] = frozenset()
     choices: tuple[Any, ...] = ()
-    source: Source | None = None
+    source: ClassSource | None = None
     complete: bool = True
     optional: bool = False
 
@@ -93,7 +93,7 @@ def annotation(module: Module, node: ast.expr | None, depth: int = DEPTH) -> Ann
         return Annotation(frozenset({SCALARS[text]}))
     found = lookup(module, text, depth) if isinstance(node, ast.Name | ast.Attribute) else None
     if found is not None and isinstance(found[1], ast.ClassDef):
-        return Annotation(source=Source(*found))  # type: ignore[arg-type]  # narrowed above
+        return Annotation(source=ClassSource(*found))  # type: ignore[arg-type]  # narrowed above
     if found is not None and isinstance(found[1], ast.Assign | ast.AnnAssign):
         return annotation(found[0], found[1].value, depth - 1)
     return UNKNOWN

@@ -17,7 +17,7 @@ Curve = tuple[list[int], list[float]]
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """What a run logged.
 
     Attributes:
@@ -52,14 +52,14 @@ def find_logs(path: Path) -> list[Path]:
     return files
 
 
-def read_runs(files: Sequence[Path]) -> list[Run]:
+def read_runs(files: Sequence[Path]) -> list[LoggedRun]:
     """Read one run from each log file."""
-    return [Run(name, read([file])) for name, file in zip(_names(files), files, strict=True)]
+    return [LoggedRun(name, read([file])) for name, file in zip(_names(files), files, strict=True)]
 
 
-def joined(files: Sequence[Path]) -> Run:
+def joined(files: Sequence[Path]) -> LoggedRun:
     """Read one run that was resumed, from the log of each part. Where parts have the same step, the later one wins."""
-    return Run(_names(files)[-1], read(files))
+    return LoggedRun(_names(files)[-1], read(files))
 
 
 def read(files: Iterable[Path]) -> dict[str, Curve]:
@@ -76,7 +76,7 @@ def read(files: Iterable[Path]) -> dict[str, Curve]:
     return {name: (sorted(found), [found[step] for step in sorted(found)]) for name, found in points.items()}
 
 
-def missing(runs: Sequence[Run], wanted: Iterable[str]) -> DataError | None:
+def missing(runs: Sequence[LoggedRun], wanted: Iterable[str]) -> DataError | None:
     """Make the error for a wanted metric that no run has; None if there is no such metric."""
     known = sorted({name for run in runs for name in run.curves})
     absent = next((name for name in wanted if name not in known), None)

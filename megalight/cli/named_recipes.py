@@ -39,7 +39,7 @@ SEQUENCE = 4096
 
 
 @dataclass(frozen=True)
-class Recipe:
+class NamedRecipe:
     """A preset on a number of GPUs.
 
     Attributes:
@@ -62,9 +62,9 @@ class Recipe:
         return f"{self.parameters / 1e9:5.1f} B parameters, TP={self.tensor_parallel} x DP={replicas}{recompute}"
 
 
-def recipes() -> dict[str, Recipe]:
+def recipes() -> dict[str, NamedRecipe]:
     """Return all named recipes by name, in the order of families, presets, purposes and GPUs."""
-    found: dict[str, Recipe] = {}
+    found: dict[str, NamedRecipe] = {}
     # Other families begin with the weights of several models, which no name contains.
     for known in map(family, sorted(CLASSES)):
         for preset in sorted(known.presets):
@@ -76,7 +76,7 @@ def recipes() -> dict[str, Recipe]:
     return found
 
 
-def named(name: str) -> Recipe:
+def named(name: str) -> NamedRecipe:
     """Return the recipe of this name.
 
     Raises:
@@ -96,7 +96,7 @@ def count_parameters(known: Family, config: Any) -> int:
         return sum(parameter.numel() for parameter in known.model(config).parameters())
 
 
-def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -> Recipe | None:
+def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -> NamedRecipe | None:
     """Make one recipe: the least tensor parallelism with which the model fits; None if none does."""
     config = known.presets[preset]
     lora = purpose == "lora"
@@ -142,7 +142,7 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
         # LoRA starts from published weights, whose folder holds the configuration.
         model = {"weights": f"weights/{preset}", "optimizer": model["optimizer"]}
     module, data = CLASSES[known.name]
-    return Recipe(
+    return NamedRecipe(
         name,
         parameters,
         degree,

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.latest_checkpoint import another, newest_first, newest_in
 from megalight.checkpoint.inspection.verify import verify
 from megalight.cli.report import launched
@@ -59,7 +59,7 @@ def check_there_is_one(folders: Iterable[str | os.PathLike[str]]) -> None:
         raise _none(places)
 
 
-def check_is_one(path: Place) -> None:
+def check_is_one(path: PathLike) -> None:
     """Raise :class:`CheckpointError` if a path is no finished checkpoint. This takes no torch, unlike opening it."""
     try:
         manifests.read(publish.resolve(path))
@@ -67,7 +67,7 @@ def check_is_one(path: Place) -> None:
         raise type(error)(f"{error}{another(path)}") from error
 
 
-def existing(path: str | os.PathLike[str]) -> Place:
+def existing(path: str | os.PathLike[str]) -> PathLike:
     """Return what :func:`newest_in` does, for a command that also takes folders of others.
 
     Raises:
@@ -79,14 +79,14 @@ def existing(path: str | os.PathLike[str]) -> Place:
     return found
 
 
-def _none(places: Iterable[Place]) -> CheckpointError:
+def _none(places: Iterable[PathLike]) -> CheckpointError:
     return CheckpointError(
         f"--ckpt_path=last: there is no finished checkpoint under {', '.join(map(str, places))}. Give the path of one, "
         "or --ckpt_path=auto to start from scratch if there is none."
     )
 
 
-def _newest_undamaged(places: Iterable[Place]) -> Place | None:
+def _newest_undamaged(places: Iterable[PathLike]) -> PathLike | None:
     """Return the newest checkpoint whose every byte is as it was saved.
 
     The process that starts the others verifies, and they use its choice. Processes that a cluster starts cannot agree
@@ -108,11 +108,11 @@ def _newest_undamaged(places: Iterable[Place]) -> Place | None:
     return chosen
 
 
-def _newest(places: Iterable[Place]) -> Place | None:
+def _newest(places: Iterable[PathLike]) -> PathLike | None:
     return next(iter(newest_first(places)), None)
 
 
-def _places(folders: Iterable[str | os.PathLike[str]]) -> list[Place]:
+def _places(folders: Iterable[str | os.PathLike[str]]) -> list[PathLike]:
     return sorted({publish.absolute(folder) for folder in folders}, key=str)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megalight.cli import signatures
 from megalight.cli.annotations import SCALARS, Annotation
 from megalight.cli.schema import descriptions
-from megalight.cli.signatures import Written
-from megalight.cli.sources import Source
+from megalight.cli.signatures import SourceArgument
+from megalight.cli.sources import ClassSource
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Option:
 
     key: str
     accepted: Annotation
-    written: Written
+    written: SourceArgument
     description: str
 
     @property
@@ -38,7 +38,7 @@ class Option:
         return "|".join(dict.fromkeys(words))
 
 
-def options(prefix: str, source: Source, above: tuple[Source, ...] = ()) -> Iterator[Option]:
+def options(prefix: str, source: ClassSource, above: tuple[ClassSource, ...] = ()) -> Iterator[Option]:
     """Yield the options of a class, each followed by those of the dataclass that it takes.
 
     Other classes are chosen by their path, and which one is not known here.
@@ -51,7 +51,7 @@ def options(prefix: str, source: Source, above: tuple[Source, ...] = ()) -> Iter
     said, written = descriptions(source), signatures.written(source)
     for name, accepted in (signatures.members(source) or {}).items():
         key = f"{prefix}.{name}"
-        yield Option(key, accepted, written.get(name, Written()), said.get(name, ""))
+        yield Option(key, accepted, written.get(name, SourceArgument()), said.get(name, ""))
         inner = accepted.source
         if inner is not None and inner.is_dataclass and inner not in (*above, source):
             yield from options(key, inner, (*above, source))

@@ -35,13 +35,13 @@ def check(arguments: argparse.Namespace) -> None:
 
 def read(arguments: argparse.Namespace) -> list[TextRequest]:
     """Return the requests of the file. Before the weights are read."""
-    from megalight.inference import Sampling, TextRequest
+    from megalight.inference import SamplingParams, TextRequest
     from megalight.inference.text_requests import read_requests
 
     default = TextRequest(
         prompt="",
         max_new_tokens=arguments.max_new_tokens,
-        sampling=Sampling(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p),
+        sampling=SamplingParams(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p),
         seed=arguments.seed,
     )
     return read_requests(arguments.prompts, default)

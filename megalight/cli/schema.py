@@ -10,7 +10,7 @@ from typing import Any
 from megalight.cli import signatures
 from megalight.cli.annotations import Annotation
 from megalight.cli.checks.early import START, STRATEGY
-from megalight.cli.sources import Source, find_class, find_module
+from megalight.cli.sources import ClassSource, find_class, find_module
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 NAMES: dict[type, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -107,7 +107,7 @@ class Schema:
             "allOf": rules,
         }
 
-    def _define(self, source: Source) -> None:
+    def _define(self, source: ClassSource) -> None:
         """Add the definition of a class: its arguments, with what its docstring says about them."""
         name = _name(source)
         if name in self.definitions:
@@ -143,7 +143,7 @@ class Schema:
         return options[0] if len(options) == 1 else {"anyOf": options}
 
 
-def descriptions(source: Source) -> dict[str, str]:
+def descriptions(source: ClassSource) -> dict[str, str]:
     """Return argument -> what the docstring of the class, or of a base class, says about it."""
     found: dict[str, str] = {}
     # Base classes first: what a class says itself wins.
@@ -160,9 +160,9 @@ def plain(text: str) -> str:
     return text.replace("``", "")
 
 
-def proposed(paths: tuple[str, ...]) -> Mapping[str, Source]:
+def proposed(paths: tuple[str, ...]) -> Mapping[str, ClassSource]:
     """Return import path -> class, for classes and for what modules export."""
-    found: dict[str, Source] = {}
+    found: dict[str, ClassSource] = {}
     for path in paths:
         module = find_module(path)
         # A package exports what it imports; what another module imports is not its own.
@@ -182,5 +182,5 @@ def proposed(paths: tuple[str, ...]) -> Mapping[str, Source]:
     return found
 
 
-def _name(source: Source) -> str:
+def _name(source: ClassSource) -> str:
     return f"{source.module.name}.{source.name}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megalight.cli.annotations import UNKNOWN, Annotation, annotation
-from megalight.cli.sources import DEPTH, Module, Source, bound, lookup, statements
+from megalight.cli.sources import DEPTH, ClassSource, Module, bound, lookup, statements
 
 KEEP_ARGUMENTS = ("dataclass", "final", "override", "ABCMeta", "register", "_defaults_from_env_vars")
 """Decorators and metaclasses that leave the arguments of a class as they are."""
@@ -21,7 +21,7 @@ UNCHANGED = ("megalight.", "lightning.", "torch.")
 
 
 @dataclass(frozen=True)
-class Written:
+class SourceArgument:
     """An argument as its source has it: text for readers.
 
     Attributes:
@@ -33,7 +33,7 @@ class Written:
     default: str = ""
 
 
-def members(source: Source) -> dict[str, Annotation] | None:
+def members(source: ClassSource) -> dict[str, Annotation] | None:
     """Return the arguments of a class's constructor, or None if the source does not list them all.
 
     ``**kwargs`` adds the arguments of the base classes.
@@ -41,7 +41,7 @@ def members(source: Source) -> dict[str, Annotation] | None:
     return (_read_once if source.module.name.startswith(UNCHANGED) else _members)(source, DEPTH)
 
 
-def _members(source: Source, depth: int) -> dict[str, Annotation] | None:
+def _members(source: ClassSource, depth: int) -> dict[str, Annotation] | None:
     if depth == 0:
         # A circle of base classes, or too deep to follow.
         return None
@@ -87,9 +87,9 @@ def _members(source: Source, depth: int) -> dict[str, Annotation] | None:
 _read_once = functools.cache(_members)
 
 
-def written(source: Source) -> dict[str, Written]:
+def written(source: ClassSource) -> dict[str, SourceArgument]:
     """Return the arguments that a class and its bases declare, as they are written. Nearer classes win."""
-    found: dict[str, Written] = {}
+    found: dict[str, SourceArgument] = {}
     for base in source.bases():
         # The first base wins over the next, as it does for Python.
         found = {**({} if base is None else written(base)), **found}
@@ -99,9 +99,9 @@ def written(source: Source) -> dict[str, Written]:
             # Defaults belong to the last arguments.
             values = [*[None] * (len(named) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
             for argument, value in zip([*named, *node.args.kwonlyargs], values, strict=True):
-                found[argument.arg] = Written(_text(argument.annotation), _default(source.module, value))
+                found[argument.arg] = SourceArgument(_text(argument.annotation), _default(source.module, value))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and source.is_dataclass:
-            found[node.target.id] = Written(_text(node.annotation), _default(source.module, node.value))
+            found[node.target.id] = SourceArgument(_text(node.annotation), _default(source.module, node.value))
     return found
 
 

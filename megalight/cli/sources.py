@@ -46,7 +46,7 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Source:
+class ClassSource:
     """A class, where its source is."""
 
     module: Module
@@ -76,7 +76,7 @@ class Source:
         heads = [each.func if isinstance(each, ast.Call) else each for each in self.node.decorator_list]
         return any(ast.unparse(head).rpartition(".")[2] == "dataclass" for head in heads)
 
-    def bases(self) -> Iterator[Source | None]:
+    def bases(self) -> Iterator[ClassSource | None]:
         """Yield the base classes; None for one that cannot be found."""
         for base in self.node.bases:
             # These add no arguments, and are not in files that could be read.
@@ -84,7 +84,7 @@ class Source:
                 yield class_of(self.module, ast.unparse(base))
 
 
-def find_class(path: str, extra: tuple[str, ...] = ()) -> Source | None:
+def find_class(path: str, extra: tuple[str, ...] = ()) -> ClassSource | None:
     """Return the class of an import path, or None.
 
     Args:
@@ -120,10 +120,10 @@ def find_module(name: str) -> Module | None:
     return Module(name, path)
 
 
-def class_of(module: Module, name: str, depth: int = DEPTH) -> Source | None:
+def class_of(module: Module, name: str, depth: int = DEPTH) -> ClassSource | None:
     """Return the class that a name means in a module, through imports; None if it is no class, or unknown."""
     found = lookup(module, name, depth)
-    return Source(found[0], found[1]) if found is not None and isinstance(found[1], ast.ClassDef) else None
+    return ClassSource(found[0], found[1]) if found is not None and isinstance(found[1], ast.ClassDef) else None
 
 
 def lookup(module: Module, name: str, depth: int = DEPTH) -> tuple[Module, ast.stmt] | None:

@@ -8,20 +8,20 @@ from typing import Any
 
 from megalight.cli.image import write
 from megalight.imports import require
-from megalight.parallel.pipeline.schedules import Kind
+from megalight.parallel.pipeline.schedules import ActionKind
 from megalight.parallel.pipeline.timeline import Timeline
 
 LABELS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRADIENT: "gradient of the input",
-    Kind.WEIGHT_GRADIENT: "gradient of the weights",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRADIENT: "gradient of the input",
+    ActionKind.WEIGHT_GRADIENT: "gradient of the weights",
 }
 COLORS = {
-    Kind.FORWARD: "#4c72b0",
-    Kind.BACKWARD: "#dd8452",
-    Kind.INPUT_GRADIENT: "#ccb974",
-    Kind.WEIGHT_GRADIENT: "#55a868",
+    ActionKind.FORWARD: "#4c72b0",
+    ActionKind.BACKWARD: "#dd8452",
+    ActionKind.INPUT_GRADIENT: "#ccb974",
+    ActionKind.WEIGHT_GRADIENT: "#55a868",
 }
 
 MOST_LABELS = 600

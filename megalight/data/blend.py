@@ -248,7 +248,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Part:
+class BlendPart:
     """A range of sequences of a corpus (whole documents) and its weight in a mixture."""
 
     corpus: Corpus
@@ -263,8 +263,8 @@ class Part:
 
 
 def mix(
-    parts: Sequence[Part],
-    dataset: Callable[[Part, int | None], Samples[SampleT]],
+    parts: Sequence[BlendPart],
+    dataset: Callable[[BlendPart, int | None], Samples[SampleT]],
     *,
     num_samples: int | None,
     label: str,

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalight.data.blend import Samples
-from megalight.data.gpt.dataset import Sample
+from megalight.data.gpt.dataset import GPTSample
 from megalight.errors import DataError
 from megalight.types import BaseStates, TokenBatch, TopTokens
 
@@ -153,7 +153,7 @@ class RecordsWriter:
         done = np.frombuffer(os.pread(self._done[split], last - first, first), np.uint8)
         return (first + np.flatnonzero(done == 0)).tolist()
 
-    def add(self, split: str, index: int, sample: Sample, values: Mapping[str, NDArray[Any]]) -> None:
+    def add(self, split: str, index: int, sample: GPTSample, values: Mapping[str, NDArray[Any]]) -> None:
         """Write what the model makes of sample ``index`` of a split."""
         record = np.zeros((), self.meta.record)
         for name, value in values.items():
@@ -257,7 +257,7 @@ class Records(Generic[MetaT]):
     def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
         return type(self), (self.folder,)  # another process maps the files itself; their content is not pickled
 
-    def record(self, split: str, index: int, sample: Sample) -> Any:
+    def record(self, split: str, index: int, sample: GPTSample) -> Any:
         """Return the record of sample ``index`` of a split.
 
         Raises:
@@ -281,7 +281,7 @@ class Records(Generic[MetaT]):
         """Return whether there are samples of a split."""
         return split in self._maps
 
-    def check(self, samples: Samples[Sample], count: int, split: str = "train") -> None:
+    def check(self, samples: Samples[GPTSample], count: int, split: str = "train") -> None:
         """Refuse to serve another run than the folder was written for.
 
         Args:
@@ -326,7 +326,7 @@ def check_complete(folder: Path, command: str) -> None:
         )
 
 
-def hash_of(sample: Sample) -> int:
+def hash_of(sample: GPTSample) -> int:
     """Hash what a model's result depends on."""
     documents = np.asarray(sample.document_lengths or (), np.int64)
     digest = hashlib.blake2b(np.ascontiguousarray(sample.tokens).tobytes(), digest_size=8)
@@ -415,7 +415,7 @@ class StatesStore(Records[StatesMeta]):
 
     meta_type = StatesMeta
 
-    def read(self, index: int, sample: Sample, split: str = "train") -> BaseStates:
+    def read(self, index: int, sample: GPTSample, split: str = "train") -> BaseStates:
         """Return the hidden states of sample ``index``: ``[S, ...]``.
 
         Raises:
@@ -487,7 +487,7 @@ class TaughtStore(Records[TaughtMeta]):
 
     meta_type = TaughtMeta
 
-    def read(self, index: int, sample: Sample, split: str = "train") -> TopTokens:
+    def read(self, index: int, sample: GPTSample, split: str = "train") -> TopTokens:
         """Return what the teacher predicts for sample ``index``: ``[S]``, with log-probabilities as they are stored.
 
         Raises:
@@ -513,7 +513,7 @@ class Store(Protocol[ReadT]):
     def has(self, split: str) -> bool:
         """Return whether there are samples of a split."""
 
-    def read(self, index: int, sample: Sample, split: str = "train") -> ReadT:
+    def read(self, index: int, sample: GPTSample, split: str = "train") -> ReadT:
         """Return what the model made of a sample."""
 
     def empty(self) -> ReadT:
@@ -532,9 +532,9 @@ class Taught(Generic[ValueT]):
 
     def __init__(
         self,
-        samples: Samples[Sample],
+        samples: Samples[GPTSample],
         store: Store[ValueT],
-        collate: Callable[[Sequence[Sample]], TokenBatch],
+        collate: Callable[[Sequence[GPTSample]], TokenBatch],
         split: str = "train",
     ) -> None:
         self.samples, self._collate, self._split = samples, collate, split
@@ -543,11 +543,11 @@ class Taught(Generic[ValueT]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int | None) -> tuple[Sample, ValueT]:
+    def __getitem__(self, index: int | None) -> tuple[GPTSample, ValueT]:
         sample = self.samples[index]
         return sample, self.store.empty() if index is None else self.store.read(index, sample, self._split)
 
-    def collate(self, rows: Sequence[tuple[Sample, ValueT]]) -> TokenBatch:
+    def collate(self, rows: Sequence[tuple[GPTSample, ValueT]]) -> TokenBatch:
         """Make a batch with :attr:`~megalight.types.TokenBatch.taught`."""
         batch = self._collate([sample for sample, _ in rows])
         values = [value for _, value in rows]

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rich.progress import Progress
 
-from megalight.data.sink import Encoded, Sink
+from megalight.data.sink import DocumentWriter, Encoded
 from megalight.data.text_files import Block, OnBad, Text, TextFile, blocks
 from megalight.errors import DataError
 
@@ -25,17 +25,17 @@ IN_FLIGHT_PER_WORKER = 3
 """Blocks that are read ahead per worker: a limit on memory."""
 
 
-class Encoder(Protocol):
+class BlockEncoder(Protocol):
     """Turns a block into tokens. Each worker process has a copy."""
 
     def __call__(self, block: Block) -> Encoded:
         """Encode all texts of a block."""
 
 
-_worker: list[Encoder] = []  # the encoder of this worker process
+_worker: list[BlockEncoder] = []  # the encoder of this worker process
 
 
-def _start_worker(encoder: Encoder) -> None:
+def _start_worker(encoder: BlockEncoder) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # several processes already use all cores
     _worker[:] = [encoder]
 
@@ -46,8 +46,8 @@ def _work(block: Block) -> Encoded:
 
 def encode_files(
     files: Sequence[TextFile],
-    encoder: Encoder,
-    sink: Sink,
+    encoder: BlockEncoder,
+    sink: DocumentWriter,
     *,
     on_bad: OnBad,
     workers: int | None,
@@ -73,7 +73,7 @@ def encode_files(
     return tuple(skipped)
 
 
-def _encode_all(work: Iterator[Block], encoder: Encoder, workers: int, stack: ExitStack) -> Iterator[Encoded]:
+def _encode_all(work: Iterator[Block], encoder: BlockEncoder, workers: int, stack: ExitStack) -> Iterator[Encoded]:
     """Encode blocks, in order.
 
     One worker means this process, where the tokenizer uses its own threads. Several workers are processes; the number

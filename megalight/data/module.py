@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
-from megalight.data.blend import Data, Mixture, Part, Samples, mix
+from megalight.data.blend import BlendPart, Data, Mixture, Samples, mix
 from megalight.data.cached_outputs import Store, Taught
 from megalight.data.corpus import SPLITS, Corpus, same_tokenizer
 from megalight.data.sampler import GlobalBatchSampler
@@ -363,7 +363,7 @@ class TokenDataModule(ResumableDataModule):
         """Return the sequences of a corpus for train, validation and test."""
 
     @abstractmethod
-    def dataset(self, part: Part, name: str, num_samples: int | None) -> Samples[Any]:
+    def dataset(self, part: BlendPart, name: str, num_samples: int | None) -> Samples[Any]:
         """Build the samples of one part of a split, which is mixed with the others.
 
         Args:
@@ -372,7 +372,7 @@ class TokenDataModule(ResumableDataModule):
             num_samples: number of samples needed. None: one pass.
         """
 
-    def _open(self, data: Data | None, split: str, own: dict[str, Data | None]) -> dict[str, list[Part]]:
+    def _open(self, data: Data | None, split: str, own: dict[str, Data | None]) -> dict[str, list[BlendPart]]:
         # Separate data need no division: each is wholly of its split.
         separate = any(value is not None for value in own.values())
         if (data is None) != separate:
@@ -380,7 +380,7 @@ class TokenDataModule(ResumableDataModule):
                 "give either data, which split divides, or some of train_data, val_data and test_data; "
                 + ("neither was given." if data is None else "both were given.")
             )
-        parts: dict[str, list[Part]] = {}
+        parts: dict[str, list[BlendPart]] = {}
         for number, name in enumerate(SPLITS):
             given = own[name] if separate else data
             mixture = Mixture((), ()) if given is None else Mixture.parse(given)
@@ -391,7 +391,7 @@ class TokenDataModule(ResumableDataModule):
                     self._corpora[prefix] = self._open_corpus(prefix)
                 corpus = self._corpora[prefix]
                 sequences = range(len(corpus.data)) if separate else self.divide(corpus, split)[number]
-                parts[name].append(Part(corpus, sequences, weight))
+                parts[name].append(BlendPart(corpus, sequences, weight))
         return parts
 
     def _open_corpus(self, prefix: str) -> Corpus:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from megalight.data.corpus import CorpusMeta, image_prefix, loss_prefix, tokenizer_path
 from megalight.data.encode import encode_files, sentences_of
 from megalight.data.indexed import IndexedWriter, paths, token_dtype
-from megalight.data.sink import Encoded, Sink
+from megalight.data.sink import DocumentWriter, Encoded
 from megalight.data.text_files import SUFFIXES, Block, Format, Kind, OnBad, TextFile, blocks, find, texts_of
 from megalight.data.tokenizer import Tokenizer, config_path
 from megalight.errors import DataError
@@ -203,7 +203,7 @@ def prepare(
         reader = chosen.for_plain_text(special_as_text)
         encoder = _TextEncoder(reader, text_key, on_bad, token_dtype(chosen.vocab_size), split_sentences)
         writer = stack.enter_context(IndexedWriter(prefix, encoder.dtype))
-        sink = Sink(writer, chosen.eod_id if append_eod else None, split_sentences)
+        sink = DocumentWriter(writer, chosen.eod_id if append_eod else None, split_sentences)
         skipped += encode_files(files, encoder, sink, on_bad=on_bad, workers=workers, bar=bar, stack=stack)
         meta = sink.meta(chosen, append_eod, num_bytes)
         publish_facts(prefix, chosen, meta)

@@ -71,7 +71,7 @@ class Encoded:
     loss: NDArray[np.uint8] | None = None
 
 
-class Sink:
+class DocumentWriter:
     """Joins texts to documents, appends the end-of-document token, counts tokens, and writes.
 
     Args:

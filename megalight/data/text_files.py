@@ -106,7 +106,7 @@ class TextFile:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileChunk:
     """A part of one file.
 
     Attributes:
@@ -130,7 +130,7 @@ class Piece:
     start: int = 0
 
 
-Block = tuple[Piece, ...]
+Block = tuple[FileChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def blocks(files: Sequence[TextFile], on_bad: OnBad = "raise", skipped: list[str
         on_bad: what happens with a file that cannot be read or is not UTF-8: ``raise``, or ``skip`` the file.
         skipped: receives a message for each file that is skipped.
     """
-    block: list[Piece] = []
+    block: list[FileChunk] = []
     size = 0
     for file in files:
         try:
@@ -288,14 +288,14 @@ def _check(file: TextFile) -> None:
             _decode(piece)
 
 
-def _pieces(file: TextFile) -> Iterator[Piece]:
+def _pieces(file: TextFile) -> Iterator[FileChunk]:
     try:
         yield from READERS[file.kind].pieces(file)
     except READ_ERRORS as error:
         raise DataError(f"{file.path} cannot be read ({error}); repair it, {SKIP}") from error
 
 
-def _lines(source: TextFile) -> Iterator[Piece]:
+def _lines(source: TextFile) -> Iterator[FileChunk]:
     """Pieces of about a megabyte that end at line ends. Only the last piece of a text ends its document."""
     opener = gzip.open if source.compressed else open
     with cast(BinaryIO, opener(source.path, "rb")) as file:
@@ -306,7 +306,7 @@ def _lines(source: TextFile) -> Iterator[Piece]:
             last = not following
             # Progress counts bytes of the input: of a compressed file they are only known for the whole.
             size = len(data) if not source.compressed else source.size if last else 0
-            yield Piece(source.path, source.kind, data, line, last, size, start)
+            yield FileChunk(source.path, source.kind, data, line, last, size, start)
             if last:
                 return
             line += data.count(b"\n")
@@ -314,7 +314,7 @@ def _lines(source: TextFile) -> Iterator[Piece]:
             data = following
 
 
-def _entries(source: TextFile) -> Iterator[Piece]:
+def _entries(source: TextFile) -> Iterator[FileChunk]:
     """Pieces of about a megabyte of a JSON array, with a line for each entry. The array is read as a whole."""
     opener = gzip.open if source.compressed else open
     with cast(BinaryIO, opener(source.path, "rb")) as file:
@@ -335,7 +335,7 @@ def _dumped(entry: Any) -> bytes:
     return json.dumps(entry).encode()
 
 
-def _table(source: TextFile) -> Iterator[Piece]:
+def _table(source: TextFile) -> Iterator[FileChunk]:
     """Pieces of about a megabyte of a CSV file, with a line of JSON for each row under the names of the columns."""
     opener = gzip.open if source.compressed else open
     with cast(BinaryIO, opener(source.path, "rb")) as file:
@@ -352,7 +352,7 @@ def _decoded(file: BinaryIO, path: Path) -> Iterator[str]:
         at += len(line)
 
 
-def _joined(source: TextFile, rows: Iterable[bytes], first: int) -> Iterator[Piece]:
+def _joined(source: TextFile, rows: Iterable[bytes], first: int) -> Iterator[FileChunk]:
     """Join lines of JSON to pieces of about a megabyte. ``first`` is the number of the first row."""
     lines: list[bytes] = []
     size = 0
@@ -360,10 +360,10 @@ def _joined(source: TextFile, rows: Iterable[bytes], first: int) -> Iterator[Pie
         lines.append(row)
         size += len(row)
         if size >= BLOCK:
-            yield Piece(source.path, source.kind, b"\n".join(lines), first, True, 0)
+            yield FileChunk(source.path, source.kind, b"\n".join(lines), first, True, 0)
             lines, size, first = [], 0, number
     # Progress counts bytes of the input, which are only known for the whole.
-    yield Piece(source.path, source.kind, b"\n".join(lines), first, True, source.size)
+    yield FileChunk(source.path, source.kind, b"\n".join(lines), first, True, source.size)
 
 
 def _chunk(file: BinaryIO) -> bytes:
@@ -372,17 +372,17 @@ def _chunk(file: BinaryIO) -> bytes:
     return data + file.readline() if len(data) == BLOCK else data
 
 
-def _row_groups(source: TextFile) -> Iterator[Piece]:
+def _row_groups(source: TextFile) -> Iterator[FileChunk]:
     file = _parquet(source.path)
     count = max(1, file.num_row_groups)
     for group in range(file.num_row_groups):
         size = source.size * (group + 1) // count - source.size * group // count
-        yield Piece(source.path, "parquet", b"", group, True, size)
+        yield FileChunk(source.path, "parquet", b"", group, True, size)
 
 
-def _samples(source: TextFile) -> Iterator[Piece]:
+def _samples(source: TextFile) -> Iterator[FileChunk]:
     for first, places, size in webdataset.groups(source.path):
-        yield Piece(source.path, "webdataset", places, first, True, size)
+        yield FileChunk(source.path, "webdataset", places, first, True, size)
 
 
 def _parquet(path: Path) -> Any:
@@ -413,12 +413,12 @@ def texts_of(block: Block, text_key: str, on_bad: OnBad = "raise") -> tuple[list
     return texts, skipped
 
 
-def _document(piece: Piece, key: str) -> Iterator[Text | DataError]:
+def _document(piece: FileChunk, key: str) -> Iterator[Text | DataError]:
     """The text of a piece that is nothing else."""
     yield Text(_decode(piece), piece.ends)
 
 
-def _texts(piece: Piece, key: str) -> Iterator[Text | DataError]:
+def _texts(piece: FileChunk, key: str) -> Iterator[Text | DataError]:
     """The texts of rows, or why there is none."""
     for place, record in READERS[piece.kind].rows(piece):
         if isinstance(record, DataError):
@@ -433,7 +433,7 @@ def _texts(piece: Piece, key: str) -> Iterator[Text | DataError]:
             yield _text(place, key, record[key])
 
 
-def _json_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
+def _json_rows(piece: FileChunk) -> Iterator[tuple[str, Any]]:
     """Each line of JSON, or why it is none, with its place for messages."""
     unit = UNITS.get(piece.kind, "line")
     # At line feeds alone, as `_lines` counts them. `splitlines` divides at other characters, too.
@@ -459,7 +459,7 @@ def _text(place: str, key: str, value: Any) -> Text | DataError:
     return Text(value, True)
 
 
-def _decode(piece: Piece) -> str:
+def _decode(piece: FileChunk) -> str:
     return decode_utf8(piece.data, str(piece.path), piece.start, piece.first, f"convert it, {SKIP}")
 
 
@@ -475,14 +475,14 @@ def records_of(block: Block) -> Iterator[tuple[str, Any]]:
         yield from READERS[piece.kind].rows(piece)
 
 
-def _no_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
+def _no_rows(piece: FileChunk) -> Iterator[tuple[str, Any]]:
     raise DataError(
         f"{piece.path} has no rows by its name; conversations are rows of .json, .jsonl, .csv or .parquet files. Say "
         "with format (--format) if it is one under another name."
     )
 
 
-def _parquet_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(piece: FileChunk) -> Iterator[tuple[str, Any]]:
     rows = _parquet(piece.path).read_row_group(piece.first).to_pylist()
     for row, record in enumerate(rows):
         # absent keys of a row are nulls in its table
@@ -490,7 +490,7 @@ def _parquet_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
         yield f"{piece.path} row group {piece.first}, row {row}", kept
 
 
-def _sample_rows(piece: Piece) -> Iterator[tuple[str, Any]]:
+def _sample_rows(piece: FileChunk) -> Iterator[tuple[str, Any]]:
     return webdataset.records(piece.path, piece.data)
 
 
@@ -513,7 +513,7 @@ def _goes_on(error: Exception) -> bool:
     return isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
 
 
-def _column(piece: Piece, key: str) -> Iterator[Text | DataError]:
+def _column(piece: FileChunk, key: str) -> Iterator[Text | DataError]:
     """The texts of a row group, or why there is none."""
     file = _parquet(piece.path)
     names = file.schema_arrow.names
@@ -536,7 +536,7 @@ def _column(piece: Piece, key: str) -> Iterator[Text | DataError]:
         yield _text(f"{place}, row {row}", key, value)
 
 
-class Reader(NamedTuple):
+class FileReader(NamedTuple):
     """How files of one kind are read.
 
     Attributes:
@@ -547,17 +547,17 @@ class Reader(NamedTuple):
             and count as a whole block.
     """
 
-    pieces: Callable[[TextFile], Iterator[Piece]]
-    texts: Callable[[Piece, str], Iterator[Text | DataError]]
-    rows: Callable[[Piece], Iterator[tuple[str, Any]]]
+    pieces: Callable[[TextFile], Iterator[FileChunk]]
+    texts: Callable[[FileChunk, str], Iterator[Text | DataError]]
+    rows: Callable[[FileChunk], Iterator[tuple[str, Any]]]
     holds_bytes: bool = True
 
 
-READERS: dict[Kind, Reader] = {
-    "text": Reader(_lines, _document, _no_rows),
-    "jsonl": Reader(_lines, _texts, _json_rows),
-    "json": Reader(_entries, _texts, _json_rows),
-    "csv": Reader(_table, _texts, _json_rows),
-    "parquet": Reader(_row_groups, _column, _parquet_rows, holds_bytes=False),
-    "webdataset": Reader(_samples, _texts, _sample_rows, holds_bytes=False),
+READERS: dict[Kind, FileReader] = {
+    "text": FileReader(_lines, _document, _no_rows),
+    "jsonl": FileReader(_lines, _texts, _json_rows),
+    "json": FileReader(_entries, _texts, _json_rows),
+    "csv": FileReader(_table, _texts, _json_rows),
+    "parquet": FileReader(_row_groups, _column, _parquet_rows, holds_bytes=False),
+    "webdataset": FileReader(_samples, _texts, _sample_rows, holds_bytes=False),
 }

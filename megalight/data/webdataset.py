@@ -21,7 +21,7 @@ IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "
 """Last suffixes of parts that are images."""
 
 
-class Sample(NamedTuple):
+class TarSample(NamedTuple):
     """The places of a sample's parts in its file.
 
     Attributes:
@@ -33,13 +33,13 @@ class Sample(NamedTuple):
     parts: list[tuple[str, int, int]]
 
 
-def samples(path: Path) -> Iterator[Sample]:
+def samples(path: Path) -> Iterator[TarSample]:
     """Yield the samples of a shard in order. Only headers are read.
 
     Raises:
         DataError: it is no tar file, it is packed, cut off or joined from several, or a sample has a part twice.
     """
-    size, current = path.stat().st_size, Sample("", [])
+    size, current = path.stat().st_size, TarSample("", [])
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
@@ -51,7 +51,7 @@ def samples(path: Path) -> Iterator[Sample]:
                 if key != current.key:
                     if current.parts:
                         yield current
-                    current = Sample(key, [])
+                    current = TarSample(key, [])
                 if any(name == other for other, *_ in current.parts):
                     raise DataError(f"{path}: the sample {key!r} has the part {name!r} twice.")
                 current.parts.append((name, member.offset_data, member.size))
@@ -86,7 +86,7 @@ def _named(path: str) -> tuple[str, str]:
 
 def groups(path: Path) -> Iterator[tuple[int, bytes, int]]:
     """Yield samples of about a megabyte together: the number of the first, their places as JSON, and bytes of parts."""
-    first, held, size = 0, list[Sample](), 0
+    first, held, size = 0, list[TarSample](), 0
     for number, sample in enumerate(samples(path)):
         held.append(sample)
         size += sum(part[2] for part in sample.parts)

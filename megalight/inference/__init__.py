@@ -1,13 +1,13 @@
 """Generation: sampling, a cache, and text generation from a checkpoint."""
 
-from megalight.inference.blocks import Blocks as Blocks
+from megalight.inference.blocks import BlockPool as BlockPool
 from megalight.inference.cache import Cache as Cache
 from megalight.inference.engine import DynamicEngine as DynamicEngine
-from megalight.inference.engine import Step as Step
+from megalight.inference.engine import EngineStep as EngineStep
 from megalight.inference.generate import generate as generate
 from megalight.inference.generate import stream as stream
 from megalight.inference.parallel import ParallelGPT as ParallelGPT
-from megalight.inference.sampling import Sampling as Sampling
+from megalight.inference.sampling import SamplingParams as SamplingParams
 from megalight.inference.sampling import sample as sample
 from megalight.inference.scheduler import Completion as Completion
 from megalight.inference.text import TextGenerator as TextGenerator

@@ -14,7 +14,7 @@ from megalight.data.chat.template import ChatTemplate
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, decode_utf8
 from megalight.inference.generate import check_prompts, end_ids
-from megalight.inference.sampling import Sampling
+from megalight.inference.sampling import SamplingParams
 from megalight.inference.speculative import rounds
 from megalight.inference.text import begun
 from megalight.models.eagle import DraftModel
@@ -75,7 +75,7 @@ def measure(
         prompts,
         max_new_tokens=max_new_tokens,
         guesses=guesses,
-        sampling=Sampling(temperature=0.0),
+        sampling=SamplingParams(temperature=0.0),
         ends=end_ids(base, eos_id),
         generator=generator,
     ):

@@ -52,7 +52,7 @@ class Snapshots:
 
 
 @dataclass(eq=False)
-class _Part:
+class _BlockTokens:
     """The tokens of a full block, after those of another one.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Part:
     after: _Parts = field(default_factory=dict)
 
 
-_Parts = dict[tuple[int, ...], _Part]
+_Parts = dict[tuple[int, ...], _BlockTokens]
 
 
 class Prefixes:
@@ -89,7 +89,7 @@ class Prefixes:
         self._size = size
         self.snapshots = Snapshots(entries)
         self._first: _Parts = {}
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _BlockTokens] = {}
 
     def __contains__(self, block: int) -> bool:
         """Whether the block can be found."""
@@ -115,7 +115,7 @@ class Prefixes:
     def put(self, before: int | None, tokens: Sequence[int], block: int) -> None:
         """Let a block be found by its tokens, after those of another block (None: at the beginning)."""
         siblings = self._after(before)
-        part = _Part(block, tuple(tokens), siblings)
+        part = _BlockTokens(block, tuple(tokens), siblings)
         siblings[part.tokens] = self._parts[block] = part
 
     def forget(self, block: int) -> None:
@@ -150,7 +150,7 @@ def blocks_at_once(lengths: Iterable[int], at_once: int) -> int:
     return max(1, sum(needs[:at_once]))
 
 
-class Blocks:
+class BlockPool:
     """A pool of equally long blocks. Every slot has a table of its blocks, in the order of its tokens.
 
     Several slots may have a block whose tokens they share (:meth:`remember`). It is taken back from the last of them.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference.blocks import Blocks
+from megalight.inference.blocks import BlockPool
 from megalight.types import PackedSequences
 from megalight.types.packed_sequences import to_device
 
@@ -113,11 +113,11 @@ class Cache:
         layers: Mapping[str, nn.Module] | nn.ModuleDict,
         num_slots: int,
         capacity: int,
-        blocks: Blocks | None = None,
+        blocks: BlockPool | None = None,
     ) -> None:
         self.num_slots = num_slots
         self.capacity = capacity
-        self.blocks = blocks or Blocks(num_slots, num_slots, capacity)
+        self.blocks = blocks or BlockPool(num_slots, num_slots, capacity)
         self.lengths = [0] * num_slots
         self.reversible = True
         # Where the positions of a slot's next tokens are not their number: images take fewer positions than tokens.
@@ -234,7 +234,7 @@ class Cache:
         # Lengths are host numbers, so nothing waits for the device.
         new, keys = PackedSequences.of_lengths(counts, device), PackedSequences.of_lengths(totals, device)
         positions = _offset(new, past)
-        where = _Places([self.blocks.tables[slot] for slot in slots], self.blocks.size, new.device)
+        where = _TokenPositions([self.blocks.tables[slot] for slot in slots], self.blocks.size, new.device)
         self._step = _Step(
             slots=torch.tensor(slots, device=device),
             begins=torch.tensor([before == 0 for before in past], device=device),
@@ -254,7 +254,7 @@ class Cache:
         return new.with_axes(following.expand(self._axes, -1))
 
 
-class _Places:
+class _TokenPositions:
     """Where the tokens of several sequences lie.
 
     Args:

@@ -14,16 +14,16 @@ import torch
 from torch import Generator, Tensor
 
 from megalight.errors import ConfigurationError, DataError, integer
-from megalight.inference.blocks import Blocks
+from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
 from megalight.inference.generate import another, check_prompts, device_of, end_ids, last_logits, new_generator
 from megalight.inference.parallel import ParallelGPT, evaluating
-from megalight.inference.sampling import FAILED, Sampling, sample, seeded
-from megalight.inference.scheduler import Completion, Request, Schedule, Stop
+from megalight.inference.sampling import FAILED, SamplingParams, sample, seeded
+from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.models.gpt import GPT, GPTConfig
 
 
-class Step(NamedTuple):
+class EngineStep(NamedTuple):
     """What a step did, by the numbers of requests.
 
     Attributes:
@@ -47,10 +47,10 @@ class _OpenStep(NamedTuple):
         undecided: the other texts.
     """
 
-    step: Step
+    step: EngineStep
     undecided: deque[Request]
 
-    def close(self) -> Step:
+    def close(self) -> EngineStep:
         """Find the texts that end. After an error this goes on with the same text."""
         while self.undecided:
             request = self.undecided[0]
@@ -117,11 +117,11 @@ class DynamicEngine:
         step_tokens = integer("step_tokens", step_tokens)
         self._model = model
         # Texts begin in the order in which they came, so few beginnings are wanted at a time.
-        self.blocks = Blocks(max_sequences, num_blocks, block_size, snapshots=-(-max_sequences // 16))
+        self.blocks = BlockPool(max_sequences, num_blocks, block_size, snapshots=-(-max_sequences // 16))
         cache = Cache(model.layers, max_sequences, model.config.max_sequence_length, self.blocks)
         # Ranks of a replica may hold different layers, and must plan the same.
         rows = model.every(cache.reversible) if isinstance(model, ParallelGPT) else cache.reversible
-        self._schedule = Schedule(cache, step_tokens, states=not rows)
+        self._schedule = Scheduler(cache, step_tokens, states=not rows)
         self._requests: dict[int, Request] = {}
         self._count = 0
         self._seeds: Generator | None = None
@@ -135,7 +135,7 @@ class DynamicEngine:
         prompt: Sequence[int],
         *,
         max_new_tokens: int,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         eos_id: int | Collection[int] | None = None,
         stop: Stop | None = None,
         seed: int | None = None,
@@ -178,7 +178,7 @@ class DynamicEngine:
             prompt,
             len(prompt),
             max_new_tokens,
-            Sampling.of(sampling),
+            SamplingParams.of(sampling),
             end_ids(self._model, eos_id),
             stop,
             seeded(device_of(self._model), self._new_seed() if seed is None else seed),
@@ -209,7 +209,7 @@ class DynamicEngine:
         """The numbers of requests that have not ended, in the order in which they came."""
         return list(self._requests)
 
-    def step(self) -> Step | None:
+    def step(self) -> EngineStep | None:
         """Run one forward pass; return what it did, or None if no request is left.
 
         If experts are on ranks of several replicas, all these replicas call this equally often, until it returns None.
@@ -230,7 +230,7 @@ class DynamicEngine:
             with evaluating(self._model):
                 self._model.accompany()
         if self._open is None:
-            return Step({}, {}, [], {})
+            return EngineStep({}, {}, [], {})
         step = self._open.close()
         self._open = None
         for number in step.finished:
@@ -261,7 +261,7 @@ class DynamicEngine:
             self.blocks.prefixes.clear()
             raise
         found = {request.number: count for request, count in plan.shared.items()}
-        step = Step({}, {}, [request.number for request in plan.preempted], found)
+        step = EngineStep({}, {}, [request.number for request in plan.preempted], found)
         suspects: list[Request] = []
         undecided: deque[Request] = deque()
         for request, token, log_prob in zip(requests, *chosen, strict=True):
@@ -281,7 +281,7 @@ class DynamicEngine:
             step.preempted.extend(request.number for request in schedule.isolate(suspects))
         return _OpenStep(step, undecided)
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[EngineStep]:
         """Step until no request is left; requests may be added meanwhile."""
         while (step := self.step()) is not None:
             yield step
@@ -347,7 +347,7 @@ def _chosen(requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) ->
 
 def _drawn(requests: Sequence[Request], logits: Tensor, generators: Sequence[Generator]) -> Tensor:
     """Return the next token ``[n]`` of each request, from logits ``[n, V]``."""
-    kinds: dict[Sampling, list[int]] = {}
+    kinds: dict[SamplingParams, list[int]] = {}
     for place, request in enumerate(requests):
         kinds.setdefault(request.sampling, []).append(place)
     if len(kinds) == 1:

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.cache import Cache
 from megalight.inference.parallel import ParallelGPT, evaluating
-from megalight.inference.sampling import Sampling, check_sampled, sample
+from megalight.inference.sampling import SamplingParams, check_sampled, sample
 from megalight.inference.speculative import check_draft, rounds
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
@@ -44,9 +44,9 @@ def generate(
             If experts are on ranks of several replicas, all these replicas generate at the same time.
         prompts: token ids, at least one for each prompt. Lengths may differ.
         max_new_tokens: maximum length of a completion.
-        temperature: see :class:`~megalight.inference.sampling.Sampling`.
-        top_k: see :class:`~megalight.inference.sampling.Sampling`.
-        top_p: see :class:`~megalight.inference.sampling.Sampling`.
+        temperature: see :class:`~megalight.inference.sampling.SamplingParams`.
+        top_k: see :class:`~megalight.inference.sampling.SamplingParams`.
+        top_p: see :class:`~megalight.inference.sampling.SamplingParams`.
         eos_id: a completion ends with this token, or with one of these.
         generator: random generator on the model's device, with the same state on all ranks. None makes a new one, so
             torch's default generator does not change.
@@ -67,7 +67,7 @@ def generate(
         ConfigurationError: another value is of the wrong kind or out of range, or the draft does not fit the model.
         MegalightError: logits hold NaN or infinity.
     """
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     completions: list[list[int]] = [[] for _ in prompts]
     for step in stream(
         model,
@@ -91,7 +91,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     eos_id: int | Collection[int] | None = None,
     generator: Generator | None = None,
     axis_positions: Sequence[Tensor] | None = None,
@@ -106,7 +106,7 @@ def stream(
     # Here, not in `_steps`: a generator function runs nothing before its first item is asked for.
     prompts, max_new_tokens = check_prompts(model, prompts, max_new_tokens, axis_positions)
     _check_pictures(model, prompts, pictures)
-    ends, sampling = end_ids(model, eos_id), Sampling.of(sampling)
+    ends, sampling = end_ids(model, eos_id), SamplingParams.of(sampling)
     if draft is None:
         return _steps(model, prompts, max_new_tokens, sampling, ends, generator, axis_positions, pictures)
     if axis_positions is not None:
@@ -119,7 +119,7 @@ def _steps(
     model: GPT | ParallelGPT,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     ends: Collection[int],
     generator: Generator | None,
     axis_positions: Sequence[Tensor] | None,
@@ -160,7 +160,7 @@ def _drafted(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     guesses: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     ends: Collection[int],
     generator: Generator | None,
 ) -> Iterator[dict[int, int]]:

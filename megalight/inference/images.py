@@ -25,7 +25,7 @@ ImageFile = bytes | str | os.PathLike[str]
 """The bytes of an image file, or its path."""
 
 
-class Prompts(NamedTuple):
+class ImagePrompts(NamedTuple):
     """Prompts with images, as :func:`~megalight.inference.generate.generate` takes them.
 
     Attributes:
@@ -60,7 +60,7 @@ def with_pictures(
     *,
     resize: Resize | None = None,
     device: torch.device | str = "cpu",
-) -> Prompts:
+) -> ImagePrompts:
     """Prepare prompts with images for :func:`~megalight.inference.generate.generate`.
 
     Args:
@@ -106,11 +106,11 @@ def with_pictures(
     axes = positions if form.axes else None
     every = [cut for held in cuts for cut in held]
     if not every:
-        return Prompts(long, None, axes)
+        return ImagePrompts(long, None, axes)
     tokens = torch.tensor([token for ids in long for token in ids])
     source = torch.full_like(tokens, -1)
     source[tokens == config.image_token] = torch.from_numpy(sources(every))
     rows = Images.of_cuts(cuts, form)
     (runs,) = runs_of(source[None].numpy(), rows)
     pictures = pictures_of(config, rows.to(device), source.to(device), 1)
-    return Prompts(long, replace(pictures, runs=runs), axes)
+    return ImagePrompts(long, replace(pictures, runs=runs), axes)

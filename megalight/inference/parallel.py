@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPTConfig
-from megalight.models.gpt.model import Output
+from megalight.models.gpt.model import GPTOutput
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import Pictures
 from megalight.models.vlm.config import VLMConfig
@@ -93,7 +93,7 @@ class ParallelGPT(nn.Module):
         states: Mapping[str, Any] | None = None,
         rows: Tensor | None = None,
         pictures: Pictures | None = None,
-    ) -> Output:
+    ) -> GPTOutput:
         """Compute the logits of whole sequences, on every rank.
 
         Args:
@@ -108,7 +108,7 @@ class ParallelGPT(nn.Module):
         """
         if pictures is not None and self._blind is not None:
             raise ConfigurationError(f"images cannot be read in this layout: {self._blind}; {FROM_CHECKPOINT}")
-        return Output(logits=self._run(tokens, sequences, (), states, rows, pictures)[0])
+        return GPTOutput(logits=self._run(tokens, sequences, (), states, rows, pictures)[0])
 
     @torch.no_grad()
     def with_states(

@@ -17,7 +17,7 @@ FAILED = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingParams:
     """Settings for the choice of the next token. Temperature is applied first, then top-k, then top-p.
 
     Attributes:
@@ -51,15 +51,15 @@ class Sampling:
             object.__setattr__(self, "top_p", top_p)
 
     @staticmethod
-    def of(given: Sampling | None) -> Sampling:
+    def of(given: SamplingParams | None) -> SamplingParams:
         """Return what is given, or the defaults.
 
         Raises:
-            ConfigurationError: it is no ``Sampling``.
+            ConfigurationError: it is no ``SamplingParams``.
         """
         if given is None:
-            return Sampling()
-        if not isinstance(given, Sampling):
+            return SamplingParams()
+        if not isinstance(given, SamplingParams):
             raise ConfigurationError(f"sampling is {given!r}; it must be a Sampling, such as Sampling(temperature=0).")
         return given
 
@@ -95,7 +95,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(dropped, -torch.inf)
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+def probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Return the distribution ``[N, V]`` to sample from: float32 (float64 for float64 logits), one-hot if greedy."""
     # A softmax in half precision loses the small probabilities, which top-p adds up.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -114,7 +114,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.softmax(-1)
 
 
-def sample(logits: Tensor, sampling: Sampling, generator: Generator | Sequence[Generator] | None = None) -> Tensor:
+def sample(
+    logits: Tensor, sampling: SamplingParams, generator: Generator | Sequence[Generator] | None = None
+) -> Tensor:
     """Sample token ids: ``[N, V] -> [N]``. Rows with NaN or infinity give :data:`FAILED`.
 
     Args:

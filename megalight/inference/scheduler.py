@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from torch import Generator
 
 from megalight.inference.cache import Cache
-from megalight.inference.sampling import Sampling
+from megalight.inference.sampling import SamplingParams
 
 # A text that the engine completes: what it may become, and what it has become so far.
 
@@ -60,7 +60,7 @@ class Request:
     tokens: list[int]
     prompt_length: int
     max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     ends: Collection[int] = ()
     stop: Stop | None = None
     generator: Generator | None = None
@@ -90,7 +90,7 @@ class Request:
         return None if reason is None else Completion(self.tokens[self.prompt_length :], self.log_probs, reason)
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """A forward pass.
 
     Attributes:
@@ -108,7 +108,7 @@ class Plan(NamedTuple):
     kept: list[tuple[int, int]]
 
 
-class Schedule:
+class Scheduler:
     """Requests that run, and those that wait.
 
     They begin in the order in which they came. No request overtakes another, so those that run are always the oldest.
@@ -139,9 +139,9 @@ class Schedule:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Choose the tokens of the next forward pass, and reserve their blocks. :meth:`Cache.extend` must follow."""
-        left, plan, blocks = self.step_tokens, Plan({}, [], {}, [], []), self.cache.blocks
+        left, plan, blocks = self.step_tokens, StepPlan({}, [], {}, [], []), self.cache.blocks
         # Only the youngest can have more than one token to run, as it began with what was left of a step. So a long
         # prompt does not stop those before it.
         for request in [*self.running]:
@@ -199,7 +199,7 @@ class Schedule:
         self.cache.release(request.slot)
         request.slot = None
 
-    def _run(self, plan: Plan, request: Request, slot: int, left: int) -> int:
+    def _run(self, plan: StepPlan, request: Request, slot: int, left: int) -> int:
         """Plan the next tokens of a request, at most ``left``; return how many."""
         stored, blocks = self.cache.lengths[slot], self.cache.blocks
         end = min(stored + left, len(request.tokens))
@@ -233,7 +233,7 @@ class Schedule:
         kept = blocks.prefixes.snapshots.last(blocks.prefixes.find(wanted)) * blocks.size
         return common if common > max(stored, kept) else 0
 
-    def _next(self, plan: Plan) -> tuple[Request, int] | None:
+    def _next(self, plan: StepPlan) -> tuple[Request, int] | None:
         """Give the oldest request that waits a slot, and blocks for all of its tokens; None: it must wait."""
         taken = {request.slot for request in self.running}
         slot = next((slot for slot in range(self.cache.num_slots) if slot not in taken), None)

@@ -23,7 +23,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.cache import Cache
 from megalight.inference.parallel import ParallelGPT, evaluating
-from megalight.inference.sampling import Sampling, check_sampled, sample
+from megalight.inference.sampling import SamplingParams, check_sampled, sample
 from megalight.models.eagle import DraftModel
 from megalight.models.eagle.serving_format import is_draft
 from megalight.models.gpt import GPT, GPTConfig
@@ -32,7 +32,7 @@ from megalight.models.saved import companions_of, description, saved_model
 from megalight.types import PackedSequences
 
 
-class Round(NamedTuple):
+class DraftRound(NamedTuple):
     """What a round yields for one prompt.
 
     Attributes:
@@ -74,10 +74,10 @@ def rounds(
     *,
     max_new_tokens: int,
     guesses: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     ends: Collection[int],
     generator: Generator,
-) -> Iterator[dict[int, Round]]:
+) -> Iterator[dict[int, DraftRound]]:
     """Yield what each round yields for each prompt that goes on. The first one is the prompts' own pass.
 
     Args:
@@ -96,7 +96,7 @@ def rounds(
     """
     check_draft(base, draft, guesses)
     capacity = max(map(len, prompts)) + max_new_tokens
-    pair = _Pair(base, draft, len(prompts), capacity)
+    pair = _BaseAndDraft(base, draft, len(prompts), capacity)
     left = dict.fromkeys(range(len(prompts)), max_new_tokens)
     # Of each text that goes on: the tokens that neither model has read, the newest one and what was guessed after it.
     given = {slot: list(prompt) for slot, prompt in enumerate(prompts)}
@@ -105,7 +105,7 @@ def rounds(
         with evaluating(base), evaluating(draft):
             logits, states = pair.check(given, guessed)
         chosen = sample(torch.cat(list(logits.values())), sampling, generator).tolist()
-        found: dict[int, Round] = {}
+        found: dict[int, DraftRound] = {}
         for slot in list(given):
             # One choice after the newest token, and one after each guess.
             choices, chosen = chosen[: len(guessed[slot]) + 1], chosen[len(guessed[slot]) + 1 :]
@@ -126,17 +126,17 @@ def rounds(
         given = {slot: [after[slot]] for slot in going}
 
 
-def _kept(choices: Sequence[int], guessed: Sequence[int], ends: Collection[int]) -> Round:
+def _kept(choices: Sequence[int], guessed: Sequence[int], ends: Collection[int]) -> DraftRound:
     """Return the choices up to the first that was not guessed, or that ends the text."""
     right = 0
     while right < len(guessed) and guessed[right] == choices[right]:
         right += 1
     tokens = list(choices[: right + 1])
     stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens) - 1)
-    return Round(tokens[: stop + 1], len(guessed), stop + 1 == len(tokens))
+    return DraftRound(tokens[: stop + 1], len(guessed), stop + 1 == len(tokens))
 
 
-class _Pair:
+class _BaseAndDraft:
     """A base and its draft, with what they have read."""
 
     def __init__(self, base: GPT | ParallelGPT, draft: DraftModel, num_slots: int, capacity: int) -> None:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.checkpoint.foreign.pickles import check_is_archive
 from megalight.checkpoint.foreign.transformers_folder import is_folder, json_object, read_config
@@ -283,9 +283,9 @@ class TextGenerator:
             prompts: the texts to continue.
             max_new_tokens: maximum length of a completion, in tokens. None: 128, or fewer where the model's longest
                 sequence ends.
-            temperature: see :class:`~megalight.inference.sampling.Sampling`.
-            top_k: see :class:`~megalight.inference.sampling.Sampling`.
-            top_p: see :class:`~megalight.inference.sampling.Sampling`.
+            temperature: see :class:`~megalight.inference.sampling.SamplingParams`.
+            top_k: see :class:`~megalight.inference.sampling.SamplingParams`.
+            top_p: see :class:`~megalight.inference.sampling.SamplingParams`.
             seed: seed of the sampling, from 0 to ``2**63 - 1``. None gives other results each time.
             ends: ids of further tokens that end a completion, such as the end of a chat model's answer.
             images: the images of each prompt, as paths or as the bytes of files. Each stands where the prompt has
@@ -422,14 +422,14 @@ class TextGenerator:
         return {*ends, *self.ends, *([] if eod is None else [eod])}
 
 
-def _ends(path: Place) -> frozenset[int]:
+def _ends(path: PathLike) -> frozenset[int]:
     """Return the tokens that end a text by the settings for generation beside a model."""
     settings = json_object(companions_of(path).get(GENERATION, b"{}"), GENERATION)
     ids = settings.get("eos_token_id")
     return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int)
 
 
-def _tokenizer(path: Place) -> Tokenizer:
+def _tokenizer(path: PathLike) -> Tokenizer:
     """Return the tokenizer that was saved with the model."""
     remedy = "Name the one that the model was trained with by tokenizer (--tokenizer), a tokenizer.json or its folder."
     if path.is_file():

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, decode_utf8, integer
-from megalight.inference.sampling import LARGEST_SEED, Sampling
+from megalight.inference.sampling import LARGEST_SEED, SamplingParams
 from megalight.inference.scheduler import Reason, Stop
 
 
@@ -35,7 +35,7 @@ class TextRequest:
 
     prompt: str
     max_new_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
     stop: Sequence[str] = ()
     log_probs: bool = False

@@ -24,7 +24,7 @@ from megalight.types import PackedSequences
 # What all fused classes share: they are derived from a class of ``transformers`` as well.
 
 
-class Part(nn.Module):
+class FusedModule(nn.Module):
     """Goes before a class of ``transformers`` among the bases of a fused class."""
 
     @classmethod
@@ -46,7 +46,7 @@ class Part(nn.Module):
 # RMS norms, alone or with the sum before them.
 
 
-class Norm(Part):
+class Norm(FusedModule):
     """Has the attributes of an RMS norm of ``transformers``."""
 
     weight: nn.Parameter
@@ -74,7 +74,7 @@ KINDS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "
 """Name in a configuration of ``transformers`` -> name of our activation."""
 
 
-class GatedMLP(Part):
+class GatedMLP(FusedModule):
     """Has the attributes of a gated MLP of ``transformers``."""
 
     config: Any
@@ -116,7 +116,7 @@ class Head(nn.Linear):
 # Decoder layers that add up the residual stream in their norms.
 
 
-class Layer(Part):
+class Layer(FusedModule):
     """Has the attributes of a decoder layer of ``transformers``."""
 
     self_attn: nn.Module
@@ -147,7 +147,7 @@ def streamed(hidden: Tensor) -> Tensor:
 # The decoder: training steps whose mask needs no look at the positions.
 
 
-class Decoder(Part):
+class Decoder(FusedModule):
     """Has the attributes of a decoder of ``transformers``.
 
     That looks for packed documents in the positions, for which the host waits in every step, or fills a cache that
@@ -212,7 +212,7 @@ class Decoder(Part):
 # Rotary embedding of queries and keys by one kernel each, and causal attention.
 
 
-class Rotary(Part):
+class FusedRotary(FusedModule):
     """Makes the tables of angles in float32, whatever the dtype of hidden states; the kernel rounds only its result."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,7 +221,7 @@ class Rotary(Part):
         return tables
 
 
-class Attention(Part):
+class FusedAttention(FusedModule):
     """Has the attributes of an attention of ``transformers``.
 
     It calls our attention where the decoder says that it is causal and has no mask, else the implementation in its
@@ -298,7 +298,7 @@ LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """Further arguments of the loss of ``transformers``."""
 
 
-class CausalLM(Part):
+class CausalLM(FusedModule):
     """Has the attributes of a ``...ForCausalLM`` of ``transformers``."""
 
     config: Any
@@ -389,10 +389,10 @@ def _is_zero(logits_to_keep: int | Tensor) -> bool:
 FAMILIES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
 """Prefix of the classes of a family -> its folder in ``transformers.models``."""
 
-PARTS: dict[str, type[Part]] = {
+PARTS: dict[str, type[FusedModule]] = {
     "RMSNorm": Norm,
-    "RotaryEmbedding": Rotary,
-    "Attention": Attention,
+    "RotaryEmbedding": FusedRotary,
+    "Attention": FusedAttention,
     "MLP": GatedMLP,
     "DecoderLayer": Layer,
     "Model": Decoder,
@@ -426,7 +426,7 @@ def unfuse(model: nn.Module) -> None:
     for module in list(model.modules()):
         if type(module) is Head:
             module.__class__ = nn.Linear  # type: ignore[assignment]
-        elif isinstance(module, Part):
+        elif isinstance(module, FusedModule):
             module.__class__ = type(module).of_transformers()
 
 

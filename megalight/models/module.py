@@ -24,7 +24,7 @@ from megalight.nn.counting import end_step
 from megalight.nn.init import initialize
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.parallel.frozen_model import FrozenModel
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Source, model_targets
 from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to
@@ -262,9 +262,9 @@ class MegalightModule(pl.LightningModule):
         """
         return {}
 
-    def plan(self, model: nn.Module) -> Plan:
+    def plan(self, model: nn.Module) -> ParallelizePlan:
         """Return the model's parallel plan. Default: the plan registered for its class, or else full replication."""
-        return plan_for(model) or Plan()
+        return plan_for(model) or ParallelizePlan()
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return models that run beside this one untrained, by name: a teacher, a reference policy. Default: none.

@@ -19,12 +19,12 @@ from megalight.checkpoint import Checkpoint
 from megalight.checkpoint.disk.publish import place
 from megalight.checkpoint.foreign.single_file import WEIGHTS, read
 from megalight.checkpoint.foreign.transformers_folder import files_of, header, is_folder, read_config
-from megalight.checkpoint.loading import Saved, compare
+from megalight.checkpoint.loading import SavedCheckpoint, compare
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.sources.combine import FullPrecision, Lenient, Without, report
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare as compare_configs
-from megalight.models.family import Family, Weights, family, family_of_transformers, warn_of_differences
+from megalight.models.family import Family, WeightConversion, family, family_of_transformers, warn_of_differences
 from megalight.models.gpt.config import GPTConfig, MultiTokenConfig
 from megalight.models.hugging_face.folder import COMPANIONS, LENIENT, UNREAD, companions, unread
 from megalight.models.transforms import activate, rebuild
@@ -36,8 +36,8 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.layout_string import balanced, compose
 from megalight.parallel.pipeline.stages import check_protocol
-from megalight.parallel.plan import Plan
-from megalight.parallel.source import Filled, Request, Source, Stored, Wrapped
+from megalight.parallel.plan import ParallelizePlan
+from megalight.parallel.source import Filled, FillRequest, Source, TensorMetadata, Wrapped
 from megalight.parallel.transform import ModelTransform, apply_transforms
 
 # Weights for all names of a model, from a source that lacks some of them or has others.
@@ -73,17 +73,17 @@ class Completed(Wrapped):
     seed: int
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, TensorMetadata]:
         """The tensors of the model."""
         shown = {name: stored for name, stored in self.source.tensors.items() if name not in self.hidden}
         return {**shown, **self.drawn}
 
-    def before(self, request: Request) -> Request:
+    def before(self, request: FillRequest) -> FillRequest:
         """See :meth:`~megalight.parallel.source.Wrapped.before`."""
         stored = [target for target in request.targets if target.name not in self.drawn]
         return replace(request, targets=stored, strict=False)
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         for box in request.targets:
             if box.name in self.drawn:
@@ -263,7 +263,7 @@ def _room(
     with torch.device("meta"):
         root = known.model(config)
     # A process that holds the whole model has nothing to split.
-    plan = Plan() if mesh is None else known.plan(root)
+    plan = ParallelizePlan() if mesh is None else known.plan(root)
     mesh = mesh or ParallelMesh()
     options = ParallelOptions(
         plan=plan,
@@ -338,7 +338,7 @@ def holds_base(common: Mapping[str, Any]) -> bool:
     return bool(common.get("model", {}).get(BASE, True))
 
 
-def needs_base(opened: Saved, step: str) -> CheckpointError:
+def needs_base(opened: SavedCheckpoint, step: str) -> CheckpointError:
     """Make the error for a checkpoint that holds only adapters, if no base is given."""
     return CheckpointError(f"checkpoint {opened.path} holds only adapters; {step}.")
 
@@ -488,7 +488,7 @@ def unread_of(path: str | os.PathLike[str], known: Family, config: Any) -> dict[
     return {UNREAD: opened.file(UNREAD)} if opened and UNREAD in opened.files else {}
 
 
-def _weights(known: Family) -> Weights:
+def _weights(known: Family) -> WeightConversion:
     if known.weights is None:
         raise ConfigurationError(
             f"models of the family {known.name} cannot start from weights of transformers; give a checkpoint of ours."

@@ -14,10 +14,10 @@ from torch import nn
 
 from megalight import checkpoint
 from megalight.checkpoint.foreign.transformers_folder import describe, is_folder, read_config, values
-from megalight.checkpoint.inspection.diff import Compared, Difference, Kind, Saved, differences
+from megalight.checkpoint.inspection.diff import Compared, Difference, DiffSource, TensorKind, differences
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.run import STATE
-from megalight.checkpoint.sources.combine import Averaged, FullPrecision, Held, Overlaid
+from megalight.checkpoint.sources.combine import Averaged, FullPrecision, Overlaid, TensorSource
 from megalight.checkpoint.sources.flat import canonical
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError
@@ -141,7 +141,7 @@ def averages_begun(opened: checkpoint.Checkpoint) -> bool:
 def held_model(name: str, config: Any, model: nn.Module) -> StoredModel:
     """Return a whole model in the memory of this process, of the family ``name``."""
     weights = {PREFIX + key: tensor for key, tensor in canonical_tensors(model).items()}
-    return StoredModel(family(name), config, Held(weights), {})
+    return StoredModel(family(name), config, TensorSource(weights), {})
 
 
 def averaged(models: Sequence[StoredModel]) -> StoredModel:
@@ -207,7 +207,7 @@ def save_model(
 # How a folder of ``transformers`` differs from another one, or from a checkpoint: by canonical names.
 
 
-class Weights:
+class FolderWeights:
     """The weights in a folder of ``transformers``, by canonical name. Packed ones are widened.
 
     A tensor without a canonical name keeps that of its file.
@@ -223,7 +223,7 @@ class Weights:
         self._source = known.weights.source(path, known.weights.config_of(path), PREFIX, strict=False)
         stored = describe(path).tensors if self._source.skipped else {}
         self._others = {PREFIX + name: stored[name] for name in self._source.skipped if name in stored}
-        self.tensors: dict[str, Kind] = {**self._others, **self._source.tensors}
+        self.tensors: dict[str, TensorKind] = {**self._others, **self._source.tensors}
 
     def values(self, name: str) -> NDArray[np.float64]:
         """See :meth:`megalight.checkpoint.inspection.diff.Compared.values`."""
@@ -248,4 +248,4 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[Dif
 
 
 def _side(path: str | os.PathLike[str]) -> Compared:
-    return Weights(path) if is_folder(path) else Saved(path)
+    return FolderWeights(path) if is_folder(path) else DiffSource(path)

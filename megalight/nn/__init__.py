@@ -15,7 +15,7 @@ from megalight.nn.context import TokenRows as TokenRows
 from megalight.nn.embedding import Embedding as Embedding
 from megalight.nn.embedding import TokenEmbedding as TokenEmbedding
 from megalight.nn.gated_delta_net import GatedDeltaNet as GatedDeltaNet
-from megalight.nn.head import Lesson as Lesson
+from megalight.nn.head import DistillationTarget as DistillationTarget
 from megalight.nn.head import LMHead as LMHead
 from megalight.nn.head import MaskedLMHead as MaskedLMHead
 from megalight.nn.head import Pooler as Pooler

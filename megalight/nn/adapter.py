@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section, joined
-from megalight.nn.init import Constant, Initializer, Normal
+from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.ops.linear import linear
 from megalight.ops.low_rank import add_low_rank
 from megalight.ops.quantized_weight import readable
@@ -114,7 +114,7 @@ class Adapter(nn.Module):
         self.dropout = dropout
         # same variance as in torch's Linear.reset_parameters, which peft uses; B = 0, so the model starts unchanged
         std = (3 * down.shape[1]) ** -0.5
-        self.initializers: dict[str, Initializer] = {"A": Normal(std), "B": Constant(0.0)}
+        self.initializers: dict[str, Initializer] = {"A": Normal(std), "B": ConstantInit(0.0)}
 
     @classmethod
     def of(

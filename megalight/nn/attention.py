@@ -116,7 +116,7 @@ class InnerAttention(nn.Module):
         return ", ".join([f"causal={self.causal}", *(f"{k}={v}" for k, v in options.items() if v is not None)])
 
 
-class Sink(nn.Module):
+class AttentionSink(nn.Module):
     """One number per head, a term of the denominator of the softmax in the form of a score.
 
     Args:
@@ -231,7 +231,7 @@ class Attention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.norm_whole = norm_whole
-        self.sink = Sink(num_heads, std) if sink else None
+        self.sink = AttentionSink(num_heads, std) if sink else None
         self.inner = inner
         self.proj = Linear(num_heads * head_dim, hidden_size, bias=proj_bias, std=proj_std)
 

@@ -31,7 +31,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Part:
+class CanonicalPart:
     """One canonical tensor inside a parameter of a one-device model.
 
     Attributes:
@@ -61,7 +61,7 @@ class HasCanonicalParts(Protocol):
         ...
 
 
-def parts(model: nn.Module) -> Iterator[Part]:
+def parts(model: nn.Module) -> Iterator[CanonicalPart]:
     """Yield the canonical tensors of a one-device model in order. A tied parameter appears once, by its first name."""
     # By identity, as names differ.
     seen: set[int] = set()
@@ -76,7 +76,7 @@ def parts(model: nn.Module) -> Iterator[Part]:
             if isinstance(module, HasCanonicalParts):
                 stated = module.canonical_parts(path, local)
             for name, shape in stated:
-                yield Part(full, name, shape, start)
+                yield CanonicalPart(full, name, shape, start)
                 start += prod(shape)
 
 

@@ -16,7 +16,7 @@ from megalight.ops.divergence import Projection, linear_divergence
 from megalight.types import PackedSequences, TopTokens
 
 
-class Lesson(NamedTuple):
+class DistillationTarget(NamedTuple):
     """What a head learns from a teacher.
 
     Attributes:
@@ -61,7 +61,12 @@ class LMHead(nn.Module):
         self.backend = backend
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False, lesson: Lesson | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        *,
+        normed: bool = False,
+        lesson: DistillationTarget | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[T, h]`` and labels ``[T] ->`` losses ``[T]``, float32 or float64; without labels, logits ``[T, V]``.
 
@@ -82,7 +87,7 @@ class LMHead(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def learn(
-        self, hidden: Tensor, labels: Tensor, lesson: Lesson, *, normed: bool = False
+        self, hidden: Tensor, labels: Tensor, lesson: DistillationTarget, *, normed: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the lesson asks for them."""
         layer = self._plain_layer()

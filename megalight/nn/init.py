@@ -51,13 +51,13 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantInit:
     """The same value everywhere (1 for norm weights, 0 for biases)."""
 
     value: float
 
 
-Initializer: TypeAlias = Normal | Uniform | Constant
+Initializer: TypeAlias = Normal | Uniform | ConstantInit
 
 
 def key(seed: int, name: str, *more: int) -> int:
@@ -78,7 +78,7 @@ def draw(
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """Draw the box ``offset, size`` of the canonical tensor ``name``, which has global ``shape``, in float32."""
-    if isinstance(initializer, Constant):
+    if isinstance(initializer, ConstantInit):
         return torch.full(size, initializer.value, dtype=torch.float32, device=device)
     # A tensor with one dim is a column, so that a part of it is a part of the rows.
     rows, columns = (shape[0] if shape else 1), prod(shape[1:])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section, joined
-from megalight.nn.init import Constant, Initializer, Normal
+from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.ops.linear import linear
 from megalight.ops.parameter import precision_of
 
@@ -46,7 +46,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(self.out_features)) if bias else None)
-        self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": Constant(0.0)}
+        self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": ConstantInit(0.0)}
         self.adapter: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext, SequenceRows, Slots
-from megalight.nn.init import Constant, Initializer, Uniform
+from megalight.nn.init import ConstantInit, Initializer, Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.short_conv import CausalConv
 from megalight.ops.common import HALF, wide
@@ -105,7 +105,7 @@ class Scan(Decays):
     def __init__(self, num_heads: int, steps: tuple[float, float], floor: float, backend: str = "auto") -> None:
         super().__init__(num_heads, steps, floor, backend)
         self.D = nn.Parameter(torch.empty(num_heads))
-        self.initializers["D"] = Constant(1.0)
+        self.initializers["D"] = ConstantInit(1.0)
 
     def forward(
         self,
@@ -145,7 +145,7 @@ class GatedNorm(nn.Module):
         super().__init__()
         self.group_size, self.eps, self.backend = size // groups, eps, backend
         self.weight = nn.Parameter(torch.empty(size))
-        self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
+        self.initializers: dict[str, Initializer] = {"weight": ConstantInit(1.0)}
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """``y, z [T, size] -> [T, size]``."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalight.nn.init import Constant, Initializer
+from megalight.nn.init import ConstantInit, Initializer
 from megalight.ops.common import wide
 from megalight.ops.norm import (
     LAYER_NORM,
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
         self.around_zero = around_zero
         # Without values: `initializers` describe them, and a model is often built without memory.
         self.weight = nn.Parameter(torch.empty(size))
-        self.initializers: dict[str, Initializer] = {"weight": Constant(0.0 if around_zero else 1.0)}
+        self.initializers: dict[str, Initializer] = {"weight": ConstantInit(0.0 if around_zero else 1.0)}
 
     @property
     def factor(self) -> Tensor:
@@ -110,7 +110,7 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(size)) if bias else None)
-        self.initializers: dict[str, Initializer] = {"weight": Constant(1.0), "bias": Constant(0.0)}
+        self.initializers: dict[str, Initializer] = {"weight": ConstantInit(1.0), "bias": ConstantInit(0.0)}
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.imports import in_backward
-from megalight.nn.init import Constant, Initializer, Normal
+from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.ops.common import apply, once_differentiable
 from megalight.types import Opaque, PackedSequences
 
@@ -265,7 +265,7 @@ class StateComparison(nn.Module):
         # No linear layer: adapters and quantizers, which choose linear layers, are for the model.
         self.register_parameter("projection", nn.Parameter(torch.empty(teacher_width, width)) if differ else None)
         self.register_parameter("bias", nn.Parameter(torch.empty(teacher_width)) if differ else None)
-        self.initializers: dict[str, Initializer] = {"projection": Normal(std), "bias": Constant(0.0)}
+        self.initializers: dict[str, Initializer] = {"projection": Normal(std), "bias": ConstantInit(0.0)}
         self.pool = Pool()
 
     def forward(self, teacher: Tensor, student: Tensor, kind: str) -> Tensor:

@@ -122,7 +122,7 @@ def triton_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out
     )
 
 
-class Spec(NamedTuple):
+class AttentionMergeSpec(NamedTuple):
     """A request to a merge: device type, dtypes of the two outputs and of the merged output."""
 
     device: str
@@ -131,12 +131,12 @@ class Spec(NamedTuple):
     merged_dtype: torch.dtype
 
 
-ATTENTION_MERGE: BackendRegistry[Spec, Callable[..., None]] = BackendRegistry("attention_merge")
-REGISTRIES: tuple[BackendRegistry[Spec, Callable[..., None]], ...] = (ATTENTION_MERGE,)
-EXAMPLE = Spec("cpu", torch.float32, torch.bfloat16, torch.float32)
+ATTENTION_MERGE: BackendRegistry[AttentionMergeSpec, Callable[..., None]] = BackendRegistry("attention_merge")
+REGISTRIES: tuple[BackendRegistry[AttentionMergeSpec, Callable[..., None]], ...] = (ATTENTION_MERGE,)
+EXAMPLE = AttentionMergeSpec("cpu", torch.float32, torch.bfloat16, torch.float32)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: AttentionMergeSpec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.other_dtype, spec.merged_dtype)
 
 
@@ -145,7 +145,7 @@ ATTENTION_MERGE.register(Backend("reference", reference_merge, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., None]:
+def _choose(spec: AttentionMergeSpec, backend: str) -> Callable[..., None]:
     return ATTENTION_MERGE.select(spec, backend).fn
 
 
@@ -192,6 +192,6 @@ def merge(
             torch.empty_like(out_a, dtype=wide(out_a.dtype), memory_format=torch.contiguous_format),
             torch.empty_like(lse_a, memory_format=torch.contiguous_format),
         )
-    spec = Spec(out_a.device.type, out_a.dtype, out_b.dtype, into[0].dtype)
+    spec = AttentionMergeSpec(out_a.device.type, out_a.dtype, out_b.dtype, into[0].dtype)
     _choose(spec, backend)(out_a, lse_a, out_b, lse_b, *into)
     return into

@@ -79,7 +79,7 @@ def triton_cast_flat(
         )
 
 
-class Spec(NamedTuple):
+class CastFlatSpec(NamedTuple):
     """A request.
 
     Attributes:
@@ -96,9 +96,9 @@ class Spec(NamedTuple):
 
 
 CastFlat: TypeAlias = Callable[[Tensor, Tensor, Scheme, Tensor, torch.dtype, Tensor | None], None]
-CAST_FLAT: BackendRegistry[Spec, CastFlat] = BackendRegistry("cast_flat")
+CAST_FLAT: BackendRegistry[CastFlatSpec, CastFlat] = BackendRegistry("cast_flat")
 REGISTRIES = (CAST_FLAT,)
-EXAMPLE = Spec("cpu", torch.float32, torch.bfloat16)
+EXAMPLE = CastFlatSpec("cpu", torch.float32, torch.bfloat16)
 
 
 def cast_flat(
@@ -126,12 +126,12 @@ def cast_flat(
     Raises:
         BackendError: the named backend cannot serve this.
     """
-    spec = Spec(x.device.type, x.dtype, rounded, x.device == out.device)
+    spec = CastFlatSpec(x.device.type, x.dtype, rounded, x.device == out.device)
     _choose(spec, backend)(out.view(DTYPES[scheme.format]), x, scheme, amax, rounded, largest)
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> CastFlat:
+def _choose(spec: CastFlatSpec, backend: str) -> CastFlat:
     return CAST_FLAT.select(spec, backend).fn
 
 
@@ -147,7 +147,7 @@ def _reference(
     out.view(torch.uint8).copy_(codes.view(torch.uint8))
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: CastFlatSpec) -> str | None:
     if not spec.stays:
         return "writes codes on the device of the values only"
     return triton_why_not(spec.device, spec.dtype, spec.rounded)

@@ -379,7 +379,7 @@ def triton_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, positions
     return out
 
 
-class Spec(NamedTuple):
+class CausalConvSpec(NamedTuple):
     """A request to the convolution: device type, dtypes of input and weight, and numbers of taps and of channels."""
 
     device: str
@@ -389,15 +389,15 @@ class Spec(NamedTuple):
     channels: int = 1024
 
 
-CAUSAL_CONV: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("causal_conv")
+CAUSAL_CONV: BackendRegistry[CausalConvSpec, Callable[..., Tensor]] = BackendRegistry("causal_conv")
 REGISTRIES = (CAUSAL_CONV,)
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 4)
+EXAMPLE = CausalConvSpec("cpu", torch.bfloat16, torch.bfloat16, 4)
 
 MAX_TAPS = 8
 """Most taps of the kernels, which read a row again for each."""
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: CausalConvSpec) -> str | None:
     if spec.taps > MAX_TAPS:
         return f"serves at most {MAX_TAPS} taps, not {spec.taps}"
     return triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
@@ -408,7 +408,7 @@ CAUSAL_CONV.register(Backend("reference", reference_causal_conv, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
+def _choose(spec: CausalConvSpec, backend: str) -> Callable[..., Tensor]:
     return CAUSAL_CONV.select(spec, backend).fn
 
 
@@ -433,5 +433,5 @@ def causal_conv(
         silu: return ``silu(y)``.
         backend: a backend's name, or ``auto``.
     """
-    spec = Spec(x.device.type, x.dtype, weight.dtype, weight.shape[1], x.shape[1])
+    spec = CausalConvSpec(x.device.type, x.dtype, weight.dtype, weight.shape[1], x.shape[1])
     return _choose(spec, backend)(x, weight, bias, sequences.positions, silu)

@@ -106,7 +106,7 @@ def triton_add_rows(main_grad: Tensor, ids: Tensor, grad: Tensor, write: bool) -
     )
 
 
-class Spec(NamedTuple):
+class EmbeddingGradientSpec(NamedTuple):
     """A request to a gradient: device type, dtype of the gradient of the rows, dtype of the main gradient."""
 
     device: str
@@ -116,12 +116,12 @@ class Spec(NamedTuple):
 
 AddRows: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], None]
 """``(main_grad [rows, h], ids [T], grad [T, h], write)``. Ids that are not below ``rows`` name no row."""
-EMBEDDING_GRADIENT: BackendRegistry[Spec, AddRows] = BackendRegistry("embedding_gradient")
+EMBEDDING_GRADIENT: BackendRegistry[EmbeddingGradientSpec, AddRows] = BackendRegistry("embedding_gradient")
 REGISTRIES = (EMBEDDING_GRADIENT,)
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
+EXAMPLE = EmbeddingGradientSpec("cpu", torch.bfloat16, torch.float32)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: EmbeddingGradientSpec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.main_dtype)
 
 
@@ -130,7 +130,7 @@ EMBEDDING_GRADIENT.register(Backend("reference", reference_add_rows, 0, serve_al
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> AddRows:
+def _choose(spec: EmbeddingGradientSpec, backend: str) -> AddRows:
     return EMBEDDING_GRADIENT.select(spec, backend).fn
 
 
@@ -170,7 +170,7 @@ class _Embedding(torch.autograd.Function):
         if keep is not None:
             # No row has this number.
             ids = torch.where(keep, ids, len(main_grad))
-        run = _choose(Spec(grad.device.type, grad.dtype, main_grad.dtype), "auto")
+        run = _choose(EmbeddingGradientSpec(grad.device.type, grad.dtype, main_grad.dtype), "auto")
         run(main_grad, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]), state.touch())
         state.mark_grad_ready()
         return None, None, None

@@ -31,19 +31,19 @@ from megalight.types import PackedSequences
 # Kernels never hold a whole ``ds``, so they take its scale from earlier steps: this is where they differ.
 
 
-def emulated(spec: Spec) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
+def emulated(spec: FP8AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
     """Return the function that computes what ``spec`` asks for. Its memory grows with the square of the length."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> Tensor:
-        out: Tensor = _Attention.apply(q, k, v, sequences, spec)  # type: ignore[no-untyped-call]
+        out: Tensor = _FP8Attention.apply(q, k, v, sequences, spec)  # type: ignore[no-untyped-call]
         return out
 
     return attend
 
 
-class _Attention(torch.autograd.Function):
+class _FP8Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: int, spec: Spec) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: int, spec: FP8AttentionSpec) -> Tensor:
         value = Scheme("e4m3", scale="power" if spec.power else "fp32")
         codes = [quantize(t.flatten(1), value) for t in (q, k, v)]
         ctx.spec, ctx.value = spec, value
@@ -75,7 +75,7 @@ class _Attention(torch.autograd.Function):
         return *(_whole(t).reshape(-1, *s[2:]).to(grad.dtype) for t, s in zip(shared, shapes, strict=True)), None, None
 
 
-def _scale(spec: Spec) -> float:
+def _scale(spec: FP8AttentionSpec) -> float:
     return 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
 
 
@@ -95,7 +95,7 @@ def _decoded(codes: list[Quantized], shapes: list[tuple[int, ...]]) -> list[Tens
     return [t.repeat_interleave(heads[0].shape[1] // t.shape[1], 1) for t in heads]
 
 
-def _scores(query: Tensor, key: Tensor, spec: Spec) -> Tensor:
+def _scores(query: Tensor, key: Tensor, spec: FP8AttentionSpec) -> Tensor:
     scores = query @ key.mT * _scale(spec)
     length = scores.shape[-1]
     allowed = mask(length, length, spec.causal, None, scores.device)
@@ -117,7 +117,7 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """``q [T, H, D], k, v [T, Hkv, D]``, number of equally long sequences ``-> [T, H, D]``."""
 
 
-class Spec(NamedTuple):
+class FP8AttentionSpec(NamedTuple):
     """A request to 8-bit attention.
 
     Attributes:
@@ -139,13 +139,15 @@ class Spec(NamedTuple):
     power: bool = False
 
 
-FP8_ATTENTION: BackendRegistry[Spec, Callable[[Spec], Attend]] = BackendRegistry("fp8_attention")
+FP8_ATTENTION: BackendRegistry[FP8AttentionSpec, Callable[[FP8AttentionSpec], Attend]] = BackendRegistry(
+    "fp8_attention"
+)
 """Backends are factories: what they make may have a state for each layer."""
 REGISTRIES = (FP8_ATTENTION,)
-EXAMPLE = Spec("cpu", torch.bfloat16, 128)
+EXAMPLE = FP8AttentionSpec("cpu", torch.bfloat16, 128)
 
 
-def sizes_why_not(spec: Spec) -> str | None:
+def sizes_why_not(spec: FP8AttentionSpec) -> str | None:
     """Return why no 8-bit product serves the heads, or None."""
     if spec.head_dim % MULTIPLE or spec.head_dim > WIDEST:
         return f"needs heads of a multiple of {MULTIPLE} up to {WIDEST}, not {spec.head_dim}"
@@ -167,7 +169,7 @@ class FP8Attention:
         BackendError: the backend cannot serve.
     """
 
-    def __init__(self, name: str, spec: Spec, backend: str) -> None:
+    def __init__(self, name: str, spec: FP8AttentionSpec, backend: str) -> None:
         self.name = name
         self.attend = FP8_ATTENTION.select(spec, backend).fn(spec)
 

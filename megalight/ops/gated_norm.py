@@ -226,7 +226,7 @@ def triton_gated_norm(
     return out
 
 
-class Spec(NamedTuple):
+class GatedNormSpec(NamedTuple):
     """A request to the norm.
 
     Attributes:
@@ -244,15 +244,15 @@ class Spec(NamedTuple):
     divided: bool = False
 
 
-GATED_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("gated_norm")
+GATED_NORM: BackendRegistry[GatedNormSpec, Callable[..., Tensor]] = BackendRegistry("gated_norm")
 REGISTRIES = (GATED_NORM,)
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 1024)
+EXAMPLE = GatedNormSpec("cpu", torch.bfloat16, torch.bfloat16, 1024)
 
 MAX_SIZE = 16384
 """Most features of a group that a program of the kernels holds."""
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: GatedNormSpec) -> str | None:
     if spec.size > MAX_SIZE:
         return f"serves groups of at most {MAX_SIZE} features, not {spec.size}"
     return whole_why_not(spec.divided) or triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
@@ -263,13 +263,13 @@ GATED_NORM.register(Backend("reference", reference_gated_norm, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
+def _choose(spec: GatedNormSpec, backend: str) -> Callable[..., Tensor]:
     return GATED_NORM.select(spec, backend).fn
 
 
 def check_backend(weight: Tensor, group_size: int, device: str, backend: str, divided: bool) -> None:
     """Do what :func:`megalight.ops.norm.check_backend` does for this op, for groups of ``group_size`` features."""
-    _choose(Spec(device, weight.dtype, weight.dtype, group_size, divided), backend)
+    _choose(GatedNormSpec(device, weight.dtype, weight.dtype, group_size, divided), backend)
 
 
 def gated_norm(
@@ -302,5 +302,5 @@ def gated_norm(
     Raises:
         BackendError: the named backend cannot serve, for example because of ``average``.
     """
-    spec = Spec(y.device.type, y.dtype, weight.dtype, group_size, average is not None)
+    spec = GatedNormSpec(y.device.type, y.dtype, weight.dtype, group_size, average is not None)
     return _choose(spec, backend)(y, z, weight, group_size, eps, last, average=average)

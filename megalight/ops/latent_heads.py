@@ -254,20 +254,20 @@ def triton_join_keys(wide: Tensor, key: Tensor, head_dim: int) -> tuple[Tensor, 
     return out
 
 
-class Spec(NamedTuple):
+class LatentHeadsSpec(NamedTuple):
     """A request: device type, and dtype of the heads."""
 
     device: str
     dtype: torch.dtype
 
 
-ROTATE_TAIL: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("rotate_tail")
-JOIN_KEYS: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("join_keys")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ROTATE_TAIL, JOIN_KEYS)
-EXAMPLE = Spec("cpu", torch.bfloat16)
+ROTATE_TAIL: BackendRegistry[LatentHeadsSpec, Callable[..., Tensor]] = BackendRegistry("rotate_tail")
+JOIN_KEYS: BackendRegistry[LatentHeadsSpec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("join_keys")
+REGISTRIES: tuple[BackendRegistry[LatentHeadsSpec, Any], ...] = (ROTATE_TAIL, JOIN_KEYS)
+EXAMPLE = LatentHeadsSpec("cpu", torch.bfloat16)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: LatentHeadsSpec) -> str | None:
     return triton_why_not(spec.device, spec.dtype)
 
 
@@ -278,7 +278,9 @@ JOIN_KEYS.register(Backend("reference", reference_join_keys, 0, serve_all))
 
 
 @remembered
-def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
+def _choose(
+    registry: BackendRegistry[LatentHeadsSpec, Callable[..., Any]], spec: LatentHeadsSpec, backend: str
+) -> Callable[..., Any]:
     return registry.select(spec, backend).fn
 
 
@@ -292,7 +294,7 @@ def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, 
         interleaved: as in :func:`~megalight.ops.rotary.apply_rotary`.
         backend: name of a backend.
     """
-    out: Tensor = _choose(ROTATE_TAIL, Spec(x.device.type, x.dtype), backend)(x, cos, sin, interleaved)
+    out: Tensor = _choose(ROTATE_TAIL, LatentHeadsSpec(x.device.type, x.dtype), backend)(x, cos, sin, interleaved)
     return out
 
 
@@ -308,6 +310,6 @@ def join_keys(wide: Tensor, key: Tensor, head_dim: int, backend: str = "auto") -
     Returns:
         keys ``[T, H, D + R]`` and values ``[T, H, V]``, which are a view of ``wide``.
     """
-    fn = _choose(JOIN_KEYS, Spec(wide.device.type, wide.dtype), backend)
+    fn = _choose(JOIN_KEYS, LatentHeadsSpec(wide.device.type, wide.dtype), backend)
     out: tuple[Tensor, Tensor] = fn(wide, key, head_dim)
     return out

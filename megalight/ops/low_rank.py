@@ -80,7 +80,7 @@ def _up_gradient(rows: Tensor, narrow: Tensor, up: Tensor, parts: list[tuple[sli
         return torch.cat([rows[:, features].t() @ narrow[:, few] for features, few, _ in parts]).to(up.dtype)
     state = state_of(up)
     write = state.touch()
-    accumulate = wgrad.choose(wgrad.Spec(rows.device.type, rows.dtype, main_grad.dtype))
+    accumulate = wgrad.choose(wgrad.WeightGradientSpec(rows.device.type, rows.dtype, main_grad.dtype))
     for features, few, own in parts:
         accumulate(main_grad[own], rows[:, features], narrow[:, few], write)
     state.mark_grad_ready()

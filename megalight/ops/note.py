@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megalight.ops.linear.inputs import Recipe
+    from megalight.ops.linear.inputs import RecomputeRecipe
     from megalight.ops.quantize import Cast, Scheme
 
 
@@ -55,7 +55,7 @@ class Note:
         unwritten: casts it without its values, which were never written.
     """
 
-    recipe: Recipe | None = None
+    recipe: RecomputeRecipe | None = None
     casts: Casts | None = None
     magnitudes: Magnitudes | None = None
     unwritten: Unwritten | None = None

@@ -27,7 +27,7 @@ from megalight.imports import has_grad_dtype
 if TYPE_CHECKING:
     from megalight.ops.grouped_linear.low_precision import StackPrecision
     from megalight.ops.linear.low_precision import LowPrecision
-    from megalight.ops.quantized_weight import Codes
+    from megalight.ops.quantized_weight import QuantizedWeight
 
 
 def do_nothing() -> None:
@@ -64,7 +64,7 @@ class ParameterState:
     landing: RemovableHandle | None = None
     precision: LowPrecision | None = None
     stack_precision: StackPrecision | None = None
-    stored: Codes | None = None
+    stored: QuantizedWeight | None = None
     master_copy: bool = False
 
     def touch(self) -> bool:

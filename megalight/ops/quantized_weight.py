@@ -124,7 +124,7 @@ NVFP4_SCALES = 2.0**-9, 448.0
 """Smallest and largest scale of a block in FP8."""
 
 
-class Spec(NamedTuple):
+class DequantizeSpec(NamedTuple):
     """A request to decode: device type, dtype of the scales."""
 
     device: str
@@ -132,12 +132,12 @@ class Spec(NamedTuple):
 
 
 Decode: TypeAlias = Callable[[Tensor, Tensor, str, torch.dtype], Tensor]
-DECODE: BackendRegistry[Spec, Decode] = BackendRegistry("decode")
+DECODE: BackendRegistry[DequantizeSpec, Decode] = BackendRegistry("decode")
 REGISTRIES = (DECODE,)
-EXAMPLE = Spec("cpu", torch.bfloat16)
+EXAMPLE = DequantizeSpec("cpu", torch.bfloat16)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: DequantizeSpec) -> str | None:
     return triton_why_not(spec.device, spec.dtype)
 
 
@@ -146,7 +146,7 @@ DECODE.register(Backend("reference", reference_decode, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Decode:
+def _choose(spec: DequantizeSpec, backend: str) -> Decode:
     return DECODE.select(spec, backend).fn
 
 
@@ -160,10 +160,10 @@ def decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype | None = 
         dtype: of the weight; None: that of the scales.
         backend: name of a backend.
     """
-    return _choose(Spec(data.device.type, scales.dtype), backend)(data, scales, form, dtype or scales.dtype)
+    return _choose(DequantizeSpec(data.device.type, scales.dtype), backend)(data, scales, form, dtype or scales.dtype)
 
 
-class Codes:
+class QuantizedWeight:
     """A frozen weight as codes.
 
     Args:
@@ -289,9 +289,9 @@ def check(features: int, form: str, block: int) -> None:
         )
 
 
-def store(weight: Tensor, form: str, block: int, largest: Tensor | None = None) -> Codes:
+def store(weight: Tensor, form: str, block: int, largest: Tensor | None = None) -> QuantizedWeight:
     """Store a frozen parameter as codes, and free its own memory; it keeps shape and dtype, and reads NaN."""
-    codes = Codes(weight, form, block, largest)
+    codes = QuantizedWeight(weight, form, block, largest)
     state_of(weight).stored = codes
     # Strides of 0: one element serves the whole shape.
     weight.data = weight.new_full((1,) * weight.ndim, torch.nan).expand(weight.shape)
@@ -301,7 +301,7 @@ def store(weight: Tensor, form: str, block: int, largest: Tensor | None = None) 
 # Layers call these several times per pass, so each reads the attribute itself and saves function calls.
 
 
-def stored_of(parameter: Tensor) -> Codes | None:
+def stored_of(parameter: Tensor) -> QuantizedWeight | None:
     """Return the codes of a parameter, or None."""
     state: ParameterState | None = getattr(parameter, "megalight", None)
     return None if state is None else state.stored

@@ -123,7 +123,7 @@ def microscaled_product(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bo
     return (y * (a.global_scale * b.global_scale)).to(dtype)
 
 
-class Spec(NamedTuple):
+class ScaledMatmulSpec(NamedTuple):
     """A request to a product.
 
     Attributes:
@@ -141,9 +141,9 @@ class Spec(NamedTuple):
 
 
 ScaledMM: TypeAlias = Callable[[Quantized, Quantized, torch.dtype, bool, Tensor | None], Tensor]
-SCALED_MM: BackendRegistry[Spec, ScaledMM] = BackendRegistry("scaled_mm")
+SCALED_MM: BackendRegistry[ScaledMatmulSpec, ScaledMM] = BackendRegistry("scaled_mm")
 REGISTRIES = (SCALED_MM,)
-EXAMPLE = Spec("cpu", Scheme("e4m3"), Scheme("e4m3"), torch.bfloat16)
+EXAMPLE = ScaledMatmulSpec("cpu", Scheme("e4m3"), Scheme("e4m3"), torch.bfloat16)
 
 
 def scaled_mm(
@@ -168,7 +168,7 @@ def scaled_mm(
     Raises:
         BackendError: the named backend cannot serve these schemes on this device.
     """
-    spec = Spec(a.data.device.type, a.scheme, b.scheme, dtype, bias is not None)
+    spec = ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, dtype, bias is not None)
     return choose(spec, backend)(a, b, dtype, fast, bias)
 
 
@@ -177,7 +177,7 @@ def multiply_into(out: Tensor, a: Quantized, b: Quantized, *, fast: bool = False
 
     ``fast`` and ``backend`` are those of :func:`scaled_mm`.
     """
-    spec = Spec(a.data.device.type, a.scheme, b.scheme, out.dtype)
+    spec = ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype)
     if not writes_products(choose(spec, backend)) or not out.is_contiguous():
         return False
     torch._scaled_mm(
@@ -198,7 +198,7 @@ def writes_products(product: ScaledMM) -> bool:
 
 
 @remembered
-def choose(spec: Spec, backend: str = "auto") -> ScaledMM:
+def choose(spec: ScaledMatmulSpec, backend: str = "auto") -> ScaledMM:
     """Return the function that multiplies for ``spec``."""
     return SCALED_MM.select(spec, backend).fn
 
@@ -250,7 +250,11 @@ FP32 = ("fp32", "power")
 
 
 def _native_why_not(
-    spec: Spec, product: ScaledMM, tiles: tuple[tuple[int, int], ...], capability: float, scales: tuple[str, ...]
+    spec: ScaledMatmulSpec,
+    product: ScaledMM,
+    tiles: tuple[tuple[int, int], ...],
+    capability: float,
+    scales: tuple[str, ...],
 ) -> str | None:
     schemes = (spec.a, spec.b)
     bits = 4 if scales == ("e4m3",) else 8
@@ -268,7 +272,7 @@ def _native_why_not(
     return _probe(product, spec)
 
 
-def trial(spec: Spec, device: str) -> tuple[Quantized, Quantized, Tensor | None]:
+def trial(spec: ScaledMatmulSpec, device: str) -> tuple[Quantized, Quantized, Tensor | None]:
     """Return factors ``[272, 384]`` and ``[144, 384]`` and the bias of a product that finds wrong libraries out.
 
     It fits into float16.
@@ -287,7 +291,7 @@ def trial(spec: Spec, device: str) -> tuple[Quantized, Quantized, Tensor | None]
 
 
 @lru_cache(maxsize=64)
-def _probe(product: ScaledMM, spec: Spec) -> str | None:
+def _probe(product: ScaledMM, spec: ScaledMatmulSpec) -> str | None:
     """Try the product on this GPU; return why it fails, or None. Some torch releases refuse it or compute it wrong."""
     left, right, bias = trial(spec, "cuda")
     expected = _reference(left, right, torch.float64, False, bias)
@@ -384,7 +388,7 @@ def multiply_groups(
         fast: whether sums may have fewer bits than float32.
         backend: name of a backend of :mod:`megalight.ops.scaled_mm`.
     """
-    product = choose(Spec(out.device.type, rows.scheme, factors.scheme, out.dtype), backend)
+    product = choose(ScaledMatmulSpec(out.device.type, rows.scheme, factors.scheme, out.dtype), backend)
     parts = _split(rows.data, sizes)
     targets = _split(out, sizes)
     # A copy: groups begin anywhere, and products need scales at multiples of 16 bytes.

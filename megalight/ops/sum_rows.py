@@ -78,7 +78,7 @@ def triton_sum_rows(out: Tensor, rows: Tensor, add: bool) -> None:
     sum_programs(out, sums, add)
 
 
-class Spec(NamedTuple):
+class SumRowsSpec(NamedTuple):
     """A request: device type, dtype of the rows, dtype of the sum."""
 
     device: str
@@ -86,12 +86,12 @@ class Spec(NamedTuple):
     out_dtype: torch.dtype
 
 
-SUM_ROWS: BackendRegistry[Spec, Callable[..., None]] = BackendRegistry("sum_rows")
+SUM_ROWS: BackendRegistry[SumRowsSpec, Callable[..., None]] = BackendRegistry("sum_rows")
 REGISTRIES = (SUM_ROWS,)
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
+EXAMPLE = SumRowsSpec("cpu", torch.bfloat16, torch.float32)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: SumRowsSpec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.out_dtype)
 
 
@@ -100,7 +100,7 @@ SUM_ROWS.register(Backend("reference", reference_sum_rows, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., None]:
+def _choose(spec: SumRowsSpec, backend: str) -> Callable[..., None]:
     return SUM_ROWS.select(spec, backend).fn
 
 
@@ -118,4 +118,4 @@ def sum_rows(out: Tensor, rows: Tensor, *, add: bool, backend: str = "auto") -> 
     Raises:
         BackendError: the named backend cannot serve these dtypes on this device.
     """
-    _choose(Spec(rows.device.type, rows.dtype, out.dtype), backend)(out, rows, add)
+    _choose(SumRowsSpec(rows.device.type, rows.dtype, out.dtype), backend)(out, rows, add)

@@ -72,7 +72,7 @@ def triton_sum_terms(out: Tensor, own: Tensor, others: Sequence[Tensor], place: 
         )
 
 
-class Spec(NamedTuple):
+class SumTermsSpec(NamedTuple):
     """A request: device type, dtype of the terms, dtype of the sum."""
 
     device: str
@@ -80,12 +80,12 @@ class Spec(NamedTuple):
     out_dtype: torch.dtype
 
 
-SUM_TERMS: BackendRegistry[Spec, Callable[..., None]] = BackendRegistry("sum_terms")
+SUM_TERMS: BackendRegistry[SumTermsSpec, Callable[..., None]] = BackendRegistry("sum_terms")
 REGISTRIES = (SUM_TERMS,)
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
+EXAMPLE = SumTermsSpec("cpu", torch.bfloat16, torch.float32)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: SumTermsSpec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.out_dtype)
 
 
@@ -94,7 +94,7 @@ SUM_TERMS.register(Backend("reference", reference_sum_terms, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., None]:
+def _choose(spec: SumTermsSpec, backend: str) -> Callable[..., None]:
     return SUM_TERMS.select(spec, backend).fn
 
 
@@ -115,4 +115,4 @@ def sum_terms(
     Raises:
         BackendError: the named backend cannot serve these dtypes on this device.
     """
-    _choose(Spec(own.device.type, own.dtype, out.dtype), backend)(out, own, others, place, add)
+    _choose(SumTermsSpec(own.device.type, own.dtype, out.dtype), backend)(out, own, others, place, add)

@@ -3,7 +3,7 @@
 from megalight.optim.adam import Adam
 from megalight.optim.config import AdamConfig
 from megalight.optim.groups import GroupRule, parameter_groups
-from megalight.optim.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule
+from megalight.optim.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, LRSchedule
 from megalight.optim.sharded import offload_to_cpu, restore_from_cpu, shard_optimizer
 
 __all__ = [
@@ -14,8 +14,8 @@ __all__ = [
     "Cosine",
     "GroupRule",
     "InverseSqrt",
+    "LRSchedule",
     "Linear",
-    "Schedule",
     "offload_to_cpu",
     "parameter_groups",
     "restore_from_cpu",

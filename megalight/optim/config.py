@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megalight.optim.adam import Adam, MomentDtype, check_numbers
 from megalight.optim.groups import GroupRule, check_rules, parameter_groups
-from megalight.optim.schedules import Schedule
+from megalight.optim.schedules import LRSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class AdamConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     decoupled_weight_decay: bool = True
-    schedule: Schedule | None = None
+    schedule: LRSchedule | None = None
     rules: tuple[GroupRule, ...] = ()
     decay_all: bool = False
     exp_avg_dtype: MomentDtype = "float32"

@@ -20,7 +20,7 @@ OTHERS = ("params", "param_names", "capturable", "foreach", "fused", "differenti
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ConfiguredSchedule:
     """A scheduler before its first step.
 
     Attributes:
@@ -49,13 +49,13 @@ class Configured:
     """
 
     groups: list[list[dict[str, Any]]]
-    schedules: list[Schedule] | None
+    schedules: list[ConfiguredSchedule] | None
 
     @classmethod
     def of(cls, optimizers: Iterable[Optimizer], configs: Iterable[Any] = ()) -> Configured:
         """Read optimizers, and Lightning's configurations of their schedulers."""
         found = [
-            Schedule(type(c.scheduler).__name__, (c.interval, c.frequency), _plain(c.scheduler.state_dict()))
+            ConfiguredSchedule(type(c.scheduler).__name__, (c.interval, c.frequency), _plain(c.scheduler.state_dict()))
             for c in configs
         ]
         return cls([[_options(group) for group in each.param_groups] for each in optimizers], found)
@@ -69,7 +69,7 @@ class Configured:
         if entry is None:
             return replace(cls.of(optimizers), schedules=None)
         noted = entry["schedules"]
-        found = noted and [Schedule(each["kind"], tuple(each["every"]), each["state"]) for each in noted]
+        found = noted and [ConfiguredSchedule(each["kind"], tuple(each["every"]), each["state"]) for each in noted]
         return cls(entry["groups"], found)
 
     def entry(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _differ(pairs: Sequence[Any], index: int, configs: Sequence[Any], states: Se
 
 def _advanced(
     config: Any,
-    old: Schedule | None,
+    old: ConfiguredSchedule | None,
     states: Sequence[Mapping[str, Any]],
     read: Sequence[Mapping[str, Any]],
     olds: Sequence[Mapping[str, Any]],
@@ -219,8 +219,8 @@ def _counts(state: Mapping[str, Any]) -> Iterable[int]:
 
 
 def _paired(
-    olds: Sequence[Schedule] | None, news: Sequence[Schedule] | None
-) -> Iterable[tuple[Schedule | None, Schedule | None]]:
+    olds: Sequence[ConfiguredSchedule] | None, news: Sequence[ConfiguredSchedule] | None
+) -> Iterable[tuple[ConfiguredSchedule | None, ConfiguredSchedule | None]]:
     """Yield schedulers of the checkpoint and of now by their places; None where there is none."""
     news = news or []
     olds = news if olds is None else olds

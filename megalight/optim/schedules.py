@@ -21,14 +21,14 @@ NOTE = "schedule"
 """Field of a scheduler, also in checkpoints, with the class and the fields of the schedule that it follows."""
 
 
-class Schedule(ABC):
+class LRSchedule(ABC):
     """A learning-rate schedule. Your own schedule only needs :meth:`factor`."""
 
     @abstractmethod
     def factor(self, step: int) -> float:
         """Return the factor on the learning rate in optimizer step ``step``."""
 
-    def for_run(self, max_steps: int) -> Schedule:
+    def for_run(self, max_steps: int) -> LRSchedule:
         """Return the schedule for a run of ``max_steps`` optimizer steps (-1: unlimited)."""
         return self
 
@@ -41,9 +41,9 @@ class Schedule(ABC):
         return scheduler
 
 
-def noted(note: Mapping[str, Any] | None) -> Schedule | None:
+def noted(note: Mapping[str, Any] | None) -> LRSchedule | None:
     """Return the schedule that a scheduler's note tells of; None if it is none of Megalight's."""
-    kinds: dict[str, type[Schedule]] = {kind.__name__: kind for kind in (Constant, Cosine, Linear, WSD, InverseSqrt)}
+    kinds: dict[str, type[LRSchedule]] = {kind.__name__: kind for kind in (Constant, Cosine, Linear, WSD, InverseSqrt)}
     kind = kinds.get((note or {}).get("kind", ""))
     return None if kind is None or note is None else kind(**{name: note[name] for name in note if name != "kind"})
 
@@ -60,7 +60,7 @@ def advance(scheduler: LRScheduler, step: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmedUp(Schedule):
+class WarmedUp(LRSchedule):
     """Base class of schedules that begin with a linear warm-up.
 
     Attributes:
@@ -100,7 +100,7 @@ class WarmedUp(Schedule):
             )
         return self.steps - self.warmup
 
-    def for_run(self, max_steps: int) -> Schedule:
+    def for_run(self, max_steps: int) -> LRSchedule:
         """Return the schedule for a run of ``max_steps`` (-1: unlimited), unless it has its own ``steps``.
 
         A run that ends within the warm-up is the beginning of a longer one.

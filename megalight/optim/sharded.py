@@ -21,7 +21,7 @@ from megalight.ops.parameter import known_state
 from megalight.optim.adam import EXPONENTS, Adam
 from megalight.parallel.data_parallel import DataParallelEngine, FlatShard, ParamInfo
 from megalight.parallel.data_parallel.buffers import Bucket
-from megalight.parallel.data_parallel.layout import Slot
+from megalight.parallel.data_parallel.layout import BucketSlot
 from megalight.parallel.data_parallel.masters import SCALARS, SHARDING, history
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -374,7 +374,7 @@ def _same(some: Sequence[object], others: Sequence[object]) -> bool:
     return some is others or (len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True)))
 
 
-def _own(whole: Tensor | None, value: object, slot: Slot, parameter: Tensor) -> object:
+def _own(whole: Tensor | None, value: object, slot: BucketSlot, parameter: Tensor) -> object:
     """Return a parameter's part of a flat state tensor, as a view, or its copy of a number."""
     if whole is not None:
         return whole[slot.start : slot.stop].view(parameter.shape)

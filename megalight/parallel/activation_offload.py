@@ -51,8 +51,8 @@ class ActivationOffloading:
         self.moved = 0
         self.down, self.up = side_stream(device), side_stream(device)
         self._leaving: list[tuple[Callable[[], None], torch.cuda.Stream, list[Tensor]]] = []
-        self._open: list[tuple[saved_tensors_hooks, Call] | None] = []
-        self._last: weakref.ref[Call] | None = None
+        self._open: list[tuple[saved_tensors_hooks, ModuleCall] | None] = []
+        self._last: weakref.ref[ModuleCall] | None = None
         self._handles: list[RemovableHandle] = []
         for module in modules:
             self._handles.append(module.register_forward_pre_hook(self._enter))
@@ -93,7 +93,7 @@ class ActivationOffloading:
         # Copies that lag behind would keep all tensors on the device: computation waits for those of the call before
         # the last one.
         self.settle(lag=1)
-        call = Call(self, module, self._last)
+        call = ModuleCall(self, module, self._last)
         self._last = weakref.ref(call)
         hooks = saved_tensors_hooks(call.pack, _unpack)
         hooks.__enter__()
@@ -105,14 +105,14 @@ class ActivationOffloading:
             entered[1].close()
 
 
-class Call:
+class ModuleCall:
     """One call of a module, and what it has saved.
 
     Args:
         before: the call before, whose tensors the backward pass needs next.
     """
 
-    def __init__(self, owner: ActivationOffloading, module: nn.Module, before: weakref.ref[Call] | None) -> None:
+    def __init__(self, owner: ActivationOffloading, module: nn.Module, before: weakref.ref[ModuleCall] | None) -> None:
         self.owner = owner
         self._before = before
         # By memory: products save views of weights. The views of sharded weights show other layers by then.
@@ -161,7 +161,7 @@ class Call:
 class Away:
     """A tensor that is in host memory until its call is fetched."""
 
-    def __init__(self, call: Call, tensor: Tensor) -> None:
+    def __init__(self, call: ModuleCall, tensor: Tensor) -> None:
         self.call = call
         self._back: Tensor | None = None
         self._arrived: Callable[[], None] | None = None

@@ -18,7 +18,7 @@ from megalight.parallel.expert.options import ExpertOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.recompute import check_recompute
 from megalight.parallel.shard import ShardSpec
@@ -32,7 +32,7 @@ from megalight.parallel.transform import apply_transforms
 
 def parallelize(
     model: nn.Module,
-    plan: Plan,
+    plan: ParallelizePlan,
     mesh: ParallelMesh,
     *,
     sequence_parallel: bool = False,
@@ -106,7 +106,7 @@ def parallelize(
     return splitter.specs
 
 
-def styles_for(model: nn.Module, plan: Plan, mesh: ParallelMesh) -> dict[str, Sequence[Style]]:
+def styles_for(model: nn.Module, plan: ParallelizePlan, mesh: ParallelMesh) -> dict[str, Sequence[Style]]:
     """Return the rules of a plan for each module.
 
     Raises:
@@ -222,13 +222,13 @@ log = logging.getLogger(__name__)
 log.addFilter(only_first)
 
 
-def find_plan(root: nn.Module, mesh: ParallelMesh, options: ParallelOptions) -> Plan:
+def find_plan(root: nn.Module, mesh: ParallelMesh, options: ParallelOptions) -> ParallelizePlan:
     """Return the plan by which a whole model is split: the user's, or the one registered for its class.
 
     Raises:
         ConfigurationError: ``tp > 1``, but no plan says what to split.
     """
-    plan = options.plan or plan_for(root) or Plan()
+    plan = options.plan or plan_for(root) or ParallelizePlan()
     if mesh.tp > 1 and not plan.rules:
         raise ConfigurationError(
             f"tensor_parallel={mesh.tp}, but there is no plan for {type(root).__name__}, so nothing would be split. "
@@ -256,7 +256,7 @@ def check_split(
 
 def split(
     root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, prefix: str
-) -> tuple[Plan, dict[str, ShardSpec], PipelineLayout]:
+) -> tuple[ParallelizePlan, dict[str, ShardSpec], PipelineLayout]:
     """Split the modules, but not the list of layers; return the plan, the specs, and the stages for the later cut."""
     plan = find_plan(root, mesh, options)
     for transform in options.transforms:

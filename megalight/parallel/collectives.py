@@ -36,7 +36,7 @@ _scatter_into = torch_distributed("reduce_scatter_single", "reduce_scatter_tenso
 
 
 @dataclass
-class Pending:
+class PendingCollective:
     """A collective in flight. Do not write to its input before :meth:`wait`."""
 
     work: dist.Work | None
@@ -49,58 +49,58 @@ class Pending:
         return self.result()
 
 
-def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> Pending:
+def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> PendingCollective:
     """Start to sum ``x`` over the group, in place."""
     if group is None:
-        return Pending(None, lambda: x)
+        return PendingCollective(None, lambda: x)
     # Collectives read memory in order. A tensor with other strides is copied, and the copy is the result.
     x = x.contiguous()
-    return Pending(dist.all_reduce(x, group=group, async_op=True), lambda: x)
+    return PendingCollective(dist.all_reduce(x, group=group, async_op=True), lambda: x)
 
 
-def start_all_gather(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pending:
+def start_all_gather(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> PendingCollective:
     """Start to concatenate ``x`` of all ranks along ``dim``."""
     if group is None:
-        return Pending(None, lambda: x)
+        return PendingCollective(None, lambda: x)
     size = group.size()
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
     # Shares of all ranks follow each other in `out`, which is a concatenation along dim 0. Other dims need a copy
     # afterwards.
     work = _gather_into(out, x.contiguous(), group=group, async_op=True)
     # Only after the wait: the copy must not read what has not arrived.
-    return Pending(work, lambda: out if dim == 0 else torch.cat(out.chunk(size), dim))
+    return PendingCollective(work, lambda: out if dim == 0 else torch.cat(out.chunk(size), dim))
 
 
-def start_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pending:
+def start_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> PendingCollective:
     """Start to sum ``x`` over the group; the result is this rank's slice of the sum along ``dim``.
 
     Raises:
         LayoutError: ``dim`` does not divide by the group's size.
     """
     if group is None:
-        return Pending(None, lambda: x)
+        return PendingCollective(None, lambda: x)
     slices = _slices(x, group, dim)
     # What goes to each rank must be contiguous.
     x = x.contiguous() if dim == 0 else torch.cat(slices)
     out = torch.empty_like(slices[0], memory_format=torch.contiguous_format)
     work = _scatter_into(out, x, group=group, async_op=True)
-    return Pending(work, lambda: out)
+    return PendingCollective(work, lambda: out)
 
 
-def start_all_to_all(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pending:
+def start_all_to_all(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> PendingCollective:
     """Start to send slice ``i`` along ``dim`` to rank ``i``; the result is the slices of all ranks for this rank.
 
     Raises:
         LayoutError: ``dim`` does not divide by the group's size.
     """
     if group is None:
-        return Pending(None, lambda: x)
+        return PendingCollective(None, lambda: x)
     slices = _slices(x, group, dim)
     # Slice `i` of a contiguous tensor goes to rank `i`.
     x = x.contiguous() if dim == 0 else torch.cat(slices)
     out = torch.empty_like(x)
     work = dist.all_to_all_single(out, x, group=group, async_op=True)
-    return Pending(work, lambda: out if dim == 0 else torch.cat(out.chunk(len(slices)), dim))
+    return PendingCollective(work, lambda: out if dim == 0 else torch.cat(out.chunk(len(slices)), dim))
 
 
 def own_slice(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:

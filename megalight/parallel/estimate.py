@@ -20,7 +20,7 @@ from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.data_parallel.fp8_parameters import codes_of
 from megalight.parallel.data_parallel.layout import level_of
 from megalight.parallel.data_parallel.options import DTYPES
-from megalight.parallel.data_parallel.unit_memory import GRADIENT_TURNS, Route
+from megalight.parallel.data_parallel.unit_memory import GRADIENT_TURNS, PassOrder
 from megalight.parallel.units import Unit, owned_alone, units_of
 
 ADAM = 8.0
@@ -108,8 +108,8 @@ def estimate(
         model, units, _may_be_codes(options), dtype.itemsize < 4 or (level.state and shards > 1)
     )
 
-    turns = Route().turns(units, (1 if options.prefetch is None else options.prefetch) + 1)
-    gradient_turns = Route().turns(units, GRADIENT_TURNS, backward_only=True)
+    turns = PassOrder().turns(units, (1 if options.prefetch is None else options.prefetch) + 1)
+    gradient_turns = PassOrder().turns(units, GRADIENT_TURNS, backward_only=True)
     by_turns = level.parameters and shards > 1  # one rank has all there is, so nothing is gathered
     reduced = level.gradients and shards > 1 and options.reduce_each_micro_batch is not False
     away = options.optimizer_offload_fraction

@@ -23,9 +23,9 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.agenda import Timetable
-from megalight.parallel.pipeline.carry import Carry, Entry, Form, form_of, signature
+from megalight.parallel.pipeline.carry import Carry, CarryEntry, Form, form_of, signature
 from megalight.parallel.pipeline.executor import Executor
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Renamed, Source
 
@@ -33,7 +33,7 @@ from megalight.parallel.source import Renamed, Source
 
 
 @dataclass(frozen=True)
-class Route:
+class TensorRoute:
     """The holders and receivers of one list of tensors. All ranks know all routes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Route:
 
 
 def exchange(
-    routes: Sequence[Route], held: Sequence[Sequence[Tensor] | None], rank: int, device: torch.device
+    routes: Sequence[TensorRoute], held: Sequence[Sequence[Tensor] | None], rank: int, device: torch.device
 ) -> list[list[Tensor] | None]:
     """Send the tensors of every route to the ranks that need them, each message directly from a holder.
 
@@ -128,7 +128,7 @@ class Beside:
 
     build: Callable[[], nn.Module]
     name: str
-    plan: Plan
+    plan: ParallelizePlan
     source: Source
 
     def place(self, name: str, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> nn.Module | None:
@@ -303,7 +303,7 @@ class FrozenRun:
         # Replica of the frozen model for each micro-batch: equal, consecutive shares.
         share = [index * len(self._theirs) // len(skeletons) for index in range(len(skeletons))]
         inputs = [
-            Route(self._ours[home], self._theirs[replica], _form(tensors_of(skeleton)))
+            TensorRoute(self._ours[home], self._theirs[replica], _form(tensors_of(skeleton)))
             for home, replica, skeleton in zip(homes, share, skeletons, strict=True)
         ]
         given = iter(micro_batches)
@@ -316,7 +316,7 @@ class FrozenRun:
         forms = self._forms_of(skeletons, share, answers)
         # The way back: from the last stage of each frozen replica to the ranks that need the results.
         outputs = [
-            Route(self._answering[replica], self._asking[home], form)
+            TensorRoute(self._answering[replica], self._asking[home], form)
             for home, replica, form in zip(homes[:wanted], share, forms, strict=False)
         ]
         results = exchange(
@@ -389,7 +389,7 @@ def _replicas(mesh: ParallelMesh) -> list[tuple[int, ...]]:
 
 
 def _form(tensors: Sequence[Tensor]) -> Form:
-    return tuple(Entry(str(i), tuple(t.shape), t.dtype, False) for i, t in enumerate(tensors))
+    return tuple(CarryEntry(str(i), tuple(t.shape), t.dtype, False) for i, t in enumerate(tensors))
 
 
 def _form_of(carry: Carry) -> Form:

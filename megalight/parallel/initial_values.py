@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.nn.canonical import Part
+from megalight.nn.canonical import CanonicalPart
 from megalight.nn.init import draw, initializers, key
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.splitter import Elsewhere, Origin, on_meta
+from megalight.parallel.splitter import Elsewhere, SplitOrigin, on_meta
 from megalight.parallel.tensor.split import take
 
 # Parameters with a device, but no memory yet, so that storage can be laid out before values exist.
@@ -178,7 +178,7 @@ def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int, devi
     """Return a whole copy of a module, drawn by its own methods: float32, NaN where they draw nothing."""
     origin = getattr(module, "origin", None)
     # The one-device module, as its own method draws shapes that only the whole module has.
-    shell = on_meta(origin.module if isinstance(origin, Origin) else module)
+    shell = on_meta(origin.module if isinstance(origin, SplitOrigin) else module)
     # Drawn where the model lives. Generators of other devices give other bits for the same seed.
     for local, parameter in shell._parameters.items():
         if parameter is not None:
@@ -224,7 +224,7 @@ def _take_drawn(
     name: str,
     parameter: nn.Parameter | None,
     whole: nn.Parameter | None,
-    parts: Sequence[Part],
+    parts: Sequence[CanonicalPart],
     spec: ShardSpec,
     give: Callable[[str, Tensor], None],
 ) -> None:
@@ -248,12 +248,12 @@ def _set(parameter: nn.Parameter, values: Tensor) -> None:
         parameter.copy_(values)
 
 
-def _parts(module: nn.Module, local: str, spec: ShardSpec) -> Sequence[Part]:
+def _parts(module: nn.Module, local: str, spec: ShardSpec) -> Sequence[CanonicalPart]:
     """Return the canonical tensors of the whole parameter; a module that was not replaced holds them whole."""
     origin = getattr(module, "origin", None)
-    if isinstance(origin, Origin):
+    if isinstance(origin, SplitOrigin):
         return origin.parts[local]
-    return [Part(local, piece.name, piece.shape, piece.start) for piece in spec.pieces]
+    return [CanonicalPart(local, piece.name, piece.shape, piece.start) for piece in spec.pieces]
 
 
 def _copy_known(name: str, tensor: Tensor, drawn: Tensor | None) -> None:

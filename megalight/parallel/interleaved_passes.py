@@ -59,7 +59,7 @@ class Turns:
         Raises:
             Exception: the error of a pass. The other pass is then abandoned.
         """
-        pair = _Pair(fill)
+        pair = _PassPair(fill)
         _pairs.append(pair)
         # a thread begins with the first device and its default stream
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -108,7 +108,7 @@ def uninterrupted() -> Iterator[None]:
             pair.held -= 1
 
 
-class _Pair:
+class _PassPair:
     """Two passes, of which one has the turn."""
 
     def __init__(self, fill: Callable[[], None]) -> None:
@@ -148,11 +148,11 @@ class _Pair:
         self._batons[who].release()
 
 
-_pairs: list[_Pair] = []
+_pairs: list[_PassPair] = []
 """The pair that runs now. Not thread-local: autograd on CUDA runs backwards in a thread of its own."""
 
 
-def _run_second(pair: _Pair, second: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
+def _run_second(pair: _PassPair, second: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
     try:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             second()

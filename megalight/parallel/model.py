@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Origin:
+class ValueOrigin:
     """The origin of a model's values.
 
     Attributes:
@@ -107,7 +107,7 @@ class ParallelModel:
         self.mesh = mesh
         self.options = options or ParallelOptions()
         self.name = name
-        self.origin: Origin | None = None
+        self.origin: ValueOrigin | None = None
         self.pending = self.empty = self.filled = False
         self._refusals: list[RemovableHandle] = []
         self.device = torch.device("meta")
@@ -232,11 +232,11 @@ class ParallelModel:
                 them, and only tensors that transforms made are drawn.
             source: read after that.
         """
-        origin = Origin(None, source)
+        origin = ValueOrigin(None, source)
         # A model that was filled once keeps its values in a second run.
         if not self.filled and (self.empty or self.added):
-            origin = Origin(seed, source, None if self.empty else self.added)
-        self.origin = None if origin == Origin() else origin
+            origin = ValueOrigin(seed, source, None if self.empty else self.added)
+        self.origin = None if origin == ValueOrigin() else origin
         self.pending = self.origin is not None
 
     def fill(self) -> None:
@@ -317,7 +317,7 @@ class ParallelModel:
         self.pending, self.filled = False, True
         # A source fills pieces only. Padding of a vocabulary would otherwise keep the NaN of fresh memory.
         self.clear_padding()
-        self.origin = Origin(None, source)
+        self.origin = ValueOrigin(None, source)
         # Whole tensors are read in place. Of sharded ones, each rank reads its shard into flat memory.
         sharded = self._sharded
         whole = ((name, tensor) for name, tensor in self.tensors().items() if id(tensor) not in sharded)

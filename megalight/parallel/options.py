@@ -15,7 +15,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.pipeline.stages import check_protocol
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.transform import ModelTransform
@@ -41,7 +41,7 @@ class ParallelOptions:
         LayoutError: options that do not go together.
     """
 
-    plan: Plan | None = None
+    plan: ParallelizePlan | None = None
     sequence_parallel: bool = False
     tensor: TensorOptions = field(default_factory=TensorOptions)
     context: ContextOptions = field(default_factory=ContextOptions)

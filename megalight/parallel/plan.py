@@ -25,7 +25,7 @@ A type (without its subclasses), or a glob over the module's name (``"layers.*.m
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParallelizePlan:
     """Rules that are tried in order. The first rule that matches a module decides: one style, or several together.
 
     Attributes:
@@ -64,17 +64,17 @@ class Plan:
         """Expressions of the globs. Compiled once: each meets every module of the model."""
         return {target: re.compile(fnmatch.translate(target)) for target in self.rules if isinstance(target, str)}
 
-    def only(self, names: Iterable[str]) -> Plan:
+    def only(self, names: Iterable[str]) -> ParallelizePlan:
         """Return the plan without patterns that match none of ``names``: a family's plan for one of its members."""
         absent = set(self.unmatched(names))
         return replace(self, rules={target: style for target, style in self.rules.items() if target not in absent})
 
-    def under(self, name: str) -> Plan:
+    def under(self, name: str) -> ParallelizePlan:
         """Return the same plan for a model that is the submodule ``name`` of another."""
         rules = {f"{name}.{target}" if isinstance(target, str) else target: s for target, s in self.rules.items()}
         return replace(self, rules=rules)
 
-    def __or__(self, other: Plan) -> Plan:
+    def __or__(self, other: ParallelizePlan) -> ParallelizePlan:
         """Return the rules of both plans, those of ``other`` first.
 
         Raises:
@@ -87,7 +87,7 @@ class Plan:
             )
         # `other` first, because the first matching rule decides.
         rest = {target: style for target, style in self.rules.items() if target not in other.rules}
-        return Plan({**other.rules, **rest}, self.sequence_dim)
+        return ParallelizePlan({**other.rules, **rest}, self.sequence_dim)
 
 
 def _many(found: Style | str | tuple[Style | str, ...]) -> tuple[Style | str, ...]:

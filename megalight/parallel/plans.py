@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import (
     Attributes,
     Boundary,
@@ -22,14 +22,14 @@ from megalight.parallel.styles import (
     SequenceRegion,
     Style,
     Vocab,
-    VocabHead,
+    VocabHeadStyle,
 )
 from megalight.registry import Registry
 
 # How models of the ``transformers`` package split. Hidden states are ``[B, S, h]``.
 
 
-def llama(config: Any) -> Plan:
+def llama(config: Any) -> ParallelizePlan:
     """The plan of a ``LlamaForCausalLM`` of this ``LlamaConfig``.
 
     The model reads the sequence length off its hidden states, so the embedding hands out whole ones; sequence
@@ -53,7 +53,7 @@ def llama(config: Any) -> Plan:
     # With a single layer both rules are for the same module, and a dict has room for one.
     if first == last:
         ends = {first: Boundary(enter="split", leave="join")}
-    return Plan(
+    return ParallelizePlan(
         {
             **ends,
             "model.embed_tokens": Vocab(scatter_output=False),
@@ -73,24 +73,24 @@ def llama(config: Any) -> Plan:
             # After the last boundary, which has joined the tokens: all ranks compute the same
             # here, and in the head.
             "model.norm": Replicated(),
-            "lm_head": VocabHead(tokens="whole"),
+            "lm_head": VocabHeadStyle(tokens="whole"),
         },
         sequence_dim=1,
     )
 
 
-def plan(model: nn.Module) -> Plan:
+def plan(model: nn.Module) -> ParallelizePlan:
     """The plan of a ``transformers`` model, from its own configuration."""
     return llama(model.config)
 
 
-PLANS: Registry[Callable[[Any], Plan]] = Registry("parallel plan")
+PLANS: Registry[Callable[[Any], ParallelizePlan]] = Registry("parallel plan")
 """Full name of a model type -> the plan of a model of that type."""
 
 PLANS.register("transformers.models.llama.modeling_llama.LlamaForCausalLM")(plan)
 
 
-def plan_for(model: nn.Module) -> Plan | None:
+def plan_for(model: nn.Module) -> ParallelizePlan | None:
     """The plan registered for the model's type, or the first of its base types that has one; None: no plan."""
     # The nearest type first: a subclass that registers its own plan goes before its base.
     for kind in type(model).__mro__:

@@ -14,7 +14,7 @@ from megalight.first_rank import is_first
 from megalight.nn.moe import MoE
 from megalight.parallel.coupling import Coupling
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
-from megalight.parallel.data_parallel.unit_memory import Pass, Route
+from megalight.parallel.data_parallel.unit_memory import PassOrder, UnitPass
 from megalight.parallel.initial_values import initialize
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.executor import passes_of
@@ -135,9 +135,9 @@ class _Parameters:
         return (p for key, (_, _, p) in self.named.items() if not p.requires_grad and key in self._units)
 
 
-def _route(models: Sequence[ParallelModel]) -> Route:
+def _route(models: Sequence[ParallelModel]) -> PassOrder:
     """The chunks of all models, and the order of passes through them in a long step."""
-    chunks, passes, phases = list[nn.Module](), list[Pass](), list[range]()
+    chunks, passes, phases = list[nn.Module](), list[UnitPass](), list[range]()
     for model in models:
         pipeline, pp, first = model.options.pipeline, model.mesh.pp, len(chunks)
         chunks += model.chunks
@@ -150,7 +150,7 @@ def _route(models: Sequence[ParallelModel]) -> Route:
     # Last, as the chunks of the others contain their modules. But they run first.
     grafted = [model.grafted.root for model in models if model.grafted is not None]
     phases = [range(len(chunks), len(chunks) + len(grafted)), *phases] if grafted else phases
-    return Route([*chunks, *grafted], passes, phases)
+    return PassOrder([*chunks, *grafted], passes, phases)
 
 
 def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]:

@@ -11,10 +11,10 @@ exactly one of four things:
 - *split*: ranks along it hold other boxes (or other tensors, as pipeline stages do);
 - *data*: ranks hold the same box and see different tokens. Gradients are summed over these axes, and optimizer state is
   sharded over them. This is a property of the parameter: :attr:`ShardSpec.data`;
-- *partial*: ranks hold the same box, and each has one term of its gradient: :attr:`Piece.partial`;
+- *partial*: ranks hold the same box, and each has one term of its gradient: :attr:`ShardPiece.partial`;
 - *duplicate*: ranks hold the same box and compute the same gradient.
 
-Along partial and duplicate axes, one rank is the owner of the box (:attr:`Piece.owner`). :func:`check_cover` checks all
+Along partial and duplicate axes, one rank is the owner of the box (:attr:`ShardPiece.owner`). :func:`check_cover` checks all
 of this over the specs of all ranks.
 """
 
@@ -33,7 +33,7 @@ from megalight.parallel.mesh import DENSE_AXES, EXPERT_AXES, TENSOR_AXES, TOKEN_
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """A box of one canonical tensor that lies contiguously inside one local parameter.
 
     Attributes:
@@ -87,7 +87,7 @@ class ShardSpec:
             its optimizer state is sharded over them.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
     shape: tuple[int, ...]
     data: tuple[str, ...] = TOKEN_AXES
 
@@ -96,7 +96,7 @@ class ShardSpec:
         cls, name: str, shape: tuple[int, ...], *, partial: tuple[str, ...] = (), owner: bool = True
     ) -> ShardSpec:
         """Return the spec of a parameter that every rank holds whole."""
-        return cls((Piece(name, shape, (0,) * len(shape), shape, 0, partial, owner),), shape)
+        return cls((ShardPiece(name, shape, (0,) * len(shape), shape, 0, partial, owner),), shape)
 
     @property
     def numel(self) -> int:
@@ -109,7 +109,7 @@ class ShardSpec:
         view = DENSE_AXES if set(self.data) <= set(DENSE_AXES) else EXPERT_AXES
         return tuple(axis for axis in view if axis not in TENSOR_AXES)
 
-    def cut(self, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
+    def cut(self, start: int, stop: int) -> Iterator[tuple[ShardPiece, int, int]]:
         """Yield the parts of elements ``[start, stop)`` of the flattened local parameter that belong to pieces.
 
         Yields:
@@ -159,7 +159,7 @@ def check_cover(mesh: ParallelMesh, specs: Sequence[Mapping[str, ShardSpec]]) ->
             boxes; a box has no owner, or several; ranks that see different tokens do not sum their gradients.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    boxes_of: dict[str, dict[_Place, dict[int, tuple[Piece, tuple[str, ...]]]]] = {}
+    boxes_of: dict[str, dict[_Place, dict[int, tuple[ShardPiece, tuple[str, ...]]]]] = {}
     for rank, held in zip(mesh.members, specs, strict=True):
         for spec in held.values():
             for piece in spec.pieces:
@@ -189,7 +189,7 @@ def _check_tiling(name: str, shape: tuple[int, ...], places: Sequence[_Place]) -
         raise LayoutError(f"the boxes of {name} hold {covered} of its {prod(shape)} elements.")
 
 
-def _check_holders(box: str, mesh: ParallelMesh, holders: Mapping[int, tuple[Piece, tuple[str, ...]]]) -> None:
+def _check_holders(box: str, mesh: ParallelMesh, holders: Mapping[int, tuple[ShardPiece, tuple[str, ...]]]) -> None:
     owners = {rank for rank, (piece, _) in holders.items() if piece.owner}
     if not owners:
         raise LayoutError(f"{box}: no rank owns it.")
@@ -210,5 +210,5 @@ def _check_holders(box: str, mesh: ParallelMesh, holders: Mapping[int, tuple[Pie
             raise LayoutError(f"{box}: ranks {sorted(owners)} own it; owners differ along its data axes {data} alone.")
 
 
-def _axes_of(held: tuple[Piece, tuple[str, ...]] | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def _axes_of(held: tuple[ShardPiece, tuple[str, ...]] | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     return None if held is None else (held[1], held[0].partial)

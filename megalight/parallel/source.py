@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import CheckpointError
 from megalight.nn.canonical import canonical_tensors
-from megalight.parallel.shard import Piece, ShardSpec, boxes
+from megalight.parallel.shard import ShardPiece, ShardSpec, boxes
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Filled:
     unexpected: tuple[str, ...]
 
 
-class Stored(Protocol):
+class TensorMetadata(Protocol):
     """Metadata of one tensor of a source."""
 
     @property
@@ -65,7 +65,7 @@ class Source(Protocol):
     """Tensors by canonical name."""
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, TensorMetadata]:
         """The available tensors."""
 
     def fill(
@@ -92,7 +92,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
+class FillRequest:
     """What one call of :meth:`Source.fill` asks for: its arguments."""
 
     targets: Sequence[Target]
@@ -116,7 +116,7 @@ class Wrapped:
     source: Source
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, TensorMetadata]:
         """The available tensors."""
         return self.source.tensors
 
@@ -129,19 +129,19 @@ class Wrapped:
         process_group: ProcessGroup | None = None,
     ) -> Filled:
         """See :meth:`Source.fill`."""
-        request = Request(list(targets), strict, prefix, process_group)
+        request = FillRequest(list(targets), strict, prefix, process_group)
         passed = self.before(request)
         return self.after(request, passed, self.read(passed))
 
-    def before(self, request: Request) -> Request:
+    def before(self, request: FillRequest) -> FillRequest:
         """Return what is asked of the source in place of ``request``."""
         return request
 
-    def read(self, passed: Request) -> Filled:
+    def read(self, passed: FillRequest) -> Filled:
         """Ask the source."""
         return passed.to(self.source)
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """Use what the source has read, and return the names that the caller hears of.
 
         Args:
@@ -167,17 +167,17 @@ class Renamed(Wrapped):
     theirs: str
 
     @property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, TensorMetadata]:
         """The available tensors, by our names."""
         found = self.source.tensors.items()
         return {self._to_ours(name): stored for name, stored in found if name.startswith(self.theirs)}
 
-    def before(self, request: Request) -> Request:
+    def before(self, request: FillRequest) -> FillRequest:
         """See :meth:`Wrapped.before`."""
         targets = [replace(target, name=self._to_theirs(target.name)) for target in request.targets]
         return replace(request, targets=targets, prefix=self._to_theirs(request.prefix or self.ours))
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`Wrapped.after`."""
         return Filled(tuple(map(self._to_ours, filled.missing)), tuple(map(self._to_ours, filled.unexpected)))
 
@@ -201,12 +201,12 @@ class Chosen(Wrapped):
     names: Mapping[str, str]
 
     @property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, TensorMetadata]:
         """The available tensors, by our names."""
         found = self.source.tensors
         return {ours: found[theirs] for ours, theirs in self.names.items() if theirs in found}
 
-    def before(self, request: Request) -> Request:
+    def before(self, request: FillRequest) -> FillRequest:
         """See :meth:`Wrapped.before`."""
         lost = self._lost()
         # Known on all ranks alike, and before any of them waits for others.
@@ -219,11 +219,11 @@ class Chosen(Wrapped):
         targets = [replace(target, name=self.names[target.name]) for target in known]
         return replace(request, targets=targets, strict=False, prefix="")
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`Wrapped.after`."""
         return Filled((*self._lost(), *self._others(request)), ())
 
-    def _others(self, request: Request) -> tuple[str, ...]:
+    def _others(self, request: FillRequest) -> tuple[str, ...]:
         return tuple(target.name for target in request.targets if target.name not in self.names)
 
     def _lost(self) -> tuple[str, ...]:
@@ -264,7 +264,7 @@ def clear_outside(flat: Tensor, intervals: Iterable[tuple[int, int]]) -> None:
     flat[end:].zero_()
 
 
-class FlatShard(Protocol):
+class FlatSource(Protocol):
     """A rank's flat share of parameters or optimizer state, and the position of canonical elements in it.
 
     Attributes:
@@ -275,7 +275,7 @@ class FlatShard(Protocol):
     replicas: tuple[int, ...]
     place: int
 
-    def intervals(self) -> Iterable[tuple[Piece, int, int, int]]:
+    def intervals(self) -> Iterable[tuple[ShardPiece, int, int, int]]:
         """Yield ``(piece, first, last, shard_start)`` for every part of a piece in the shard.
 
         Elements ``[first, last)`` of the flattened piece lie at ``shard_start`` in the shard.
@@ -283,14 +283,14 @@ class FlatShard(Protocol):
         ...
 
 
-def shard_targets(tensors: Iterable[Tensor], shards: Iterable[FlatShard]) -> Iterator[Target]:
+def shard_targets(tensors: Iterable[Tensor], shards: Iterable[FlatSource]) -> Iterator[Target]:
     """Yield the boxes of flat tensors: masters, or one optimizer state per shard, with the shards' layout."""
     for tensor, shard in zip(tensors, shards, strict=True):
         for piece, offset, data in shard_boxes(tensor, shard):
             yield Target(piece.name, piece.shape, offset, data)
 
 
-def shard_boxes(tensor: Tensor, shard: FlatShard) -> Iterator[tuple[Piece, tuple[int, ...], Tensor]]:
+def shard_boxes(tensor: Tensor, shard: FlatSource) -> Iterator[tuple[ShardPiece, tuple[int, ...], Tensor]]:
     """Yield a flat tensor as boxes: a flat interval of an n-dim piece becomes a few row-major boxes, all views.
 
     Yields:

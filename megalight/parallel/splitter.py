@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from megalight.errors import LayoutError
 from megalight.nn.adapter import Adapter, AdapterSet
-from megalight.nn.canonical import Part, joined, parts
+from megalight.nn.canonical import CanonicalPart, joined, parts
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor import split
@@ -23,12 +23,12 @@ from megalight.parallel.tensor.shared import Shared
 if TYPE_CHECKING:
     from megalight.parallel.styles import Style
 
-Rule: TypeAlias = Callable[[Sequence[Part], tuple[int, ...], ParallelMesh], ShardSpec]
+Rule: TypeAlias = Callable[[Sequence[CanonicalPart], tuple[int, ...], ParallelMesh], ShardSpec]
 """Canonical parts and shape of a one-device parameter, and the mesh -> the part that this rank holds."""
 
 
 @dataclass(frozen=True)
-class Origin:
+class SplitOrigin:
     """The one-device module that a parallel one replaces; initial values are drawn with it.
 
     Attributes:
@@ -37,7 +37,7 @@ class Origin:
     """
 
     module: nn.Module
-    parts: Mapping[str, Sequence[Part]]
+    parts: Mapping[str, Sequence[CanonicalPart]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Splitter:
         self.specs: dict[str, ShardSpec] = {}
         self.done: set[int] = set()
         """Ids of modules that need no further visit."""
-        self._parts: dict[str, list[Part]] = defaultdict(list)
+        self._parts: dict[str, list[CanonicalPart]] = defaultdict(list)
         # Read now, before anything is split: names and shapes of the one-device model cannot be read from its parts
         # later.
         for part in parts(model):
@@ -127,7 +127,7 @@ class Splitter:
             partial: their gradients must be summed over ``tp``.
         """
 
-        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             return split.replicated(parts, shape, mesh, partial=partial)
 
         for local in module._parameters:
@@ -142,7 +142,7 @@ class Splitter:
     def keep_rest(self, name: str, module: nn.Module) -> None:
         """Hold whole what the styles of a module do not know: tensors that its class or its user added."""
 
-        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             return split.replicated(parts, shape, mesh, partial=False)
 
         for local, parameter in module._parameters.items():
@@ -155,7 +155,7 @@ class Splitter:
         for local, buffer in module._buffers.items():
             if buffer is not None and local not in module._non_persistent_buffers_set:
                 full, shape = joined(name, local), tuple(buffer.shape)
-                part = Part(full, self.prefix + full, shape, 0)
+                part = CanonicalPart(full, self.prefix + full, shape, 0)
                 # Persistent buffers are saved in checkpoints, so they need a spec too.
                 self.specs[full] = split.replicated([part], shape, self.shared.mesh, partial=False)
 
@@ -217,7 +217,7 @@ class Splitter:
         # Without rules of its own, a module is drawn whole, by its one-device form, and cut.
         elif own:
             parts = {local: self._parts[first] for local, first in own.items() if first is not None}
-            replacement.origin = Origin(on_meta(module), parts)  # type: ignore[assignment]
+            replacement.origin = SplitOrigin(on_meta(module), parts)  # type: ignore[assignment]
 
     def replace(self, module: nn.Module, replacement: nn.Module) -> None:
         """Put ``replacement`` at every place of ``module`` in the model.

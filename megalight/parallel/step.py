@@ -151,7 +151,7 @@ def _joined(stages: Sequence[Names]) -> Names:
     return Names(rows, [name for name in names if name not in rows])
 
 
-class Task(Protocol):
+class TrainingTask(Protocol):
     """The training task of a model, defined per micro-batch."""
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
@@ -227,7 +227,7 @@ def run_passes(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> A
     return passes(micro_batches)
 
 
-class Step:
+class StepDriver:
     """Runs training and evaluation steps of one model.
 
     Args:
@@ -255,7 +255,7 @@ class Step:
     def __init__(
         self,
         model: ParallelModel,
-        task: Task,
+        task: TrainingTask,
         *,
         varying_carry: bool = False,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,

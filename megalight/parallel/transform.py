@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from torch import nn
 
 from megalight.nn.canonical import parts
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.shard import ShardSpec
 from megalight.registry import Registry
 
@@ -50,7 +50,7 @@ class ModelTransform(ABC):
             ConfigurationError: the model has no place for the change.
         """
 
-    def plan(self, model: nn.Module, plan: Plan) -> Plan:
+    def plan(self, model: nn.Module, plan: ParallelizePlan) -> ParallelizePlan:
         """Return the model's earlier plan with rules for new modules. Default: no new rule is needed."""
         return plan
 

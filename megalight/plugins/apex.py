@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megalight.errors import BackendError
 from megalight.ops.adam import ADAM
-from megalight.ops.adam import Spec as Spec_of_adam
+from megalight.ops.adam import AdamSpec as Spec_of_adam
 from megalight.ops.common import HALF, whole_why_not
 from megalight.ops.linear.weight_gradient import WGRAD
-from megalight.ops.linear.weight_gradient import Spec as Spec_of_weight_gradient
-from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM, Spec
+from megalight.ops.linear.weight_gradient import WeightGradientSpec as Spec_of_weight_gradient
+from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM, NormSpec
 from megalight.ops.norm.reference import of_sum
 from megalight.plugins.multi_tensor import MultiTensorAdam
 from megalight.plugins.package import Package
@@ -43,7 +43,7 @@ MODULE = "apex.normalization.fused_layer_norm"
 NORM_EXTENSION = "fused_layer_norm_cuda"
 
 
-def _why_not(spec: Spec, function: str) -> str | None:
+def _why_not(spec: NormSpec, function: str) -> str | None:
     if spec.dtype not in (*HALF, torch.float32):
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"
     if spec.dtype != spec.weight_dtype:
@@ -52,12 +52,12 @@ def _why_not(spec: Spec, function: str) -> str | None:
     return reason or package_why_not(spec.device, "the fused norm", f"{MODULE}:{function}", NORM_EXTENSION)
 
 
-def rms_why_not(spec: Spec) -> str | None:
+def rms_why_not(spec: NormSpec) -> str | None:
     """Return why it cannot serve RMS norm, or None."""
     return _why_not(spec, "fused_rms_norm_affine")
 
 
-def layer_why_not(spec: Spec) -> str | None:
+def layer_why_not(spec: NormSpec) -> str | None:
     """Return why it cannot serve layer norm, or None."""
     return _why_not(spec, "fused_layer_norm_affine")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megalight.ops.common import HALF, wide
-from megalight.ops.delta_rule import DELTA_RULE, Spec
+from megalight.ops.delta_rule import DELTA_RULE, DeltaRuleSpec
 from megalight.plugins.package import Package
 from megalight.registry import Backend
 from megalight.types import PackedSequences
@@ -23,7 +23,7 @@ RULE = "fla.ops.gated_delta_rule:chunk_gated_delta_rule"
 WIDEST = 256
 
 
-def why_not(spec: Spec) -> str | None:
+def why_not(spec: DeltaRuleSpec) -> str | None:
     """Return why it cannot serve, or None."""
     if spec.dtype not in HALF:
         return f"serves bfloat16 and float16, not {spec.dtype}"

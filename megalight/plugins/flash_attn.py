@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.attention import ATTENTION, Spec
+from megalight.ops.attention import ATTENTION, AttentionSpec
 from megalight.ops.attention_block import ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD
-from megalight.ops.attention_block import Spec as Spec_of_attention_block
+from megalight.ops.attention_block import AttentionBlockSpec as Spec_of_attention_block
 from megalight.ops.common import heads_why_not
 from megalight.plugins.package import Package
 from megalight.registry import Backend
@@ -72,7 +72,7 @@ class Release:
     dropout: bool = False
     sink: str | None = None
 
-    def why_not(self, spec: Spec) -> str | None:
+    def why_not(self, spec: AttentionSpec) -> str | None:
         """Return why this release cannot serve, or None."""
         # Cheap reasons first: looking at functions imports the package.
         if spec.sink and self.sink is None:
@@ -153,7 +153,7 @@ VERSION_3_RELEASE = Release(VERSION_3_PACKAGE, VERSION_3_MODULE)
 attention = VERSION_3_RELEASE.attention
 
 
-def version_3_why_not(spec: Spec) -> str | None:
+def version_3_why_not(spec: AttentionSpec) -> str | None:
     """Return why it cannot serve attention, or None."""
     reason = VERSION_3_RELEASE.why_not(spec)
     # Asked last: it needs a GPU, and the other reasons do not.
@@ -171,7 +171,7 @@ VERSION_4_RELEASE = Release(VERSION_4_PACKAGE, VERSION_4_MODULE, unlimited=None,
 attention = VERSION_4_RELEASE.attention
 
 
-def version_4_why_not(spec: Spec) -> str | None:
+def version_4_why_not(spec: AttentionSpec) -> str | None:
     """Return why it cannot serve attention, or None."""
     return VERSION_4_RELEASE.why_not(spec) or too_wide(spec.head_dim)
 

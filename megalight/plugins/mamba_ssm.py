@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.causal_conv import CAUSAL_CONV, Spec
+from megalight.ops.causal_conv import CAUSAL_CONV, CausalConvSpec
 from megalight.ops.common import HALF
 from megalight.ops.ssd import SSD
-from megalight.ops.ssd import Spec as Spec_of_ssd
+from megalight.ops.ssd import SSDSpec as Spec_of_ssd
 from megalight.plugins.package import Package
 from megalight.registry import Backend
 
@@ -38,7 +38,7 @@ STEP = 8
 """Channels that a thread reads at once. Numbers of channels and strides must be multiples of it."""
 
 
-def conv_why_not(spec: Spec) -> str | None:
+def conv_why_not(spec: CausalConvSpec) -> str | None:
     """Return why it cannot serve, or None."""
     if spec.dtype not in (*HALF, torch.float32):
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"

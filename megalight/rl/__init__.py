@@ -6,7 +6,7 @@ from megalight.rl.data import PromptDataModule as PromptDataModule
 from megalight.rl.environment import Answer as Answer
 from megalight.rl.environment import Environment as Environment
 from megalight.rl.environment import PromptBatch as PromptBatch
-from megalight.rl.environment import Task as Task
+from megalight.rl.environment import RLTask as RLTask
 from megalight.rl.loss import PolicyLoss as PolicyLoss
 from megalight.rl.module import GRPOModule as GRPOModule
 from megalight.rl.rollouts import Rollouts as Rollouts

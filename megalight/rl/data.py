@@ -17,8 +17,8 @@ from megalight.data.sizes import check_sizes
 from megalight.data.text_files import Format, find
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
-from megalight.rl.environment import Environment, PromptBatch, Reward, Task
-from megalight.rl.prompts import SUFFIXES, Prompts, PromptWriter, Row, RowSource, TaskDataset, read_rows
+from megalight.rl.environment import Environment, PromptBatch, Reward, RLTask
+from megalight.rl.prompts import SUFFIXES, PromptDataset, PromptWriter, Row, RowSource, TaskDataset, read_rows
 
 # Prompts whose answers are trained on in several steps.
 
@@ -31,7 +31,7 @@ class Use(NamedTuple):
         number: how many batches had it before, of those that share its answers.
     """
 
-    task: Task
+    task: RLTask
     number: int
 
 
@@ -187,7 +187,7 @@ class PromptDataModule(ResumableDataModule):
         for source in (data, *own.values()):
             if source is not None and not isinstance(source, RowSource):
                 find(_listed(source), format, SUFFIXES)  # refuses what is not there
-        self._read: dict[str, Prompts] = {}
+        self._read: dict[str, PromptDataset] = {}
 
     def setup(self, stage: str) -> None:
         """Read the prompts of the splits that ``stage`` needs."""
@@ -240,20 +240,20 @@ class PromptDataModule(ResumableDataModule):
                 )
         return self.steps_per_batch
 
-    def _prompts(self, name: str, source: Source) -> Prompts:
+    def _prompts(self, name: str, source: Source) -> PromptDataset:
         key = name if self.data is None else ""  # data that splits share is read once
         if key not in self._read:
             rows = _rows(source, self.format)
             for place, row in rows:
                 self.environment.check(place, row)
-            self._read[key] = Prompts(self.writer, rows)
+            self._read[key] = PromptDataset(self.writer, rows)
             ends = {*self.environment.ends, *self.writer.ends(self._read[key].chats)}
             if not ends:
                 log.warning("the tokenizer has no token that ends a text, so every answer has the longest length")
             self.environment.ends = tuple(sorted(ends))
         return self._read[key]
 
-    def _fitting(self, name: str, prompts: Prompts, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _fitting(self, name: str, prompts: PromptDataset, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the places of prompts that are not too long.
 
         Raises:
@@ -278,7 +278,7 @@ class PromptDataModule(ResumableDataModule):
         """Return tasks, and what makes a batch of them."""
         return dataset, self._batch
 
-    def _batch(self, tasks: Sequence[Task | Use | None]) -> PromptBatch:
+    def _batch(self, tasks: Sequence[RLTask | Use | None]) -> PromptBatch:
         found = [each if isinstance(each, Use) else Use(each, 0) for each in tasks if each is not None]
         return PromptBatch([each.task for each in found], self.environment, not any(each.number for each in found))
 

@@ -17,7 +17,7 @@ from megalight.inference.scheduler import Reason
 
 
 @dataclass(frozen=True)
-class Task:
+class RLTask:
     """One prompt.
 
     Attributes:
@@ -128,7 +128,7 @@ class Environment:
                 error.add_note(f"The check of the reward {name!r} raised it, for {place}: {dict(row)!r}.")
                 raise
 
-    def score(self, task: Task, tokens: Sequence[int], reason: Reason) -> Score:
+    def score(self, task: RLTask, tokens: Sequence[int], reason: Reason) -> Score:
         """Return what the completion of a task's prompt is worth.
 
         Raises:
@@ -207,7 +207,7 @@ class PromptBatch:
             again.
     """
 
-    def __init__(self, tasks: Sequence[Task], environment: Environment, fresh: bool = True) -> None:
+    def __init__(self, tasks: Sequence[RLTask], environment: Environment, fresh: bool = True) -> None:
         self.tasks = tuple(tasks)
         self.environment = environment
         self.fresh = fresh

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalight.data.chat.dataset import best_fit
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.config import require_choice
-from megalight.models.distillation import Layout
+from megalight.models.distillation import TeacherLayout
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry
@@ -170,14 +170,14 @@ class GRPOModule(GPTModule):
         loss: PolicyLoss | None = None,
         advantages: Scale = "group",
         reference: str | os.PathLike[str] | None = None,
-        reference_layout: Layout | None = None,
+        reference_layout: TeacherLayout | None = None,
     ) -> None:
         super().__init__(config, optimizer, seed, weights, weights_keys)
         self.rollouts = rollouts or Rollouts()
         self.policy_loss = loss or PolicyLoss()
         require_choice("advantages", advantages, get_args(Scale))
         self.advantages: Scale = advantages
-        self.reference_layout = reference_layout or Layout()
+        self.reference_layout = reference_layout or TeacherLayout()
         self._reference: GPTModule | None = None
         self._held: TokenBatch | None = None
         self._check()

@@ -18,7 +18,7 @@ from megalight.data.chat.template import ChatTemplate
 from megalight.data.text_files import ROWS, Format, blocks, find, records_of
 from megalight.data.tokenizer import Tokenizer, check_unicode
 from megalight.errors import ConfigurationError, DataError
-from megalight.rl.environment import Task
+from megalight.rl.environment import RLTask
 
 # Where the rows of prompts come from: files, or a generator.
 
@@ -135,7 +135,7 @@ def _system(text: str) -> dict[str, str]:
     return {"role": "system", "content": text}
 
 
-class Prompts:
+class PromptDataset:
     """Prompts in memory, in the order of their rows.
 
     Attributes:
@@ -183,7 +183,12 @@ class TaskDataset:
     """
 
     def __init__(
-        self, prompts: Prompts, places: NDArray[np.int64], *, num_samples: int | None = None, seed: int | None = None
+        self,
+        prompts: PromptDataset,
+        places: NDArray[np.int64],
+        *,
+        num_samples: int | None = None,
+        seed: int | None = None,
     ) -> None:
         self.prompts, self.places, self.seed = prompts, places, seed
         passes = 1 if num_samples is None else max(1, -(-num_samples // len(places)))
@@ -198,14 +203,14 @@ class TaskDataset:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int | None) -> Task | None:
+    def __getitem__(self, index: int | None) -> RLTask | None:
         """Return task ``index``, which is its number; None stays None, and fills up a batch."""
         if index is None:
             return None
         if not 0 <= index < len(self):
             raise IndexError(f"task {index} of {len(self)}.")
         turn, place = divmod(index, len(self.places))
-        return Task(*self.prompts[int(self._permutation(turn)[place])], number=index)
+        return RLTask(*self.prompts[int(self._permutation(turn)[place])], number=index)
 
     def _permuted(self, turn: int) -> NDArray[np.int64]:
         if self.seed is None:

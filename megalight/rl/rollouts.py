@@ -18,7 +18,7 @@ from megalight.inference import Completion, DynamicEngine, ParallelGPT
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.models.gpt import GPT
 from megalight.parallel.trace import span
-from megalight.rl.environment import PromptBatch, Score, Task
+from megalight.rl.environment import PromptBatch, RLTask, Score
 from megalight.strategies import MegatronStrategy
 
 # The trained model as one that draws answers, between two steps.
@@ -150,7 +150,7 @@ class Trajectory:
         score: what it is worth.
     """
 
-    task: Task
+    task: RLTask
     completion: Completion
     score: Score
 
@@ -206,7 +206,7 @@ def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int,
 
 
 def _engine(
-    policy: Policy, tasks: Sequence[Task], limits: Sequence[int], options: Rollouts, size: int
+    policy: Policy, tasks: Sequence[RLTask], limits: Sequence[int], options: Rollouts, size: int
 ) -> DynamicEngine:
     longest = [len(task.prompt) + limit for task, limit in zip(tasks, limits, strict=True)] * size
     if options.cache_tokens is None:

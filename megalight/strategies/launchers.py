@@ -44,7 +44,7 @@ from megalight.strategies._lightning import (
 )
 from megalight.strategies.checkpoints.resuming import newest_for_last, open_saved
 from megalight.strategies.checkpoints.whole import load_weights
-from megalight.strategies.mesh_strategy import HandedBack, MeshStrategy, Part
+from megalight.strategies.mesh_strategy import HandedBack, MeshStrategy, ModelPart
 from megalight.strategies.process_group import backend_of, check_address
 from megalight.strategies.refusals import check_lazy, check_pruning, check_tuners
 from megalight.strategies.setup import check_plain
@@ -166,7 +166,7 @@ def check(
             module.check_checkpoint(entries)
 
 
-def _split_on_meta(strategy: MeshStrategy, module: Any, part: Part) -> None:
+def _split_on_meta(strategy: MeshStrategy, module: Any, part: ModelPart) -> None:
     """Build the model without memory, and split a part of it like its first rank.
 
     This runs the module's ``build_model`` once more than training. We cannot keep this model: ``setup`` hooks, which

@@ -27,7 +27,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.pipeline.schedules import Actions
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.step import StepRunner, run_passes
@@ -118,7 +118,7 @@ class MegatronStrategy(FolderCheckpoints):
         data_parallel: DataParallel | None = None,
         broadcast_buffers: bool = True,
         checkpoints: Checkpoints | None = None,
-        plan: Plan | None = None,
+        plan: ParallelizePlan | None = None,
         sigterm_every_n_steps: int = 10,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800,

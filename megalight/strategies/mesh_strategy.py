@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
-from megalight.checkpoint.run import Run
+from megalight.checkpoint.run import TrainingRun
 from megalight.optim.configured import Configured
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
@@ -20,7 +20,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.options import Pipeline
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.shard import ShardSpec
@@ -34,7 +34,7 @@ from megalight.strategies.refusals import check_not_compiled
 from megalight.strategies.user_module import check_steps, options_for, root_of
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """A part of the run's model that has ranks of its own.
 
     Attributes:
@@ -95,7 +95,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     data_parallel: DataParallel
     broadcast_buffers: bool
     checkpoints: Checkpoints
-    plan: Plan | None
+    plan: ParallelizePlan | None
     process_group_backend: str | None
     micro_batch_size: int | Literal["auto"] | None
     micro_batches: MicroBatchSize | None = None
@@ -155,9 +155,9 @@ class MeshStrategy(Collectives, ParallelStrategy):
             etp=self.expert_tensor_parallel,
         )
 
-    def parts(self, world_size: int) -> Sequence[Part]:
+    def parts(self, world_size: int) -> Sequence[ModelPart]:
         """Return the parts of the model that have ranks of their own. The last one has the loss."""
-        return (Part(self.grid(world_size), self.options, self.take),)
+        return (ModelPart(self.grid(world_size), self.options, self.take),)
 
     def take(self, whole: nn.Module) -> nn.Module:
         """Return the part of the whole model that is split over the ranks of :attr:`mesh`."""
@@ -209,16 +209,18 @@ class MeshStrategy(Collectives, ParallelStrategy):
         return self.grid(self.num_nodes * self.num_processes).dp > 1
 
     @property
-    def run(self) -> Run:
+    def run(self) -> TrainingRun:
         """The parts of the run that checkpoints save."""
         if self.handed_back is not None:
-            whole = ParallelModel(root_of(self.handed_back.module), ParallelMesh(), ParallelOptions(plan=Plan()))
-            return Run(whole, RandomStreams(whole.mesh))
+            whole = ParallelModel(
+                root_of(self.handed_back.module), ParallelMesh(), ParallelOptions(plan=ParallelizePlan())
+            )
+            return TrainingRun(whole, RandomStreams(whole.mesh))
         assert self.parallel_model is not None and self.streams is not None
         # A callback may have added parameters since the split.
         self.parallel_model.describe_new()
         optimizer = self.optimizers[0] if self.engine is not None else None
-        return Run(self.parallel_model, self.streams, self.engine, optimizer, self.extra_shard_states)
+        return TrainingRun(self.parallel_model, self.streams, self.engine, optimizer, self.extra_shard_states)
 
     @property
     def options(self) -> ParallelOptions:

@@ -30,7 +30,7 @@ from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
-from megalight.parallel.step import Step
+from megalight.parallel.step import StepDriver
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.whole import unsplit
@@ -161,7 +161,7 @@ def keeps_random_state(module: pl.LightningModule, mesh: ParallelMesh) -> bool:
     return not isinstance(module, MegalightModule) and mesh.world_size == 1
 
 
-def prepare(strategy: MeshStrategy, module: pl.LightningModule, step: Step) -> None:
+def prepare(strategy: MeshStrategy, module: pl.LightningModule, step: StepDriver) -> None:
     """Give a step its frozen models, and let what runs on some ranks only know that."""
     step.frozen = build_frozen(strategy, module)
     if (what := strategy.divides_steps) is not None:

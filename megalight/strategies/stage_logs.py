@@ -17,14 +17,14 @@ from torchmetrics import Metric
 from megalight.errors import ConfigurationError
 from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.step import Step
+from megalight.parallel.step import StepDriver
 from megalight.strategies.own_step import logs_to
 
 REDUCTIONS = (torch.mean, torch.sum, torch.min, torch.max, sum, min, max)
 """Functions that Lightning takes as ``reduce_fx``."""
 
 
-class Call(NamedTuple):
+class LogCall(NamedTuple):
     """A call of ``log``, without its value, from a stage of the model."""
 
     stage: int
@@ -56,7 +56,7 @@ class StageLogs:
         group: Callable[[], dist.ProcessGroup | None],
         host: Callable[[], dist.ProcessGroup | None],
         device: torch.device,
-        step: Step,
+        step: StepDriver,
     ) -> None:
         self.pipelines = pipelines
         self.own = own
@@ -67,7 +67,7 @@ class StageLogs:
         self._logs: dict[str, bool] = {}
 
     @classmethod
-    def of(cls, mesh: ParallelMesh, device: torch.device, step: Step) -> StageLogs:
+    def of(cls, mesh: ParallelMesh, device: torch.device, step: StepDriver) -> StageLogs:
         """Share values along the pipeline of this rank."""
         return cls([range(mesh.pp)], 0, partial(mesh.group, "pp"), partial(_on_host, mesh), device, step)
 
@@ -92,14 +92,14 @@ class StageLogs:
             with logs_to(module, lambda *call: found.append(call)) if later else nullcontext():
                 yield
         else:
-            calls: list[tuple[Call, Any]] = []
+            calls: list[tuple[LogCall, Any]] = []
             with logs_to(module, lambda *call: calls.append((_call(self.step.running, *call), call[1]))):
                 yield
             found = [(call.name, value, call.options) for call, value in self._joined(stage, calls)]
         for name, value, options in found:
             module.log(name, value, **options)
 
-    def _joined(self, stage: str, own: list[tuple[Call, Any]]) -> list[tuple[Call, Tensor]]:
+    def _joined(self, stage: str, own: list[tuple[LogCall, Any]]) -> list[tuple[LogCall, Tensor]]:
         calls, group = [call for call, _ in own], self.group()
         first = stage not in self._logs
         if not first and not self._logs[stage]:
@@ -111,7 +111,7 @@ class StageLogs:
                 )
             return []
         # Once by the group that is there. On the host later on, where no rank waits for the device.
-        found: list[list[Call]] = [[] for _ in range(dist.get_world_size(group))]
+        found: list[list[LogCall]] = [[] for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(found, calls, group=group if first else self.host())
         self._logs[stage] = any(found)
         here = dist.get_rank(group)
@@ -134,7 +134,7 @@ def _on_host(mesh: ParallelMesh) -> dist.ProcessGroup:
     return shared_group(mesh.ranks("pp"), "decisions on the host", backend="gloo")
 
 
-def _that_count(ranks: Sequence[int], found: Sequence[Sequence[Call]]) -> list[tuple[int, int]]:
+def _that_count(ranks: Sequence[int], found: Sequence[Sequence[LogCall]]) -> list[tuple[int, int]]:
     """Return rank and number of the calls of a pipeline that count: those from the last stage that logs a name."""
     every = [(rank, number, call) for rank in ranks for number, call in enumerate(found[rank])]
     # Of stages and not of ranks: a rank may have several, of which each logs.
@@ -144,7 +144,7 @@ def _that_count(ranks: Sequence[int], found: Sequence[Sequence[Call]]) -> list[t
     return [(rank, number) for rank, number, call in every if call.stage == last[call.name]]
 
 
-def _call(stage: int, name: str, value: Any, options: dict[str, Any]) -> Call:
+def _call(stage: int, name: str, value: Any, options: dict[str, Any]) -> LogCall:
     reduction = options.get("reduce_fx", "mean")
     if not isinstance(reduction, str) and reduction not in REDUCTIONS:
         raise ConfigurationError(
@@ -162,9 +162,9 @@ def _call(stage: int, name: str, value: Any, options: dict[str, Any]) -> Call:
             "the model update it. Return it as one of loss_step's metrics, a pair of sum and count."
         )
     if isinstance(value, Tensor) and value.numel() == 1:
-        return Call(stage, name, value.dtype, options)
+        return LogCall(stage, name, value.dtype, options)
     if isinstance(value, Number):
-        return Call(stage, name, torch.get_default_dtype(), options)
+        return LogCall(stage, name, torch.get_default_dtype(), options)
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ConfigurationError(
         f"the step logs {name!r} by self.log, and its value is {kind}. Log a number or a tensor of one element."

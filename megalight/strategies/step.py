@@ -18,7 +18,7 @@ from megalight.models.module import MegalightModule
 from megalight.parallel.coupling import check_same, contents, emptied, is_empty
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.step import Step, run_passes
+from megalight.parallel.step import StepDriver, run_passes
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_of_empty, logs_to
@@ -74,7 +74,7 @@ class Stepper:
         self.precision = precision
         self.micro_batches = micro_batches
         self.before_backward = before_backward
-        self.step = Step(
+        self.step = StepDriver(
             model,
             module,  # type: ignore[arg-type]  # for a plain module, its own steps run and this one is not called
             varying_carry=isinstance(module, MegalightModule) and module.varying_carry,

@@ -21,7 +21,7 @@ from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.strategies.stage_logs import StageLogs
 from megalight.strategies.step import Stepper, StepReport
 from megalight.towers.batch_split import Division
-from megalight.towers.disjoint import Encoder
+from megalight.towers.disjoint import TowerRunner
 
 
 class Relay:
@@ -146,7 +146,7 @@ class TowerStepper(Stepper):
         relay: from the language model's ranks.
     """
 
-    def __init__(self, *args: Any, encoder: Encoder, relay: Relay) -> None:
+    def __init__(self, *args: Any, encoder: TowerRunner, relay: Relay) -> None:
         super().__init__(*args)
         self.encoder = encoder
         self.relay = relay

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalight.checkpoint.run import Run
+from megalight.checkpoint.run import TrainingRun
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.transforms import DoRA, LoRA
 from megalight.models.vlm.model import VLM, TowerPart
@@ -23,7 +23,7 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.megatron import MegatronStrategy
-from megalight.strategies.mesh_strategy import MeshStrategy, Part
+from megalight.strategies.mesh_strategy import MeshStrategy, ModelPart
 from megalight.strategies.micro_batches import AUTO
 from megalight.strategies.step import Stepper
 from megalight.strategies.tower_steps import LanguageStepper, Relay, TowerStepper
@@ -31,7 +31,7 @@ from megalight.strategies.user_module import STEPS, options_for, own_steps
 from megalight.towers import Side
 from megalight.towers.batch_split import Division
 from megalight.towers.colocated import Around
-from megalight.towers.disjoint import Arrivals, Encoder
+from megalight.towers.disjoint import FeatureReceiver, TowerRunner
 from megalight.towers.layout import check_tower, divided, part_of
 
 # What a vision tower in a layout of its own does not go with.
@@ -197,12 +197,12 @@ class MegatronTowersStrategy(TowersStrategy):
         """
         return self.divide(world_size, rank).mesh
 
-    def parts(self, world_size: int) -> Sequence[Part]:
+    def parts(self, world_size: int) -> Sequence[ModelPart]:
         """Return tower and language model."""
         tower, language = self.grid(world_size), self.grid(world_size, self.tower.ranks)
         return (
-            Part(tower, self.tower.tower_options(), lambda whole: self.take_part(whole, True)),
-            Part(language, super().options, lambda whole: self.take_part(whole, False)),
+            ModelPart(tower, self.tower.tower_options(), lambda whole: self.take_part(whole, True)),
+            ModelPart(language, super().options, lambda whole: self.take_part(whole, False)),
         )
 
     def setup_environment(self) -> None:
@@ -286,9 +286,9 @@ class MegatronTowersStrategy(TowersStrategy):
         common = module, model, self.precision, self.micro_batches, before_backward
         if own.is_tower:
             schedule, context = super().options, self.precision.step_context
-            encoder = Encoder(module.config, model, self._bridge, own, schedule, context)
+            encoder = TowerRunner(module.config, model, self._bridge, own, schedule, context)
             return TowerStepper(*common, encoder=encoder, relay=relay)
-        module.arrivals = Arrivals(self._bridge, model.token_multiple)
+        module.arrivals = FeatureReceiver(self._bridge, model.token_multiple)
         return LanguageStepper(*common, bridge=self._bridge, division=own, relay=relay)
 
     def _fit_setup(self, trainer: pl.Trainer) -> None:
@@ -314,7 +314,7 @@ class MegatronTowersStrategy(TowersStrategy):
         self.engine.main_gradients.everyone = dist.group.WORLD
 
     @property
-    def run(self) -> Run:
+    def run(self) -> TrainingRun:
         """The parts of the run that checkpoints save; ranks of the other model have other parameters."""
         run = super().run
         # What was handed back is whole: this process is no rank, and has no others beside it.
@@ -376,11 +376,13 @@ class MegatronTowersBesideStrategy(TowersStrategy):
         self.tower_mesh(world_size, rank)
         return super().grid(world_size, rank)
 
-    def parts(self, world_size: int) -> Sequence[Part]:
+    def parts(self, world_size: int) -> Sequence[ModelPart]:
         """Return tower and language model."""
         return (
-            Part(self.tower_mesh(world_size), self.tower.tower_options(), lambda whole: self.take_part(whole, True)),
-            Part(self.grid(world_size), self.options, lambda whole: self.take_part(whole, False)),
+            ModelPart(
+                self.tower_mesh(world_size), self.tower.tower_options(), lambda whole: self.take_part(whole, True)
+            ),
+            ModelPart(self.grid(world_size), self.options, lambda whole: self.take_part(whole, False)),
         )
 
     @property

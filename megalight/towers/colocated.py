@@ -25,15 +25,15 @@ from megalight.optim import shard_optimizer
 from megalight.parallel.coupling import contents
 from megalight.parallel.data_parallel import DataParallel, unit_memory
 from megalight.parallel.data_parallel.units import Units
-from megalight.parallel.frozen_model import Route, exchange
+from megalight.parallel.frozen_model import TensorRoute, exchange
 from megalight.parallel.groups import new_group, speaks
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.agenda import Agenda
-from megalight.parallel.pipeline.carry import Carry, Entry
+from megalight.parallel.pipeline.carry import Carry, CarryEntry
 from megalight.parallel.pipeline.executor import Executor, ForwardStep, LossStep, Objective
 from megalight.parallel.run_engine import engine_over
-from megalight.parallel.step import Step
+from megalight.parallel.step import StepDriver
 from megalight.towers.batch_split import balanced, end_to_end, take
 from megalight.towers.language import LanguageTask, features, padded
 from megalight.towers.layout import Side, check_tower
@@ -45,7 +45,7 @@ Sizes = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 
 @dataclass(eq=False)
-class Pass:
+class TowerPass:
     """A micro-batch of each replica of the language model.
 
     Attributes:
@@ -124,7 +124,7 @@ class Around:
         losses = self.executor.train(agenda, micro_batches, forward_step, loss_step, objective, units)
         self._arrived.clear()
         for number, each in enumerate(passes if self.trained else (), 1):
-            self._follow(units, [unit_memory.Pass(0, False)] * (len(passes) - number))
+            self._follow(units, [unit_memory.UnitPass(0, False)] * (len(passes) - number))
             gradient = self._to_tower(each)
             torch.autograd.backward([each.features], [gradient])
         return losses
@@ -143,20 +143,20 @@ class Around:
         """Return the features ``[P, h]`` of a micro-batch, with padding."""
         return padded(self._arrived[id(batch)].popleft(), self.language.token_multiple)
 
-    def _follow(self, units: Units | None, coming: Sequence[unit_memory.Pass]) -> None:
+    def _follow(self, units: Units | None, coming: Sequence[unit_memory.UnitPass]) -> None:
         """Say which passes of the tower come next. Those of the language model are others on each of its stages."""
         if units is not None:
             units.follow([self.tower.root], coming)
 
-    def _forward(self, micro_batches: Sequence[Any], units: Units | None) -> list[Pass]:
+    def _forward(self, micro_batches: Sequence[Any], units: Units | None) -> list[TowerPass]:
         passes = []
         batches = [contents(each) for each in micro_batches]
         for number, (batch, homes) in enumerate(zip(batches, self._told, strict=True), 1):
-            self._follow(units, [unit_memory.Pass(0, True)] * (len(batches) - number))
+            self._follow(units, [unit_memory.UnitPass(0, True)] * (len(batches) - number))
             shares = balanced([lengths for lengths, _ in homes], len(self._towers))
             images = self._to_replica(batch.parts()[0], homes, shares)
             with self.context():
-                each = Pass(homes, shares, features(self.config, self.tower, images))
+                each = TowerPass(homes, shares, features(self.config, self.tower, images))
             each.arrived = self._to_language(each)
             if each.arrived is not None:
                 # An empty micro-batch, which only takes part in communication, has the contents of another one.
@@ -192,10 +192,10 @@ class Around:
             for home, chosen in enumerate(each):
                 rows = sum(homes[home][0][index] for index in chosen)
                 form = (
-                    Entry("pixels", (rows, width), images.pixels.dtype, False),
-                    Entry("positions", (*axes, rows), images.positions.dtype, False),
+                    CarryEntry("pixels", (rows, width), images.pixels.dtype, False),
+                    CarryEntry("positions", (*axes, rows), images.positions.dtype, False),
                 )
-                routes.append(Route(self._homes[home], self._towers[replica], form))
+                routes.append(TensorRoute(self._homes[home], self._towers[replica], form))
                 part = take(images, chosen) if home == self._home else None
                 held.append(None if part is None else [part.pixels, part.positions])
         found = exchange(routes, held, self._rank, self._device)
@@ -217,7 +217,7 @@ class Around:
             )
         return end_to_end(parts)
 
-    def _to_language(self, each: Pass) -> Tensor | None:
+    def _to_language(self, each: TowerPass) -> Tensor | None:
         """Send features back: return those of this replica's images, in order, as a leaf."""
         routes = self._routes(each, each.features, back=False)
         counts = self._rows(each, self._own)
@@ -233,7 +233,7 @@ class Around:
         whole[self._order(each)] = rows
         return whole.requires_grad_(self.trained and torch.is_grad_enabled())
 
-    def _to_tower(self, each: Pass) -> Tensor:
+    def _to_tower(self, each: TowerPass) -> Tensor:
         """Send the gradients of features: return those of this rank's tower, whose graph goes on from there."""
         routes = self._routes(each, each.features, back=True)
         held: list[list[Tensor] | None] = [None] * len(routes)
@@ -250,16 +250,16 @@ class Around:
         mine = found[first : first + len(each.homes)]
         return torch.cat([tensors[0] for tensors in mine if tensors is not None])
 
-    def _routes(self, each: Pass, features: Tensor, back: bool) -> list[Route]:
+    def _routes(self, each: TowerPass, features: Tensor, back: bool) -> list[TensorRoute]:
         routes = []
         for replica, tower in enumerate(self._towers):
             for home, rows in enumerate(self._rows(each, replica)):
-                form = (Entry("features", (rows, features.shape[1]), features.dtype, False),)
+                form = (CarryEntry("features", (rows, features.shape[1]), features.dtype, False),)
                 ends = (self._readers[home], tower) if back else (tower, self._readers[home])
-                routes.append(Route(*ends, form))
+                routes.append(TensorRoute(*ends, form))
         return routes
 
-    def _rows(self, each: Pass, replica: int) -> list[int]:
+    def _rows(self, each: TowerPass, replica: int) -> list[int]:
         """Return the rows of features that a replica of the tower makes for each replica of the language model."""
         joined = self.config.projector.merge**2
         return [
@@ -267,7 +267,7 @@ class Around:
             for (lengths, _), chosen in zip(each.homes, each.shares[replica], strict=True)
         ]
 
-    def _order(self, each: Pass) -> Tensor:
+    def _order(self, each: TowerPass) -> Tensor:
         """Return for the rows of this replica's features, tower after tower, their places in the order of images."""
         joined = self.config.projector.merge**2
         sizes = [length // joined for length in each.homes[self._home][0]]
@@ -350,7 +350,9 @@ class TowersBeside(Towers):
             self.engine.attach_gather_hooks(model.root)
         shard_optimizer(self.optimizer, self.engine)
         self.optimizer.register_step_post_hook(lambda *_: self.engine.publish())
-        self._step = Step(self.language, LanguageTask(lambda batch: self._around(batch), self.language.token_multiple))
+        self._step = StepDriver(
+            self.language, LanguageTask(lambda batch: self._around(batch), self.language.token_multiple)
+        )
         self._step.engine = self.engine
         self._around = Around(self.config, self.tower, self.language, self._step.executor)
         self._step.executor = self._around  # type: ignore[assignment]  # it has the same methods

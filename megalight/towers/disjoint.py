@@ -28,11 +28,11 @@ from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
-from megalight.parallel.data_parallel.unit_memory import Pass
+from megalight.parallel.data_parallel.unit_memory import UnitPass
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.schedules import Kind, build
+from megalight.parallel.pipeline.schedules import ActionKind, build
 from megalight.towers.batch_split import Division, consecutive, end_to_end, features_of, take
 from megalight.towers.language import LanguageTask, features, padded
 from megalight.towers.layout import Side
@@ -42,7 +42,7 @@ from megalight.training import Training
 # The language model's side of a step: features that come from the ranks of the tower.
 
 
-class Arrivals:
+class FeatureReceiver:
     """Receives the features of each micro-batch, and sends their gradients back.
 
     Args:
@@ -83,7 +83,7 @@ Together = Sequence[ImageTextBatch]
 """A micro-batch of each replica of the language model that this rank reads images for."""
 
 
-class Encoder:
+class TowerRunner:
     """Runs a tower for the micro-batches of a language model on other ranks.
 
     Args:
@@ -143,14 +143,14 @@ class Encoder:
         for batches in micro_batches:
             self._send(batches)
 
-    def _order(self, micro_batches: int) -> list[Pass]:
+    def _order(self, micro_batches: int) -> list[UnitPass]:
         """Return the order of passes through the tower.
 
         As many forward passes come first as the language model begins before it has ended one, and one more. So the
         features of the next micro-batch are there when the language model has sent a gradient, and neither side waits
         for a whole pass of the other.
         """
-        forward, backward = Pass(0, True), Pass(0, False)
+        forward, backward = UnitPass(0, True), UnitPass(0, False)
         if not self.trained:  # no gradients come back
             return [forward] * micro_batches
         ahead = min(self._begun(micro_batches) + 1, micro_batches)
@@ -165,7 +165,7 @@ class Encoder:
         most = begun = 0
         for action in (part for each in first for part in each.parts if part.chunk == 0):
             # Gradients of features come with those of the first chunk's input.
-            begun += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1}.get(action.kind, 0)
+            begun += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.INPUT_GRADIENT: -1}.get(action.kind, 0)
             most = max(most, begun)
         return most
 
@@ -225,12 +225,12 @@ class TowersApart(Towers):
         self.model = build(self.is_tower, self.mesh, options)
         self.model.coupling = division.coupling()
         self.bridge = BridgeCommunicator(division.tower, division.language, device=self.model.device)
-        task = LanguageTask(Arrivals(self.bridge, self.model.token_multiple), self.model.token_multiple)
+        task = LanguageTask(FeatureReceiver(self.bridge, self.model.token_multiple), self.model.token_multiple)
         self.training = Training(self.model, optimizer(self.model.parameters()), task, data_parallel=sharing)
         self.optimizer, self.engine = self.training.optimizer, self.training.engine
         # Gradients are those of both models.
         self.engine.main_gradients.everyone = dist.group.WORLD
-        self._encoder = Encoder(self.config, self.model, self.bridge, division, language.options())
+        self._encoder = TowerRunner(self.config, self.model, self.bridge, division, language.options())
 
     def forward_backward(self, read: Read) -> Tensor:
         """Run a step forward and backward; gradients are reduced. Return the mean loss, equal on all ranks.

@@ -167,14 +167,14 @@ class PackedSequences:
         return replace(self, axis_positions=positions)
 
     @cached_property
-    def later(self) -> Later | None:
+    def later(self) -> LaterTokens | None:
         """The pairs of tokens in ``runs`` that a causal mask lacks; None: there are none."""
         long = [(first, count) for first, count in self.runs if count > 1]
         if not long:
             return None
         sequences = PackedSequences.of_lengths([count - 1 for _, count in long], self.device)
         ends = to_device([first + count - 2 for first, count in long], torch.int64, self.device)
-        return Later(sequences.expand(ends) - sequences.positions, sequences)
+        return LaterTokens(sequences.expand(ends) - sequences.positions, sequences)
 
     @property
     def rotary_positions(self) -> Tensor:
@@ -350,7 +350,7 @@ class PackedSequences:
 
 
 @dataclass(frozen=True, eq=False)
-class Later:
+class LaterTokens:
     """Each token of a run with the later ones of its run.
 
     In reverse order these pairs are causal: a query sees the key at its own place, and those before.

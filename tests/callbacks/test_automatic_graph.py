@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from megalight.callbacks import ActivationOffload, AutomaticCUDAGraph, CUDAGraph
 from megalight.callbacks.graphs import automatic, cuda_graph
-from megalight.callbacks.graphs.automatic import SETTLING, TIMED, Reading
+from megalight.callbacks.graphs.automatic import SETTLING, TIMED, StepReading
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.micro_batches import Usage
 from tests.callbacks.test_cuda_graph import Quiet
@@ -33,11 +33,11 @@ ROOMY = Usage(0, 0, 10, 100)
 class StandIn:
     """Gives the times that a test wants, by whether the step was replayed."""
 
-    def __init__(self, callback: CUDAGraph, eager: Reading, replayed: Reading) -> None:
+    def __init__(self, callback: CUDAGraph, eager: StepReading, replayed: StepReading) -> None:
         self.callback, self.eager, self.replayed = callback, eager, replayed
         self.measured = 0
 
-    def __call__(self, run: Callable[[], Any]) -> tuple[Any, Reading]:
+    def __call__(self, run: Callable[[], Any]) -> tuple[Any, StepReading]:
         self.measured += 1
         before = self.callback.replays
         result = run()
@@ -124,7 +124,7 @@ def trained(kind: Any, callback: CUDAGraph | None, window: int = 1) -> tuple[lis
     return weights(module), getattr(module, "shown", [])
 
 
-def tried(kind: Any, eager: Reading, replayed: Reading, window: int = 1) -> Any:
+def tried(kind: Any, eager: StepReading, replayed: StepReading, window: int = 1) -> Any:
     """Train with automatic graphs; return replays, reasons, verdict, measured steps, and what was trained."""
     callback = AutomaticCUDAGraph()
     callback.probe = probe = StandIn(callback, eager, replayed)
@@ -144,8 +144,8 @@ def equal(found: Any, expected: Any) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-SLOW = Reading(0.010, 0.011, ROOMY)
-FAST = Reading(0.001, 0.004, ROOMY)
+SLOW = StepReading(0.010, 0.011, ROOMY)
+FAST = StepReading(0.001, 0.004, ROOMY)
 
 
 @pytest.mark.parametrize(("kind", "window"), [(Quiet, 1), (Logs, 1), (Logs, 2)])
@@ -161,19 +161,19 @@ def test_steps_bound_by_launches_are_replayed(kind: Any, window: int) -> None:
 @pytest.mark.parametrize(
     ("eager", "replayed", "verdict"),
     [
-        (Reading(0.002, 0.010, ROOMY), FAST, "the device is busy, launches take 2.0 of 10.0 ms"),
-        (SLOW, Reading(0.001, 0.0109, ROOMY), "10.9 ms for forward and backward, 11.0 ms without"),
-        (Reading(0.010, 0.011, Usage(0, 40, 80, 100)), FAST, "a graph would keep 0.0 GiB, and 0.0 GiB are free"),
+        (StepReading(0.002, 0.010, ROOMY), FAST, "the device is busy, launches take 2.0 of 10.0 ms"),
+        (SLOW, StepReading(0.001, 0.0109, ROOMY), "10.9 ms for forward and backward, 11.0 ms without"),
+        (StepReading(0.010, 0.011, Usage(0, 40, 80, 100)), FAST, "a graph would keep 0.0 GiB, and 0.0 GiB are free"),
     ],
 )
-def test_otherwise_they_run_as_before(eager: Reading, replayed: Reading, verdict: str) -> None:
+def test_otherwise_they_run_as_before(eager: StepReading, replayed: StepReading, verdict: str) -> None:
     replays, reasons, found_verdict, _, found = run(tried, 1, Logs, eager, replayed)[0]
     assert (reasons, found_verdict) == ("", verdict)
     assert replays == (SETTLING + TIMED if "without" in verdict else 0)
     equal(found, run(trained, 1, Logs, None)[0])
 
 
-def hidden(eager: Reading, replayed: Reading, gains: bool) -> Any:
+def hidden(eager: StepReading, replayed: StepReading, gains: bool) -> Any:
     """Train with split layers that hide more in recorded steps; also return what layers were told, and when."""
     told: list[tuple[bool, int]] = []
     callback = AutomaticCUDAGraph()
@@ -186,7 +186,7 @@ def hidden(eager: Reading, replayed: Reading, gains: bool) -> Any:
     return callback.replays, callback.trial and callback.trial.verdict, told
 
 
-BUSY = Reading(0.002, 0.010, ROOMY)
+BUSY = StepReading(0.002, 0.010, ROOMY)
 
 
 def test_a_busy_device_is_no_reason_where_recorded_layers_hide_more() -> None:
@@ -197,7 +197,7 @@ def test_a_busy_device_is_no_reason_where_recorded_layers_hide_more() -> None:
 
 
 def test_layers_hear_of_graphs_that_are_given_up() -> None:
-    _, verdict, told = run(hidden, 1, BUSY, Reading(0.001, 0.0099, ROOMY), True)[0]
+    _, verdict, told = run(hidden, 1, BUSY, StepReading(0.001, 0.0099, ROOMY), True)[0]
     assert verdict == "9.9 ms for forward and backward, 10.0 ms without"
     assert [flag for flag, _ in told] == [True, False]
     assert run(hidden, 1, BUSY, FAST, False)[0][2] == [], "they were never tried"

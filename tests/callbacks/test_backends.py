@@ -6,9 +6,9 @@ import torch
 
 from megalight.callbacks.backends import UseBackends
 from megalight.errors import ConfigurationError
-from megalight.ops.norm import RMS_NORM, Spec, rms_norm
+from megalight.ops.norm import RMS_NORM, NormSpec, rms_norm
 
-SPEC = Spec("cpu", torch.float32, torch.float32, 8)
+SPEC = NormSpec("cpu", torch.float32, torch.float32, 8)
 
 
 class Model(pl.LightningModule):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.callbacks import CUDAGraph
 from megalight.models.module import Carry
-from megalight.parallel.graphs.fingerprint import REMEMBERED, Attributes
+from megalight.parallel.graphs.fingerprint import REMEMBERED, AttributeWatcher
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
 from tests.callbacks.test_cuda_graph import NEVER, Quiet
@@ -132,7 +132,7 @@ def test_a_change_at_every_step_is_refused_by_name(scope: str, max_graphs: int |
 
 def test_what_changes_inside_is_left_out() -> None:
     layer = Layer()
-    attributes = Attributes([("a", layer)])
+    attributes = AttributeWatcher([("a", layer)])
     before = attributes()
     with attributes.running():
         layer(torch.ones(8))
@@ -153,7 +153,7 @@ def test_what_changes_inside_is_left_out() -> None:
 
 def test_the_state_that_was_not_used_for_longest_is_forgotten() -> None:
     layer = Layer()
-    attributes = Attributes([("layer", layer)])
+    attributes = AttributeWatcher([("layer", layer)])
     usual = attributes()
     for step in range(3 * REMEMBERED):
         layer.factor = float(step + 2)

@@ -25,7 +25,7 @@ from megalight.inference import load_model
 from megalight.models.gpt import GPT
 from megalight.models.gpt.mixer_config import LatentConfig
 from megalight.nn import Linear, RMSNorm
-from megalight.nn.head import Lesson, LMHead
+from megalight.nn.head import DistillationTarget, LMHead
 from megalight.nn.moe import Experts, SharedConfig
 from megalight.nn.moe.config import MoEConfig
 from megalight.ops.divergence import Projection
@@ -394,7 +394,7 @@ def test_a_student_learns_with_its_quantized_head() -> None:
         for parameter in head.parameters():
             parameter.normal_()
     hidden, labels = torch.randn(6, 8), torch.arange(6)
-    lesson = Lesson(Projection(torch.randn(6, 5), torch.randn(16, 5)))
+    lesson = DistillationTarget(Projection(torch.randn(6, 5), torch.randn(16, 5)))
     plain = head(hidden, labels)
     mtq.quantize(root, config, lambda _: head.learn(hidden, labels, lesson))
     _, own = head.learn(hidden, labels, lesson)

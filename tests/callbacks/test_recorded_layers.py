@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megalight.callbacks import CUDAGraph
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.overlap.pipelined import Pipelined
-from megalight.parallel.tensor.overlap.spec import Plain
+from megalight.parallel.tensor.overlap.spec import NoOverlap
 from megalight.parallel.tensor.overlap.symmetric import Symmetric
 from tests.callbacks.test_cuda_graph import DROPPING, NEVER
 from tests.parallel.graphs.tape import Tape
@@ -23,7 +23,7 @@ from tests.workers import run
 
 STEPS = 6
 LAYOUT: dict[str, Any] = {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True}
-WAYS = {"plain": Plain, "pipelined": Pipelined, "symmetric": Symmetric}
+WAYS = {"plain": NoOverlap, "pipelined": Pipelined, "symmetric": Symmetric}
 
 
 class Spoiler(pl.Callback):
@@ -59,7 +59,7 @@ def trained(scope: Any, warmup: int, overlap: str, spoiled: str | None = None) -
 
     with (
         symmetric_on_cpu(),
-        counted("plain", Plain),
+        counted("plain", NoOverlap),
         counted("pipelined", Pipelined),
         counted("symmetric", Symmetric),
     ):

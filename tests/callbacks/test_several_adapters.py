@@ -24,7 +24,7 @@ from megalight.models.transforms.saved import join_adapters
 from megalight.nn.init import initialize
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import Target
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import PackedSequences
@@ -69,7 +69,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     model = GPT(CONFIGS["gqa"]).double()
     initialize(model, SEED, "model.")
     folder = tmp_path_factory.mktemp("base") / "c"
-    specs = parallelize(model, Plan(), ParallelMesh(), prefix="model.")
+    specs = parallelize(model, ParallelizePlan(), ParallelMesh(), prefix="model.")
     views = checkpoint.views_of_parameters(model.named_parameters(), specs, ParallelMesh())
     checkpoint.save(folder, views, common={"model": {"family": "gpt", "config": CONFIGS["gqa"].to_dict()}})
     return str(folder)

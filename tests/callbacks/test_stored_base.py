@@ -25,7 +25,7 @@ from megalight.models.transforms.saved import merge_checkpoint
 from megalight.nn import Linear
 from megalight.nn.init import initialize
 from megalight.nn.moe import Experts, MoEConfig
-from megalight.ops.quantized_weight import Codes, stored_of
+from megalight.ops.quantized_weight import QuantizedWeight, stored_of
 from megalight.parallel.data_parallel import gather as pushes
 from megalight.parallel.peers import memory
 from megalight.parallel.transform import ModelTransform
@@ -71,7 +71,7 @@ class Rounded(ModelTransform):
         for path, layer in model.root.named_modules():
             if isinstance(layer, Linear | Experts) and path.startswith("layers."):
                 for weight in weights_of(layer):
-                    weight.copy_(Codes(weight, self.form, block_of(self.form)).values())
+                    weight.copy_(QuantizedWeight(weight, self.form, block_of(self.form)).values())
 
 
 class Seen(pl.Callback):

@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from megalight.callbacks import Stragglers
-from megalight.callbacks.timing.stragglers import Worker, slowest
+from megalight.callbacks.timing.stragglers import RankWork, slowest
 from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.clock import by_hand
@@ -17,7 +17,7 @@ from tests.workers import run
 
 
 def workers(*seconds, stages=None):
-    return [Worker(rank, each, (stages or [0] * len(seconds))[rank], "host/0") for rank, each in enumerate(seconds)]
+    return [RankWork(rank, each, (stages or [0] * len(seconds))[rank], "host/0") for rank, each in enumerate(seconds)]
 
 
 def test_ranks_are_held_to_the_median_of_their_like():
@@ -45,7 +45,7 @@ def test_the_slow_rank_is_not_in_what_it_is_held_to(seconds, ratio):
 
 
 def test_many_ranks():
-    found = slowest([Worker(rank, 1 + rank % 7, rank % 16, "host/0") for rank in range(16_384)])
+    found = slowest([RankWork(rank, 1 + rank % 7, rank % 16, "host/0") for rank in range(16_384)])
     assert found[0].worker.seconds == 7
 
 

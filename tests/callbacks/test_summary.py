@@ -14,7 +14,7 @@ from megalight.callbacks import WholeModelSummary
 from megalight.callbacks.summary import render
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from megalight.types import TokenBatch
@@ -114,7 +114,7 @@ def _plain(way: str) -> tuple[dict[str, Any], list[str], str]:
         def summarize(summary_data: Any, total: int, trainable: int, *args: Any, **kwargs: Any) -> None:
             told.update({**dict(summary_data), "total": total, "trainable": trainable, "flops": kwargs["total_flops"]})
 
-    plan = Plan({"net.0": Column(), "net.2": Row()})
+    plan = ParallelizePlan({"net.0": Column(), "net.2": Row()})
     strategy: MegatronStrategy = {
         "data": lambda: MegatronStrategy(),
         "tensor": lambda: MegatronStrategy(tensor_parallel=2, plan=plan),

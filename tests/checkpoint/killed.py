@@ -8,12 +8,12 @@ from itertools import count
 import torch
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.publish import place
 from tests.checkpoint import simple
 
 
-def main(directory: Place) -> None:
+def main(directory: PathLike) -> None:
     torch.set_num_threads(1)
     newest = checkpoint.latest(directory)
     for step in count(simple.step_of(newest) + 1 if newest else 1):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.checkpoint import View, views_of_parameters, views_of_shards
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.shard import ShardPiece, ShardSpec
 
 SHAPES = {
     "embed.word.weight": (11, 6),
@@ -59,12 +59,12 @@ def specs(mesh: ParallelMesh) -> dict[str, ShardSpec]:
     """Local parameter name -> its spec on this rank."""
     tp, rank = mesh.tp, mesh.rank("tp")
 
-    def rows(name: str, parts: int = tp, index: int = rank, start: int = 0, owner: bool = True) -> Piece:
+    def rows(name: str, parts: int = tp, index: int = rank, start: int = 0, owner: bool = True) -> ShardPiece:
         shape = SHAPES[name]
         size = (shape[0] // parts, *shape[1:])
-        return Piece(name, shape, (index * size[0],) + (0,) * (len(shape) - 1), size, start, (), owner)
+        return ShardPiece(name, shape, (index * size[0],) + (0,) * (len(shape) - 1), size, start, (), owner)
 
-    def stacked(*pieces: Piece) -> ShardSpec:
+    def stacked(*pieces: ShardPiece) -> ShardSpec:
         return ShardSpec(pieces, (sum(p.size[0] for p in pieces), *pieces[0].size[1:]))
 
     def whole(name: str) -> ShardSpec:
@@ -82,11 +82,11 @@ def specs(mesh: ParallelMesh) -> dict[str, ShardSpec]:
     columns = (6, 8 // tp)
     return {
         "embed.word.weight": ShardSpec(
-            (Piece("embed.word.weight", (11, 6), (min(11, rank * vocabulary), 0), (real, 6)),), (vocabulary, 6)
+            (ShardPiece("embed.word.weight", (11, 6), (min(11, rank * vocabulary), 0), (real, 6)),), (vocabulary, 6)
         ),
         f"{attention}.qkv.weight": stacked(q, k, v),
         f"{attention}.proj.weight": ShardSpec(
-            (Piece(f"{attention}.proj.weight", (6, 8), (0, rank * columns[1]), columns),), columns
+            (ShardPiece(f"{attention}.proj.weight", (6, 8), (0, rank * columns[1]), columns),), columns
         ),
         f"{mlp}.gate_up.weight": stacked(gate, rows(f"{mlp}.up.weight", start=gate.stop)),
         "layers.0.norm.weight": whole("layers.0.norm.weight"),
@@ -115,7 +115,7 @@ class Shard:
     replicas: tuple[int, ...] = (0,)
     place: int = 0
 
-    def intervals(self) -> Iterator[tuple[Piece, int, int, int]]:
+    def intervals(self) -> Iterator[tuple[ShardPiece, int, int, int]]:
         for spec, offset in self.slots:
             low, high = max(self.start, offset), min(self.stop, offset + spec.numel)
             for piece, first, last in spec.cut(low - offset, high - offset) if low < high else ():

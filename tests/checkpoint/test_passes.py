@@ -13,10 +13,10 @@ import torch
 from megalight import checkpoint
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.sources import streaming
-from megalight.checkpoint.sources.combine import Averaged, Held
+from megalight.checkpoint.sources.combine import Averaged, TensorSource
 from megalight.checkpoint.sources.rewrite import rewrite
 from megalight.checkpoint.view import views_of_source
-from megalight.parallel.source import Filled, Source, Stored, Target
+from megalight.parallel.source import Filled, Source, Target, TensorMetadata
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Counting:
     fills: list[int] = field(default_factory=list)
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, TensorMetadata]:
         self.listings += 1
         return self.source.tensors
 
@@ -38,12 +38,12 @@ class Counting:
         return self.source.fill(boxes, **options)
 
 
-def held(count: int) -> Held:
+def held(count: int) -> TensorSource:
     # Optimizer state lies between weights; one tensor has no dims.
     values = {
         f"{kind}.{n}.weight": torch.full((3, 5), n + 0.5) for n in range(count) for kind in ("model", "optimizer")
     }
-    return Held({**values, "model.scale": torch.tensor(7.0)})
+    return TensorSource({**values, "model.scale": torch.tensor(7.0)})
 
 
 def write(path: Path, source: Source) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint.run import MAGNITUDES, Run
+from megalight.checkpoint.run import MAGNITUDES, TrainingRun
 from megalight.errors import CheckpointError
 from tests.workers import run
 
@@ -37,7 +37,7 @@ class History:
         self.past = past
 
 
-class Part(Run):
+class Part(TrainingRun):
     """The part of one rank of a run with the given histories."""
 
     def __init__(self, rank: int, **histories: History) -> None:
@@ -102,6 +102,6 @@ def test_files_of_other_ranks_are_read_for_histories_alone(tmp_path: Path, kept:
 def test_states_beside_the_optimizer_cannot_take_its_name_or_that_of_weights(name: str) -> None:
     model: Any = SimpleNamespace()
     streams: Any = Streams()
-    Run(model, streams, extra={"models": [], "ema.fast": []})
+    TrainingRun(model, streams, extra={"models": [], "ema.fast": []})
     with pytest.raises(CheckpointError, match=f"has the name '{name}', and checkpoints keep model and optimizer"):
-        Run(model, streams, extra={name: []})
+        TrainingRun(model, streams, extra={name: []})

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megalight import checkpoint
-from megalight.checkpoint.saving import Copies
+from megalight.checkpoint.saving import HostCopies
 from tests.checkpoint import simple
 from tests.checkpoint.layouts import Layout, Model
 from tests.workers import run
@@ -46,7 +46,7 @@ def test_sources_are_held_until_they_are_copied(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     source, target = torch.ones(3), torch.zeros(3)
-    held, copies = weakref.ref(source), Copies([source], [target])
+    held, copies = weakref.ref(source), HostCopies([source], [target])
     del source
     assert held() is not None
     copies.wait()

@@ -8,7 +8,7 @@ import torch
 from megalight.checkpoint import Box, View, views_of_parameters, views_of_shards
 from megalight.errors import CheckpointError
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.checkpoint.layouts import Shard
 
 SPEC = {"a": ShardSpec.replicated("a", (2, 3))}
@@ -35,7 +35,7 @@ def test_views_are_handles() -> None:
 
 
 def test_one_name_has_one_shape() -> None:
-    pieces = (Piece("a", (4, 1), (0, 0), (2, 1)), Piece("a", (5, 1), (2, 0), (2, 1), 2))
+    pieces = (ShardPiece("a", (4, 1), (0, 0), (2, 1)), ShardPiece("a", (5, 1), (2, 0), (2, 1), 2))
     with pytest.raises(CheckpointError, match="shapes"):
         views_of_parameters([("x", torch.ones(4, 1))], {"x": ShardSpec(pieces, (4, 1))}, ParallelMesh())
 
@@ -55,5 +55,5 @@ def test_an_interval_is_a_few_boxes_of_the_same_memory() -> None:
 
 
 def test_padding_alone_has_no_view() -> None:
-    piece = Piece("a", (3, 2), (3, 0), (0, 2))
+    piece = ShardPiece("a", (3, 2), (3, 0), (0, 2))
     assert views_of_parameters([("x", torch.ones(2, 2))], {"x": ShardSpec((piece,), (2, 2))}, ParallelMesh()) == {}

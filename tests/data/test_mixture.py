@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalight.data.blend import BlendedDataset, Data, Mixture, Part, Samples, mix
+from megalight.data.blend import BlendedDataset, BlendPart, Data, Mixture, Samples, mix
 from megalight.data.corpus import Corpus, same_tokenizer
-from megalight.data.gpt.dataset import GPTDataset, Sample, SampleOptions
+from megalight.data.gpt.dataset import GPTDataset, GPTSample, SampleOptions
 from megalight.data.prepare import PrepareReport, prepare
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
@@ -55,10 +55,10 @@ def test_parse_bad(data: Data, message: str) -> None:
         Mixture.parse(data)
 
 
-def build(parts: list[Part], num_samples: int | None = None, drop: bool = True) -> Samples[Sample] | None:
+def build(parts: list[BlendPart], num_samples: int | None = None, drop: bool = True) -> Samples[GPTSample] | None:
     options = SampleOptions(sequence_length=4)
 
-    def dataset(part: Part, samples: int | None) -> GPTDataset:
+    def dataset(part: BlendPart, samples: int | None) -> GPTDataset:
         return GPTDataset(
             part.corpus.data, part.documents, options, num_samples=samples, seed=1, drop_last_partial=drop
         )
@@ -66,16 +66,16 @@ def build(parts: list[Part], num_samples: int | None = None, drop: bool = True) 
     return mix(parts, dataset, num_samples=num_samples, label="train", cache_dir=None)
 
 
-def parts(folder: Path, weights: tuple[float | None, ...], lengths: tuple[list[int], ...]) -> list[Part]:
+def parts(folder: Path, weights: tuple[float | None, ...], lengths: tuple[list[int], ...]) -> list[BlendPart]:
     """Corpus ``k`` holds the tokens from ``1000 k`` on."""
     found = []
     for k, (weight, sizes) in enumerate(zip(weights, lengths, strict=True)):
         data = write(folder / f"p{k}", sizes, first=1000 * k)
-        found.append(Part(Corpus(data, None), range(len(sizes)), weight))
+        found.append(BlendPart(Corpus(data, None), range(len(sizes)), weight))
     return found
 
 
-def sources(dataset: Samples[Sample] | None) -> list[int]:
+def sources(dataset: Samples[GPTSample] | None) -> list[int]:
     assert dataset is not None
     return [int(dataset[index].tokens[0]) // 1000 for index in range(len(dataset))]
 

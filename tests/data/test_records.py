@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megalight.data.cached_outputs import RecordsWriter, TaughtMeta, TaughtStore
-from megalight.data.gpt.dataset import Sample
+from megalight.data.gpt.dataset import GPTSample
 
 
 def test_a_record_that_the_system_writes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ def test_a_record_that_the_system_writes_in_pieces_is_whole(tmp_path: Path, monk
     )
     draw, pwrite = np.random.default_rng(0), os.pwrite
     values = {"ids": draw.integers(9, size=(3, 2)), "log_probs": draw.normal(size=(3, 2)), "log_rest": np.ones(3)}
-    sample = Sample(np.arange(3), np.arange(3), np.ones(3), None)
+    sample = GPTSample(np.arange(3), np.arange(3), np.ones(3), None)
 
     def short(file: int, content: Any, offset: int) -> int:
         return pwrite(file, content[:7], offset)

@@ -92,14 +92,14 @@ def test_training_guesses_at_all_places_what_drafting_guesses(kind: str) -> None
 def test_greedy_text_is_the_bases_own(base_kind: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base, draft = models(base_kind, kind)
     plain = generate(base, PROMPTS, max_new_tokens=20, temperature=0.0, eos_id=5)
-    seen, guess = [], speculative._Pair.guess
+    seen, guess = [], speculative._BaseAndDraft.guess
 
     def watched(pair: Any, read: Any, after: Any, states: Any, counts: Any) -> Any:
         found = guess(pair, read, after, states, counts)
         seen.append({slot: (pair.base.lengths[slot], after[slot], each) for slot, each in found.items()})
         return found
 
-    monkeypatch.setattr(speculative._Pair, "guess", watched)
+    monkeypatch.setattr(speculative._BaseAndDraft, "guess", watched)
     assert generate(base, PROMPTS, max_new_tokens=20, temperature=0.0, eos_id=5, draft=draft, guesses=3) == plain
     # Also where earlier guesses were wrong: what was read of them is forgotten.
     checked = 0
@@ -112,7 +112,7 @@ def test_greedy_text_is_the_bases_own(base_kind: str, kind: str, monkeypatch: py
     assert checked > 20
 
 
-class Knowing(speculative._Pair):
+class Knowing(speculative._BaseAndDraft):
     """Guesses what the base will say, but for each third token of the text."""
 
     def guess(self, read: Any, after: Any, states: Any, counts: dict[int, int]) -> dict[int, list[int]]:

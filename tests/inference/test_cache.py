@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference import Blocks, Cache
+from megalight.inference import BlockPool, Cache
 from tests.inference.test_generate import build, last_logits
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=20))
 def test_every_block_has_one_owner(size, changes):
-    blocks, tokens = Blocks(3, 9, size), [0, 0, 0]
+    blocks, tokens = BlockPool(3, 9, size), [0, 0, 0]
     for slot, count in changes:
         before = [list(table) for table in blocks.tables]
         if count < tokens[slot]:
@@ -36,13 +36,13 @@ def test_every_block_has_one_owner(size, changes):
 def test_a_pool_without_a_block_is_refused():
     for numbers, name in (((0, 1, 1), "num_slots"), ((1, 0, 1), "number of blocks"), ((1, 1, 0), "block_size")):
         with pytest.raises(ConfigurationError, match=f"{name} is 0; it must be at least 1"):
-            Blocks(*numbers)
+            BlockPool(*numbers)
 
 
 def test_sequences_share_a_pool_that_cannot_hold_all_of_them_at_their_longest(poison):
     """Blocks come back in another order than they were given, and a sequence's rows lie apart."""
     model = build()
-    cache = Cache(model.layers, 3, 12, Blocks(3, 5, 3))
+    cache = Cache(model.layers, 3, 12, BlockPool(3, 5, 3))
     rows = [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
 
     def extend(new):

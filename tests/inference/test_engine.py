@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError, DataError, MegalightError
-from megalight.inference import Completion, DynamicEngine, Sampling, Step, generate, sample
+from megalight.inference import Completion, DynamicEngine, EngineStep, SamplingParams, generate, sample
 from megalight.inference.scheduler import Stop
 from megalight.models.gpt import GPT, MambaConfig
 from megalight.nn.init import initialize
@@ -20,8 +20,8 @@ from megalight.nn.moe.config import CapacityConfig, RouterConfig
 from megalight.types import PackedSequences
 from tests.inference.test_generate import PROMPTS, STYLES, build
 
-GREEDY = Sampling(temperature=0)
-DRAWN = Sampling(temperature=0.7, top_k=20, top_p=0.9)
+GREEDY = SamplingParams(temperature=0)
+DRAWN = SamplingParams(temperature=0.7, top_k=20, top_p=0.9)
 MOE = MoEConfig(num_experts=4, ffn_hidden_size=10, pattern=(False, True))
 MAMBA = MambaConfig(num_heads=4, head_dim=6, state_size=5, num_groups=2)
 MODELS: dict[str, Any] = {name: {"style": name} for name in STYLES} | {
@@ -94,7 +94,9 @@ def test_requests_come_in_the_middle_and_a_long_prompt_stops_no_one() -> None:
     model = build()
     engine = DynamicEngine(model, num_blocks=30, block_size=3, step_tokens=4)
     first = engine.add([1, 2], max_new_tokens=12, sampling=GREEDY)
-    assert engine.step() == Step({first: generate(model, [[1, 2]], max_new_tokens=1, temperature=0)[0][0]}, {}, [], {})
+    assert engine.step() == EngineStep(
+        {first: generate(model, [[1, 2]], max_new_tokens=1, temperature=0)[0][0]}, {}, [], {}
+    )
     long = list(range(20))
     second = engine.add(long, max_new_tokens=3, sampling=GREEDY)
     waited = 0
@@ -205,7 +207,7 @@ def test_a_stop_may_cancel_requests() -> None:
         return True
 
     ask(engine, stop=withdraws)
-    assert engine.step() == Step({}, {}, [], {})
+    assert engine.step() == EngineStep({}, {}, [], {})
     assert engine.step() is None
     assert engine.blocks.free == 40
 
@@ -262,14 +264,14 @@ def test_the_step_after_an_error_in_a_stop_says_what_the_first_did() -> None:
     engine.cancel(1)
     engine.cancel(3)
     done = {0: Completion(first, None, "length"), 2: Completion(second, None, "length")}
-    assert engine.step() == Step({0: first[0], 2: second[0]}, done, [], {})
+    assert engine.step() == EngineStep({0: first[0], 2: second[0]}, done, [], {})
     assert engine.step() is None
     engine.add([8], max_new_tokens=6, sampling=GREEDY, stop=raising(1))
     with pytest.raises(ZeroDivisionError):
         engine.step()
     engine.cancel(4)
     engine.add([5, 6, 7], max_new_tokens=1, sampling=GREEDY)
-    assert engine.step() == Step({5: first[0]}, {5: done[0]}, [], {})
+    assert engine.step() == EngineStep({5: first[0]}, {5: done[0]}, [], {})
     assert engine.blocks.free == 40
 
 

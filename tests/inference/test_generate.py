@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference import Blocks, Cache, Sampling, generate, sample, stream
+from megalight.inference import BlockPool, Cache, SamplingParams, generate, sample, stream
 from megalight.models.gpt import (
     GPT,
     AttentionConfig,
@@ -66,7 +66,9 @@ def last_logits(model: GPT, rows: list[list[int]]) -> torch.Tensor:
 @pytest.mark.parametrize("block_size", [None, 3])
 def test_logits_with_cache_equal_recomputation(style, block_size):
     model = build(style)
-    cache = Cache(model.layers, len(PROMPTS), 20, None if block_size is None else Blocks(len(PROMPTS), 12, block_size))
+    cache = Cache(
+        model.layers, len(PROMPTS), 20, None if block_size is None else BlockPool(len(PROMPTS), 12, block_size)
+    )
     rows = [list(prompt) for prompt in PROMPTS]
     fresh = rows
     generator = torch.Generator().manual_seed(0)
@@ -102,7 +104,7 @@ def test_draws_equal_recomputation():
     generator = torch.Generator().manual_seed(11)
     rows = [list(prompt) for prompt in PROMPTS]
     for _ in range(6):
-        drawn = sample(last_logits(model, rows), Sampling(temperature=0.7, top_k=20, top_p=0.9), generator)
+        drawn = sample(last_logits(model, rows), SamplingParams(temperature=0.7, top_k=20, top_p=0.9), generator)
         for row, token in zip(rows, drawn.tolist(), strict=True):
             row.append(token)
     found = generate(
@@ -125,7 +127,7 @@ def test_completions_end_at_the_end_token():
     assert any(len(row) < 12 for row in expected)
     assert any(len(row) == 12 for row in expected)
     assert generate(model, PROMPTS, max_new_tokens=12, temperature=0, eos_id=eos) == expected
-    steps = list(stream(model, PROMPTS, max_new_tokens=12, sampling=Sampling(temperature=0), eos_id=eos))
+    steps = list(stream(model, PROMPTS, max_new_tokens=12, sampling=SamplingParams(temperature=0), eos_id=eos))
     assert [sorted(step) for step in steps[:1]] == [[0, 1, 2, 3]]
     assert [[step[i] for step in steps if i in step] for i in range(4)] == expected
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.inference import ParallelGPT, Sampling, generate, speculative
+from megalight.inference import ParallelGPT, SamplingParams, generate, speculative
 from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT, InitConfig, LatentConfig
 from megalight.nn.init import initialize
@@ -122,15 +122,15 @@ def draft_of(name: str) -> DraftModel:
 def speculate(model: Any, draft: DraftModel) -> Any:
     """What each round yields, and what the draft guessed before it."""
     options = {"max_new_tokens": 9, "guesses": 3, "ends": (), "generator": torch.Generator().manual_seed(3)}
-    guesses, guess = [], speculative._Pair.guess
+    guesses, guess = [], speculative._BaseAndDraft.guess
 
     def watched(*arguments: Any) -> Any:
         guesses.append(guess(*arguments))
         return guesses[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculative._Pair, "guess", watched)
-        found = list(speculative.rounds(model, draft, PROMPTS, sampling=Sampling(temperature=0.0), **options))
+        patch.setattr(speculative._BaseAndDraft, "guess", watched)
+        found = list(speculative.rounds(model, draft, PROMPTS, sampling=SamplingParams(temperature=0.0), **options))
     return found, guesses
 
 

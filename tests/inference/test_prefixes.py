@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalight.inference import DynamicEngine, Step, generate
+from megalight.inference import DynamicEngine, EngineStep, generate
 from megalight.inference.blocks import Prefixes, Snapshots
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
@@ -29,7 +29,7 @@ def drawn(model: GPT, prompt: list[int], new: int, seed: int) -> list[int]:
     return generate(model, [prompt], max_new_tokens=new, **options)[0]
 
 
-def collect(engine: DynamicEngine) -> tuple[list[list[int]], list[Step]]:
+def collect(engine: DynamicEngine) -> tuple[list[list[int]], list[EngineStep]]:
     steps = list(engine)
     done = {number: completion for step in steps for number, completion in step.finished.items()}
     return [completion.tokens for _, completion in sorted(done.items())], steps
@@ -249,7 +249,7 @@ def test_whatever_happens_each_completion_is_that_of_its_prompt_alone(name, size
     ended: dict[int, list[int]] = {}
     grown: dict[int, list[int]] = {}
 
-    def step(run: Callable[[], Step | None] = engine.step) -> bool:
+    def step(run: Callable[[], EngineStep | None] = engine.step) -> bool:
         if (found := run()) is None:
             return False
         for number, token in found.tokens.items():

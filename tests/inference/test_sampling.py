@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.inference.sampling import FAILED, Sampling, keep_top_k, keep_top_p, probabilities, sample
+from megalight.inference.sampling import FAILED, SamplingParams, keep_top_k, keep_top_p, probabilities, sample
 
 P = torch.tensor([[0.1, 0.5, 0.25, 0.15], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
 
@@ -35,58 +35,58 @@ def test_top_p_keeps_one_token_at_least():
 
 def test_temperature_sharpens():
     expected = P**2 / (P**2).sum(-1, keepdim=True)
-    torch.testing.assert_close(probabilities(P.log(), Sampling(temperature=0.5)), expected)
+    torch.testing.assert_close(probabilities(P.log(), SamplingParams(temperature=0.5)), expected)
 
 
 def test_temperature_zero_is_greedy():
-    assert probabilities(P.log(), Sampling(temperature=0)).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
-    assert sample(P.log(), Sampling(temperature=0)).tolist() == [1, 0]
-    assert sample(P.log().half(), Sampling(temperature=1e-30)).tolist() == [1, 0]
+    assert probabilities(P.log(), SamplingParams(temperature=0)).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    assert sample(P.log(), SamplingParams(temperature=0)).tolist() == [1, 0]
+    assert sample(P.log().half(), SamplingParams(temperature=1e-30)).tolist() == [1, 0]
 
 
 def test_order_is_temperature_then_k_then_p():
     # at temperature 1/2 the first three of row 0 have 0.25, 0.0625, 0.0225; of the first two, the first holds 0.8
-    found = probabilities(P[:1].log(), Sampling(temperature=0.5, top_k=2, top_p=0.79))
+    found = probabilities(P[:1].log(), SamplingParams(temperature=0.5, top_k=2, top_p=0.79))
     assert found.tolist() == [[0, 1, 0, 0]]
-    found = probabilities(P[:1].log(), Sampling(temperature=0.5, top_k=2, top_p=0.81))
+    found = probabilities(P[:1].log(), SamplingParams(temperature=0.5, top_k=2, top_p=0.81))
     torch.testing.assert_close(found, torch.tensor([[0, 0.8, 0.2, 0]], dtype=torch.float64))
 
 
 def test_draws_follow_the_distribution():
     generator = torch.Generator().manual_seed(0)
-    draws = sample(P[:1].log().expand(20000, 4), Sampling(top_p=0.89), generator)
+    draws = sample(P[:1].log().expand(20000, 4), SamplingParams(top_p=0.89), generator)
     shares = draws.bincount(minlength=4) / len(draws)
     torch.testing.assert_close(shares, torch.tensor([0.0, 5 / 9, 2.5 / 9, 1.5 / 9]), atol=0.015, rtol=0)
 
 
 def test_a_generator_of_its_own():
     state = torch.get_rng_state()
-    first = sample(P.log(), Sampling(), torch.Generator().manual_seed(3))
-    assert torch.equal(first, sample(P.log(), Sampling(), torch.Generator().manual_seed(3)))
+    first = sample(P.log(), SamplingParams(), torch.Generator().manual_seed(3))
+    assert torch.equal(first, sample(P.log(), SamplingParams(), torch.Generator().manual_seed(3)))
     assert torch.equal(state, torch.get_rng_state())
 
 
 def test_rows_that_are_not_finite_have_no_sample():
     bad = torch.full((3, 4), -torch.inf, dtype=torch.float64)
     bad[0], bad[1, 2], bad[2, 1] = torch.nan, torch.inf, torch.nan
-    for sampling in (Sampling(), Sampling(temperature=0), Sampling(top_k=2, top_p=0.5)):
+    for sampling in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=2, top_p=0.5)):
         alone = [sample(P[row : row + 1].log(), sampling, torch.Generator().manual_seed(row)) for row in range(2)]
         generators = [torch.Generator().manual_seed(row) for row in (0, 7, 8, 9, 1)]
         found = sample(torch.cat([P[:1].log(), bad, P[1:].log()]), sampling, generators)
         assert found.tolist() == [int(alone[0]), FAILED, FAILED, FAILED, int(alone[1])]
     # Without a probability, but with others beside it, a token is only never sampled.
-    assert sample(torch.tensor([[0.0, -torch.inf]]), Sampling()).tolist() == [0]
+    assert sample(torch.tensor([[0.0, -torch.inf]]), SamplingParams()).tolist() == [0]
 
 
 def test_temperatures_beyond_float32_are_as_its_smallest_and_its_largest():
     rows = P.log().float()
-    assert sample(rows, Sampling(temperature=1e-300)).tolist() == [1, 0]
-    torch.testing.assert_close(probabilities(rows, Sampling(temperature=1e300)), torch.full((2, 4), 0.25))
+    assert sample(rows, SamplingParams(temperature=1e-300)).tolist() == [1, 0]
+    torch.testing.assert_close(probabilities(rows, SamplingParams(temperature=1e300)), torch.full((2, 4), 0.25))
 
 
 def test_scalars_of_numpy_and_torch_are_numbers():
-    found = Sampling(temperature=np.float32(0.5), top_k=np.int64(3), top_p=torch.tensor(0.25))  # type: ignore[arg-type]
-    assert (found, hash(found)) == (given := Sampling(temperature=0.5, top_k=3, top_p=0.25), hash(given))
+    found = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), top_p=torch.tensor(0.25))  # type: ignore[arg-type]
+    assert (found, hash(found)) == (given := SamplingParams(temperature=0.5, top_k=3, top_p=0.25), hash(given))
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_scalars_of_numpy_and_torch_are_numbers():
 )
 def test_values_out_of_range_are_refused(bad):
     with pytest.raises(ConfigurationError, match=f"{next(iter(bad))} is .* must be"):
-        Sampling(**bad)
+        SamplingParams(**bad)

@@ -3,8 +3,8 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megalight.inference import Blocks, Cache
-from megalight.inference.scheduler import Request, Schedule
+from megalight.inference import BlockPool, Cache
+from megalight.inference.scheduler import Request, Scheduler
 
 
 @settings(max_examples=100)
@@ -19,9 +19,9 @@ def test_every_request_ends_whoever_comes_when(requests, sizes, states):
     """Requests: length of the prompt, new tokens, the step in which it comes. All of their tokens are equal."""
     slots, step_tokens, block_size, spare = sizes
     count = max(-(-(prompt + new - 1) // block_size) for prompt, new, _ in requests) + spare
-    blocks = Blocks(slots, count, block_size, snapshots=2)
+    blocks = BlockPool(slots, count, block_size, snapshots=2)
     kept: dict[int, int] = {}
-    schedule = Schedule(Cache({}, slots, 100, blocks), step_tokens, states)
+    schedule = Scheduler(Cache({}, slots, 100, blocks), step_tokens, states)
     arrivals = sorted(enumerate(requests), key=lambda each: each[1][2])
     number, step, left = 0, 0, len(requests)
     while left:

@@ -10,12 +10,12 @@ import torch
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, MegalightError
-from megalight.inference import Sampling, TextGenerator, TextRequest
+from megalight.inference import SamplingParams, TextGenerator, TextRequest
 from megalight.inference.text_requests import before, line_of, read_requests, stop_at
 from tests.inference.test_text import TEXT, build
 
-GREEDY = Sampling(temperature=0)
-DEFAULT = TextRequest(prompt="", max_new_tokens=7, sampling=Sampling(temperature=0.5, top_k=9), seed=4)
+GREEDY = SamplingParams(temperature=0)
+DEFAULT = TextRequest(prompt="", max_new_tokens=7, sampling=SamplingParams(temperature=0.5, top_k=9), seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_texts_come_in_order_and_as_they_would_alone(writer: TextGenerator) -> N
     # The first one is the longest, and the small cache holds few.
     limits = [30, 4, 9, 2]
     requests = [
-        TextRequest(prompt=prompt, max_new_tokens=limit, sampling=Sampling(top_k=20), seed=number)
+        TextRequest(prompt=prompt, max_new_tokens=limit, sampling=SamplingParams(top_k=20), seed=number)
         for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
     expected = [
@@ -85,7 +85,7 @@ def test_lines_are_requests(tmp_path: Path) -> None:
     first, second, third = read_requests(file, DEFAULT)
     sampling = DEFAULT.sampling
     assert first == TextRequest(prompt="ü", max_new_tokens=7, sampling=sampling, seed=4, place=f"{file}:1")
-    changed = Sampling(temperature=0, top_k=9, top_p=0.5)
+    changed = SamplingParams(temperature=0, top_k=9, top_p=0.5)
     assert second == TextRequest(
         prompt="", max_new_tokens=3, sampling=changed, seed=0, id={"a": [1]}, place=f"{file}:3"
     )

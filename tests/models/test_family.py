@@ -17,7 +17,7 @@ from megalight.models.family import FAMILIES, Family, families, family, family_o
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt import GPT, GPTConfig, GPTModule
 from megalight.models.gpt.plan import gpt_plan
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.plans import PLANS, plan_for
 from megalight.parallel.styles import Vocab
 from megalight.registry import Registry
@@ -94,7 +94,9 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> Family:
     presets: Registry[Any] = Registry("pairs preset")
     presets.register("small")(PairsConfig(vocab_size=5))
     return register(
-        Family("pairs", PairsConfig, Pairs, lambda model: Plan({"table": Vocab()}), presets, lambda: PairsModule)
+        Family(
+            "pairs", PairsConfig, Pairs, lambda model: ParallelizePlan({"table": Vocab()}), presets, lambda: PairsModule
+        )
     )
 
 
@@ -104,7 +106,7 @@ def test_another_package_registers_a_family(pairs: Family) -> None:
     module = PairsModule("small")
     module.configure_model()
     assert module.config == PairsConfig(vocab_size=5)
-    assert module.plan(module.model) == Plan({"table": Vocab()})
+    assert module.plan(module.model) == ParallelizePlan({"table": Vocab()})
     saved: dict[str, Any] = {}
     module.on_save_checkpoint(saved)
     assert saved["model"]["family"] == "pairs"

@@ -8,8 +8,8 @@ import pytest
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import (
     AttentionConfig,
-    BackendConfig,
     DropoutConfig,
+    GPTBackendConfig,
     GPTConfig,
     InitConfig,
     NormConfig,
@@ -162,7 +162,7 @@ def test_through_json_and_back():
         position=PositionConfig(base=5e5, scaling=RotaryScaling(factor=32.0)),
         attention=AttentionConfig(qkv_bias=True, window=3, window_pattern=(True, False)),
         dropout=DropoutConfig(hidden=0.1),
-        backends=BackendConfig(attention="reference"),
+        backends=GPTBackendConfig(attention="reference"),
     )
     assert GPTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     for name in PRESETS:

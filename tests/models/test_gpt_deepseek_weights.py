@@ -19,7 +19,7 @@ from megalight.models.gpt.hugging_face import (
     config_from_transformers,
     config_to_transformers,
 )
-from megalight.models.gpt.model import Later
+from megalight.models.gpt.model import MultiTokenTarget
 from megalight.models.gpt.presets import preset
 from megalight.models.hugging_face.export import export
 from megalight.models.stored import held_model, open_model
@@ -143,7 +143,7 @@ def test_multi_token_prediction(depths: int, tmp_path: Path) -> None:
         embedded = further.embed_tokens(ids)
         hidden = layer(embedded, hidden, further.rotary_emb(embedded, position_ids=places), mask, places, None)
         wanted = torch.log_softmax(further.shared_head(hidden), -1)[0]
-        later.append(Later(ids[0], torch.randint(0, 53, (17,))))
+        later.append(MultiTokenTarget(ids[0], torch.randint(0, 53, (17,))))
         found = ours(tokens[0], sequences, labels=tokens[0], later=[*later, *later[-1:] * (depths - k)]).depths[k - 1]
         assert relative_error(found, -wanted.gather(1, later[-1].labels[:, None])[:, 0]) < 2e-6
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from megalight import checkpoint
 from megalight.checkpoint import Box, View
 from megalight.checkpoint.foreign import pickles
-from megalight.checkpoint.foreign.torch_dcp import TorchFolder, Wanted
+from megalight.checkpoint.foreign.torch_dcp import TorchFolder, WantedBox
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import (
@@ -724,7 +724,7 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=rf"{re.escape(key)} in .* is damaged: it is compressed, .* 1677\d+ bytes"
     ):
-        opened.fill([Wanted(key, (0,) * len(found.shape), torch.empty(found.shape))])
+        opened.fill([WantedBox(key, (0,) * len(found.shape), torch.empty(found.shape))])
 
 
 def test_other_formats_are_refused_with_the_way_to_migrate(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megalight.checkpoint.foreign.torch_dcp import Archive, Shard, TorchTensor
 from megalight.cli.main import main
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.megatron.buckets import _Bucket, _ranges, _rounds
-from megalight.models.gpt.megatron.param_order import Held, Part
+from megalight.models.gpt.megatron.param_order import HeldParameter, ParamBox
 from tests.models.test_gpt_megatron import EXPERTS, GPT2, LLAMA, arguments, assert_held, save, stacked, theirs, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -322,7 +322,7 @@ def test_padding_that_could_be_a_parameter_is_refused() -> None:
     shards = (Shard((0,), (64,), archive), Shard((64,), (64,), archive, 64))
     states = {state: TorchTensor((128,), "float32", shards) for state in STATES}
     found = [_Bucket(f"bucket_idx_{number}", "bfloat16", states) for number in range(2)]
-    held = [Held((Part(f"norm {number}", (0,), (64,)),), "bfloat16", True) for number in range(3)]
+    held = [HeldParameter((ParamBox(f"norm {number}", (0,), (64,)),), "bfloat16", True) for number in range(3)]
     with pytest.raises(ValueError, match="the buckets of gbuf can be cut into parameters in several ways"):
         _ranges("gbuf", found, held, 128)
     one = _ranges("gbuf", found, [*held, *held[:1]], None)

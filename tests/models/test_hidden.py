@@ -10,7 +10,7 @@ from torch import nn
 
 from megalight.models.gpt import GPT
 from megalight.models.gpt.config import MultiTokenConfig
-from megalight.models.gpt.model import Later
+from megalight.models.gpt.model import MultiTokenTarget
 from megalight.models.hidden import KEPT, keeping, places_of
 from megalight.nn.init import initialize
 from megalight.types import PackedSequences
@@ -36,7 +36,7 @@ def test_the_final_norm_is_kept_of_the_model_and_not_of_further_depths() -> None
     initialize(model, 0)
     tokens, sequences = torch.arange(6), PackedSequences.of_uniform(1, 6, "cpu")
     with keeping(model, ["layers.1", "head.norm"]) as found:
-        model(tokens, sequences, labels=tokens, later=[Later(tokens.roll(-1), tokens)])
+        model(tokens, sequences, labels=tokens, later=[MultiTokenTarget(tokens.roll(-1), tokens)])
     assert model.head is not None
     torch.testing.assert_close(found[KEPT + "head.norm"], model.head.norm(found[KEPT + "layers.1"]))
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.data.multimodal.batch import with_cuts
-from megalight.data.multimodal.forms import Cut
+from megalight.data.multimodal.forms import ImagePatches
 from megalight.data.multimodal.resolution import DynamicForm, form_of
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.hugging_face.export import export
@@ -68,7 +68,7 @@ def picture(width: int, height: int, seed: int = 0) -> Any:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
-def as_theirs(cut: Cut, form: DynamicForm) -> torch.Tensor:
+def as_theirs(cut: ImagePatches, form: DynamicForm) -> torch.Tensor:
     """Rows of a cut in the order of ``transformers``: squares row by row; each pixel of both frames."""
     squares = cut.pixels.reshape(cut.features, -1, form.channels, 1, form.patch**2)
     rows = np.broadcast_to(squares, (*squares.shape[:3], 2, form.patch**2))[cut.source]

@@ -4,16 +4,16 @@ import torch
 from torch import nn
 
 from megalight.nn import MLP, Linear, Section
-from megalight.nn.canonical import Part, canonical_tensors, parts
+from megalight.nn.canonical import CanonicalPart, canonical_tensors, parts
 
 
 def test_parts_of_a_fused_layer():
     model = nn.ModuleDict({"a": nn.ModuleDict({"qkv": Linear(3, [Section("q", 4, 2), Section("k", 2, 1)], bias=True)})})
     assert list(parts(model)) == [
-        Part("a.qkv.weight", "a.q.weight", (4, 3), 0),
-        Part("a.qkv.weight", "a.k.weight", (2, 3), 12),
-        Part("a.qkv.bias", "a.q.bias", (4,), 0),
-        Part("a.qkv.bias", "a.k.bias", (2,), 4),
+        CanonicalPart("a.qkv.weight", "a.q.weight", (4, 3), 0),
+        CanonicalPart("a.qkv.weight", "a.k.weight", (2, 3), 12),
+        CanonicalPart("a.qkv.bias", "a.q.bias", (4,), 0),
+        CanonicalPart("a.qkv.bias", "a.k.bias", (2,), 4),
     ]
 
 
@@ -30,7 +30,9 @@ class Blocks(nn.Module):
 
 def test_a_module_states_its_canonical_parts():
     model = nn.ModuleDict({"blocks": Blocks()})
-    assert list(parts(model)) == [Part("blocks.weight", f"blocks.{i}.weight", (4, 5), 20 * i) for i in range(3)]
+    assert list(parts(model)) == [
+        CanonicalPart("blocks.weight", f"blocks.{i}.weight", (4, 5), 20 * i) for i in range(3)
+    ]
     tensors = canonical_tensors(model)
     assert torch.equal(tensors["blocks.1.weight"], model["blocks"].weight[1])
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from megalight.nn import Linear, Section
 from megalight.nn.canonical import canonical_tensors
-from megalight.nn.init import TILE, Constant, Normal, draw, initialize, initializers, key
+from megalight.nn.init import TILE, ConstantInit, Normal, draw, initialize, initializers, key
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_distribution():
     values = draw(Normal(0.5), "x", (600, 700), (0, 0), (600, 700), 3)
     assert values.mean().abs() < 0.005
     assert values.std().item() == pytest.approx(0.5, rel=0.01)
-    assert torch.equal(draw(Constant(2.0), "x", (3,), (1,), (2,), 3), torch.full((2,), 2.0))
+    assert torch.equal(draw(ConstantInit(2.0), "x", (3,), (1,), (2,), 3), torch.full((2,), 2.0))
 
 
 def test_seed_and_name_decide():

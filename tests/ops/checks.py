@@ -33,13 +33,13 @@ from megalight.ops.delta_rule import reference as rule_reference
 from megalight.ops.divergence import Projection
 from megalight.ops.divergence import chunked as chunked_divergence
 from megalight.ops.divergence import chunked as native_divergence
-from megalight.ops.divergence.spec import Measure, Rows
+from megalight.ops.divergence.spec import DivergenceKernels, Measure
 from megalight.ops.norm import reference as norm_reference
 from megalight.ops.parameter import collect
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
 from megalight.ops.quantize.amax_history import known_amax, told_amax
 from megalight.ops.quantize.formats import to_fp8
-from megalight.ops.quantized_weight import Codes
+from megalight.ops.quantized_weight import QuantizedWeight
 from megalight.ops.rotary import rotary_table
 from megalight.ops.ssd import reference as ssd_reference
 from megalight.types import PackedSequences
@@ -502,7 +502,14 @@ def check_cross_entropy(
 
 
 def check_divergence(
-    rows: Rows, device: str, dtype: torch.dtype, kind: str, sizes: tuple[int, int, int], *, own: bool, softcap: bool
+    rows: DivergenceKernels,
+    device: str,
+    dtype: torch.dtype,
+    kind: str,
+    sizes: tuple[int, int, int],
+    *,
+    own: bool,
+    softcap: bool,
 ) -> None:
     """``sizes``: tokens, real rows of the vocabulary, width. There are three rows of padding."""
     tokens, size, width = sizes
@@ -514,7 +521,7 @@ def check_divergence(
     caps = (1.5, 3.0) if softcap else (None, None)
     measure = Measure(kind, 1.7, own, size, caps)
 
-    def run(rows: Rows) -> Callable[..., Any]:
+    def run(rows: DivergenceKernels) -> Callable[..., Any]:
         def both(hidden: Tensor, weight: Tensor) -> Any:
             student = Projection(hidden, weight, None, caps[0])
             teacher = Projection(theirs.to(hidden.dtype), layer.to(hidden.dtype), None, caps[1])
@@ -523,14 +530,14 @@ def check_divergence(
 
         return both
 
-    exact = Rows(native_divergence.statistics, native_divergence.sums, native_divergence.gradient_)
+    exact = DivergenceKernels(native_divergence.statistics, native_divergence.sums, native_divergence.gradient_)
     check(run(rows), run(exact), [hidden, weight])
 
 
 def check_decode(fn: Callable[..., Tensor], device: str, form: str, dtype: torch.dtype) -> None:
     weight = torch.randn(70, 144, device=device).to(dtype)
     for block in (16,) if form == "nvfp4" else (2, 48, 144):
-        codes = Codes(weight, form, block)
+        codes = QuantizedWeight(weight, form, block)
         # scales of `nvfp4` are products, in float32
         scales = codes.scales if codes.second is None else codes.scales.float() * codes.second
         with poisoned():

@@ -112,7 +112,7 @@ def main() -> None:
     from megalight.ops.norm import triton as norms
     from megalight.ops.quantize import Scheme, quantize
     from megalight.ops.quantize import triton as casts
-    from megalight.ops.quantized_weight import Codes
+    from megalight.ops.quantized_weight import QuantizedWeight
     from megalight.ops.rotary import triton as rotary
     from megalight.ops.scaled_accumulate import triton as sums
     from megalight.ops.ssd import triton as scans
@@ -161,7 +161,7 @@ def main() -> None:
             torch.zeros(40, size), torch.randint(0, 40, (64,)), torch.randn(64, size).to(dtype), False
         )
     for form in ("int8", "nf4"):
-        codes = Codes(torch.randn(8, 256).to(HALF), form, 64)
+        codes = QuantizedWeight(torch.randn(8, 256).to(HALF), form, 64)
         stored.triton_decode(codes.data, codes.scales, form, HALF)
     for lr, scale, out in ((0.1, None, None), (torch.tensor(0.1), torch.tensor(1.0), torch.empty(4096, dtype=HALF))):
         state = torch.rand(4, 4096).unbind()

@@ -157,7 +157,7 @@ def test_cudnn_serves_latent_heads_on_hopper(
 
 
 def test_backends_are_told_of_short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[ops.Spec] = []
+    found: list[ops.AttentionSpec] = []
     monkeypatch.setattr(ops, "_choose", lambda spec, backend: found.append(spec) or ops.reference.attention)
     for window in (None, ops.NEAR - 2, ops.NEAR - 1):
         attention(*inputs(UNIFORM, 2, 2), UNIFORM, window=window)
@@ -188,7 +188,7 @@ def test_auto_takes_the_kernels_for_hopper_where_they_are_faster(monkeypatch: py
 def test_backends_are_told_of_fast_kernels(
     fast: bool, dropout: float, full: bool, swift: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[ops.Spec] = []
+    found: list[ops.AttentionSpec] = []
     monkeypatch.setattr(ops, "_choose", lambda spec, backend: found.append(spec) or ops.reference.attention)
     monkeypatch.setattr(ops.hopper, "serves_backward", lambda *_: fast)
     monkeypatch.setattr(ops.hopper, "fills", lambda *_: full)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megalight.ops import scaled_mm as blockwise
 from megalight.ops.quantize import Quantized, Scheme, quantize
 from megalight.ops.quantize.recipes import recipe
-from megalight.ops.scaled_mm import SCALED_MM, Spec
+from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec
 
 ROW, SQUARE = (1, 128), (128, 128)
 
@@ -116,7 +116,7 @@ def test_a_refusal_is_a_reason_and_others_serve(monkeypatch: pytest.MonkeyPatch)
     from megalight.ops import scaled_mm
 
     schemes = recipe("blockwise")
-    spec = Spec("cuda", schemes.x, schemes.weight, torch.bfloat16)
+    spec = ScaledMatmulSpec("cuda", schemes.x, schemes.weight, torch.bfloat16)
     monkeypatch.setattr(scaled_mm, "cuda_why_not", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     plain = scaled_mm.trial

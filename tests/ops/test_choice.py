@@ -19,7 +19,7 @@ def _restore() -> Iterator[None]:
 
 def test_auto_becomes_the_named_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(3, 8), torch.ones(8)
-    spec = norm.Spec("cpu", x.dtype, weight.dtype, 8)
+    spec = norm.NormSpec("cpu", x.dtype, weight.dtype, 8)
     norm.rms_norm(x, weight, 1e-5)
     assert norm.RMS_NORM.select(spec).name == "torch"
     use_backends(rms_norm="reference")

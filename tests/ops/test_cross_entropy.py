@@ -11,11 +11,11 @@ from torch import Tensor
 from megalight.ops.cross_entropy import chunked, linear_cross_entropy
 from megalight.ops.cross_entropy import logits as products
 from megalight.ops.cross_entropy import reference as native
-from megalight.ops.cross_entropy.chunked import Rows
+from megalight.ops.cross_entropy.chunked import CrossEntropyKernels
 from tests.ops.checks import check_cross_entropy, error
 from tests.ops.test_linear import with_main_grad
 
-TORCH = partial(chunked.linear_cross_entropy, Rows(native.statistics, native.gradient_))
+TORCH = partial(chunked.linear_cross_entropy, CrossEntropyKernels(native.statistics, native.gradient_))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.errors import BackendError, LayoutError
 from megalight.ops.attention import attention
-from megalight.ops.fp8_attention import FP8Attention, Spec
+from megalight.ops.fp8_attention import FP8Attention, FP8AttentionSpec
 from megalight.types import PackedSequences
 from tests.ops.checks import error
 
@@ -36,7 +36,7 @@ def rounded(x: Tensor, name: str, largest: float | None = None, power: bool = Fa
     return (x.float() * factor).clamp(-limit, limit).to(dtype).double() * (1.0 / factor).double()
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Spec) -> list[Tensor]:
+def written_out(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: FP8AttentionSpec) -> list[Tensor]:
     """Output and gradients ``[T, H, D]`` by loops over sequences, heads and queries."""
     scale = spec.scale or 1 / math.sqrt(SIZE)
     rq, rk, rv = (rounded(t, "e4m3", power=spec.power) for t in (q, k, v))
@@ -65,7 +65,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Spec) -> li
     return [out, dq, dk, dv]
 
 
-def emulated(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Spec) -> list[Tensor]:
+def emulated(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: FP8AttentionSpec) -> list[Tensor]:
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     out = FP8Attention("layer", spec, "reference")(*leaves, PackedSequences.of_uniform(BATCH, LENGTH))
     return [out, *torch.autograd.grad(out, leaves, grad)]
@@ -77,7 +77,7 @@ def emulated(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Spec) -> list[
     ids=["plain", "not causal", "scale", "e4m3", "power"],
 )
 def test_every_product_rounds_its_factors(change: dict[str, object]) -> None:
-    spec = Spec("cpu", torch.float64, SIZE)._replace(**change)
+    spec = FP8AttentionSpec("cpu", torch.float64, SIZE)._replace(**change)
     for found, wanted in zip(emulated(*inputs(), spec), written_out(*inputs(), spec), strict=True):
         assert error(found, wanted) < 1e-9
 
@@ -88,7 +88,7 @@ def test_what_eight_bits_lose() -> None:
     leaves = [t.double().requires_grad_() for t in data[:3]]
     exact = attention(*leaves, PackedSequences.of_uniform(BATCH, LENGTH), backend="reference")
     wanted = [exact, *torch.autograd.grad(exact, leaves, data[3].double())]
-    for found, true in zip(emulated(*data, Spec("cpu", torch.bfloat16, SIZE)), wanted, strict=True):
+    for found, true in zip(emulated(*data, FP8AttentionSpec("cpu", torch.bfloat16, SIZE)), wanted, strict=True):
         assert found.dtype == torch.bfloat16
         assert 5e-3 < error(found, true) < 0.1
 
@@ -96,13 +96,13 @@ def test_what_eight_bits_lose() -> None:
 def test_a_value_that_is_not_a_number_stays_visible() -> None:
     q, k, v, grad = inputs()
     v[3, 0, 0] = torch.nan
-    assert emulated(q, k, v, grad, Spec("cpu", torch.float64, SIZE))[0].isnan().any()
+    assert emulated(q, k, v, grad, FP8AttentionSpec("cpu", torch.float64, SIZE))[0].isnan().any()
 
 
 @pytest.mark.parametrize(("size", "backend"), [(24, "reference"), (144, "reference"), (16, "transformer_engine")])
 def test_what_cannot_be_served_is_refused(size: int, backend: str) -> None:
     with pytest.raises(BackendError, match=r"multiple of 16 up to 128|transformer_engine: needs"):
-        FP8Attention("layer", Spec("cpu", torch.bfloat16, size), backend)
+        FP8Attention("layer", FP8AttentionSpec("cpu", torch.bfloat16, size), backend)
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_what_cannot_be_served_is_refused(size: int, backend: str) -> None:
 def test_sequences_that_cannot_be_served_are_refused(sequences: PackedSequences, match: str) -> None:
     q, k, v, _ = inputs()
     with pytest.raises(LayoutError, match=f"layers.0: .*{match}"):
-        FP8Attention("layers.0", Spec("cpu", torch.float64, SIZE), "reference")(q, k, v, sequences)
+        FP8Attention("layers.0", FP8AttentionSpec("cpu", torch.float64, SIZE), "reference")(q, k, v, sequences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.fp8_attention import FP8Attention, Spec
+from megalight.ops.fp8_attention import FP8Attention, FP8AttentionSpec
 from megalight.types import PackedSequences
 from tests.ops.checks import error
 
@@ -18,7 +18,7 @@ def test_a_gpu_rounds_as_a_cpu(dtype: torch.dtype) -> None:
     found = []
     for device in ("cpu", "cuda"):
         *leaves, grad = (t.to(device).requires_grad_() for t in data)
-        layer = FP8Attention("layer", Spec(device, dtype, 32), "reference")
+        layer = FP8Attention("layer", FP8AttentionSpec(device, dtype, 32), "reference")
         out = layer(*leaves, PackedSequences.of_uniform(2, 64, device))
         found.append([t.cpu() for t in (out, *torch.autograd.grad(out, leaves, grad.detach()))])
     for ours, theirs in zip(*found, strict=True):

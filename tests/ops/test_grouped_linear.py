@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import BackendError
-from megalight.ops.grouped_linear import PRODUCT, WGRAD, Spec, grouped_bias, grouped_linear, grouped_scale
+from megalight.ops.grouped_linear import PRODUCT, WGRAD, GroupedLinearSpec, grouped_bias, grouped_linear, grouped_scale
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from tests.ops.checks import error
 from tests.ops.moe_checks import GROUPS, check_grouped_product, check_grouped_weight_gradient, offsets_of
@@ -18,7 +18,7 @@ BACKENDS = ["loop", "reference"]
 @pytest.mark.parametrize("sizes", GROUPS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_products_equal_a_loop(backend: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    run = {b.name: b.fn for b, _ in PRODUCT.table(Spec("cpu", dtype, dtype, True, True))}[backend]
+    run = {b.name: b.fn for b, _ in PRODUCT.table(GroupedLinearSpec("cpu", dtype, dtype, True, True))}[backend]
     check_grouped_product(run, "cpu", dtype, sizes, 24, 40)
 
 
@@ -28,7 +28,7 @@ def test_products_equal_a_loop(backend: str, sizes: tuple[int, ...], dtype: torc
 def test_weight_gradients_equal_a_loop(
     backend: str, sizes: tuple[int, ...], dtype: torch.dtype, main_dtype: torch.dtype
 ) -> None:
-    run = {b.name: b.fn for b, _ in WGRAD.table(Spec("cpu", dtype, main_dtype, True, True))}[backend]
+    run = {b.name: b.fn for b, _ in WGRAD.table(GroupedLinearSpec("cpu", dtype, main_dtype, True, True))}[backend]
     check_grouped_weight_gradient(run, "cpu", dtype, main_dtype, sizes, 24, 40)
 
 
@@ -152,4 +152,4 @@ def test_no_rows_at_all() -> None:
 
 def test_a_loop_on_the_device_needs_the_sizes_on_the_host() -> None:
     with pytest.raises(BackendError, match="needs the sizes of the groups on the host"):
-        PRODUCT.select(Spec("cuda", torch.bfloat16, torch.bfloat16, False, True), "loop")
+        PRODUCT.select(GroupedLinearSpec("cuda", torch.bfloat16, torch.bfloat16, False, True), "loop")

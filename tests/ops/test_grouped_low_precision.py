@@ -14,7 +14,7 @@ from megalight.ops.grouped_linear import low_precision as apart_trial
 from megalight.ops.grouped_linear import low_precision as together
 from megalight.ops.grouped_linear.low_precision import Apart, OneByOne, StackPrecision, Together
 from megalight.ops.linear import linear
-from megalight.ops.linear.inputs import Recipe, attach_recipe
+from megalight.ops.linear.inputs import RecomputeRecipe, attach_recipe
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.parameter import release, stack_precision_of, state_of
@@ -216,7 +216,9 @@ def test_deferred_weight_gradients_use_the_casts_of_the_input_gradient(way: str,
 def test_recomputed_inputs_and_gradients_of_autograd(way: str) -> None:
     expected = once(way, "rowwise", torch.Tensor.clone)
     read: list[int] = []
-    found = once(way, "rowwise", lambda x: attach_recipe(x.clone(), Recipe(torch.clone, (x,), lambda: read.append(1))))
+    found = once(
+        way, "rowwise", lambda x: attach_recipe(x.clone(), RecomputeRecipe(torch.clone, (x,), lambda: read.append(1)))
+    )
     assert read == [1]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     weight, x = stack(way, "rowwise", Session()), rows(IN, 1)

@@ -351,10 +351,10 @@ def test_activation_wider_than_a_block() -> None:
 
 @pytest.mark.parametrize(("softcap", "bias", "padding", "chunk"), [(None, False, 0, None), (2.0, True, 3, 4)])
 def test_cross_entropy(softcap: float | None, bias: bool, padding: int, chunk: int | None) -> None:
-    from megalight.ops.cross_entropy.chunked import Rows, linear_cross_entropy
+    from megalight.ops.cross_entropy.chunked import CrossEntropyKernels, linear_cross_entropy
 
     module = kernels("cross_entropy")
-    fn = partial(linear_cross_entropy, Rows(module.statistics, module.gradient_))
+    fn = partial(linear_cross_entropy, CrossEntropyKernels(module.statistics, module.gradient_))
     checks.check_cross_entropy(
         fn, "cpu", torch.float32, 11, 77, 16, padding=padding, bias=bias, softcap=softcap, chunk=chunk
     )
@@ -370,13 +370,13 @@ def test_cross_entropy_rows_longer_than_a_block(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("own", "softcap", "block"), [(True, False, 4096), (True, True, 16), (False, False, 16)])
 @pytest.mark.parametrize("kind", ["forward_kl", "cross_entropy", "reverse_kl", "jensen_shannon"])
 def test_divergence(kind: str, own: bool, softcap: bool, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalight.ops.divergence.spec import Rows
+    from megalight.ops.divergence.spec import DivergenceKernels
 
     kernels("cross_entropy")
     module = kernels("divergence")
     monkeypatch.setattr(module, "ROW_BLOCK", block)
     monkeypatch.setattr(module, "GRADIENT_BLOCK", block)
-    rows = Rows(module.statistics, module.sums, module.gradient_)
+    rows = DivergenceKernels(module.statistics, module.sums, module.gradient_)
     checks.check_divergence(rows, "cpu", torch.float32, kind, (11, 77, 16), own=own, softcap=softcap)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from megalight.ops.linear import linear
 from megalight.ops.linear import weight_gradient as wgrad
-from megalight.ops.linear.aligned import ROUNDS, Measured
+from megalight.ops.linear.aligned import ROUNDS, MeasuredChoice
 from tests.ops.checks import check_weight_gradient, error
 from tests.ops.test_linear import with_main_grad
 
@@ -23,7 +23,7 @@ SHAPES = [(63, 64, 128), (500, 300, 1000), (1000, 4096, 320), (8192, 512, 256)]
 def test_half_products_are_added_in_float32(
     backend: str, dtype: torch.dtype, tokens: int, out: int, width: int
 ) -> None:
-    spec = wgrad.Spec("cuda", dtype, torch.float32)
+    spec = wgrad.WeightGradientSpec("cuda", dtype, torch.float32)
     table = {candidate.name: (candidate.fn, reason) for candidate, reason in wgrad.WGRAD.table(spec)}
     fn, reason = table[backend]
     if reason is not None:
@@ -32,7 +32,7 @@ def test_half_products_are_added_in_float32(
 
 
 def test_a_kernel_without_temporary_serves_training() -> None:
-    spec = wgrad.Spec("cuda", torch.bfloat16, torch.float32)
+    spec = wgrad.WeightGradientSpec("cuda", torch.bfloat16, torch.float32)
     assert wgrad.WGRAD.select(spec).name in ("shaped_fp32", "addmm_fp32", "baddbmm_fp32", "triton")
     main_grad = torch.zeros(4096, 4096, device="cuda")
     grad_y, x = (torch.randn(512, 4096, device="cuda").bfloat16() for _ in range(2))
@@ -51,7 +51,7 @@ def test_the_faster_way_is_found_without_waiting() -> None:
             main_grad.addmm_(grad_y.T.float(), x.float(), alpha=0.05)
 
     fast = {b.name: b.fn for b, _ in wgrad.WGRAD.table(wgrad.EXAMPLE)}["mm_fp32_add"]
-    measured = Measured(slow, fast)
+    measured = MeasuredChoice(slow, fast)
     grad_y, x = torch.randn(512, 1024, device="cuda").bfloat16(), torch.randn(512, 768, device="cuda").bfloat16()
     expected = grad_y.double().T @ x.double()
     total, calls = torch.zeros(1024, 768, device="cuda"), 4 * ROUNDS

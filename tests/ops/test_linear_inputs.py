@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.ops.linear import linear
-from megalight.ops.linear.inputs import Recipe, attach_recipe, recipe_of
+from megalight.ops.linear.inputs import RecomputeRecipe, attach_recipe, recipe_of
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from tests.ops.test_linear import with_main_grad
 
@@ -19,7 +19,7 @@ class Read(list[str]):
 
 def made(x: Tensor, read: Read) -> Tensor:
     """``sin(x)`` with its recipe."""
-    return attach_recipe(x.sin(), Recipe(torch.sin, (x,), read))
+    return attach_recipe(x.sin(), RecomputeRecipe(torch.sin, (x,), read))
 
 
 def ingredient() -> Tensor:
@@ -74,7 +74,7 @@ def test_a_deferred_gradient_waits_with_the_input_itself() -> None:
         return x.sin()
 
     with deferring(queue):
-        linear(attach_recipe(x.sin(), Recipe(again, (x,), Read())), weight).sum().backward()
+        linear(attach_recipe(x.sin(), RecomputeRecipe(again, (x,), Read())), weight).sum().backward()
     assert len(calls) == 1
     queue.run()
     assert len(calls) == 1

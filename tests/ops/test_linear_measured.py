@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.linear.aligned import ROUNDS, Measured
+from megalight.ops.linear.aligned import ROUNDS, MeasuredChoice
 from megalight.ops.parameter import put
 
 
@@ -52,7 +52,7 @@ def _no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-def product(measured: Measured, tokens: int = 5, out: int = 3, write: bool = False) -> None:
+def product(measured: MeasuredChoice, tokens: int = 5, out: int = 3, write: bool = False) -> None:
     """One call, whose result must be right whoever serves it."""
     main_grad = torch.ones(out, 4, dtype=torch.float64)
     grad_y, x = torch.randn(tokens, out, dtype=torch.float64), torch.randn(tokens, 4, dtype=torch.float64)
@@ -62,7 +62,7 @@ def product(measured: Measured, tokens: int = 5, out: int = 3, write: bool = Fal
 
 def test_the_fastest_stays() -> None:
     device = Device()
-    measured = Measured(device.way("a", [3.0]), device.way("b", [9.0, 2.0]), event=device.event)
+    measured = MeasuredChoice(device.way("a", [3.0]), device.way("b", [9.0, 2.0]), event=device.event)
     for _ in range(2 * ROUNDS + 3):
         product(measured)
     assert device.called == ["a", "b"] * ROUNDS + ["b"] * 3
@@ -74,7 +74,7 @@ def test_the_fastest_stays() -> None:
 
 def test_lengths_differ_a_little_and_times_count_per_token() -> None:
     device = Device()
-    measured = Measured(device.way("a", [1.0]), device.way("b", [1.1]), event=device.event)
+    measured = MeasuredChoice(device.way("a", [1.0]), device.way("b", [1.1]), event=device.event)
     for tokens in [7, 4] * ROUNDS:
         product(measured, tokens)
     product(measured, 5)
@@ -85,7 +85,7 @@ def test_lengths_differ_a_little_and_times_count_per_token() -> None:
 
 def test_nobody_waits_for_the_device() -> None:
     device = Device(busy=True)
-    measured = Measured(device.way("a", [2.0]), device.way("b", [1.0]), event=device.event)
+    measured = MeasuredChoice(device.way("a", [2.0]), device.way("b", [1.0]), event=device.event)
     for _ in range(2 * ROUNDS + 2):
         product(measured)
     assert device.called[-2:] == ["a", "a"]
@@ -96,7 +96,7 @@ def test_nobody_waits_for_the_device() -> None:
 
 def test_captures_and_deterministic_runs_do_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    measured = Measured(device.way("a", [2.0]), device.way("b", [1.0]), event=device.event)
+    measured = MeasuredChoice(device.way("a", [2.0]), device.way("b", [1.0]), event=device.event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     product(measured)
     product(measured)

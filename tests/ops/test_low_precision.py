@@ -11,14 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
 from megalight.ops.linear import linear
-from megalight.ops.linear.inputs import Recipe, attach_recipe
+from megalight.ops.linear.inputs import RecomputeRecipe, attach_recipe
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.parameter import precision_of, release, state_of
 from megalight.ops.quantize import Scheme, cast, quantize
 from megalight.ops.quantize.amax_history import AmaxHistory
 from megalight.ops.quantize.recipes import RECIPES, recipe
-from megalight.ops.scaled_mm import Spec, choose, scaled_mm, trial
+from megalight.ops.scaled_mm import ScaledMatmulSpec, choose, scaled_mm, trial
 from tests.ops.checks import error
 from tests.ops.test_linear import Parameter, with_main_grad
 
@@ -117,7 +117,7 @@ def test_recomputed_inputs_and_regions() -> None:
     linear(x.sin(), weight).backward(grad_y)
     expected = x.grad, weight.main_grad.clone()
     for again in (
-        lambda: linear(attach_recipe(x.sin(), Recipe(torch.sin, (x,), lambda: None)), weight),
+        lambda: linear(attach_recipe(x.sin(), RecomputeRecipe(torch.sin, (x,), lambda: None)), weight),
         lambda: checkpoint(lambda x: linear(x.sin(), weight), x, use_reentrant=False),
     ):
         x.grad = None
@@ -349,7 +349,7 @@ def test_products_say_why_not() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_trial_of_a_product_fits_into_its_dtype(tile: tuple[int, int], dtype: torch.dtype) -> None:
     """A library that is right must pass, and one that forgets the bias must not."""
-    spec = Spec("cpu", Scheme("e4m3", tile), Scheme("e4m3", tile), dtype, bias=True)
+    spec = ScaledMatmulSpec("cpu", Scheme("e4m3", tile), Scheme("e4m3", tile), dtype, bias=True)
     left, right, bias = trial(spec, "cpu")
     product = choose(spec, "reference")
     expected = product(left, right, torch.float64, False, bias)

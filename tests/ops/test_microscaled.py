@@ -11,7 +11,7 @@ from megalight.ops import scaled_mm as microscaled
 from megalight.ops.quantize import Scheme, quantize
 from megalight.ops.quantize.formats import unpack_e2m1
 from megalight.ops.quantize.recipes import recipe
-from megalight.ops.scaled_mm import SCALED_MM, Spec
+from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec
 from tests.ops.checks import error
 
 
@@ -71,10 +71,10 @@ def test_older_gpus_are_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) ->
     from megalight.ops import scaled_mm
 
     with pytest.raises(BackendError, match="torch_mxfp8: serves 8-bit tiles"):
-        SCALED_MM.select(Spec("cpu", Scheme("e4m3"), Scheme("e4m3"), torch.bfloat16), "torch_mxfp8")
+        SCALED_MM.select(ScaledMatmulSpec("cpu", Scheme("e4m3"), Scheme("e4m3"), torch.bfloat16), "torch_mxfp8")
     monkeypatch.setattr(scaled_mm, "cuda_why_not", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     for name in ("mxfp8", "nvfp4"):
         schemes = recipe(name)
         with pytest.raises(BackendError, match=f"torch_{name}: needs a GPU of compute capability 10.0"):
-            SCALED_MM.select(Spec("cuda", schemes.x, schemes.weight, torch.bfloat16), f"torch_{name}")
+            SCALED_MM.select(ScaledMatmulSpec("cuda", schemes.x, schemes.weight, torch.bfloat16), f"torch_{name}")

@@ -81,12 +81,12 @@ def test_latent_heads(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> N
 
 def test_triton_is_chosen() -> None:
     half, exact = torch.bfloat16, torch.float64
-    assert causal_conv.CAUSAL_CONV.select(causal_conv.Spec("cuda", half, half, 4)).name == "triton"
-    assert causal_conv.CAUSAL_CONV.select(causal_conv.Spec("cuda", half, half, 9)).name == "reference"
-    assert causal_conv.CAUSAL_CONV.select(causal_conv.Spec("cuda", exact, exact, 4)).name == "reference"
-    assert gated_norm.GATED_NORM.select(gated_norm.Spec("cuda", half, half, 1024)).name == "triton"
-    assert gated_norm.GATED_NORM.select(gated_norm.Spec("cuda", half, half, 1024, True)).name == "reference"
+    assert causal_conv.CAUSAL_CONV.select(causal_conv.CausalConvSpec("cuda", half, half, 4)).name == "triton"
+    assert causal_conv.CAUSAL_CONV.select(causal_conv.CausalConvSpec("cuda", half, half, 9)).name == "reference"
+    assert causal_conv.CAUSAL_CONV.select(causal_conv.CausalConvSpec("cuda", exact, exact, 4)).name == "reference"
+    assert gated_norm.GATED_NORM.select(gated_norm.GatedNormSpec("cuda", half, half, 1024)).name == "triton"
+    assert gated_norm.GATED_NORM.select(gated_norm.GatedNormSpec("cuda", half, half, 1024, True)).name == "reference"
     for op in (delta_rule.DELTA_RULE, delta_rule.CONTINUED):
-        assert op.select(delta_rule.Spec("cuda", half, 128, 128)).name == "triton"
-        assert op.select(delta_rule.Spec("cuda", half, 256, 128)).name == "reference"
-        assert op.select(delta_rule.Spec("cuda", torch.float32, 128, 128)).name == "reference"
+        assert op.select(delta_rule.DeltaRuleSpec("cuda", half, 128, 128)).name == "triton"
+        assert op.select(delta_rule.DeltaRuleSpec("cuda", half, 256, 128)).name == "reference"
+        assert op.select(delta_rule.DeltaRuleSpec("cuda", torch.float32, 128, 128)).name == "reference"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalight.ops.activation import gated
-from megalight.ops.grouped_linear import PRODUCT, WGRAD, Spec, grouped_linear
+from megalight.ops.grouped_linear import PRODUCT, WGRAD, GroupedLinearSpec, grouped_linear
 from megalight.ops.permute import permutation, permute, unpermute
 from megalight.ops.router import Rule, route
 from tests.ops import moe_checks
@@ -84,7 +84,7 @@ def test_weighted_activations(kind: str, shape: tuple[int, ...], dtype: torch.dt
 @pytest.mark.parametrize("shape", [(24, 40), (512, 256), (1000, 2880)])
 @pytest.mark.parametrize("tail", [0, 130])
 def test_grouped_products(backend: str, sizes: tuple[int, ...], shape: tuple[int, int], tail: int) -> None:
-    table = PRODUCT.table(Spec("cuda", torch.bfloat16, torch.bfloat16, True, True))
+    table = PRODUCT.table(GroupedLinearSpec("cuda", torch.bfloat16, torch.bfloat16, True, True))
     run, reason = {b.name: (b.fn, reason) for b, reason in table}[backend]
     if reason is not None:
         pytest.skip(reason)
@@ -98,13 +98,13 @@ def test_grouped_products(backend: str, sizes: tuple[int, ...], shape: tuple[int
 def test_grouped_weight_gradients(
     backend: str, sizes: tuple[int, ...], shape: tuple[int, int], main_dtype: torch.dtype
 ) -> None:
-    table = WGRAD.table(Spec("cuda", torch.bfloat16, main_dtype, True, True))
+    table = WGRAD.table(GroupedLinearSpec("cuda", torch.bfloat16, main_dtype, True, True))
     run = {b.name: b.fn for b, _ in table}[backend]
     moe_checks.check_grouped_weight_gradient(run, "cuda", torch.bfloat16, main_dtype, sizes, *shape, 130)
 
 
 def test_hopper_uses_its_own_kernels() -> None:
-    spec = Spec("cuda", torch.bfloat16, torch.bfloat16, False, True)
+    spec = GroupedLinearSpec("cuda", torch.bfloat16, torch.bfloat16, False, True)
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs Hopper")
     assert PRODUCT.select(spec).name in ("triton", "grouped_mm")

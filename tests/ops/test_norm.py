@@ -57,7 +57,7 @@ def test_sum_refuses_mixed_types() -> None:
 
 
 def test_triton_says_what_it_lacks() -> None:
-    rows = {b.name: why for b, why in norm.RMS_NORM.table(norm.Spec("cuda", torch.bfloat16, torch.bfloat16, 20000))}
+    rows = {b.name: why for b, why in norm.RMS_NORM.table(norm.NormSpec("cuda", torch.bfloat16, torch.bfloat16, 20000))}
     assert rows["triton"] == "serves rows of at most 16384 features, not 20000"
 
 

@@ -46,7 +46,7 @@ def test_mixed_types() -> None:
 
 def test_triton_is_chosen() -> None:
     x, weight = torch.randn(4, 64, device="cuda").bfloat16(), torch.ones(64, device="cuda").bfloat16()
-    spec = norm.Spec("cuda", x.dtype, weight.dtype, 64)
+    spec = norm.NormSpec("cuda", x.dtype, weight.dtype, 64)
     for registry in norm.REGISTRIES:
         assert registry.select(spec).name == "triton"
     torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5, backend="reference"))

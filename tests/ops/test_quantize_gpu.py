@@ -11,7 +11,7 @@ from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.amax_history import record_largest
 from megalight.ops.quantize.recipes import recipe
-from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
+from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec, scaled_mm
 from tests.ops.checks import check_cast, check_cast_flat, check_told, error
 from tests.ops.test_linear import with_main_grad
 
@@ -67,7 +67,7 @@ def test_products_equal_the_reference(backend: str, gradient: Any, shape: tuple[
         backend, ((1, 128), (128, 128))
     )
     a, b = Scheme(gradient, tiles[0]), Scheme("e4m3", tiles[1])
-    reasons = {row.name: reason for row, reason in SCALED_MM.table(Spec("cuda", a, b, torch.bfloat16))}
+    reasons = {row.name: reason for row, reason in SCALED_MM.table(ScaledMatmulSpec("cuda", a, b, torch.bfloat16))}
     if reasons[backend] is not None:
         pytest.skip(reasons[backend])
     left, _ = cast(torch.randn(m, k, device="cuda").bfloat16(), a, None)
@@ -88,7 +88,7 @@ def test_products_of_blocks_equal_float64(tile: tuple[int, int], shape: tuple[in
     """Rows of very different magnitude, so that a scale in the wrong place cannot pass."""
     m, n, k = shape
     a, b = Scheme("e4m3", (1, 128)), Scheme("e4m3", tile)
-    reasons = {row.name: reason for row, reason in SCALED_MM.table(Spec("cuda", a, b, torch.bfloat16))}
+    reasons = {row.name: reason for row, reason in SCALED_MM.table(ScaledMatmulSpec("cuda", a, b, torch.bfloat16))}
     if reasons["torch_blockwise"] is not None:
         pytest.skip(reasons["torch_blockwise"])
     left, right = (
@@ -111,7 +111,7 @@ def test_products_of_blocks_equal_float64(tile: tuple[int, int], shape: tuple[in
 def test_biases_are_served_wherever_products_are(name: str, dtype: torch.dtype) -> None:
     schemes = recipe(name)
     served = [
-        SCALED_MM.select(Spec("cuda", schemes.x, schemes.weight, dtype, bias)).name != "reference"
+        SCALED_MM.select(ScaledMatmulSpec("cuda", schemes.x, schemes.weight, dtype, bias)).name != "reference"
         for bias in (False, True)
     ]
     assert served[0] == served[1]
@@ -121,13 +121,13 @@ def test_an_h200_has_tensorwise_and_rowwise_products() -> None:
     for name in ("tensorwise", "rowwise"):
         schemes = recipe(name)
         for a, b in ((schemes.x, schemes.weight), (schemes.gradient_t, schemes.x_t)):
-            assert SCALED_MM.select(Spec("cuda", a, b, torch.bfloat16)).name == f"torch_{name}"
+            assert SCALED_MM.select(ScaledMatmulSpec("cuda", a, b, torch.bfloat16)).name == f"torch_{name}"
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_linear_equals_its_emulation(name: str) -> None:
     schemes = recipe(name)
-    if SCALED_MM.select(Spec("cuda", schemes.x, schemes.weight, torch.bfloat16)).name == "reference":
+    if SCALED_MM.select(ScaledMatmulSpec("cuda", schemes.x, schemes.weight, torch.bfloat16)).name == "reference":
         pytest.skip("no such products here")
     data = torch.randn(256, 384, device="cuda").bfloat16()
     x, grad_y = (torch.randn(200, size, device="cuda").bfloat16() for size in (384, 256))
@@ -158,7 +158,7 @@ def test_transposed_codes(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_microscaled_products(name: str) -> None:
     schemes = recipe(name)
-    spec = Spec("cuda", schemes.x, schemes.weight, torch.bfloat16)
+    spec = ScaledMatmulSpec("cuda", schemes.x, schemes.weight, torch.bfloat16)
     chosen: Any = SCALED_MM.select(spec)
     if torch.cuda.get_device_capability() < (10, 0):
         assert chosen.name == "reference"

@@ -18,7 +18,7 @@ from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Quantized, Scheme, quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, accumulate_groups, cublaslt, scaled_accumulate
-from megalight.ops.scaled_mm import Spec
+from megalight.ops.scaled_mm import ScaledMatmulSpec
 from tests.ops.test_linear import with_main_grad
 
 
@@ -37,12 +37,12 @@ def test_the_reference_adds(scheme: Scheme) -> None:
 def test_others_say_why_not() -> None:
     one, tiles = Scheme("e4m3"), Scheme("e4m3", (1, 0))
     for spec, name, why in (
-        (Spec("cpu", one, one, torch.float32), "cublaslt", "cuda"),
-        (Spec("cpu", one, one, torch.float32), "triton", "triton|cuda"),
-        (Spec("cpu", one, one, torch.float32), "product_add", "no fast product"),
-        (Spec("cuda", tiles, one, torch.float32), "cublaslt", "one scale"),
-        (Spec("cuda", one, one, torch.float64), "cublaslt", "float32"),
-        (Spec("cuda", Scheme("e5m2"), Scheme("e5m2"), torch.float32), "triton", "e5m2 by e4m3"),
+        (ScaledMatmulSpec("cpu", one, one, torch.float32), "cublaslt", "cuda"),
+        (ScaledMatmulSpec("cpu", one, one, torch.float32), "triton", "triton|cuda"),
+        (ScaledMatmulSpec("cpu", one, one, torch.float32), "product_add", "no fast product"),
+        (ScaledMatmulSpec("cuda", tiles, one, torch.float32), "cublaslt", "one scale"),
+        (ScaledMatmulSpec("cuda", one, one, torch.float64), "cublaslt", "float32"),
+        (ScaledMatmulSpec("cuda", Scheme("e5m2"), Scheme("e5m2"), torch.float32), "triton", "e5m2 by e4m3"),
     ):
         with pytest.raises(BackendError, match=why):
             SCALED_ACCUMULATE.select(spec, name)

@@ -7,7 +7,7 @@ import torch
 
 from megalight.ops.quantize import Scheme, cast
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
-from megalight.ops.scaled_mm import Spec, scaled_mm
+from megalight.ops.scaled_mm import ScaledMatmulSpec, scaled_mm
 from tests.ops.checks import error
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,9 @@ BACKENDS = ["cublaslt", "triton", "product_add"]
 def test_sums_equal_the_reference(backend: str, gradient: Any, write: bool, shape: tuple[int, int, int]) -> None:
     rows, columns, tokens = shape
     a, b = Scheme(gradient), Scheme("e4m3")
-    reasons = {row.name: reason for row, reason in SCALED_ACCUMULATE.table(Spec("cuda", a, b, torch.float32))}
+    reasons = {
+        row.name: reason for row, reason in SCALED_ACCUMULATE.table(ScaledMatmulSpec("cuda", a, b, torch.float32))
+    }
     if reasons[backend] is not None:
         pytest.skip(reasons[backend])
     _, left = cast(torch.randn(tokens, rows, device="cuda").bfloat16(), None, a)
@@ -42,7 +44,10 @@ def test_sums_equal_the_reference(backend: str, gradient: Any, write: bool, shap
 def test_products_in_bf16_are_added_without_a_copy(tile: tuple[int, int], write: bool) -> None:
     """Rows and blocks have products that are rounded to bf16. No bit changes, and no copy in float32 is made."""
     scheme = Scheme("e4m3", tile)
-    reasons = {row.name: reason for row, reason in SCALED_ACCUMULATE.table(Spec("cuda", scheme, scheme, torch.float32))}
+    reasons = {
+        row.name: reason
+        for row, reason in SCALED_ACCUMULATE.table(ScaledMatmulSpec("cuda", scheme, scheme, torch.float32))
+    }
     if reasons["product_add"] is not None:
         pytest.skip(reasons["product_add"])
     rows, columns = 1024, 2048
@@ -62,7 +67,7 @@ def test_products_in_bf16_are_added_without_a_copy(tile: tuple[int, int], write:
 
 def test_an_h200_adds_in_the_products_own_epilogue() -> None:
     """The interface is called without a compiler's help, so a refusal shall be seen."""
-    spec = Spec("cuda", Scheme("e5m2"), Scheme("e4m3"), torch.float32)
+    spec = ScaledMatmulSpec("cuda", Scheme("e5m2"), Scheme("e4m3"), torch.float32)
     reasons = {backend.name: reason for backend, reason in SCALED_ACCUMULATE.table(spec)}
     assert reasons["cublaslt"] is None, reasons
 
@@ -72,7 +77,7 @@ def test_products_can_be_captured() -> None:
     _, left = cast(torch.randn(64, 32, device="cuda").bfloat16(), None, Scheme("e4m3"))
     assert left is not None
     for backend in BACKENDS:
-        spec = Spec("cuda", left.scheme, left.scheme, torch.float32)
+        spec = ScaledMatmulSpec("cuda", left.scheme, left.scheme, torch.float32)
         if {row.name: reason for row, reason in SCALED_ACCUMULATE.table(spec)}[backend] is not None:
             continue
         out = torch.zeros(32, 32, device="cuda")

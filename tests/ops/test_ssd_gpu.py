@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.ssd import SSD, Spec
+from megalight.ops.ssd import SSD, SSDSpec
 from tests.ops.checks import check_ssd
 
 pytestmark = pytest.mark.gpu
@@ -19,6 +19,6 @@ def test_triton_equals_the_reference(lengths: list[int], sizes: tuple[int, int, 
 
 
 def test_triton_is_chosen() -> None:
-    assert SSD.select(Spec("cuda", torch.bfloat16, 64, 128)).name == "triton"
-    assert SSD.select(Spec("cuda", torch.float32, 64, 128)).name == "reference"
-    assert SSD.select(Spec("cuda", torch.bfloat16, 256, 128)).name == "reference"
+    assert SSD.select(SSDSpec("cuda", torch.bfloat16, 64, 128)).name == "triton"
+    assert SSD.select(SSDSpec("cuda", torch.float32, 64, 128)).name == "reference"
+    assert SSD.select(SSDSpec("cuda", torch.bfloat16, 256, 128)).name == "reference"

@@ -9,13 +9,13 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.ops.linear import linear
-from megalight.ops.quantized_weight import LEVELS, Codes, store, stored_of
+from megalight.ops.quantized_weight import LEVELS, QuantizedWeight, store, stored_of
 
 
 @pytest.mark.parametrize(("form", "bits", "error"), [("int8", 8, 0.008), ("nf4", 4, 0.11)])
 def test_codes_are_near_the_weight_and_small(form: str, bits: int, error: float) -> None:
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    codes = Codes(weight, form, 64)
+    codes = QuantizedWeight(weight, form, 64)
     assert codes.nbytes == weight.numel() * bits // 8 + 96 * 2 * 2  # and a scale of two bytes for each block
     values = codes.values()
     assert values.dtype == torch.bfloat16
@@ -33,7 +33,7 @@ def test_each_element_gets_the_nearest_value() -> None:
         scale = weight.view(3, 2, 4).abs().amax(-1, keepdim=True)
         parts = weight.view(3, 2, 4) / scale.clamp_min(1e-300)
         nearest = table[(parts[..., None] - table).abs().argmin(-1)] * scale
-        torch.testing.assert_close(Codes(weight, form, 4).values(), nearest.view(3, 8), rtol=1e-7, atol=0)
+        torch.testing.assert_close(QuantizedWeight(weight, form, 4).values(), nearest.view(3, 8), rtol=1e-7, atol=0)
 
 
 def test_nf4_has_the_levels_of_modelopt() -> None:
@@ -52,19 +52,19 @@ def test_nvfp4_has_the_values_of_modelopt(dtype: torch.dtype) -> None:
     weight[0, :16] = torch.tensor([6.0, *middles, *(-middle for middle in middles), 0.0])
     packed, scale, second = modelopt.NVFP4QTensor.quantize(weight.clone(), 16)
     wanted = packed.dequantize(dtype=dtype, scale=scale, double_scale=second, block_sizes={-1: 16})
-    codes = Codes(weight, "nvfp4", 16)
+    codes = QuantizedWeight(weight, "nvfp4", 16)
     assert torch.equal(codes.scales.view(torch.uint8), scale.view(torch.uint8))
     assert torch.equal(codes.values(), wanted)
     # 4 bits, and 8 for each 16 features
     assert codes.nbytes == weight.numel() // 2 + weight.numel() // 16 + 4
-    assert not bool(Codes(torch.zeros(2, 16), "nvfp4", 16).values().any())
+    assert not bool(QuantizedWeight(torch.zeros(2, 16), "nvfp4", 16).values().any())
 
 
 @pytest.mark.parametrize(("form", "block"), [("int8", 4), ("nf4", 4), ("nvfp4", 16)])
 def test_products_and_gradients_are_those_of_the_decoded_weight(form: str, block: int) -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(6, 32, dtype=torch.float64), requires_grad=False)
-    plain, bias = Codes(weight, form, block).values(), torch.randn(6, dtype=torch.float64)
+    plain, bias = QuantizedWeight(weight, form, block).values(), torch.randn(6, dtype=torch.float64)
     codes = store(weight, form, block)
     assert stored_of(weight) is codes
     assert weight.untyped_storage().nbytes() == 8
@@ -84,4 +84,4 @@ def test_products_and_gradients_are_those_of_the_decoded_weight(form: str, block
 )
 def test_refusals(form: str, block: int, rule: str) -> None:
     with pytest.raises(ConfigurationError, match=rule):
-        Codes(torch.zeros(2, 8), form, block)
+        QuantizedWeight(torch.zeros(2, 8), form, block)

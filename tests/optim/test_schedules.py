@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.optim import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule
+from megalight.optim import WSD, Constant, Cosine, InverseSqrt, Linear, LRSchedule
 
 ROOT = math.sqrt(0.5)
 
@@ -32,7 +32,7 @@ ROOT = math.sqrt(0.5)
         (InverseSqrt(min_ratio=0.5), {0: 1.0, 1: ROOT, 3: 0.5, 100: 0.5}),
     ],
 )
-def test_golden_factors(schedule: Schedule, factors: dict[int, float]) -> None:
+def test_golden_factors(schedule: LRSchedule, factors: dict[int, float]) -> None:
     assert {step: schedule.factor(step) for step in factors} == pytest.approx(factors, abs=1e-12)
 
 
@@ -76,6 +76,6 @@ def test_length_comes_from_the_run_where_none_is_stated() -> None:
         (WSD, {"shape": "cubic"}, "shape is 'cubic'; use linear, cosine or sqrt"),
     ],
 )
-def test_impossible_schedules_are_refused(kind: type[Schedule], options: dict[str, Any], message: str) -> None:
+def test_impossible_schedules_are_refused(kind: type[LRSchedule], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         kind(**options)

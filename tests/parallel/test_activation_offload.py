@@ -126,7 +126,7 @@ def test_activations_leave_the_device() -> None:
 def test_tensors_come_back_one_call_ahead() -> None:
     net = Net(4)
     order: list[str] = []
-    take, fetch = Away.take, activation_offload.Call.fetch
+    take, fetch = Away.take, activation_offload.ModuleCall.fetch
     calls: dict[int, int] = {}
 
     def taken(self: Away) -> Tensor:
@@ -139,7 +139,7 @@ def test_tensors_come_back_one_call_ahead() -> None:
 
     ActivationOffloading(chosen(net, ("up",)), HostPool(CPU), 1)
     loss = net(_inputs(1)[0]).sum()
-    with patch.object(Away, "take", taken), patch.object(activation_offload.Call, "fetch", fetched):
+    with patch.object(Away, "take", taken), patch.object(activation_offload.ModuleCall, "fetch", fetched):
         loss.backward()
     firsts = [order.index(f"fetch {n}") for n in range(3)]
     uses = [order.index(f"use {n}") for n in range(3)]

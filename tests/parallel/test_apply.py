@@ -18,9 +18,9 @@ from megalight.nn.init import initialize as initialize_whole
 from megalight.parallel.apply import parallelize, whole_tokens
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.plans import plan_for
-from megalight.parallel.styles import Column, HeadRegion, Replicated, Row, SequenceRegion, Vocab, VocabHead
+from megalight.parallel.styles import Column, HeadRegion, Replicated, Row, SequenceRegion, Vocab, VocabHeadStyle
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error
@@ -227,7 +227,7 @@ class Toy(nn.Module):
         return self.out(hidden + self.down(self.norm(self.up(hidden))))
 
 
-def refusal(plan: Plan, tp: int, model: nn.Module | None = None, **options: bool) -> str:
+def refusal(plan: ParallelizePlan, tp: int, model: nn.Module | None = None, **options: bool) -> str:
     mesh = ParallelMesh(tp, 0, tp=tp)
     with torch.device("meta"):
         model = model or Toy()
@@ -237,26 +237,28 @@ def refusal(plan: Plan, tp: int, model: nn.Module | None = None, **options: bool
 
 
 def test_refusals_name_the_module_the_value_and_the_remedy() -> None:
-    text = refusal(Plan({"up": Column(units=3)}), 2)
+    text = refusal(ParallelizePlan({"up": Column(units=3)}), 2)
     assert "up.weight consists of 3 units" in text
     assert "tp=2" in text
     assert "Choose tp from 1, 3" not in text
     assert "Choose tp from 1" in text
-    assert "up.weight consists of 2 units" in refusal(Plan({"up": Column(units=2)}), 4)
-    assert "5 equal units" in refusal(Plan({"up": Column(units=5)}), 2)
-    assert "down.weight consists of 12 units" in refusal(Plan({"down": Row()}), 8)
-    assert "'upp' of the plan matches no module" in refusal(Plan({"upp": Column()}), 2)
-    assert "Did you mean 'up'" in refusal(Plan({"upp": Column()}), 2)
-    assert "Vocab meets norm, a LayerNorm" in refusal(Plan({"norm": Vocab()}), 2)
-    assert "vocabulary of 11 rows" in refusal(Plan({"embed": Vocab()}), 8)
+    assert "up.weight consists of 2 units" in refusal(ParallelizePlan({"up": Column(units=2)}), 4)
+    assert "5 equal units" in refusal(ParallelizePlan({"up": Column(units=5)}), 2)
+    assert "down.weight consists of 12 units" in refusal(ParallelizePlan({"down": Row()}), 8)
+    assert "'upp' of the plan matches no module" in refusal(ParallelizePlan({"upp": Column()}), 2)
+    assert "Did you mean 'up'" in refusal(ParallelizePlan({"upp": Column()}), 2)
+    assert "Vocab meets norm, a LayerNorm" in refusal(ParallelizePlan({"norm": Vocab()}), 2)
+    assert "vocabulary of 11 rows" in refusal(ParallelizePlan({"embed": Vocab()}), 8)
     assert "the model (Toy), norm (LayerNorm)" in refusal(
-        Plan({"embed": Vocab(), "up": Column(), "down": Row(), "out": VocabHead()}), 2, sequence_parallel=True
+        ParallelizePlan({"embed": Vocab(), "up": Column(), "down": Row(), "out": VocabHeadStyle()}),
+        2,
+        sequence_parallel=True,
     )
     with torch.device("meta"):
         tied = Toy()
     tied.out.weight = tied.embed.weight
-    assert "the same parameter as embed.weight" in refusal(Plan({"embed": Vocab()}), 2, tied)
-    assert "replaces the model itself" in refusal(Plan({nn.Linear: Column()}), 2, nn.Linear(4, 4))
+    assert "the same parameter as embed.weight" in refusal(ParallelizePlan({"embed": Vocab()}), 2, tied)
+    assert "replaces the model itself" in refusal(ParallelizePlan({nn.Linear: Column()}), 2, nn.Linear(4, 4))
     heads = GPT(GPTConfig(**{**BASE, "num_heads": 6, "num_kv_heads": 3}))
     assert "layers.0.attention.q.weight consists of 6 units" in refusal(gpt_plan(heads), 4, heads)
     heads = GPT(GPTConfig(**{**BASE, "num_heads": 4, "num_kv_heads": 4}))
@@ -272,10 +274,16 @@ def user_module() -> tuple[float, float]:
     torch.manual_seed(1)
     whole = Toy().double()
     model = copy.deepcopy(whole)
-    plan = Plan(
-        {"embed": Vocab(), "up": Column(gather_output=True), "norm": Replicated(), "out": VocabHead(), "down": Column()}
+    plan = ParallelizePlan(
+        {
+            "embed": Vocab(),
+            "up": Column(gather_output=True),
+            "norm": Replicated(),
+            "out": VocabHeadStyle(),
+            "down": Column(),
+        }
     )
-    plan = plan | Plan({"down": Column(gather_output=True)})
+    plan = plan | ParallelizePlan({"down": Column(gather_output=True)})
     specs = parallelize(model, plan, mesh)
     assert {"scale", "steps"} <= specs.keys()
     ids = torch.randint(11, (3, 5))
@@ -296,7 +304,9 @@ def foreign_values() -> bool:
     """Modules that draw themselves: the same values under every layout, and as on one rank."""
     tp = dist.get_world_size()
     mesh = ParallelMesh(tp, dist.get_rank(), tp=tp)
-    plan = Plan({"up": Column(), "down": Row(), "embed": Vocab(), "out": VocabHead(), "norm": HeadRegion()})
+    plan = ParallelizePlan(
+        {"up": Column(), "down": Row(), "embed": Vocab(), "out": VocabHeadStyle(), "norm": HeadRegion()}
+    )
     gathered = []
     for layout in (mesh, ParallelMesh()):
         with torch.device("meta"):
@@ -322,7 +332,7 @@ def test_values_that_nobody_can_make(keep: str) -> None:
     with torch.device("meta"):
         model = Toy()
     setattr(model, keep, nn.Parameter(torch.ones(8)) if keep == "scale" else torch.ones(2))
-    specs = parallelize(model, Plan(), ParallelMesh())
+    specs = parallelize(model, ParallelizePlan(), ParallelMesh())
     materialize(model, "cpu")
     missing = {"scale": "steps", "steps": "scale"}[keep]
     with pytest.raises(ConfigurationError, match=f"^{missing} has no value.*reset_parameters"):
@@ -338,7 +348,7 @@ def test_shared_module_is_replaced_everywhere() -> None:
 
     model = Twice().to("meta")
     mesh = ParallelMesh(2, 0, tp=2)
-    parallelize(model, Plan({"first": Column(), nn.LayerNorm: SequenceRegion()}), mesh)
+    parallelize(model, ParallelizePlan({"first": Column(), nn.LayerNorm: SequenceRegion()}), mesh)
     assert model.first is model.second
     assert model.first.weight.shape == (2, 4)
 
@@ -349,7 +359,7 @@ def autocast(sequence_parallel: bool) -> float:
     torch.manual_seed(1)
     whole = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
     model = copy.deepcopy(whole)
-    plan = Plan({"up": Column(), "down": Row()})
+    plan = ParallelizePlan({"up": Column(), "down": Row()})
     specs = parallelize(model, plan, mesh, sequence_parallel=sequence_parallel)
     x = torch.randn(6, 8, requires_grad=True)
     mine = x.chunk(2)[mesh.global_rank] if sequence_parallel else x

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from megalight.errors import LayoutError, MegalightError
 from megalight.parallel.apply import parallelize
 from megalight.parallel.bridge import BridgeCommunicator
-from megalight.parallel.bridge.communicator import Lane, lanes
+from megalight.parallel.bridge.communicator import BridgeLane, lanes
 from megalight.parallel.collectives import join
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.workers import run
@@ -35,12 +35,12 @@ def meshes(src: dict[str, int], dest: dict[str, int], rank: int | None = None) -
 def test_lanes() -> None:
     fan_in = meshes({"world_size": 8, "tp": 2}, {"world_size": 8, "tp": 2, "pp": 2}, rank=0)
     assert lanes(*fan_in) == (
-        Lane(((0, 1), (2, 3)), ((8, 9),)),
-        Lane(((4, 5), (6, 7)), ((10, 11),)),
+        BridgeLane(((0, 1), (2, 3)), ((8, 9),)),
+        BridgeLane(((4, 5), (6, 7)), ((10, 11),)),
     )
     fan_out = meshes({"world_size": 4, "tp": 2, "pp": 2}, {"world_size": 8, "cp": 2, "tp": 2}, rank=0)
     (lane,) = lanes(*fan_out)
-    assert lane == Lane(((2, 3),), ((4, 5, 6, 7), (8, 9, 10, 11)))
+    assert lane == BridgeLane(((2, 3),), ((4, 5, 6, 7), (8, 9, 10, 11)))
     assert (lane.source_leaders, lane.destination_leaders) == ((3,), (4, 8))
 
 
@@ -81,7 +81,7 @@ class Staged:
         for index in range(2):
             if index * mesh.pp // 2 != mesh.rank("pp"):
                 del self.model.layers[str(index)]
-        plan = Plan({"layers.*.enter": Column(), "layers.*.leave": Row()})
+        plan = ParallelizePlan({"layers.*.enter": Column(), "layers.*.leave": Row()})
         self.specs = parallelize(self.model, plan, mesh)
         stages, stage = mesh.ranks("pp"), mesh.rank("pp")
         self.before = stages[stage - 1] if stage else None

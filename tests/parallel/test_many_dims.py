@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from megalight.checkpoint import views_of_parameters
-from megalight.nn.canonical import Part, canonical_tensors
+from megalight.nn.canonical import CanonicalPart, canonical_tensors
 from megalight.nn.init import Normal
 from megalight.nn.init import initialize as initialize_whole
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
-from megalight.parallel.shard import Piece, ShardSpec, check_cover
+from megalight.parallel.plan import ParallelizePlan
+from megalight.parallel.shard import ShardPiece, ShardSpec, check_cover
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles import Style
 from megalight.parallel.tensor import split
@@ -61,11 +61,11 @@ class Along(Style):
     dim: int
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
-        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             if len(parts) == 1:
                 return split.along(parts[0], self.dim, mesh)
             here = parts[mesh.rank("tp") * len(parts) // mesh.tp :][: len(parts) // mesh.tp]
-            pieces = [Piece(p.name, p.shape, (0, 0), p.shape, p.start - here[0].start) for p in here]
+            pieces = [ShardPiece(p.name, p.shape, (0, 0), p.shape, p.start - here[0].start) for p in here]
             return ShardSpec(tuple(pieces), (len(here), *shape[1:]))
 
         weight = splitter.split(name, module, "weight", rule)
@@ -78,7 +78,7 @@ def models(module: type[nn.Module], dim: int, whole: nn.Module) -> list[tuple[nn
     built = []
     for rank in range(2):
         model = copy.deepcopy(whole)
-        specs = parallelize(model, Plan({module: Along(dim)}), ParallelMesh(2, rank, tp=2))
+        specs = parallelize(model, ParallelizePlan({module: Along(dim)}), ParallelMesh(2, rank, tp=2))
         built.append((model, specs))
     return built
 
@@ -90,7 +90,7 @@ def test_any_dim_of_any_parameter(module: type[nn.Module], dim: int) -> None:
     if module is Kernel:
         initialize_whole(whole, 5)
     else:
-        initialize(whole, parallelize(whole, Plan(), ParallelMesh()), 5)
+        initialize(whole, parallelize(whole, ParallelizePlan(), ParallelMesh()), 5)
     expected = {name: tensor.clone() for name, tensor in canonical_tensors(whole).items()}
 
     drawn = models(module, dim, nn.ModuleDict({"it": module().to("meta")}))

@@ -6,7 +6,7 @@ from torch import nn
 from megalight.errors import LayoutError
 from megalight.models.gpt import GPT
 from megalight.models.gpt.plan import gpt_plan
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.plans import PLANS, plan_for
 from megalight.parallel.styles import Column, Replicated, Row, SequenceRegion
 
@@ -16,7 +16,7 @@ class Sub(nn.Linear):
 
 
 def test_the_first_rule_that_matches_decides() -> None:
-    plan = Plan({"a.*": Row(), "a.b": Column(), nn.Linear: Replicated(), "c": (SequenceRegion(), Column())})
+    plan = ParallelizePlan({"a.*": Row(), "a.b": Column(), nn.Linear: Replicated(), "c": (SequenceRegion(), Column())})
     assert plan.styles_of("a.b", nn.Linear(1, 1)) == (Row(),)
     assert plan.styles_of("x", nn.Linear(1, 1)) == (Replicated(),)
     assert plan.styles_of("x", Sub(1, 1)) == ()
@@ -24,7 +24,7 @@ def test_the_first_rule_that_matches_decides() -> None:
 
 
 def test_patterns_that_match_nothing() -> None:
-    plan = Plan({"a.*": Row(), "b": Column(), nn.Linear: Replicated()}, sequence_dim=1)
+    plan = ParallelizePlan({"a.*": Row(), "b": Column(), nn.Linear: Replicated()}, sequence_dim=1)
     assert plan.unmatched(["a.x", "c"]) == ["b"]
     only = plan.only(name for name in ["a.x", "c"])
     assert list(only.rules) == ["a.*", nn.Linear]
@@ -32,15 +32,15 @@ def test_patterns_that_match_nothing() -> None:
 
 
 def test_a_plan_for_a_submodule() -> None:
-    plan = Plan({"a.*": Row(), nn.Linear: Replicated()}).under("model")
+    plan = ParallelizePlan({"a.*": Row(), nn.Linear: Replicated()}).under("model")
     assert list(plan.rules.items()) == [("model.a.*", Row()), (nn.Linear, Replicated())]
 
 
 def test_joined_plans() -> None:
-    joined = Plan({"a": Row(), "b": Row()}) | Plan({"b": Column(), "c": Column()})
+    joined = ParallelizePlan({"a": Row(), "b": Row()}) | ParallelizePlan({"b": Column(), "c": Column()})
     assert list(joined.rules.items()) == [("b", Column()), ("c", Column()), ("a", Row())]
     with pytest.raises(LayoutError, match="sequence_dim 0 and 1 cannot be joined"):
-        _ = Plan() | Plan(sequence_dim=1)
+        _ = ParallelizePlan() | ParallelizePlan(sequence_dim=1)
 
 
 def test_a_model_finds_the_plan_of_its_type_or_base_type() -> None:

@@ -25,7 +25,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.step import Step
+from megalight.parallel.step import StepDriver
 from megalight.types import PackedSequences
 from tests.parallel.expert.model import CONFIG, build
 from tests.parallel.expert.test_coupling import Task, micro_batches
@@ -63,7 +63,7 @@ def _experts(degrees: dict[str, int], options: LowPrecisionOptions) -> dict[str,
     root = build(WIDE, ffn_hidden_size=64).double().to("meta")
     model = ParallelModel.build(root, mesh, ParallelOptions(sequence_parallel=mesh.tp > 1), seed=3)
     session = apply_low_precision(root, options, mesh, specs=model.specs)
-    step = Step(model, Task())
+    step = StepDriver(model, Task())
     step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
     wanted, gradients = _experts_on_one_device(mesh.dp, options)
     errors = {}

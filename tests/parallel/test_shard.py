@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError
-from megalight.nn.canonical import Part
+from megalight.nn.canonical import CanonicalPart
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec, boxes, check_cover
+from megalight.parallel.shard import ShardPiece, ShardSpec, boxes, check_cover
 from megalight.parallel.tensor import split
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
@@ -45,7 +45,7 @@ def test_boxes_of_empty_tensors() -> None:
 
 def test_a_piece_is_a_view_of_its_parameter() -> None:
     parameter = torch.arange(20.0).view(5, 4)
-    piece = Piece("k.weight", (6, 4), (3, 0), (2, 4), start=8)
+    piece = ShardPiece("k.weight", (6, 4), (3, 0), (2, 4), start=8)
     assert (piece.numel, piece.stop) == (8, 16)
     assert torch.equal(piece.view(parameter), parameter[2:4])
     assert piece.view(parameter).data_ptr() == parameter[2:].data_ptr()
@@ -53,8 +53,8 @@ def test_a_piece_is_a_view_of_its_parameter() -> None:
 
 
 def test_cut_leaves_padding_out() -> None:
-    first = Piece("a", (3, 2), (0, 0), (2, 2), start=0)
-    second = Piece("b", (2, 2), (1, 0), (1, 2), start=4)
+    first = ShardPiece("a", (3, 2), (0, 0), (2, 2), start=0)
+    second = ShardPiece("b", (2, 2), (1, 0), (1, 2), start=4)
     spec = ShardSpec((first, second), (4, 2))
     assert spec.numel == 8
     assert list(spec.cut(0, 8)) == [(first, 0, 4), (second, 0, 2)]
@@ -71,13 +71,13 @@ def grids(world: int, **degrees: int) -> list[ParallelMesh]:
 
 def specs(mesh: ParallelMesh, units: int, *, partial: bool) -> dict[str, ShardSpec]:
     """Every way to split: columns in units that several ranks may share, rows, a vocabulary, replicas."""
-    q, kv = Part("qkv", "q", (units * 8, 3), 0), Part("qkv", "k", (units, 3), units * 24)
+    q, kv = CanonicalPart("qkv", "q", (units * 8, 3), 0), CanonicalPart("qkv", "k", (units, 3), units * 24)
     return {
         "qkv": split.output_features([q, kv], [units * 8, units], mesh),
-        "proj": split.along(Part("proj", "proj", (3, 16), 0), 1, mesh),
-        "conv": split.along(Part("conv", "conv", (3, 2, 8, 5), 0), 2, mesh),
-        "embed": split.vocabulary(Part("embed", "embed", (29, 3), 0), mesh),
-        "norm": split.replicated([Part("norm", "norm", (5,), 0)], (5,), mesh, partial=partial),
+        "proj": split.along(CanonicalPart("proj", "proj", (3, 16), 0), 1, mesh),
+        "conv": split.along(CanonicalPart("conv", "conv", (3, 2, 8, 5), 0), 2, mesh),
+        "embed": split.vocabulary(CanonicalPart("embed", "embed", (29, 3), 0), mesh),
+        "norm": split.replicated([CanonicalPart("norm", "norm", (5,), 0)], (5,), mesh, partial=partial),
     }
 
 
@@ -107,7 +107,7 @@ def test_axes_cover_the_mesh_exactly_once(tp: int, cp: int, dp: int, units: int,
 )
 def test_specs_that_do_not_cover_the_mesh(piece: dict[str, object], data: tuple[str, ...], message: str) -> None:
     meshes = grids(4, tp=2)
-    whole = Piece("a", (5,), (0,), (5,))
+    whole = ShardPiece("a", (5,), (0,), (5,))
     held = [
         {"a": ShardSpec((replace(whole, **({"owner": mesh.rank("tp") == 0} | piece)),), (5,), data)} for mesh in meshes
     ]
@@ -116,10 +116,10 @@ def test_specs_that_do_not_cover_the_mesh(piece: dict[str, object], data: tuple[
 
 
 def test_boxes_that_overlap_are_refused() -> None:
-    pieces = [Piece("a", (5,), (first,), (3,)) for first in (0, 2)]
+    pieces = [ShardPiece("a", (5,), (first,), (3,)) for first in (0, 2)]
     held = [{"a": ShardSpec((piece,), (3,))} for piece in pieces]
     with pytest.raises(LayoutError, match="of a overlap"):
         check_cover(ParallelMesh(2, tp=2), held)
-    differing = [Piece("a", (3,), (0,), (3,), partial=partial) for partial in ((), ("tp",))]
+    differing = [ShardPiece("a", (3,), (0,), (3,), partial=partial) for partial in ((), ("tp",))]
     with pytest.raises(LayoutError, match=r"ranks \[0, 1\] are summed, but not all hold it alike"):
         check_cover(ParallelMesh(2), [{"a": ShardSpec((piece,), (3,))} for piece in differing])

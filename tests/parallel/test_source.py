@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from megalight.errors import CheckpointError
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.shard import ShardPiece, ShardSpec
 from megalight.parallel.source import (
     Chosen,
     Filled,
+    FillRequest,
     Renamed,
-    Request,
     Source,
-    Stored,
     Target,
+    TensorMetadata,
     Wrapped,
     parameter_targets,
     shard_targets,
@@ -39,7 +39,7 @@ class Dictionary:
     names: tuple[str, ...]
 
     @property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, TensorMetadata]:
         return {name: Info(tuple(full(name).shape), "float32") for name in self.names}
 
     def fill(self, targets: Iterable[Target], *, strict=True, prefix="", process_group=None) -> Filled:
@@ -89,7 +89,7 @@ def test_another_prefix_is_another_model() -> None:
 
 
 def test_memory_that_would_be_copied_is_refused() -> None:
-    spec = ShardSpec((Piece("x", (2, 3), (0, 0), (2, 3)),), (2, 3))
+    spec = ShardSpec((ShardPiece("x", (2, 3), (0, 0), (2, 3)),), (2, 3))
     tensor: Tensor = torch.zeros(3, 2).t()
     with pytest.raises(RuntimeError, match="view"):
         list(parameter_targets([("x", tensor)], {"x": spec}))
@@ -98,10 +98,10 @@ def test_memory_that_would_be_copied_is_refused() -> None:
 class Doubled(Wrapped):
     """Asks leniently, and doubles what was read."""
 
-    def before(self, request: Request) -> Request:
+    def before(self, request: FillRequest) -> FillRequest:
         return replace(request, strict=False)
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         for target in request.targets:
             target.data.mul_(2)
         return Filled(filled.missing, ("strict",) if request.strict and not passed.strict else ())

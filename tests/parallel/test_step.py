@@ -14,7 +14,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.run_engine import engine_over
-from megalight.parallel.step import Step
+from megalight.parallel.step import StepDriver
 from megalight.types import Loss
 from tests.workers import run
 
@@ -65,7 +65,7 @@ def expected(weight: float) -> dict[str, Any]:
 def _steps(weight: float, shares: list[slice]) -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     model = ParallelModel.build(model_of(), ParallelMesh(len(shares), rank))
-    step = Step(model, Weighted())
+    step = StepDriver(model, Weighted())
     step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard", overlap_grad_reduce=False))
     share = micro_batches(weight)[shares[rank]]
     done = step.train(share)

@@ -20,7 +20,7 @@ from megalight.nn.init import initialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.styles import Row
 from megalight.parallel.tensor.linear import RowLinear
@@ -39,8 +39,8 @@ class Draft(ModelTransform):
     def change(self, model: nn.Module) -> None:
         model.draft = nn.Linear(model.config.hidden_size, self.width, bias=False)
 
-    def plan(self, model: nn.Module, plan: Plan) -> Plan:
-        return plan | Plan({"draft": Row()})
+    def plan(self, model: nn.Module, plan: ParallelizePlan) -> ParallelizePlan:
+        return plan | ParallelizePlan({"draft": Row()})
 
     def change_split(self, model: ParallelModel) -> Mapping[str, ShardSpec]:
         layer = model.root.draft

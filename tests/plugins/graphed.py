@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from megalight.parallel.data_parallel.grad_hooks import Arrivals
+from megalight.parallel.data_parallel.grad_hooks import GradReadyCounter
 
 
 def make_graphed_callables(
@@ -80,7 +80,7 @@ def _replay(module: nn.Module, sample: Sequence[Tensor]) -> Any:
         def backward(ctx: Any, gradient: Tensor) -> Any:
             after = torch.get_rng_state()
             torch.set_rng_state(ctx.state)
-            with mock.patch.object(Arrivals, "count"):  # a replay runs no Python: nobody hears of gradients
+            with mock.patch.object(GradReadyCounter, "count"):  # a replay runs no Python: nobody hears of gradients
                 found = iter(_run(module, ctx.inputs, gradient)[1])
             torch.set_rng_state(after)
             wanted = (*ctx.inputs, *module.parameters())

@@ -10,7 +10,7 @@ import torch
 
 from megalight import registry
 from megalight.imports import has
-from megalight.models.gpt import GPT, BackendConfig, GPTConfig, InitConfig
+from megalight.models.gpt import GPT, GPTBackendConfig, GPTConfig, InitConfig
 from megalight.nn.init import initialize
 from megalight.ops.attention import EXAMPLE, attention, reference
 from megalight.ops.choice import use_backends
@@ -82,11 +82,11 @@ def check_attention(
     )
 
 
-def check_model(style: str, names: BackendConfig, **ops: str) -> None:
+def check_model(style: str, names: GPTBackendConfig, **ops: str) -> None:
     """A small GPT in bfloat16: losses within 0.02 of the same weights in float32, gradients within 0.06."""
     tokens, labels = (t.flatten().cuda() for t in batch(2, 128))
     found: list[dict[str, torch.Tensor]] = []
-    for backends in (BackendConfig(), names):
+    for backends in (GPTBackendConfig(), names):
         with torch.device("cuda"):
             model = GPT(GPTConfig(**SIZES, **STYLES[style], init=InitConfig(std=0.06), backends=backends))
         initialize(model, 5)

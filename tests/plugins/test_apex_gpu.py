@@ -28,14 +28,16 @@ def _apex() -> None:
 @pytest.mark.parametrize("shape", [(64, 64), (500, 3, 128), (500, 4096)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    serve(norm.rms_why_not, norm_op.Spec("cuda", dtype, dtype, shape[-1]), NOT_BUILT)
+    serve(norm.rms_why_not, norm_op.NormSpec("cuda", dtype, dtype, shape[-1]), NOT_BUILT)
     check_norms(norm, "cuda", dtype, shape)
 
 
 @pytest.mark.parametrize(("tokens", "out", "width"), [(64, 64, 128), (500, 304, 1000), (8192, 512, 256)])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradient(main_dtype: torch.dtype, tokens: int, out: int, width: int) -> None:
-    serve(weight_gradient.weight_gradient_why_not, wgrad.Spec("cuda", torch.bfloat16, main_dtype), NOT_BUILT)
+    serve(
+        weight_gradient.weight_gradient_why_not, wgrad.WeightGradientSpec("cuda", torch.bfloat16, main_dtype), NOT_BUILT
+    )
     check_weight_gradient(weight_gradient.accumulate, "cuda", torch.bfloat16, main_dtype, tokens, out, width)
 
 

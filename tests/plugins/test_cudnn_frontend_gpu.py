@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalight.models.gpt import BackendConfig
+from megalight.models.gpt import GPTBackendConfig
 from megalight.ops.attention import attention, reference
 from megalight.plugins import cudnn_frontend
 from megalight.types import PackedSequences
@@ -110,4 +110,4 @@ def test_auto_takes_it_for_windows_and_sinks() -> None:
 
 
 def test_a_model_by_name() -> None:
-    check_model("windowed", BackendConfig(attention=NAME))
+    check_model("windowed", GPTBackendConfig(attention=NAME))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalight import imports
-from megalight.models.gpt import BackendConfig
+from megalight.models.gpt import GPTBackendConfig
 from megalight.ops.attention_block import EXAMPLE
 from megalight.plugins import flash_attn
 from megalight.plugins import flash_attn as blocks
@@ -67,7 +67,7 @@ def test_sinks(backend: str) -> None:
 
 
 def test_a_model_by_name(backend: str) -> None:
-    check_model("windowed", BackendConfig(attention=backend))
+    check_model("windowed", GPTBackendConfig(attention=backend))
 
 
 @pytest.fixture

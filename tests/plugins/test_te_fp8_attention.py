@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.ops.fp8_attention import EXAMPLE, FP8Attention, Spec
+from megalight.ops.fp8_attention import EXAMPLE, FP8Attention, FP8AttentionSpec
 from megalight.plugins.transformer_engine.attention import fp8_attention_why_not as why_not
 from megalight.types import PackedSequences
 from tests.ops.checks import error
 from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
 
-SPEC = Spec("cuda", torch.bfloat16, 16, scale=0.3)
+SPEC = FP8AttentionSpec("cuda", torch.bfloat16, 16, scale=0.3)
 
 
 class Format(Enum):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention import attention
-from megalight.ops.fp8_attention import EXAMPLE, FP8Attention, Spec
+from megalight.ops.fp8_attention import EXAMPLE, FP8Attention, FP8AttentionSpec
 from megalight.plugins.transformer_engine.attention import fp8_attention_why_not as why_not
 from megalight.types import PackedSequences
 from tests.ops.checks import error
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 SEQUENCES = (2, 512)
 
 
-def results(data: list[Tensor], kind: str, spec: Spec) -> list[Tensor]:
+def results(data: list[Tensor], kind: str, spec: FP8AttentionSpec) -> list[Tensor]:
     """Output and gradients of queries, keys and values."""
     leaves = [t.clone().requires_grad_() for t in data[:3]]
     sequences = PackedSequences.of_uniform(*SEQUENCES, device="cuda")

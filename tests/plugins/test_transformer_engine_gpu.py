@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalight.models.gpt.config import BackendConfig
+from megalight.models.gpt.config import GPTBackendConfig
 from megalight.ops import activation as activation_op
 from megalight.ops import adam as adam_op
 from megalight.ops import norm as norm_op
@@ -72,7 +72,7 @@ def test_views_of_a_packed_projection() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for why_not in (norm.rms_why_not, norm.layer_why_not):
-        serve(why_not, norm_op.Spec("cuda", dtype, dtype, shape[-1]))
+        serve(why_not, norm_op.NormSpec("cuda", dtype, dtype, shape[-1]))
     check_norms(norm, "cuda", dtype, shape)
 
 
@@ -80,14 +80,14 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations(kind: str, dtype: torch.dtype) -> None:
     for why_not in (activation.gated_why_not, activation.activation_why_not):
-        serve(why_not, activation_op.Spec("cuda", dtype, kind))
+        serve(why_not, activation_op.ActivationSpec("cuda", dtype, kind))
     check_activations(activation, "cuda", dtype, (500, 1024), kind)
 
 
 @pytest.mark.parametrize(("tokens", "out", "width"), [(64, 64, 128), (500, 304, 1000), (8192, 512, 256)])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradient(main_dtype: torch.dtype, tokens: int, out: int, width: int) -> None:
-    serve(weight_gradient.weight_gradient_why_not, wgrad.Spec("cuda", torch.bfloat16, main_dtype))
+    serve(weight_gradient.weight_gradient_why_not, wgrad.WeightGradientSpec("cuda", torch.bfloat16, main_dtype))
     check_weight_gradient(weight_gradient.accumulate, "cuda", torch.bfloat16, main_dtype, tokens, out, width)
 
 
@@ -130,5 +130,5 @@ def test_adam_takes_half_gradients() -> None:
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_a_model_by_name(style: str) -> None:
-    names = BackendConfig(attention=NAME, norm=NAME, activation=NAME)
+    names = GPTBackendConfig(attention=NAME, norm=NAME, activation=NAME)
     check_model(style, names, weight_gradient=NAME)

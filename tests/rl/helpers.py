@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from megalight.rl.environment import Answer, Environment, PromptBatch, Task
+from megalight.rl.environment import Answer, Environment, PromptBatch, RLTask
 from megalight.rl.module import GRPOModule
 from megalight.rl.rollouts import Rollouts
 from tests.strategies.training import BASE, SEED
@@ -45,10 +45,10 @@ def environment() -> Environment:
     return Environment(words, {"large": large, "short": short}, {"short": 0.1}, ends=[END])
 
 
-def prompts_of(step: int, rows: int = 4) -> list[Task]:
+def prompts_of(step: int, rows: int = 4) -> list[RLTask]:
     """The prompts of a step, over all replicas."""
     numbers = [(step * rows + place) % len(PROMPTS) for place in range(rows)]
-    return [Task(tuple(PROMPTS[number]), {"least": 8 + number % 3}, number) for number in numbers]
+    return [RLTask(tuple(PROMPTS[number]), {"least": 8 + number % 3}, number) for number in numbers]
 
 
 class Policy(GRPOModule):

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import move_data_to_device
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, MegalightError
-from megalight.rl.environment import Answer, Environment, PromptBatch, Task
+from megalight.rl.environment import Answer, Environment, PromptBatch, RLTask
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ class Later:
 
 
 def batch(tokenizer: Tokenizer, rewards: Mapping[str, Any], **options: Any) -> PromptBatch:
-    task = Task(tuple(tokenizer.encode("What is it?")), {"answer": "the answer"})
+    task = RLTask(tuple(tokenizer.encode("What is it?")), {"answer": "the answer"})
     return PromptBatch([task], Environment(tokenizer, rewards, **options))
 
 

@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader
 from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import generate
 from megalight.models.config import DropoutConfig
-from megalight.models.distillation import Layout
+from megalight.models.distillation import TeacherLayout
 from megalight.models.gpt import GPT
 from megalight.models.gpt.config import MultiTokenConfig
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
 from megalight.nn.moe.config import MoEConfig
 from megalight.rl import rollouts as rl_policy
-from megalight.rl.environment import PromptBatch, Task
+from megalight.rl.environment import PromptBatch, RLTask
 from megalight.rl.loss import PolicyLoss
 from megalight.rl.rollouts import _draw
 from megalight.strategies import DataParallel, MegatronStrategy
@@ -43,7 +43,7 @@ def log_probs_of(model: GPT, prompt: tuple[int, ...], answer: list[int]) -> Tens
     return logits.log_softmax(-1).gather(-1, tokens[1:, None])[-len(answer) :, 0]
 
 
-def answers_of(model: GPT, task: Task, seed: str, size: int) -> list[list[int]]:
+def answers_of(model: GPT, task: RLTask, seed: str, size: int) -> list[list[int]]:
     """Each drawn alone, without an engine."""
     found = []
     for sample in range(size):
@@ -171,7 +171,7 @@ def test_a_reference_in_a_layout_of_its_own_holds_the_policy(
     options = {
         "loss": PolicyLoss(normalize=normalize, kl=0.5),
         "reference": folder,
-        "reference_layout": Layout(**theirs),
+        "reference_layout": TeacherLayout(**theirs),
     }
     runs = run(trained, ranks, strategy, options)
     check(runs, figures, weights)
@@ -290,7 +290,7 @@ def test_an_error_of_a_reward_ends_all_ranks() -> None:
 def failing() -> str:
     class Failing(Policy):
         def train_dataloader(self) -> Any:
-            return DataLoader([PromptBatch([Task((1, 2))], environment())], batch_size=None)  # type: ignore[arg-type]
+            return DataLoader([PromptBatch([RLTask((1, 2))], environment())], batch_size=None)  # type: ignore[arg-type]
 
     how = trainer(MegatronStrategy(tensor_parallel=2), max_steps=1, use_distributed_sampler=False)
     try:
@@ -315,9 +315,9 @@ def test_answers_are_cut_by_the_models_room_with_a_warning() -> None:
     module = Policy(rollouts=replace(ROLLOUTS, max_new_tokens=18))
     module.configure_model()
     # The model reads 32 tokens.
-    module.answers(PromptBatch([Task((4,) * 14, {"least": 8})], environment()))
+    module.answers(PromptBatch([RLTask((4,) * 14, {"least": 8})], environment()))
     with pytest.warns(UserWarning, match=r"Prompts of more than 14 tokens leave less room than max_new_tokens=18 in"):
-        module.answers(PromptBatch([Task((4,) * 15, {"least": 8})], environment()))
+        module.answers(PromptBatch([RLTask((4,) * 15, {"least": 8})], environment()))
     with pytest.raises(ConfigurationError, match=r"rollouts\.max_new_tokens is 32, and the model has room for 31"):
         Policy(rollouts=replace(ROLLOUTS, max_new_tokens=32))
 

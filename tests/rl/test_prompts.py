@@ -8,7 +8,7 @@ import pytest
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
-from megalight.rl.prompts import Prompts, PromptWriter, TaskDataset
+from megalight.rl.prompts import PromptDataset, PromptWriter, TaskDataset
 from tests.data.chat.conftest import chat_tokenizer as chat_tokenizer
 
 QUESTION = "<s><|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
@@ -20,7 +20,7 @@ def tokenizer(chat_tokenizer: Path) -> Tokenizer:
 
 
 def written(tokenizer: Tokenizer, row: dict[str, Any], **options: Any) -> str:
-    prompts = Prompts(PromptWriter(tokenizer=tokenizer, **options), [("place", row)])
+    prompts = PromptDataset(PromptWriter(tokenizer=tokenizer, **options), [("place", row)])
     ids, found = prompts[0]
     assert found is row
     return tokenizer.decode(ids)
@@ -110,7 +110,7 @@ def test_texts_begin_as_those_of_transformers(chat_tokenizer: Path) -> None:
         single="<s> $A", special_tokens=[("<s>", raw.token_to_id("<s>"))]
     )
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=raw)
-    ids, _ = Prompts(PromptWriter(tokenizer=model), [("", {"prompt": "What?"})])[0]
+    ids, _ = PromptDataset(PromptWriter(tokenizer=model), [("", {"prompt": "What?"})])[0]
     assert list(ids) == fast("What?")["input_ids"]
     # A template writes it itself, once.
     assert written(model, {"prompt": "What?"}, chat=True) == QUESTION
@@ -124,7 +124,7 @@ def test_ends_are_those_of_documents_and_of_messages(chat_tokenizer: Path) -> No
 
 
 def test_each_pass_has_all_prompts_in_an_order_of_its_own(tokenizer: Tokenizer) -> None:
-    prompts = Prompts(PromptWriter(tokenizer=tokenizer), [("", {"prompt": "q" * k}) for k in range(1, 12)])
+    prompts = PromptDataset(PromptWriter(tokenizer=tokenizer), [("", {"prompt": "q" * k}) for k in range(1, 12)])
     data = TaskDataset(prompts, np.arange(2, 10), num_samples=20, seed=1)
     tasks = [data[index] for index in range(len(data))]
     assert len(tasks) == 24
@@ -141,7 +141,7 @@ def test_each_pass_has_all_prompts_in_an_order_of_its_own(tokenizer: Tokenizer) 
 
 def test_the_order_is_known(tokenizer: Tokenizer) -> None:
     def order(texts: str, seed: int | None = 1, places: int = 3) -> str:
-        prompts = Prompts(PromptWriter(tokenizer=tokenizer), [("", {"prompt": text}) for text in texts])
+        prompts = PromptDataset(PromptWriter(tokenizer=tokenizer), [("", {"prompt": text}) for text in texts])
         return TaskDataset(prompts, np.arange(places), seed=seed).order
 
     assert order("abc") == order("abc")

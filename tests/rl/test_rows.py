@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalight.inference import Completion
-from megalight.rl.environment import Score, Task
+from megalight.rl.environment import RLTask, Score
 from megalight.rl.loss import Normalize, PolicyLoss, group_advantages
 from megalight.rl.module import pack_trajectories
 from megalight.rl.rollouts import Rollouts, Trajectory
@@ -28,7 +28,7 @@ def answers() -> list[list[Trajectory]]:
             token += size
             reason = "end" if sample else "length"
             completion = Completion(tokens, [-t / 100 for t in tokens], reason)
-            group.append(Trajectory(Task(prompt), completion, Score(number + 2.0 * sample, {"a": float(sample)})))
+            group.append(Trajectory(RLTask(prompt), completion, Score(number + 2.0 * sample, {"a": float(sample)})))
         groups.append(group)
     return groups
 

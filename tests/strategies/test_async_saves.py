@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megalight import checkpoint
 from megalight.callbacks import EMA, Preemption, Retention, StepProgress, preemption
-from megalight.checkpoint.async_save.saves import Pending
+from megalight.checkpoint.async_save.saves import PendingSave
 from megalight.checkpoint.async_save.shared_memory import SharedMemory
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPTConfig
@@ -183,7 +183,7 @@ def test_what_is_replaced_stays_while_a_save_waits_for_the_one_before(tmp_path: 
     (one, two), gate = [str(tmp_path / f"{name}.ckpt") for name in "12"], tmp_path / "gate"
     settle = beside.background.settle
 
-    def settle_one() -> Pending:
+    def settle_one() -> PendingSave:
         assert str(beside.background.pending.path) == one  # type: ignore[union-attr]
         gate.touch()
         return settle()

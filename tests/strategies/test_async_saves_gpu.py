@@ -60,7 +60,7 @@ def read(path: Path, like: dict[str, list[Tensor]]) -> dict[str, Tensor]:
 def test_saves_have_the_values_of_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    class Counted(staging.Copies):
+    class Counted(staging.HostCopies):
         def __init__(self, sources: Any, into: Any) -> None:
             made.append(len(sources))
             super().__init__(sources, into)

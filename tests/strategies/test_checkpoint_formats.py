@@ -17,7 +17,7 @@ from megalight import checkpoint
 from megalight.callbacks import EMA
 from megalight.checkpoint.foreign.torch_dcp import torch_path
 from megalight.checkpoint.sources.flat import canonical
-from megalight.checkpoint.sources.streaming import Wanted, itself, stream
+from megalight.checkpoint.sources.streaming import WantedTensor, itself, stream
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.stored import open_model
@@ -108,7 +108,7 @@ def contents(path: str | Path) -> dict[str, torch.Tensor]:
     """Every canonical tensor of a checkpoint, whole."""
     source = canonical(checkpoint.open(path))
     kept = {name: (info.shape, getattr(torch, info.dtype)) for name, info in source.tensors.items()}
-    wanted = [Wanted(shape, dtype, {name: itself}) for name, (shape, dtype) in kept.items()]
+    wanted = [WantedTensor(shape, dtype, {name: itself}) for name, (shape, dtype) in kept.items()]
     return dict(zip(kept, stream(source, wanted), strict=True))
 
 
@@ -257,7 +257,7 @@ def test_masters_and_averages_are_found_in_flat_state(saved: Save) -> None:
     for ema, prefix in ((False, "optimizer.master."), (True, "ema.")):
         weights = open_model(path, ema=ema).weights
         name = "model.layers.1.mlp.up.weight"
-        (found,) = stream(weights, [Wanted(tuple(weights.tensors[name].shape), torch.float32, {name: itself})])
+        (found,) = stream(weights, [WantedTensor(tuple(weights.tensors[name].shape), torch.float32, {name: itself})])
         np.testing.assert_array_equal(found, whole[prefix + name].float())
 
 

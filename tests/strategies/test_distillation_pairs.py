@@ -25,7 +25,7 @@ from megalight.models.distillation import LayerPair
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, open_model, save_model
-from megalight.models.transforms import Comparison
+from megalight.models.transforms import HiddenStateComparison
 from megalight.nn import StateComparison
 from megalight.nn.init import initialize
 from megalight.nn.moe.config import MoEConfig
@@ -331,7 +331,7 @@ def test_a_run_without_pairs_does_not_resume_with_them(teacher: Path, loss: dict
     module.on_save_checkpoint(during)
     Student().check_checkpoint(during)  # the other way round, the checkpoint's serve
     other = Student()
-    other.transforms = [Comparison(STUDENT.hidden_size, 99)]
+    other.transforms = [HiddenStateComparison(STUDENT.hidden_size, 99)]
     with pytest.raises(
         CheckpointError, match="Use those that it was trained with, or begin a new run from its weights"
     ):
@@ -379,7 +379,7 @@ def test_names_of_megatron_are_understood(teacher: Path, tmp_path: Path) -> None
     assert module.distiller is not None
     assert module.distiller.places == ("layers.1.attention", "head.norm")
     assert module.distiller.teacher.places == ("layers.0",)
-    assert module.transforms == [Comparison(STUDENT.hidden_size, 16)]
+    assert module.transforms == [HiddenStateComparison(STUDENT.hidden_size, 16)]
 
 
 @pytest.mark.parametrize("teacher", ["untied"], indirect=True)

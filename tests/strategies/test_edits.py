@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight import checkpoint
 from megalight.errors import CheckpointError, ConfigurationError
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
@@ -128,7 +128,7 @@ class Split(Wide):
 
 def _parts(path: str) -> None:
     def how() -> MegatronStrategy:
-        return strategy(tensor_parallel=2, plan=Plan({"net.0": Column(), "net.3": Row()}))
+        return strategy(tensor_parallel=2, plan=ParallelizePlan({"net.0": Column(), "net.3": Row()}))
 
     module = Split(0)
     runner = fit(module, batches(8, 2), how())

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialize
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.styles import Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
@@ -155,7 +155,7 @@ def _other_layout(other: dict[str, Any]) -> str:
 
 
 def test_a_module_that_is_split_keeps_its_plan() -> None:
-    other = Plan({"layers.*.mlp.down": Row()})
+    other = ParallelizePlan({"layers.*.mlp.down": Row()})
     for message in run(_other_layout, 2, {"tensor_parallel": 2, "plan": other}):
         assert "GPT was split by another plan already than the one that is asked for now. Leave plan out" in message
     for message in run(_other_layout, 2, {"tensor_parallel": 2, "plan": plan_for(GPT(CONFIGS["gqa"]))}):

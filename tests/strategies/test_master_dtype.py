@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.callbacks import EMA
-from megalight.checkpoint.run import Run
+from megalight.checkpoint.run import TrainingRun
 from megalight.checkpoint.sources.combine import MASTER
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallel
@@ -156,7 +156,7 @@ def test_masters_in_host_memory_are_told_by_their_dtype(
     model: Any = SimpleNamespace(mesh=SimpleNamespace(global_rank=0))
     there: Any = SimpleNamespace(buckets=[bucket])
     with caplog.at_level(logging.INFO, "megalight.checkpoint.run"):
-        Run(model, RandomStreams(0), there, SimpleNamespace())._tell_masters(  # type: ignore[arg-type]
+        TrainingRun(model, RandomStreams(0), there, SimpleNamespace())._tell_masters(  # type: ignore[arg-type]
             SimpleNamespace(tensors=tensors, path="saved")  # type: ignore[arg-type]
         )
     assert len(caplog.messages) == (told is not None)

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy
 from tests.environment import trainer
@@ -118,7 +118,7 @@ class Wide(Plain):
 
 
 def _split() -> dict[str, Any]:
-    how = strategy(tensor_parallel=2, plan=Plan({"net.0": Column(), "net.3": Row()}), micro_batch_size=1)
+    how = strategy(tensor_parallel=2, plan=ParallelizePlan({"net.0": Column(), "net.3": Row()}), micro_batch_size=1)
     module = Wide(torch.distributed.get_rank())
     runner = fit(module, batches(16, 2, shuffle=True), how)
     whole = gather_canonical(
@@ -330,7 +330,7 @@ class SplitNormed(Plain):
 
 
 def _synced_beside_a_split() -> tuple[str, list[int]]:
-    module, how = SplitNormed(), strategy(tensor_parallel=2, plan=Plan({"net.0": Column(), "net.2": Row()}))
+    module, how = SplitNormed(), strategy(tensor_parallel=2, plan=ParallelizePlan({"net.0": Column(), "net.2": Row()}))
     trainer(how, sync_batchnorm=True).validate(module, batches(8, 2), verbose=False)
     group = getattr(module.net[3], "process_group", None)
     return type(module.net[3]).__name__, [] if group is None else torch.distributed.get_process_group_ranks(group)
@@ -441,7 +441,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "optim": {"level": "optim"},
     "optim_grads": {"level": "optim_grads", "units": (nn.Linear,)},
     "optim_grads_params": {"level": "optim_grads_params", "units": (nn.Linear,)},
-    "tensor": {"tensor_parallel": 2, "plan": Plan({"net.0": Column(), "net.2": Row()})},
+    "tensor": {"tensor_parallel": 2, "plan": ParallelizePlan({"net.0": Column(), "net.2": Row()})},
 }
 
 

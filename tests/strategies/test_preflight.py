@@ -22,9 +22,9 @@ from torch import nn
 
 import megalight.parallel.apply
 from megalight.errors import BackendError, ConfigurationError, LayoutError
-from megalight.models.gpt import AttentionConfig, BackendConfig, GPTConfig, MambaConfig, NormConfig
+from megalight.models.gpt import AttentionConfig, GPTBackendConfig, GPTConfig, MambaConfig, NormConfig
 from megalight.models.gpt.module import GPTModule
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
@@ -58,7 +58,7 @@ def test_overlap_is_chosen_for_weights_of_the_run(
 
 def norms(backend: str, **config: Any) -> GPTConfig:
     """A model whose norms use this backend."""
-    return replace(CONFIGS["mha"], backends=BackendConfig(norm=backend), **config)
+    return replace(CONFIGS["mha"], backends=GPTBackendConfig(norm=backend), **config)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,9 @@ def test_a_plain_module_without_a_plan_is_refused_before_there_are_ranks(monkeyp
     with pytest.raises(ConfigurationError, match=r"^tensor_parallel=2, but there is no plan for Plain"):
         of_ranks(2, tensor_parallel=2).fit(Plain(), batches(8, 2))
     with pytest.raises(AssertionError, match="a process was started"):
-        of_ranks(2, tensor_parallel=2, plan=Plan({"net.0": Column(), "net.2": Row()})).fit(Plain(), batches(8, 2))
+        of_ranks(2, tensor_parallel=2, plan=ParallelizePlan({"net.0": Column(), "net.2": Row()})).fit(
+            Plain(), batches(8, 2)
+        )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_a_plain_module_without_a_plan_is_refused_before_there_are_ranks(monkeyp
     [
         ({"expert_parallel": 2}, r"^ep=2 divides experts.*no module.*Add the rule, or set ep=1\."),
         (
-            {"plan": Plan({"net.o": Column()})},
+            {"plan": ParallelizePlan({"net.o": Column()})},
             r"^pattern 'net\.o' of the plan matches no module of Plain.*Did you mean 'net",
         ),
     ],
@@ -159,7 +161,7 @@ def test_pruning_without_whole_layers_is_refused_before_there_are_ranks(monkeypa
     for layout in ({}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}):
         with pytest.raises(ConfigurationError, match=r"before WithData has built its.*load_weights\(module, path"):
             of_ranks(2, [pruning], **layout).fit(WithData(CONFIGS["gqa"]))
-    plan = Plan({"net.0": Column(), "net.2": Row()})
+    plan = ParallelizePlan({"net.0": Column(), "net.2": Row()})
     with pytest.raises(ConfigurationError, match=r"whole layers, but tp=2 divide those of Plain\. Leave these"):
         of_ranks(2, [pruning], tensor_parallel=2, plan=plan).fit(Plain(), batches(8, 2))
 

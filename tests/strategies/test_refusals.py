@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.module import MegalightModule
 from megalight.parallel.expert import ExpertOptions
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from megalight.types import Loss
 from tests.environment import trainer
@@ -275,8 +275,8 @@ class Planned(MegalightModule):
     def build_model(self) -> nn.Module:
         return nn.Linear(2, 2)
 
-    def plan(self) -> Plan:  # type: ignore[override]
-        return Plan()
+    def plan(self) -> ParallelizePlan:  # type: ignore[override]
+        return ParallelizePlan()
 
 
 def _planned() -> None:

@@ -33,7 +33,7 @@ from megalight.strategies import (
     Pipeline,
     Side,
 )
-from megalight.towers.disjoint import Arrivals
+from megalight.towers.disjoint import FeatureReceiver
 from megalight.types import Loss
 from tests.data.multimodal.conftest import png
 from tests.environment import trainer
@@ -478,7 +478,7 @@ class Sent:
 
 
 def test_other_samples_on_the_ranks_of_the_tower_are_told() -> None:
-    arrivals = Arrivals(Sent(), 3)  # type: ignore[arg-type]
+    arrivals = FeatureReceiver(Sent(), 3)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"sent 2 rows of features for .* images have 10: its ranks read other samples"):
         arrivals(batch((1, 0, 1, 0)))
     assert len(arrivals(batch((1,), config=QWEN))) == 3  # whole shares of three

@@ -18,7 +18,7 @@ from megalight.models.transforms import LoRA
 from megalight.parallel.data_parallel import DataParallel
 from megalight.towers import Side, TowersApart
 from megalight.towers.batch_split import consecutive
-from megalight.towers.disjoint import Encoder
+from megalight.towers.disjoint import TowerRunner
 from tests.models.test_vlm_strategy import ADAPTERS, CONFIGS, COUNTS, FREEZE, by_hand, rows_of
 from tests.models.vlm_samples import batch
 from tests.parallel.gathering import gather_canonical
@@ -213,7 +213,7 @@ class Noted:
 def test_the_tower_works_ahead(side: Side, order: str) -> None:
     noted = Noted()
     division, model = mock.Mock(language=side.mesh(1, 1)), nn.Linear(1, 1)
-    encoder = Encoder(CONFIGS["llava"], model, noted, division, side.options())  # type: ignore[arg-type]
+    encoder = TowerRunner(CONFIGS["llava"], model, noted, division, side.options())  # type: ignore[arg-type]
 
     def send(batch: str) -> None:
         noted.notes += batch

@@ -39,7 +39,7 @@ GAIN = 0.97
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepReading:
     """One measured step.
 
     Attributes:
@@ -56,7 +56,7 @@ class Reading:
 class Probe(Protocol):
     """Measures a step."""
 
-    def __call__(self, run: Callable[[], Any]) -> tuple[Any, Reading]:
+    def __call__(self, run: Callable[[], Any]) -> tuple[Any, StepReading]:
         """Return the result of ``run``, and the reading."""
 
 
@@ -67,7 +67,7 @@ class DeviceProbe:
         self.device = device
         self.memory = DeviceMemory(device, mesh)
 
-    def __call__(self, run: Callable[[], Any]) -> tuple[Any, Reading]:
+    def __call__(self, run: Callable[[], Any]) -> tuple[Any, StepReading]:
         """Return the result of ``run``, and the reading."""
         # Work of earlier steps must not count.
         torch.cuda.synchronize(self.device)
@@ -77,7 +77,7 @@ class DeviceProbe:
         launched = time.perf_counter()
         torch.cuda.synchronize(self.device)
         done = time.perf_counter()
-        return result, Reading(launched - begun, done - begun, end())
+        return result, StepReading(launched - begun, done - begun, end())
 
 
 class Trial:
@@ -113,8 +113,8 @@ class Trial:
         self.verdict: str | None = None
         self._kind: Hashable = None
         self._steps = 0
-        self._eager: dict[Hashable, list[Reading]] = {}
-        self._replayed: list[Reading] = []
+        self._eager: dict[Hashable, list[StepReading]] = {}
+        self._replayed: list[StepReading] = []
         self._trying = False
 
     def __call__(self, key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Any:
@@ -139,7 +139,7 @@ class Trial:
             self._look(readings)
         return result
 
-    def _look(self, readings: list[Reading]) -> None:
+    def _look(self, readings: list[StepReading]) -> None:
         """Decide whether to try graphs."""
         launched, done = self._agreed(readings)
         gains = self.agree([int(self.gains())]) == [1]
@@ -177,7 +177,7 @@ class Trial:
         self.verdict = told
         self.tell(f"steps are replayed from CUDA graphs: {told}")
 
-    def _agreed(self, readings: list[Reading]) -> tuple[float, float]:
+    def _agreed(self, readings: list[StepReading]) -> tuple[float, float]:
         """Return the medians of the slowest rank."""
         own = [median(reading.launched for reading in readings), median(reading.done for reading in readings)]
         launched, done = self.agree([round(1e9 * seconds) for seconds in own])

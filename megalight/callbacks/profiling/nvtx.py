@@ -89,7 +89,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-class Backend(Protocol):
+class NVTXFunctions(Protocol):
     """The functions of NVTX: nested ranges of one thread, and ranges that may end in another thread."""
 
     def range_push(self, label: str) -> Any:
@@ -115,7 +115,7 @@ class Ranges:
         MegalightError: a range ends that is not the innermost range of its thread.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: NVTXFunctions) -> None:
         self.backend = backend
         self._threads = threading.local()
         # Labels are made once: formatting a text for each span would cost more than the mark.
@@ -183,7 +183,7 @@ class NVTX(StepSpans):
         super().__init__()
         self.layers = layers
         self.ranks = None if ranks is None else check_ranks(ranks)
-        self.backend: Backend | None = None
+        self.backend: NVTXFunctions | None = None
 
     def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Ranges | None:
         """Return the listener of this rank."""

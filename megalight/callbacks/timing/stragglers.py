@@ -23,7 +23,7 @@ LEVELS = {**dict.fromkeys(COMPUTE, 0), "receive": 0}
 
 
 @dataclass(frozen=True)
-class Worker:
+class RankWork:
     """The work of one rank in a window.
 
     Attributes:
@@ -49,7 +49,7 @@ class Slow:
         median: the median of the other ranks in seconds; its own time if there are no others.
     """
 
-    worker: Worker
+    worker: RankWork
     ratio: float
     median: float
 
@@ -93,15 +93,15 @@ class Stragglers(TimedSteps):
         self.warn_ratio = warn_ratio
         self.latest: list[Slow] = []
 
-    def row(self, trainer: pl.Trainer, seconds: dict[str, float]) -> Worker:
+    def row(self, trainer: pl.Trainer, seconds: dict[str, float]) -> RankWork:
         """Return this rank's own work."""
         mesh = getattr(trainer.strategy, "mesh", None)
         # Waiting for a neighbor is not a rank's own work.
         own = sum(seconds.get(name, 0.0) for name in COMPUTE) - seconds.get("receive", 0.0)
         stage = 0 if mesh is None else int(mesh.rank("pp"))
-        return Worker(trainer.global_rank, own, stage, f"{platform.node()}/{trainer.local_rank}")
+        return RankWork(trainer.global_rank, own, stage, f"{platform.node()}/{trainer.local_rank}")
 
-    def report(self, trainer: pl.Trainer, times: Times, rows: list[Worker]) -> None:
+    def report(self, trainer: pl.Trainer, times: Times, rows: list[RankWork]) -> None:
         """Log the slowest rank, and warn if it is too slow."""
         # The first step has allocations and compilation, which differ between ranks.
         if times.first:
@@ -127,7 +127,7 @@ class Stragglers(TimedSteps):
             log.warning("slow ranks in steps %d to %d: %s.", times.step - times.steps, times.step - 1, named)
 
 
-def slowest(workers: list[Worker]) -> list[Slow]:
+def slowest(workers: list[RankWork]) -> list[Slow]:
     """Return ranks by their ratio to the median of the others of their stage, slowest first.
 
     Ranks whose others have no work are left out.

@@ -71,7 +71,7 @@ class Clock:
         return seconds
 
 
-class Measured(NamedTuple):
+class TimerRecord(NamedTuple):
     """The time of one name: time stamps that are not read yet, seconds that are, and the number of measurements."""
 
     segments: list[tuple[Any, Any]]
@@ -131,15 +131,15 @@ class Timer:
             self.active += seconds
             self._elapsed += seconds
 
-    def take(self) -> Measured:
+    def take(self) -> TimerRecord:
         """Return the measurements since the last reset, for :meth:`read`, and reset the timer."""
         # Copied, because the timer goes on while these wait to be read.
-        taken = Measured(list(self._segments), self._elapsed, self._count)
+        taken = TimerRecord(list(self._segments), self._elapsed, self._count)
         self._segments.clear()
         self._elapsed, self._count = 0.0, 0
         return taken
 
-    def read(self, taken: Measured) -> float:
+    def read(self, taken: TimerRecord) -> float:
         """Return the seconds of measurements from :meth:`take`, and wait for the device if needed."""
         seconds = sum(self.clock.seconds(first, last) for first, last in taken.segments)
         self.active += seconds
@@ -196,7 +196,7 @@ class Times:
     step: int
     steps: int
     first: bool
-    taken: Mapping[str, tuple[Timer, Measured]]
+    taken: Mapping[str, tuple[Timer, TimerRecord]]
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds per step of each name that was measured, and wait for the device if needed."""

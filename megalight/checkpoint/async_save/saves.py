@@ -23,11 +23,11 @@ from typing import Any, Literal, TypeAlias
 from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.async_save.shared_memory import SharedMemory
-from megalight.checkpoint.async_save.worker import Job, Report
+from megalight.checkpoint.async_save.worker import Job, SaveReport
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.ranks import Ranks
-from megalight.checkpoint.saving import Copies, Staged, seal_of, stage
+from megalight.checkpoint.saving import HostCopies, Staged, seal_of, stage
 from megalight.checkpoint.view import View
 from megalight.errors import CheckpointError
 
@@ -42,7 +42,7 @@ END_SECONDS = 10.0
 """How long a killed worker may take to be gone. One that waits for storage that does not answer stays until it does."""
 
 
-class Worker:
+class SaveWorker:
     """The process that writes for this rank."""
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -73,15 +73,15 @@ class Worker:
         """
         self._connection.send(job)
 
-    def report(self) -> Report | None:
+    def report(self) -> SaveReport | None:
         """What came of the job; None while it is under way. A dead worker has failed."""
         try:
             # A report counts even if the worker has died since.
             if self._connection.poll():
-                report: Report = self._connection.recv()
+                report: SaveReport = self._connection.recv()
                 return report
         except (EOFError, OSError):
-            return Report(f"the worker process died (exit code {self.process.wait()}).", time.time())
+            return SaveReport(f"the worker process died (exit code {self.process.wait()}).", time.time())
         return None
 
     def end(self) -> None:
@@ -104,7 +104,7 @@ LIMIT_SECONDS = 600.0
 
 
 @dataclass
-class Pending:
+class PendingSave:
     """A save that is under way.
 
     Attributes:
@@ -115,11 +115,11 @@ class Pending:
         report: how this rank's worker ended; None before.
     """
 
-    path: Place
+    path: PathLike
     begun: float
     waited: float
     partial: publish.Unfinished | None
-    report: Report | None = None
+    report: SaveReport | None = None
 
     @property
     def seconds(self) -> float:
@@ -132,7 +132,7 @@ class Pending:
         return self.report is not None and self.report.error is not None
 
 
-def _give_after(copies: Copies, worker: Worker, job: Job) -> None:
+def _give_after(copies: HostCopies, worker: SaveWorker, job: Job) -> None:
     """Let a worker do a job when the copies have arrived. What fails here shows as its death."""
     try:
         copies.wait()
@@ -154,11 +154,11 @@ class Background:
 
     def __init__(self, kind: Kind = "persistent", process_group: ProcessGroup | None = None) -> None:
         self.kind = kind
-        self.pending: Pending | None = None
+        self.pending: PendingSave | None = None
         self._group = process_group
         self._memory: SharedMemory | None = None
-        self._worker: Worker | None = None
-        self._copies: Copies | None = None
+        self._worker: SaveWorker | None = None
+        self._copies: HostCopies | None = None
         self._aborts = 0
         # Taken again by the thread that has it: a signal may call `abort` at any place.
         self._lock = threading.RLock()
@@ -194,14 +194,14 @@ class Background:
         target, begun, ranks, aborts = publish.absolute(path), time.time(), self._ranks, self._aborts
         started: list[publish.Unfinished] = []
 
-        def begin() -> Place:
+        def begin() -> PathLike:
             if str(target).startswith("memory://"):
                 raise CheckpointError(
                     f"{path} is memory of this process, which its worker process does not see. Save without "
                     "async_save, or to other storage."
                 )
             started.append(publish.begin(target))
-            folder: Place = started[0].folder
+            folder: PathLike = started[0].folder
             return folder
 
         def give() -> None:
@@ -227,7 +227,7 @@ class Background:
                 partial.discard()
             raise
         waited = time.time() - begun
-        pending = Pending(target, begun, waited, started[0] if started else None)
+        pending = PendingSave(target, begun, waited, started[0] if started else None)
         with self._lock:
             # Known before the look: a signal between both may abort in this thread, which the lock does not stop.
             self.pending = pending
@@ -245,7 +245,7 @@ class Background:
         pending = self.pending
         return pending is not None and self._news(pending)
 
-    def settle(self) -> Pending:
+    def settle(self) -> PendingSave:
         """Wait until the save under way is published, on all ranks together.
 
         Raises:
@@ -273,7 +273,7 @@ class Background:
         self._clear(discard=False)
         return pending
 
-    def settle_alone(self) -> Pending | None:
+    def settle_alone(self) -> PendingSave | None:
         """Wait for this rank's worker, when other ranks may be gone. On rank 0: until all parts are there or lost.
 
         Returns:
@@ -300,7 +300,9 @@ class Background:
             self._aborts += 1
             pending = self.pending
         if pending is not None and pending.report is None:
-            pending.report = Report("it was aborted.", time.time())  # before the worker's death, which is no news then
+            pending.report = SaveReport(
+                "it was aborted.", time.time()
+            )  # before the worker's death, which is no news then
         self._end_worker()
         self._clear(discard=True)
 
@@ -334,7 +336,7 @@ class Background:
         if copies is not None:
             copies.wait()
 
-    def _give(self, folder: Place, path: Place, staged: Staged, aborts: int) -> None:
+    def _give(self, folder: PathLike, path: PathLike, staged: Staged, aborts: int) -> None:
         assert self._memory is not None
         ranks = self._ranks
         starts = tuple(box.data.data_ptr() - self._memory.address for _, box in staged.boxes)
@@ -343,7 +345,7 @@ class Background:
         with self._lock:
             if self._worker is not None and self._worker.process.poll() is not None:
                 self._end_worker()  # somebody killed it between two saves
-            worker = self._worker = self._worker or Worker(self._memory)
+            worker = self._worker = self._worker or SaveWorker(self._memory)
             # Under the lock: an abort comes before, and is seen here, or after, and ends this worker.
             if self._aborts != aborts:
                 raise CheckpointError("it was aborted.")
@@ -352,13 +354,13 @@ class Background:
         else:
             threading.Thread(target=_give_after, args=(staged.copies, worker, job), daemon=True).start()
 
-    def _news(self, pending: Pending) -> bool:
+    def _news(self, pending: PendingSave) -> bool:
         """Whether a save has come to its end, on any rank."""
         ranks = self._ranks
         # parts that are written end nothing: rank 0's worker publishes when it has all of them
         return ranks.any(self._ended(pending) and (ranks.rank == 0 or pending.failed))
 
-    def _ended(self, pending: Pending) -> bool:
+    def _ended(self, pending: PendingSave) -> bool:
         """Whether this rank's worker has ended the job."""
         worker = self._worker
         report = None if worker is None or pending.report is not None else worker.report()

@@ -1,6 +1,6 @@
 """A process that writes one rank's part of checkpoints while its trainer goes on. No torch in here: it starts quickly.
 
-The trainer sends a :class:`Job` for each save and gets a :class:`Report`. The worker of rank 0 also waits for the other
+The trainer sends a :class:`Job` for each save and gets a :class:`SaveReport`. The worker of rank 0 also waits for the other
 ranks' parts, seals the folder and publishes it. A worker ends when its trainer does, however that ends.
 """
 
@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from megalight.checkpoint.disk import index
-from megalight.checkpoint.disk.files import FileRecord, Place, blocks, dump_json, parse_json, write_all, write_file
+from megalight.checkpoint.disk.files import FileRecord, PathLike, blocks, dump_json, parse_json, write_all, write_file
 from megalight.checkpoint.disk.publish import delete, locked, machine, publish
-from megalight.checkpoint.disk.rank_files import Part, Seal, Written, write_part
+from megalight.checkpoint.disk.rank_files import RankFiles, Seal, WrittenFiles, write_part
 from megalight.errors import CheckpointError
 
 # How workers report that their parts are written: one file per rank beside the data, gone before the seal.
@@ -40,7 +40,7 @@ WATCHED = 16
 """Ranks that are looked at per period: each look asks the storage three times, which many ranks write to."""
 
 
-def announcement(folder: Place, rank: int) -> Announcement:
+def announcement(folder: PathLike, rank: int) -> Announcement:
     """Begin to report the part of a rank to the others."""
     return LockedAnnouncement(folder, rank) if isinstance(folder, Path) else Announcement(folder, rank)
 
@@ -48,10 +48,10 @@ def announcement(folder: Place, rank: int) -> Announcement:
 class Announcement:
     """What one worker reports to the others about one save."""
 
-    def __init__(self, folder: Place, rank: int) -> None:
+    def __init__(self, folder: PathLike, rank: int) -> None:
         self._done = folder / FOLDER / f"{rank}.json"
 
-    def tell(self, outcome: Written | str) -> None:
+    def tell(self, outcome: WrittenFiles | str) -> None:
         """Say what was written, or what went wrong."""
         write_file(self._done, f"{machine()}\n".encode() + _said(outcome))
 
@@ -73,7 +73,7 @@ class LockedAnnouncement(Announcement):
         write_all(self._descriptor, f"{machine()}\n".encode())
         os.rename(new, self._writing)  # locked before it can be seen: without a lock it would report a death
 
-    def tell(self, outcome: Written | str) -> None:
+    def tell(self, outcome: WrittenFiles | str) -> None:
         """See :class:`Announcement`."""
         try:
             write_all(self._descriptor, _said(outcome))
@@ -88,14 +88,14 @@ class LockedAnnouncement(Announcement):
             os.close(self._open.pop())
 
 
-def collect(folder: Place, ranks: int) -> list[Written]:
+def collect(folder: PathLike, ranks: int) -> list[WrittenFiles]:
     """Wait for the parts of all ranks, and remove their reports.
 
     Raises:
         CheckpointError: a worker failed or died.
     """
     begun = time.monotonic()
-    found: dict[int, Written] = {}
+    found: dict[int, WrittenFiles] = {}
     while len(found) < ranks:
         left = sorted(set(range(ranks)) - found.keys())
         # One listing for all ranks: a store charges for each request, and many ranks ask it.
@@ -110,13 +110,13 @@ def collect(folder: Place, ranks: int) -> list[Written]:
     return [found[rank] for rank in range(ranks)]
 
 
-def _listed(folder: Place) -> set[str]:
+def _listed(folder: PathLike) -> set[str]:
     with suppress(FileNotFoundError):
         return {each.name for each in folder.iterdir()}
     return set()
 
 
-def _look(folder: Place, rank: int, seconds: float) -> Written | None:
+def _look(folder: PathLike, rank: int, seconds: float) -> WrittenFiles | None:
     """What a rank has written; None if it is not done."""
     done, writing = (folder / FOLDER / f"{rank}.json{end}" for end in ("", ".writing"))
     # looked at first: a worker renames its file, then ends
@@ -141,24 +141,24 @@ def _alive(writing: Path, seconds: float) -> bool:
         return file.readline().strip() != machine()
 
 
-def _said(outcome: Written | str) -> bytes:
+def _said(outcome: WrittenFiles | str) -> bytes:
     return dump_json({"error": outcome} if isinstance(outcome, str) else _plain(outcome))
 
 
-def _plain(written: Written) -> dict[str, object]:
+def _plain(written: WrittenFiles) -> dict[str, object]:
     records = {name: [record.size, record.checksum] for name, record in written.records.items()}
     tensors = [[tensor.name, index.to_json({"": tensor})[""]] for tensor in written.tensors]
     return {"error": None, "records": records, "tensors": tensors, "archives": written.archives}
 
 
-def _parse(path: Place, rank: int) -> Written:
+def _parse(path: PathLike, rank: int) -> WrittenFiles:
     value = parse_json(path.read_bytes().partition(b"\n")[2], str(path))
     if value["error"] is not None:
         raise CheckpointError(f"rank {rank}: {value['error']}")
     records = {name: FileRecord(size, digest) for name, (size, digest) in value["records"].items()}
     tensors = tuple(index.tensor_from_json(name, item, str(path)) for name, item in value["tensors"])
     archives = tuple((name, tuple(offset), *place) for name, offset, *place in value["archives"])
-    return Written(records, tensors, archives)
+    return WrittenFiles(records, tensors, archives)
 
 
 WORKER_PERIOD_SECONDS = 0.1
@@ -177,15 +177,15 @@ class Job:
         seal: for rank 0: how the checkpoint is sealed.
     """
 
-    folder: Place
-    part: Part
+    folder: PathLike
+    part: RankFiles
     starts: tuple[int, ...]
     ranks: int
     seal: Seal | None
 
 
 @dataclass(frozen=True)
-class Report:
+class SaveReport:
     """How a job ended.
 
     Attributes:
@@ -241,7 +241,7 @@ def serve(connection: Connection, memory: int) -> None:
             perform(job, memory)
         except Exception as failure:
             error = _text(failure)
-        connection.send(Report(error, time.time()))
+        connection.send(SaveReport(error, time.time()))
 
 
 def _end_with(parent: int) -> None:

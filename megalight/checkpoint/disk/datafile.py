@@ -17,14 +17,14 @@ from megalight.checkpoint.disk.files import (
     REMOVED,
     TORCH_SUFFIX,
     FileRecord,
-    Place,
+    PathLike,
     checksum,
     located,
 )
 from megalight.errors import CheckpointError
 
 
-class Reader(Protocol):
+class DataFileReader(Protocol):
     """An open file."""
 
     def size(self) -> int:
@@ -44,20 +44,20 @@ class LocalReader:
         self._descriptor = os.open(path, os.O_RDONLY)
 
     def size(self) -> int:
-        """See :class:`Reader`."""
+        """See :class:`DataFileReader`."""
         return os.fstat(self._descriptor).st_size
 
     def into(self, memory: memoryview, start: int) -> int:
-        """See :class:`Reader`."""
+        """See :class:`DataFileReader`."""
         return os.preadv(self._descriptor, [memory], start)
 
     def close(self) -> None:
-        """See :class:`Reader`."""
+        """See :class:`DataFileReader`."""
         os.close(self._descriptor)
 
 
 @singledispatch
-def opened(path: Any) -> Reader:
+def opened(path: Any) -> DataFileReader:
     """Open a file for reading."""
     return LocalReader(path)
 
@@ -71,7 +71,7 @@ class OpenFile:
         count: bytes that were read.
     """
 
-    def __init__(self, path: Place, what: str, buffer: NDArray[np.uint8] | None = None) -> None:
+    def __init__(self, path: PathLike, what: str, buffer: NDArray[np.uint8] | None = None) -> None:
         self.path = path
         self.what = what
         self.buffer = np.empty(BLOCK, np.uint8) if buffer is None else buffer
@@ -114,7 +114,7 @@ class DataFile(OpenFile):
 
     def __init__(
         self,
-        directory: Place,
+        directory: PathLike,
         name: str,
         records: Mapping[str, FileRecord],
         buffer: NDArray[np.uint8] | None = None,

@@ -92,7 +92,7 @@ TORCH_SUFFIX = ".distcp"
 _NAME = re.compile(r"[A-Za-z0-9_\-+=@,][A-Za-z0-9_.\-+=@, ]*")
 
 
-class Place(Protocol):
+class PathLike(Protocol):
     """Where a folder or file is: what a local ``Path`` and an address of remote storage have in common.
 
     What differs between the two (how a file is made, how a checkpoint is published) are functions that
@@ -162,7 +162,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor in a safetensors file. ``start`` counts from the beginning of the file."""
 
     key: str
@@ -238,7 +238,7 @@ def _created(path: Any) -> Iterator[Write]:
         os.close(descriptor)
 
 
-def write_file(path: Place, data: bytes) -> FileRecord:
+def write_file(path: PathLike, data: bytes) -> FileRecord:
     """Write a whole new file and bring it to the disk."""
     with created(path) as write:
         write(data)
@@ -255,7 +255,7 @@ def sync_directory(path: Any) -> None:
         os.close(descriptor)
 
 
-def read_file(root: Place, name: str, record: FileRecord) -> bytes:
+def read_file(root: PathLike, name: str, record: FileRecord) -> bytes:
     """Read a whole small file, and verify it.
 
     Raises:
@@ -299,25 +299,25 @@ def parse_json(data: bytes, what: str) -> Any:
         raise CheckpointError(f"{what} is not valid JSON ({type(error).__name__}: {error}).") from error
 
 
-def pack_header(entries: Iterable[Entry], metadata: dict[str, str]) -> tuple[bytes, list[Entry]]:
+def pack_header(entries: Iterable[TensorEntry], metadata: dict[str, str]) -> tuple[bytes, list[TensorEntry]]:
     """The safetensors header (with its length) for tensors laid end to end, and the entries with their ``start``."""
     table: dict[str, Any] = {"__metadata__": metadata}
     position = 0
-    placed: list[Entry] = []
+    placed: list[TensorEntry] = []
     for entry in entries:
         stop = position + entry.nbytes
         table[entry.key] = {"dtype": CODES[entry.dtype][0], "shape": entry.shape, "data_offsets": (position, stop)}
-        placed.append(Entry(entry.key, entry.dtype, entry.shape, position))
+        placed.append(TensorEntry(entry.key, entry.dtype, entry.shape, position))
         position = stop
     text = json.dumps(table, separators=(",", ":")).encode()
     # The data begins at a multiple of 8, as the format's own writer has it.
     text += b" " * (-len(text) % 8)
     base = 8 + len(text)
     header = struct.pack("<Q", len(text)) + text
-    return header, [Entry(e.key, e.dtype, e.shape, base + e.start) for e in placed]
+    return header, [TensorEntry(e.key, e.dtype, e.shape, base + e.start) for e in placed]
 
 
-def parse_header(data: bytes | memoryview, size: int, what: str) -> list[Entry]:
+def parse_header(data: bytes | memoryview, size: int, what: str) -> list[TensorEntry]:
     """The tensors of a safetensors file of ``size`` bytes that begins with ``data`` (which must hold the header).
 
     Raises:
@@ -335,7 +335,7 @@ def parse_header(data: bytes | memoryview, size: int, what: str) -> list[Entry]:
         table.pop("__metadata__", None)
         # In the order of the data, so that each tensor must begin where the last one ended.
         for key, item in sorted(table.items(), key=lambda pair: pair[1]["data_offsets"]):
-            entry = Entry(key, by_code[item["dtype"]], checked_shape(item["shape"], what), position)
+            entry = TensorEntry(key, by_code[item["dtype"]], checked_shape(item["shape"], what), position)
             start, stop = item["data_offsets"]
             if (base + start, base + stop) != (position, position + entry.nbytes):
                 raise ValueError(f"tensor {key!r} does not follow the one before it")

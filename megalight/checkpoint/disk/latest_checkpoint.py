@@ -8,14 +8,14 @@ from contextlib import suppress
 
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.files import PathLike
 from megalight.errors import MegalightError
 
 DEPTH = 6
 """Levels of folders that are searched: a run may be started in a folder that holds much else."""
 
 
-def newest_in(path: str | os.PathLike[str]) -> Place:
+def newest_in(path: str | os.PathLike[str]) -> PathLike:
     """Return the newest finished checkpoint in a folder of runs. Any other path stays as it is.
 
     Args:
@@ -28,7 +28,7 @@ def newest_in(path: str | os.PathLike[str]) -> Place:
     return next(iter(newest_first([folder])), folder)
 
 
-def another(path: Place) -> str:
+def another(path: PathLike) -> str:
     """Return a sentence that names another checkpoint, in a folder of runs or beside it, for an error; or nothing.
 
     Args:
@@ -47,17 +47,17 @@ def another(path: Place) -> str:
     return ""
 
 
-def newest_first(places: Iterable[Place]) -> list[Place]:
+def newest_first(places: Iterable[PathLike]) -> list[PathLike]:
     """Return all finished checkpoints in folders of runs."""
     found = {each for place in places for each in _finished(place)}
     return [path for _, path in sorted(found, key=_age, reverse=True)]
 
 
-def _age(found: tuple[int, Place]) -> tuple[int, str]:
+def _age(found: tuple[int, PathLike]) -> tuple[int, str]:
     return found[0], str(found[1])
 
 
-def _finished(here: Place, levels: int = DEPTH) -> Iterator[tuple[int, Place]]:
+def _finished(here: PathLike, levels: int = DEPTH) -> Iterator[tuple[int, PathLike]]:
     """Yield when each finished checkpoint was saved, in nanoseconds since 1970, and its place.
 
     Hidden ones do not count: a learning-rate finder that was killed leaves one behind.
@@ -77,6 +77,6 @@ def _finished(here: Place, levels: int = DEPTH) -> Iterator[tuple[int, Place]]:
                 yield entry.stat().st_mtime_ns, entry
 
 
-def _may_hold(folder: Place) -> bool:
+def _may_hold(folder: PathLike) -> bool:
     """Whether a folder may hold checkpoints: not if it is one itself."""
     return not (publish.resolve(folder) / manifests.NAME).exists()

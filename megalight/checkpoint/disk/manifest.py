@@ -12,7 +12,7 @@ from typing import Any
 
 from megalight.checkpoint.disk.files import (
     FileRecord,
-    Place,
+    PathLike,
     checked_count,
     checked_name,
     checksum,
@@ -61,7 +61,7 @@ class Manifest:
     versions: Mapping[str, str]
     scheme: str
 
-    def write(self, root: Place) -> None:
+    def write(self, root: PathLike) -> None:
         """Seal the folder."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         # Sorted, so that the same content has the same bytes.
@@ -71,12 +71,12 @@ class Manifest:
         write_file(root / NAME, (_SEAL % checksum(body)).encode() + body)
 
 
-def is_run(root: Place) -> bool:
+def is_run(root: PathLike) -> bool:
     """Whether a folder is that of a run, and no checkpoint."""
     return not (root / NAME).exists() and any((root / name).exists() for name in RUN)
 
 
-def read(root: Place) -> Manifest:
+def read(root: PathLike) -> Manifest:
     """The manifest of a folder, itself verified; the files it lists are not looked at.
 
     Raises:
@@ -133,7 +133,7 @@ def check_files(root: Any, manifest: Manifest) -> None:
             raise CheckpointError(f"checkpoint {root} is torn: {name} has {size} bytes, {record.size} were saved.")
 
 
-def _guess(root: Place) -> str:
+def _guess(root: PathLike) -> str:
     if not root.exists():
         return f"nothing is there.{hub_hint(root)}"
     if root.is_file():

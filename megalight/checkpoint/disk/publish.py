@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megalight.checkpoint.disk import manifest as manifests
-from megalight.checkpoint.disk.files import Place, sync_directory
+from megalight.checkpoint.disk.files import PathLike, sync_directory
 from megalight.errors import CheckpointError
 
 _TEMPORARY = re.compile(r"(?P<path>.+)\.(?P<state>partial|old|removed)-(?P<machine>[0-9a-f]{8})[0-9a-f]{8}")
@@ -46,7 +46,7 @@ def machine() -> str:
     return boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node()
 
 
-def place(path: str | os.PathLike[str]) -> Place:
+def place(path: str | os.PathLike[str]) -> PathLike:
     """Where a path, or an address of remote storage such as ``s3://bucket/run``, leads.
 
     Raises:
@@ -65,17 +65,17 @@ def place(path: str | os.PathLike[str]) -> Place:
     if protocol in ("file", "local"):
         return Path(rest)
     # fsspec is imported when it is needed; the import also registers what remote storage does in its own way
-    address: Place = import_module("megalight.checkpoint.disk.remote").Address(f"{protocol}://{rest.rstrip('/')}")
+    address: PathLike = import_module("megalight.checkpoint.disk.remote").Address(f"{protocol}://{rest.rstrip('/')}")
     return address
 
 
-def absolute(path: str | os.PathLike[str]) -> Place:
+def absolute(path: str | os.PathLike[str]) -> PathLike:
     """The same, whatever the current folder is later."""
     found = place(path)
     return Path(os.path.abspath(found)) if isinstance(found, Path) else found
 
 
-def check_new(path: Place) -> None:
+def check_new(path: PathLike) -> None:
     """Check that a command can write a new folder, as far as this can be known before.
 
     A save of a run replaces the checkpoint of the same name. A command must not: the name may be a slip, and any folder
@@ -114,9 +114,9 @@ def _complete(root: Any) -> manifests.Manifest | None:
     return manifest
 
 
-def resolve(path: str | os.PathLike[str]) -> Place:
+def resolve(path: str | os.PathLike[str]) -> PathLike:
     """Where the checkpoint of this name is."""
-    found: Place = actual(place(path))
+    found: PathLike = actual(place(path))
     return found
 
 
@@ -148,9 +148,9 @@ def _saving(folder: Path) -> bool:
     return False
 
 
-def finished(directory: str | os.PathLike[str]) -> list[Place]:
+def finished(directory: str | os.PathLike[str]) -> list[PathLike]:
     """All finished checkpoints in a directory, oldest first."""
-    found: dict[Place, int] = {}
+    found: dict[PathLike, int] = {}
     for path in named(place(directory)):
         manifest = None if path in found else _complete(resolve(path))
         if manifest is not None:
@@ -166,7 +166,7 @@ def named(directory: Any) -> Iterator[Any]:
         yield entry.with_name(match["path"]) if match else entry
 
 
-def latest(directory: str | os.PathLike[str]) -> Place | None:
+def latest(directory: str | os.PathLike[str]) -> PathLike | None:
     """The newest finished checkpoint in a directory, or None. What a killed save left does not count."""
     return next(reversed(finished(directory)), None)
 

@@ -20,9 +20,9 @@ from megalight.checkpoint.disk import index, publish
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk.files import (
     TORCH_SUFFIX,
-    Entry,
     FileRecord,
-    Place,
+    PathLike,
+    TensorEntry,
     checksum,
     created,
     dump_json,
@@ -38,7 +38,7 @@ MAX_FILE = 4 << 30
 
 
 @dataclass(frozen=True)
-class Piece:
+class WrittenBox:
     """A box of a canonical tensor that a rank writes.
 
     Attributes:
@@ -53,15 +53,15 @@ class Piece:
     size: tuple[int, ...]
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> TensorEntry:
         """Its place in a file: a whole tensor goes by its own name, a part by name and offset."""
         # Parts of a tensor go by their offset, as one file may hold several.
         key = self.name if self.size == self.shape else f"{self.name}@{','.join(map(str, self.offset))}"
-        return Entry(key, self.dtype, self.size)
+        return TensorEntry(key, self.dtype, self.size)
 
 
 @dataclass(frozen=True)
-class Part:
+class RankFiles:
     """One rank's part of a checkpoint.
 
     Attributes:
@@ -73,7 +73,7 @@ class Part:
 
     rank: int
     scheme: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WrittenBox, ...]
     small: Mapping[str, bytes | Path]
 
 
@@ -82,7 +82,7 @@ Archive: TypeAlias = tuple[str, tuple[int, ...], str, int, int]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """What a rank has written: its files, its chunks of tensors, and torch's archives around them, if any."""
 
     records: dict[str, FileRecord]
@@ -99,12 +99,12 @@ class Seal:
         scheme, world_size, versions: see :class:`~megalight.checkpoint.disk.manifest.Manifest`.
     """
 
-    path: Place
+    path: PathLike
     scheme: str
     world_size: int
     versions: Mapping[str, str]
 
-    def close(self, folder: Place, parts: Sequence[Written]) -> None:
+    def close(self, folder: PathLike, parts: Sequence[WrittenFiles]) -> None:
         """Write the index and the manifest, after a look whether all files are there.
 
         Raises:
@@ -133,7 +133,7 @@ class Seal:
             manifest.write(folder)
 
 
-def write_part(folder: Place, part: Part, blocks: Iterable[Iterable[memoryview]]) -> Written:
+def write_part(folder: PathLike, part: RankFiles, blocks: Iterable[Iterable[memoryview]]) -> WrittenFiles:
     """Write a rank's part into the folder of a checkpoint that is being made, and bring it to the disk.
 
     Args:
@@ -163,7 +163,7 @@ def write_part(folder: Place, part: Part, blocks: Iterable[Iterable[memoryview]]
     # The entries of the files, which are not on disk with their contents.
     for inside in {name.rpartition("/")[0] for name in records}:
         sync_directory(folder / inside if inside else folder)
-    return Written(records, tuple(tensors), tuple(archives))
+    return WrittenFiles(records, tuple(tensors), tuple(archives))
 
 
 def _torch_files() -> Any:
@@ -177,7 +177,7 @@ def _suffix(scheme: str) -> str:
 
 
 def _write_data(
-    folder: Place, name: str, pieces: Sequence[Piece], blocks: Iterable[Iterable[memoryview]]
+    folder: PathLike, name: str, pieces: Sequence[WrittenBox], blocks: Iterable[Iterable[memoryview]]
 ) -> tuple[FileRecord, list[TensorInfo]]:
     """Write a data file, and say where its tensors lie."""
     record, placed, sums = write_tensors(folder / name, [piece.entry for piece in pieces], blocks, name)
@@ -189,8 +189,8 @@ def _write_data(
 
 
 def write_tensors(
-    path: Place, entries: Sequence[Entry], blocks: Iterable[Iterable[memoryview]], name: str
-) -> tuple[FileRecord, list[Entry], list[tuple[str, ...]]]:
+    path: PathLike, entries: Sequence[TensorEntry], blocks: Iterable[Iterable[memoryview]], name: str
+) -> tuple[FileRecord, list[TensorEntry], list[tuple[str, ...]]]:
     """Write one safetensors file and bring it to the disk.
 
     While a block is being written, the next is fetched and summed.
@@ -239,8 +239,8 @@ def naming(file: str, part: str = "") -> Iterator[None]:
         raise CheckpointError(f"{file} cannot be written: {error}{part}.") from error
 
 
-def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(pieces: Sequence[WrittenBox]) -> Iterator[list[WrittenBox]]:
+    batch: list[WrittenBox] = []
     size = 0
     for piece in pieces:
         nbytes = piece.entry.nbytes

@@ -56,17 +56,17 @@ class Address:
 
     @property
     def name(self) -> str:
-        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        """See :class:`~megalight.checkpoint.disk.files.PathLike`."""
         return self.url.rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
-        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        """See :class:`~megalight.checkpoint.disk.files.PathLike`."""
         return f".{self.name.rpartition('.')[2]}" if "." in self.name else ""
 
     @property
     def parent(self) -> Address:
-        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        """See :class:`~megalight.checkpoint.disk.files.PathLike`."""
         # Above a bucket are those of others: like the root of a disk, it is its own parent.
         above, _, name = self.url.rpartition("/")
         return self if above.endswith("/") or not name else Address(above)
@@ -110,15 +110,15 @@ class Address:
             ) from error
 
     def exists(self) -> bool:
-        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        """See :class:`~megalight.checkpoint.disk.files.PathLike`."""
         return self._kind is not None
 
     def is_file(self) -> bool:
-        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        """See :class:`~megalight.checkpoint.disk.files.PathLike`."""
         return self._kind == "file"
 
     def is_dir(self) -> bool:
-        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        """See :class:`~megalight.checkpoint.disk.files.PathLike`."""
         return self._kind == "directory"
 
     @property
@@ -130,21 +130,21 @@ class Address:
             return None
 
     def is_symlink(self) -> bool:
-        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        """See :class:`~megalight.checkpoint.disk.files.PathLike`."""
         return False
 
     def iterdir(self) -> Iterator[Address]:
-        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        """See :class:`~megalight.checkpoint.disk.files.PathLike`."""
         # Some stores list the folder itself, too; a folder in it may have the same name.
         keys = {str(key).strip("/") for key in self.ask("ls", detail=False)} - {self.key.strip("/")}
         yield from (self / name for name in sorted(key.rpartition("/")[2] for key in keys) if name)
 
     def read_bytes(self) -> bytes:
-        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        """See :class:`~megalight.checkpoint.disk.files.PathLike`."""
         return bytes(self.ask("cat_file"))
 
     def resolve(self) -> Address:
-        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        """See :class:`~megalight.checkpoint.disk.files.PathLike`."""
         return self
 
     def stat(self) -> Status:
@@ -203,11 +203,11 @@ class RemoteReader:
         self._size = int(path.ask("size"))
 
     def size(self) -> int:
-        """See :class:`~megalight.checkpoint.disk.datafile.Reader`."""
+        """See :class:`~megalight.checkpoint.disk.datafile.DataFileReader`."""
         return self._size
 
     def into(self, memory: memoryview, start: int) -> int:
-        """See :class:`~megalight.checkpoint.disk.datafile.Reader`."""
+        """See :class:`~megalight.checkpoint.disk.datafile.DataFileReader`."""
         stop = min(start + len(memory), self._size)
         if stop <= start:
             return 0
@@ -216,7 +216,7 @@ class RemoteReader:
         return len(data)
 
     def close(self) -> None:
-        """See :class:`~megalight.checkpoint.disk.datafile.Reader`."""
+        """See :class:`~megalight.checkpoint.disk.datafile.DataFileReader`."""
 
 
 datafile.opened.register(Address, RemoteReader)

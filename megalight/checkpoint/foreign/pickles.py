@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable
 from typing import IO, Any, Self
 
-from megalight.checkpoint.disk.files import CODES, MAX_JSON, Place
+from megalight.checkpoint.disk.files import CODES, MAX_JSON, PathLike
 from megalight.errors import CheckpointError
 
 # The instructions of a pickle, checked before any of them is run: none may ask for more memory than the pickle has.
@@ -179,7 +179,7 @@ def read(data: bytes, what: str) -> Any:
         raise CheckpointError(f"{what} is damaged: it cannot be read ({type(error).__name__}: {error}).") from error
 
 
-def read_file(path: Place) -> Any:
+def read_file(path: PathLike) -> Any:
     """Return the same of a file of ``torch.save``; tensors are records too.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalight.checkpoint.disk.files import CODES
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.foreign.pickles import check_archive, check_is_archive
-from megalight.checkpoint.inspection.inspect import Report
+from megalight.checkpoint.inspection.inspect import CheckpointReport
 from megalight.errors import CheckpointError
 
 WEIGHTS = "state_dict"
@@ -39,7 +39,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return entries
 
 
-def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
+def describe(path: str | os.PathLike[str], *, norms: bool = False) -> CheckpointReport:
     """Report what the file holds, like :func:`megalight.checkpoint.inspection.inspect.describe`.
 
     Raises:
@@ -53,7 +53,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
     known = {name for name, dtype in names.items() if dtype in CODES}
     versions = {"lightning": str(entries.get("pytorch-lightning_version", "of unknown version"))}
     status = path.stat()
-    return Report(
+    return CheckpointReport(
         path=path,
         tensors={name: TensorInfo(name, tuple(tensors[name].shape), names[name], ()) for name in sorted(known)},
         # In float64: squares of large values overflow.

@@ -28,7 +28,7 @@ from megalight.checkpoint.disk.files import (
     MAX_JSON,
     TORCH_METADATA,
     FileRecord,
-    Place,
+    PathLike,
     Write,
     checked_count,
     checked_shape,
@@ -39,7 +39,7 @@ from megalight.checkpoint.disk.files import (
 )
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
 from megalight.checkpoint.disk.rank_files import Archive as Archive_of_rank_files
-from megalight.checkpoint.disk.rank_files import Piece
+from megalight.checkpoint.disk.rank_files import WrittenBox
 from megalight.checkpoint.foreign import pickles
 from megalight.errors import CheckpointError
 
@@ -90,7 +90,7 @@ class TorchTensor:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedBox:
     """A box of a tensor, and the memory for it, of the box's shape and any dtype."""
 
     key: str
@@ -110,7 +110,7 @@ class TorchFolder:
         CheckpointError: the metadata is missing, damaged or hostile.
     """
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: PathLike) -> None:
         self.path = path
         self.tensors: dict[str, TorchTensor] = {}
         self.objects: set[str] = set()
@@ -137,13 +137,13 @@ class TorchFolder:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{what} is damaged: {type(error).__name__}: {error}.") from error
 
-    def fill(self, wanted: Iterable[Wanted]) -> None:
+    def fill(self, wanted: Iterable[WantedBox]) -> None:
         """Read boxes. Each shard that a box touches is read once, as a whole.
 
         Raises:
             CheckpointError: a shard is missing or damaged; the message names key, shape and shard.
         """
-        jobs: dict[str, dict[tuple[str, Archive], list[_Part]]] = {}
+        jobs: dict[str, dict[tuple[str, Archive], list[_BoxTarget]]] = {}
         for box in wanted:
             found = 0
             for shard in self.tensors[box.key].shards:
@@ -151,7 +151,7 @@ class TorchFolder:
                 if inside is not None:
                     mine, theirs = inside
                     found += box.data[mine].numel()
-                    part = _Part(box.data[mine], theirs, shard)
+                    part = _BoxTarget(box.data[mine], theirs, shard)
                     jobs.setdefault(shard.archive.file, {}).setdefault((box.key, shard.archive), []).append(part)
             # Before anything is read: an incomplete shard list would leave values of the memory.
             if found != box.data.numel():
@@ -160,7 +160,7 @@ class TorchFolder:
                     f"on, shards have {found} of {box.data.numel()} elements. The checkpoint is not complete."
                 )
 
-        def read(file: str, items: Sequence[tuple[tuple[str, Archive], list[_Part]]]) -> None:
+        def read(file: str, items: Sequence[tuple[tuple[str, Archive], list[_BoxTarget]]]) -> None:
             for (key, archive), parts in items:
                 flat = self._read(key, archive).flatten()
                 for part in parts:
@@ -193,7 +193,7 @@ class TorchFolder:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BoxTarget:
     """Where a box of a shard goes."""
 
     target: Tensor
@@ -234,7 +234,7 @@ def _tensor(key: str, stored: pickles.Record, places: dict[Any, pickles.Record],
 
 
 def write_data(
-    folder: Place, name: str, pieces: Sequence[Piece], blocks: Iterable[Iterable[memoryview]]
+    folder: PathLike, name: str, pieces: Sequence[WrittenBox], blocks: Iterable[Iterable[memoryview]]
 ) -> tuple[FileRecord, list[TensorInfo], list[Archive_of_rank_files]]:
     """Write a data file of archives, and say where the tensors and the archives lie."""
     position, frames = 0, bytearray()
@@ -258,7 +258,7 @@ def write_data(
 
 
 def write_metadata(
-    folder: Place, tensors: Mapping[str, TensorInfo], archives: Iterable[Archive_of_rank_files]
+    folder: PathLike, tensors: Mapping[str, TensorInfo], archives: Iterable[Archive_of_rank_files]
 ) -> dict[str, FileRecord]:
     """Write DCP's own index."""
     paths = {name: torch_path(name) for name in tensors}

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalight.checkpoint.disk.datafile import OpenFile
-from megalight.checkpoint.disk.files import MAX_HEADER, Entry, Place, blocks, checked_name, parse_header
+from megalight.checkpoint.disk.files import MAX_HEADER, PathLike, TensorEntry, blocks, checked_name, parse_header
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
 from megalight.checkpoint.disk.publish import place
-from megalight.checkpoint.inspection.inspect import Report, floats
+from megalight.checkpoint.inspection.inspect import CheckpointReport, floats
 from megalight.errors import CheckpointError, hub_hint
 
 CONFIG = "config.json"
@@ -72,7 +72,7 @@ def tensor_names(path: str | os.PathLike[str]) -> set[str]:
     return {entry.key for name in files_of(folder) for entry in header(folder, name)}
 
 
-def files_of(folder: Place) -> list[str]:
+def files_of(folder: PathLike) -> list[str]:
     """List the names of the weight files. They may be links, as in the cache of the Hugging Face Hub.
 
     An index beside a single file is an older one, which ``transformers`` does not read either.
@@ -92,7 +92,7 @@ def files_of(folder: Place) -> list[str]:
     return names
 
 
-def header(folder: Place, name: str) -> list[Entry]:
+def header(folder: PathLike, name: str) -> list[TensorEntry]:
     """Return the entries in the header of one file of tensors.
 
     Raises:
@@ -112,7 +112,7 @@ def header(folder: Place, name: str) -> list[Entry]:
         raise CheckpointError(f"{file} cannot be read as safetensors: {error} Copy it again.") from error
 
 
-def json_of(file: Place) -> dict[str, Any]:
+def json_of(file: PathLike) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
@@ -121,7 +121,7 @@ def json_of(file: Place) -> dict[str, Any]:
     return json_object(file_of(file), str(file))
 
 
-def file_of(file: Place) -> bytes:
+def file_of(file: PathLike) -> bytes:
     """Return what is in a file beside the weights.
 
     Raises:
@@ -152,7 +152,7 @@ def json_object(data: bytes, what: str) -> dict[str, Any]:
     return content
 
 
-def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
+def describe(path: str | os.PathLike[str], *, norms: bool = False) -> CheckpointReport:
     """Report what the folder holds, like :func:`megalight.checkpoint.inspection.inspect.describe`.
 
     Tensors have the names and shapes of the files. The files have no checksums: with ``norms`` every byte is read, and
@@ -172,7 +172,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
             tensors[entry.key] = TensorInfo(entry.key, entry.shape, entry.dtype, (whole,))
     names = [*files_of(folder), *(each for each in (CONFIG, INDEX) if (folder / each).is_file())]
     kinds = config.get("architectures") or []
-    return Report(
+    return CheckpointReport(
         path=folder,
         tensors=tensors,
         norms={key: _norm(folder, info) for key, info in tensors.items()} if norms else {},
@@ -189,7 +189,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
     )
 
 
-def values(folder: Place, info: TensorInfo) -> NDArray[np.float64]:
+def values(folder: PathLike, info: TensorInfo) -> NDArray[np.float64]:
     """Return a stored tensor of a report in float64, with a last dim of 1 (2 if it is complex).
 
     Raises:
@@ -200,12 +200,12 @@ def values(folder: Place, info: TensorInfo) -> NDArray[np.float64]:
     return whole.reshape(*info.shape, 2 if info.dtype == "complex64" else 1)
 
 
-def _norm(folder: Place, info: TensorInfo) -> float:
+def _norm(folder: PathLike, info: TensorInfo) -> float:
     """The Euclidean norm of a stored tensor, block by block, in float64."""
     return sqrt(sum(float(np.square(block).sum()) for block in _blocks(folder, info)))
 
 
-def _blocks(folder: Place, info: TensorInfo) -> Iterator[NDArray[np.float64]]:
+def _blocks(folder: PathLike, info: TensorInfo) -> Iterator[NDArray[np.float64]]:
     (chunk,) = info.chunks
     with OpenFile(folder / chunk.file, f"{folder}/{chunk.file}") as file:
         for start, stop in blocks(info.nbytes):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, FileRecord, Place, blocks
+from megalight.checkpoint.disk.files import CODES, FileRecord, PathLike, blocks
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.manifest import read
 from megalight.checkpoint.inspection.inspect import describe, floats
@@ -48,14 +48,14 @@ class Compared(Protocol):
     """One side of a comparison."""
 
     @property
-    def tensors(self) -> Mapping[str, Kind]:
+    def tensors(self) -> Mapping[str, TensorKind]:
         """Shape and dtype by canonical name."""
 
     def values(self, name: str) -> NDArray[np.float64]:
         """Return a whole tensor: its shape, and a last dim of 1 (2 if it is complex)."""
 
 
-class Kind(Protocol):
+class TensorKind(Protocol):
     """What a tensor is."""
 
     @property
@@ -67,7 +67,7 @@ class Kind(Protocol):
         """The dtype by torch's name."""
 
 
-class Saved:
+class DiffSource:
     """A checkpoint of ours. Every byte that is read is verified.
 
     Raises:
@@ -89,7 +89,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[Dif
     Raises:
         CheckpointError: one of them is missing, unfinished or damaged.
     """
-    return differences(Saved(one), Saved(other))
+    return differences(DiffSource(one), DiffSource(other))
 
 
 def differences(one: Compared, other: Compared, prefix: str = "") -> list[Difference]:
@@ -110,7 +110,7 @@ def differences(one: Compared, other: Compared, prefix: str = "") -> list[Differ
     return found
 
 
-def _kind(info: Kind | None) -> str | None:
+def _kind(info: TensorKind | None) -> str | None:
     return None if info is None else f"{list(info.shape)} {info.dtype}"
 
 
@@ -123,7 +123,7 @@ def _relative(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     return distance / norm if norm else float("inf")
 
 
-def _values(path: Place, info: TensorInfo) -> NDArray[np.float64]:
+def _values(path: PathLike, info: TensorInfo) -> NDArray[np.float64]:
     """A whole tensor, from all its chunks."""
     root = publish.resolve(path)
     records: Mapping[str, FileRecord] = read(root).files

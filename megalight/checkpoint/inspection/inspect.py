@@ -16,13 +16,13 @@ from megalight.checkpoint.disk import index as indices
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, Place, blocks, parse_json, read_file
+from megalight.checkpoint.disk.files import CODES, PathLike, blocks, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckpointReport:
     """What is in a checkpoint.
 
     Attributes:
@@ -38,7 +38,7 @@ class Report:
         layout: the parallel layout that saved it, as text; empty if it is not known.
     """
 
-    path: Place
+    path: PathLike
     tensors: Mapping[str, TensorInfo]
     norms: Mapping[str, float]
     files: Mapping[str, int]
@@ -60,7 +60,7 @@ class Report:
         return sum(self.files.values())
 
 
-def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
+def describe(path: str | os.PathLike[str], *, norms: bool = False) -> CheckpointReport:
     """Read a checkpoint's metadata; with ``norms`` also all of its files, each verified.
 
     Raises:
@@ -87,7 +87,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
         for name in records:
             if not name.startswith("data/"):
                 small(name)
-    return Report(
+    return CheckpointReport(
         path=path,
         tensors=tensors,
         norms=found,
@@ -101,7 +101,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
     )
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: CheckpointReport) -> dict[str, Any]:
     """The report as plain JSON values."""
     return {
         "path": str(report.path),
@@ -134,7 +134,7 @@ def _progress(common: Any) -> dict[str, int | float | str]:
     return {key: value for key, value in pairs if isinstance(key, str) and type(value) in (int, float, str)}
 
 
-def _norms(root: Place, manifest: manifests.Manifest, tensors: Mapping[str, TensorInfo]) -> dict[str, float]:
+def _norms(root: PathLike, manifest: manifests.Manifest, tensors: Mapping[str, TensorInfo]) -> dict[str, float]:
     """Block by block, file by file, in float64."""
     squares = dict.fromkeys(tensors, 0.0)
     by_file: dict[str, list[tuple[TensorInfo, indices.Chunk]]] = {}
@@ -186,7 +186,7 @@ _FLOAT8: dict[str, Callable[[int], float]] = {
 }
 
 
-def render(report: Report, depth: int | None = None) -> str:
+def render(report: CheckpointReport, depth: int | None = None) -> str:
     """The report as text: a tree of names, then totals. Below ``depth`` levels, branches are summed up."""
     rows = list(_rows(report, depth))
     width = max((len(row[0]) for row in rows), default=0)
@@ -204,7 +204,7 @@ def render(report: Report, depth: int | None = None) -> str:
     return "\n".join([*lines, progress] if progress else lines)
 
 
-def _rows(report: Report, depth: int | None) -> Iterator[tuple[str, str]]:
+def _rows(report: CheckpointReport, depth: int | None) -> Iterator[tuple[str, str]]:
     shown: tuple[str, ...] = ()
     summed: dict[tuple[str, ...], list[TensorInfo]] = {}
     for name, info in sorted(report.tensors.items(), key=lambda item: _natural(item[0])):

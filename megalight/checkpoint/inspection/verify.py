@@ -11,7 +11,7 @@ from megalight.checkpoint.disk import index as indices
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, TORCH_SUFFIX, FileRecord, Place, blocks, parse_json, read_file
+from megalight.checkpoint.disk.files import CODES, TORCH_SUFFIX, FileRecord, PathLike, blocks, parse_json, read_file
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
 from megalight.errors import CheckpointError
 
@@ -61,7 +61,7 @@ def verify(path: str | os.PathLike[str]) -> list[Damage]:
     return found + [damage for name, parts in sorted(by_file.items()) for damage in _data(root, name, records, parts)]
 
 
-def _small(root: Place, name: str, records: Mapping[str, FileRecord]) -> Iterator[Damage]:
+def _small(root: PathLike, name: str, records: Mapping[str, FileRecord]) -> Iterator[Damage]:
     try:
         read_file(root, name, records[name])
     except CheckpointError as error:
@@ -69,7 +69,7 @@ def _small(root: Place, name: str, records: Mapping[str, FileRecord]) -> Iterato
 
 
 def _data(
-    root: Place, name: str, records: Mapping[str, FileRecord], parts: list[tuple[TensorInfo, Chunk]]
+    root: PathLike, name: str, records: Mapping[str, FileRecord], parts: list[tuple[TensorInfo, Chunk]]
 ) -> Iterator[Damage]:
     try:
         with DataFile(root, name, records) as file:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.checkpoint.loading import Saved, compare
+from megalight.checkpoint.loading import SavedCheckpoint, compare
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.sources.flat import canonical
-from megalight.parallel.source import Filled, Renamed, Request, Source, Stored, Target, Wrapped
+from megalight.parallel.source import Filled, FillRequest, Renamed, Source, Target, TensorMetadata, Wrapped
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Averaged(Wrapped):
 
     others: Sequence[Source]
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         # Once: a source made of others may list its names again each time.
         floats = {name for name, held in self.tensors.items() if getattr(torch, held.dtype).is_floating_point}
@@ -62,7 +62,7 @@ class Overlaid(Wrapped):
 
     over: Source
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         held = self.over.tensors
         # Only its own tensors; all else stays as the source below has filled it.
@@ -78,16 +78,16 @@ class Joined(Wrapped):
     beside: Source
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, TensorMetadata]:
         """The available tensors."""
         return {**self.source.tensors, **self.beside.tensors}
 
-    def before(self, request: Request) -> Request:
+    def before(self, request: FillRequest) -> FillRequest:
         """See :meth:`~megalight.parallel.source.Wrapped.before`."""
         held = self.beside.tensors
         return replace(request, targets=[box for box in request.targets if box.name not in held])
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         held = self.beside.tensors
         other = replace(request, targets=[box for box in request.targets if box.name in held]).to(self.beside)
@@ -95,28 +95,31 @@ class Joined(Wrapped):
 
 
 @dataclass(frozen=True)
-class Watched(Wrapped):
+class WatchedSource(Wrapped):
     """A source that reports how many elements each fill has read."""
 
     report: Callable[[int], None]
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         self.report(sum(box.data.numel() for box in request.targets))
         return filled
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorSource:
     """Whole tensors in memory, by canonical name. ``where`` they come from is for messages."""
 
     values: Mapping[str, Tensor]
     where: str = "memory"
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, TensorMetadata]:
         """The available tensors."""
-        return {name: _Held(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self.values.items()}
+        return {
+            name: _TensorInMemory(tuple(t.shape), str(t.dtype).removeprefix("torch."))
+            for name, t in self.values.items()
+        }
 
     def fill(
         self,
@@ -139,7 +142,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _TensorInMemory:
     shape: tuple[int, ...]
     dtype: str
 
@@ -158,11 +161,11 @@ class Without(Wrapped):
     beginnings: tuple[str, ...]
 
     @property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, TensorMetadata]:
         """The other tensors."""
         return {name: stored for name, stored in self.source.tensors.items() if not self._hides(name)}
 
-    def before(self, request: Request) -> Request:
+    def before(self, request: FillRequest) -> FillRequest:
         """See :meth:`~megalight.parallel.source.Wrapped.before`."""
         # Read into memory that nobody keeps: a strict source wants all of its tensors to be asked for.
         aside = [
@@ -172,7 +175,7 @@ class Without(Wrapped):
         ]
         return replace(request, targets=[*request.targets, *aside])
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         return Filled(filled.missing, tuple(name for name in filled.unexpected if not self._hides(name)))
 
@@ -202,11 +205,11 @@ class Lenient(Wrapped):
     skipped: tuple[str, ...] = ()
     label: Callable[[str], str] = repr
 
-    def before(self, request: Request) -> Request:
+    def before(self, request: FillRequest) -> FillRequest:
         """See :meth:`~megalight.parallel.source.Wrapped.before`. ``strict`` only decides about the log."""
         return replace(request, strict=False)
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         if request.strict and self.say:
             self._report(filled, Ranks(request.process_group))
@@ -250,9 +253,9 @@ class FullPrecision(Wrapped):
     Boxes in float32 or wider are read from the masters where the checkpoint has them, all others from the weights.
     """
 
-    source: Saved
+    source: SavedCheckpoint
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         # Flat masters are seen as whole ones first, so that both schemes serve.
         masters = Renamed(canonical(self.source), request.prefix, MASTER + request.prefix)

@@ -14,22 +14,22 @@ from torch import Tensor
 from megalight.checkpoint.boxes import meeting
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE
-from megalight.checkpoint.loading import Checkpoint, Saved, compare
+from megalight.checkpoint.loading import Checkpoint, SavedCheckpoint, compare
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import piece_name
 from megalight.errors import CheckpointError
-from megalight.parallel.source import Filled, Request, Source, Stored, Target, Wrapped
+from megalight.parallel.source import Filled, FillRequest, Source, Target, TensorMetadata, Wrapped
 
 _PIECE = re.compile(r"(?P<name>.+)@(?P<offset>[\d,]*)\+(?P<size>[\d,]*)")
 
 
-def canonical(saved: Saved) -> Source:
+def canonical(saved: SavedCheckpoint) -> Source:
     """Return a checkpoint as a source of canonical tensors, whatever scheme wrote it."""
     return FlatStates(saved) if isinstance(saved, Checkpoint) and saved.scheme == DP_RESHARDABLE else saved
 
 
 @dataclass(frozen=True)
-class Whole:
+class FlattenedTensor:
     """A canonical tensor that is stored in flattened pieces.
 
     Attributes:
@@ -53,7 +53,7 @@ class FlatStates(Wrapped):
     source: Checkpoint
 
     @cached_property
-    def wholes(self) -> dict[str, Whole]:
+    def wholes(self) -> dict[str, FlattenedTensor]:
         """The tensors that are stored in pieces.
 
         Raises:
@@ -73,16 +73,16 @@ class FlatStates(Wrapped):
                 info.shape != (prod(size),) for _, size, info in parts
             ):
                 raise CheckpointError(f"checkpoint {self.source.path} is malformed: the pieces of {name!r} do not fit.")
-            wholes[name] = Whole(shape, parts[0][2].dtype, tuple((offset, size) for offset, size, _ in parts))
+            wholes[name] = FlattenedTensor(shape, parts[0][2].dtype, tuple((offset, size) for offset, size, _ in parts))
         return wholes
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, TensorMetadata]:
         """The available tensors, by canonical name."""
         others = {name: info for name, info in self.source.tensors.items() if not _PIECE.fullmatch(name)}
         return {**others, **self.wholes}
 
-    def read(self, passed: Request) -> Filled:
+    def read(self, passed: FillRequest) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.read`."""
         boxes, group = passed.targets, passed.process_group
         asked = {box.name: box.shape for box in boxes}

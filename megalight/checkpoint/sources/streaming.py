@@ -27,7 +27,7 @@ def itself(tensor: Tensor) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedTensor:
     """A tensor to read.
 
     Attributes:
@@ -63,7 +63,9 @@ class Wanted:
                 start += len(data)
 
 
-def stream(source: Source, wanted: Iterable[Wanted], process_group: ProcessGroup | None = None) -> Iterator[Tensor]:
+def stream(
+    source: Source, wanted: Iterable[WantedTensor], process_group: ProcessGroup | None = None
+) -> Iterator[Tensor]:
     """Yield the tensors in order, on the CPU. At most ``BUDGET`` bytes, or one tensor, are held at a time.
 
     Args:
@@ -88,8 +90,8 @@ def stream(source: Source, wanted: Iterable[Wanted], process_group: ProcessGroup
             yield memory.pop()
 
 
-def _groups(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
-    group: list[Wanted] = []
+def _groups(wanted: Iterable[WantedTensor]) -> Iterator[list[WantedTensor]]:
+    group: list[WantedTensor] = []
     names: set[str] = set()
     size = 0
     for each in wanted:

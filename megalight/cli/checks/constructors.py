@@ -16,10 +16,10 @@ from megalight.cli.checks.declarations import default_of
 from megalight.cli.checks.expressions import UNKNOWN
 from megalight.cli.checks.walk import KNOWN, Walk
 from megalight.cli.signatures import members
-from megalight.cli.sources import Source
+from megalight.cli.sources import ClassSource
 
 
-def check(values: Mapping[str, Any], classes: Mapping[str, Source | None]) -> None:
+def check(values: Mapping[str, Any], classes: Mapping[str, ClassSource | None]) -> None:
     """Refuse values that the constructor of a class of ours refuses.
 
     Args:
@@ -35,7 +35,7 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None]) -> No
             _check_class(key, source, values, defaults=True)
 
 
-def _check_class(key: str, source: Source, values: Mapping[str, Any], defaults: bool) -> None:
+def _check_class(key: str, source: ClassSource, values: Mapping[str, Any], defaults: bool) -> None:
     """Check a class and the configurations in its arguments, those first, as the parser makes them."""
     arguments = members(source) if source.module.name.startswith(KNOWN) else None
     if arguments is None:

@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator
 
 from megalight.cli.signatures import members
-from megalight.cli.sources import DEPTH, Source
+from megalight.cli.sources import DEPTH, ClassSource
 
 
-def default_of(source: Source, name: str) -> ast.expr | None:
+def default_of(source: ClassSource, name: str) -> ast.expr | None:
     """Return the default of an argument; None if there is none."""
     for node in source.node.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
@@ -28,7 +28,7 @@ def arguments_of(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr | Non
     yield from zip((each.arg for each in arguments.kwonlyargs), arguments.kw_defaults, strict=True)
 
 
-def positional(source: Source) -> list[str]:
+def positional(source: ClassSource) -> list[str]:
     """Return the arguments of a class in their order, as far as the source says."""
     found = method_of(source, "__init__")
     if found is not None:
@@ -39,7 +39,7 @@ def positional(source: Source) -> list[str]:
     return [] if above or not source.is_dataclass else [*(members(source) or ())]
 
 
-def method_of(source: Source, name: str, depth: int = DEPTH) -> tuple[Source, ast.FunctionDef] | None:
+def method_of(source: ClassSource, name: str, depth: int = DEPTH) -> tuple[ClassSource, ast.FunctionDef] | None:
     """Return a method of a class, and the class that defines it."""
     for node in source.node.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:

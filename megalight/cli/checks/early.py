@@ -16,7 +16,7 @@ from megalight.cli import messages, signatures
 from megalight.cli.annotations import UNKNOWN, Annotation, read_word
 from megalight.cli.checks import constructors, lightning_rules, rules, sizes
 from megalight.cli.given import each_option
-from megalight.cli.sources import Source, find_class, find_module
+from megalight.cli.sources import ClassSource, find_class, find_module
 from megalight.errors import ConfigurationError, nearest
 
 MODULES = (
@@ -68,7 +68,7 @@ LISTS = ("trainer.callbacks", "trainer.logger", "trainer.plugins")
 TEXTS = ("trainer.max_time",)
 """Keys whose words the parser takes as texts, also where YAML reads a number: 1:00:00:00."""
 
-Classes = dict[str, Source | None]
+Classes = dict[str, ClassSource | None]
 
 
 def check(verb: str, words: Sequence[str]) -> None:
@@ -108,7 +108,7 @@ def check(verb: str, words: Sequence[str]) -> None:
         sizes.check(read, classes, rules.is_megatron(classes))
 
 
-def named_classes(part: Mapping[str, Any], before: Mapping[str, Source | None]) -> Classes:
+def named_classes(part: Mapping[str, Any], before: Mapping[str, ClassSource | None]) -> Classes:
     """Return the classes that values name; None for a class that cannot be read."""
     found: Classes = {}
     for key, value in part.items():
@@ -149,7 +149,7 @@ def _check_module(key: str, name: str) -> None:
     raise ConfigurationError(messages.no_class(key, name, reason, hint))
 
 
-def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str) -> None:
+def _check(key: str, value: Any, classes: Mapping[str, ClassSource | None], verb: str) -> None:
     """Follow the parts of a key through the arguments of classes, as far as these are known."""
     if key.partition(".")[0] not in ROOT:
         _refuse(verb, messages.unknown_key(key.partition(".")[0], value, "the configuration", ROOT, _all(classes)))
@@ -176,13 +176,13 @@ def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str
         owner = source if source is not None and source.is_dataclass else None
 
 
-def _all(classes: Mapping[str, Source | None]) -> Iterator[str]:
+def _all(classes: Mapping[str, ClassSource | None]) -> Iterator[str]:
     """Yield the keys that the known classes take."""
     for key, source in classes.items():
         yield from () if source is None else _below(key, source)
 
 
-def _below(key: str, source: Source, above: tuple[Source, ...] = ()) -> Iterator[str]:
+def _below(key: str, source: ClassSource, above: tuple[ClassSource, ...] = ()) -> Iterator[str]:
     """Yield the keys that a class takes, with the fields of its configurations: no class is named for these."""
     for name, accepted in (signatures.members(source) or {}).items():
         yield f"{key}.{name}"
@@ -191,7 +191,7 @@ def _below(key: str, source: Source, above: tuple[Source, ...] = ()) -> Iterator
             yield from _below(f"{key}.{name}", inner, (*above, source))
 
 
-def _called(owner: Source, key: str) -> str:
+def _called(owner: ClassSource, key: str) -> str:
     """Name a class as the user knows it: the trainer is a section of the configuration."""
     return "'trainer'" if key.count(".") == 1 and key.startswith("trainer.") else owner.name
 

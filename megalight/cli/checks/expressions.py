@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalight import errors
-from megalight.cli.sources import DEPTH, Module, Source, lookup
+from megalight.cli.sources import DEPTH, ClassSource, Module, lookup
 from megalight.errors import MegalightError
 
 COMPARE: dict[type, Callable[[Any, Any], Any]] = {
@@ -134,7 +134,7 @@ class Expressions:
             return self.names[name]
         found = lookup(self.module, name)
         if found is not None and isinstance(found[1], ast.ClassDef):
-            return Source(found[0], found[1])
+            return ClassSource(found[0], found[1])
         if found is None or not self.depth or not isinstance(found[1], ast.Assign | ast.AnnAssign):
             raise Unknown
         constant, inner = found[1].value, type(self)(found[0], depth=self.depth - 1)
@@ -157,7 +157,7 @@ class Expressions:
     def _compare(self, node: ast.Compare) -> bool:
         left = self.value(node.left)
         for op, right in zip(node.ops, map(self.value, node.comparators), strict=True):
-            if isinstance(left, Source) or isinstance(right, Source):
+            if isinstance(left, ClassSource) or isinstance(right, ClassSource):
                 raise Unknown
             if type(op) not in COMPARE or not COMPARE[type(op)](left, right):
                 return False
@@ -165,7 +165,7 @@ class Expressions:
         return True
 
     def _formatted(self, node: ast.FormattedValue) -> str:
-        if isinstance(value := self.value(node.value), Source):
+        if isinstance(value := self.value(node.value), ClassSource):
             raise Unknown
         shown = {ord("r"): repr(value), ord("s"): str(value)}.get(node.conversion, value)
         return format(shown, "" if node.format_spec is None else str(self.value(node.format_spec)))

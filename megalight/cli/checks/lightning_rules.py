@@ -15,7 +15,7 @@ from megalight.cli import messages
 from megalight.cli.checks.declarations import default_of, method_of
 from megalight.cli.checks.trainer_rules import check_time
 from megalight.cli.checks.walk import KNOWN, Walk
-from megalight.cli.sources import Source, find_class, find_module
+from megalight.cli.sources import ClassSource, find_class, find_module
 from megalight.errors import ConfigurationError, nearest
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
@@ -56,7 +56,7 @@ QUANTIZATION = "megalight.plugins.modelopt.presets"
 """Module that knows the presets of ModelOpt."""
 
 
-def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], modules: tuple[str, ...]) -> None:
+def check(values: Mapping[str, Any], classes: Mapping[str, ClassSource | None], modules: tuple[str, ...]) -> None:
     """Check names, words and missing values.
 
     Args:
@@ -81,7 +81,7 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], modul
             _check_quantization(key, source, values)
 
 
-def only_known(values: Mapping[str, Any], classes: Mapping[str, Source | None]) -> bool:
+def only_known(values: Mapping[str, Any], classes: Mapping[str, ClassSource | None]) -> bool:
     """Return whether nothing but Lightning and Megalight will be imported: others may register more names."""
     paths = [value for value in values.values() if isinstance(value, str) and re.fullmatch(r"\w+(\.\w+)+", value)]
     foreign = [path for path in paths if not path.startswith(KNOWN) and find_module(path.partition(".")[0])]
@@ -137,7 +137,9 @@ def _check_accelerator(name: Any) -> None:
         )
 
 
-def _check_named(values: Mapping[str, Any], classes: Mapping[str, Source | None], modules: tuple[str, ...]) -> None:
+def _check_named(
+    values: Mapping[str, Any], classes: Mapping[str, ClassSource | None], modules: tuple[str, ...]
+) -> None:
     """Check that the sections of the model and of the data name their classes."""
     for section in ("model", "data"):
         inner = next((key for key in values if key.startswith(f"{section}.") and key != f"{section}.help"), None)
@@ -171,7 +173,7 @@ def _classes(modules: tuple[str, ...], part: str) -> list[str]:
     return [name for module in found if module is not None for name in module.names if name[0].isupper()]
 
 
-def _check_words(key: str, source: Source, values: Mapping[str, Any]) -> None:
+def _check_words(key: str, source: ClassSource, values: Mapping[str, Any]) -> None:
     words = CHOICES.get(source.name, {}) if source.module.name.startswith("lightning.") else {}
     for name, choices in words.items():
         value = values.get(f"{key}.{name}")
@@ -181,7 +183,7 @@ def _check_words(key: str, source: Source, values: Mapping[str, Any]) -> None:
             )
 
 
-def _check_missing(key: str, source: Source, values: Mapping[str, Any]) -> None:
+def _check_missing(key: str, source: ClassSource, values: Mapping[str, Any]) -> None:
     """Check that a class in the trainer's section has what its constructor needs."""
     init = method_of(source, "__init__")
     if init is None or init[0] != source or not key.startswith("trainer."):
@@ -198,14 +200,14 @@ def _check_missing(key: str, source: Source, values: Mapping[str, Any]) -> None:
         raise ConfigurationError(messages.missing(missing))
 
 
-def _check_duration(key: str, source: Source, values: Mapping[str, Any]) -> None:
+def _check_duration(key: str, source: ClassSource, values: Mapping[str, Any]) -> None:
     """Check the time of a Timer, if it is a text."""
     duration = values.get(f"{key}.duration")
     if source.name == "Timer" and isinstance(duration, str):
         check_time(f"{key}.duration", duration)
 
 
-def _check_quantization(key: str, source: Source, values: Mapping[str, Any]) -> None:
+def _check_quantization(key: str, source: ClassSource, values: Mapping[str, Any]) -> None:
     """Check that ModelOpt has a preset, without importing it."""
     name, own = values.get(f"{key}.preset"), find_module(QUANTIZATION)
     if source.name != "ModelOptQuantization" or not isinstance(name, str) or "/" in name or own is None:

@@ -17,8 +17,8 @@ from megalight.cli.checks.lightning_rules import only_known
 from megalight.cli.checks.trainer_rules import check_trainer
 from megalight.cli.recipe_names import PRESETS, preset_names
 from megalight.cli.report import launched
-from megalight.cli.signatures import Written, written
-from megalight.cli.sources import Source
+from megalight.cli.signatures import SourceArgument, written
+from megalight.cli.sources import ClassSource
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.parallel.degrees import check_backend, check_measured
 from megalight.registry import PLUGIN_GROUP
@@ -37,7 +37,7 @@ AXES = ("tensor", "pipeline", "context")
 DATA = ("GPTDataModule", "BertDataModule", "SFTDataModule")
 
 
-def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> None:
+def check(verb: str, values: Values, classes: Mapping[str, ClassSource | None]) -> None:
     """Check the values of a whole command.
 
     Args:
@@ -89,7 +89,7 @@ def _check_data(given: Values) -> None:
                 Corpus.open(prefix)
 
 
-def _check_shares(values: Values, classes: Mapping[str, Source | None]) -> None:
+def _check_shares(values: Values, classes: Mapping[str, ClassSource | None]) -> None:
     """Check that a batch is divided evenly, where the command says the number of devices."""
     from megalight.data.sizes import check_replicas
 
@@ -121,7 +121,7 @@ def _check_vocabulary(values: Values) -> None:
         check_vocabulary(tokens, size)
 
 
-def _check_preset(values: Values, classes: Mapping[str, Source | None]) -> None:
+def _check_preset(values: Values, classes: Mapping[str, ClassSource | None]) -> None:
     """Check that the name of a model's configuration is one of Megalight's, where nothing else can register more."""
     source, name = classes.get("model"), values.get("model.config")
     module = "" if source is None else f"{source.module.name.rpartition('.')[0]}.presets"
@@ -134,7 +134,7 @@ def _check_preset(values: Values, classes: Mapping[str, Source | None]) -> None:
         raise ConfigurationError(messages.not_valid("model.config", name, expected, known))
 
 
-def _check_weights(values: Values, classes: Mapping[str, Source | None]) -> None:
+def _check_weights(values: Values, classes: Mapping[str, ClassSource | None]) -> None:
     """Check that there is something to start from, and to learn from."""
     for key, source in classes.items():
         ours = source is not None and source.module.name.startswith("megalight.")
@@ -157,7 +157,7 @@ def _check_run(key: str, folder: Path) -> None:
         )
 
 
-def _check_taught(values: Values, classes: Mapping[str, Source | None]) -> None:
+def _check_taught(values: Values, classes: Mapping[str, ClassSource | None]) -> None:
     """Check that a folder with a teacher's predictions is there."""
     for key, source in classes.items():
         folder = values.get(f"{key}.teacher_logits")
@@ -167,9 +167,9 @@ def _check_taught(values: Values, classes: Mapping[str, Source | None]) -> None:
             check_complete(Path(folder), "megalight teach")
 
 
-def _is_path(source: Source | None, name: str) -> bool:
+def _is_path(source: ClassSource | None, name: str) -> bool:
     """Whether an argument of a class is a path: ``base`` of adapters is a word."""
-    return source is not None and "PathLike" in written(source).get(name, Written()).annotation
+    return source is not None and "PathLike" in written(source).get(name, SourceArgument()).annotation
 
 
 def _check_folders(values: Values) -> None:
@@ -200,7 +200,7 @@ def _check_folder(key: str, folder: Any) -> None:
         ) from error
 
 
-def _check_backend(values: Values, classes: Mapping[str, Source | None]) -> None:
+def _check_backend(values: Values, classes: Mapping[str, ClassSource | None]) -> None:
     """Check the backend of collectives, where nothing else can register more."""
     name = values.get("trainer.strategy.process_group_backend")
     if isinstance(name, str) and only_known(values, classes):
@@ -215,7 +215,7 @@ def _check_seed(seed: Any) -> None:
 
 def _check_length(given: Values) -> None:
     """Check that each corpus holds a sample to train with. Only its index is read."""
-    from megalight.data.blend import Mixture, Part
+    from megalight.data.blend import BlendPart, Mixture
     from megalight.data.corpus import SPLIT, SPLITS, Corpus, split_bounds
     from megalight.data.gpt.index import check_one_sample, of_split
 
@@ -228,7 +228,7 @@ def _check_length(given: Values) -> None:
             whole = range(len(corpus.data))
             # Data of their own for each split are not divided.
             used = split_bounds(given.get("split", SPLIT), len(whole))[0] if name == "data" else whole
-            tokens = Part(corpus, used, None).num_tokens
+            tokens = BlendPart(corpus, used, None).num_tokens
             if tokens > 1:  # else the split is empty, which the data module explains
                 with of_split(SPLITS[0], corpus.data.prefix):
                     check_one_sample(tokens, length)
@@ -263,10 +263,10 @@ def _under(prefix: str, values: Values) -> dict[str, Any]:
     return {key[len(prefix) + 1 :]: value for key, value in values.items() if key.startswith(f"{prefix}.")}
 
 
-def is_megatron(classes: Mapping[str, Source | None]) -> bool:
+def is_megatron(classes: Mapping[str, ClassSource | None]) -> bool:
     """Return whether the strategy is one of Megalight's."""
     return _is_one_of(STRATEGIES, classes.get("trainer.strategy"))
 
 
-def _is_one_of(names: tuple[str, ...], source: Source | None) -> bool:
+def _is_one_of(names: tuple[str, ...], source: ClassSource | None) -> bool:
     return source is not None and source.name in names and source.module.name.startswith("megalight.")

@@ -15,7 +15,7 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from megalight.cli.sources import Source
+from megalight.cli.sources import ClassSource
 from megalight.data.sizes import check_fits
 from megalight.errors import ConfigurationError
 from megalight.models.config import OR_HEAD_DIM, check_heads
@@ -30,7 +30,7 @@ PLACES = ("pipeline", "pipeline_layout", "context", "expert", "plan", "transform
 """Options of a strategy that decide what can be split, besides the degrees."""
 
 
-def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], megatron: bool) -> None:
+def check(values: Mapping[str, Any], classes: Mapping[str, ClassSource | None], megatron: bool) -> None:
     """Check the model of a command, and how its strategy splits it.
 
     Args:

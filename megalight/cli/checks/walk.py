@@ -15,7 +15,7 @@ from megalight import errors
 from megalight.cli.checks.declarations import arguments_of, default_of, method_of, positional
 from megalight.cli.checks.expressions import FUNCTIONS, PURE, UNKNOWN, Expressions, Unknown
 from megalight.cli.signatures import members
-from megalight.cli.sources import Source, class_of, lookup
+from megalight.cli.sources import ClassSource, class_of, lookup
 from megalight.errors import MegalightError
 
 KNOWN = ("megalight.", "lightning.")
@@ -39,11 +39,11 @@ class Walk(Expressions):
         followed: calls whose effects are known.
     """
 
-    owner: Source | None = None
-    kind: Source | None = None
+    owner: ClassSource | None = None
+    kind: ClassSource | None = None
     followed: set[ast.Call] = field(default_factory=set)
 
-    def construct(self, source: Source, given: Mapping[str, Any]) -> None:
+    def construct(self, source: ClassSource, given: Mapping[str, Any]) -> None:
         """Follow the constructor of a class.
 
         Args:
@@ -195,12 +195,12 @@ class Walk(Expressions):
         if name.startswith("self.") and name.count(".") == 1:
             return self._method(node, name.removeprefix("self."))
         called = self.names.get(name)
-        found = (called.module, called.node) if isinstance(called, Source) else lookup(self.module, name)
+        found = (called.module, called.node) if isinstance(called, ClassSource) else lookup(self.module, name)
         plain = name in FUNCTIONS and found is not None and found[0].name == errors.__name__
         if found is None or plain or not found[0].name.startswith(KNOWN):
             return super()._function(node, name)
         if isinstance(found[1], ast.ClassDef):
-            source = Source(found[0], found[1])
+            source = ClassSource(found[0], found[1])
             self.construct(source, self._bound(positional(source), node))
             raise Unknown
         if isinstance(found[1], ast.FunctionDef) and not found[1].decorator_list:

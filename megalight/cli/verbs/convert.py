@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from megalight.checkpoint.foreign.transformers_folder import is_folder
-    from megalight.checkpoint.sources.combine import Watched
+    from megalight.checkpoint.sources.combine import WatchedSource
     from megalight.errors import ConfigurationError
     from megalight.models.eagle.serving_format import holds_draft, is_draft
     from megalight.models.gpt import megatron
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         def watched(source: Source) -> Source:
             bar.update(task, total=sum(prod(stored.shape) for stored in source.tensors.values()))
-            return Watched(source, lambda count: bar.advance(task, count))
+            return WatchedSource(source, lambda count: bar.advance(task, count))
 
         if to in MODELS:
             _convert_model(arguments, to, watched)

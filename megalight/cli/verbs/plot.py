@@ -12,7 +12,7 @@ from megalight.cli.image import write
 from megalight.imports import require
 
 if TYPE_CHECKING:
-    from megalight.cli.curves import Curve, Run
+    from megalight.cli.curves import Curve, LoggedRun
 
 PANELS: dict[str, tuple[str, ...]] = {
     "loss (nats per token)": ("train_loss", "val_loss", "test_loss"),
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def panels(runs: Sequence[Run], wanted: Sequence[str] | None = None) -> dict[str, tuple[str, ...]]:
+def panels(runs: Sequence[LoggedRun], wanted: Sequence[str] | None = None) -> dict[str, tuple[str, ...]]:
     """Return title -> metrics of each panel: one per wanted metric, or :data:`PANELS` as far as they were logged.
 
     Raises:
@@ -123,7 +123,7 @@ def _of_experts(known: Iterable[str], maps: bool) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def draw(runs: Sequence[Run], chosen: dict[str, tuple[str, ...]], output: Path) -> None:
+def draw(runs: Sequence[LoggedRun], chosen: dict[str, tuple[str, ...]], output: Path) -> None:
     """Draw a panel for each title over the optimizer steps. The suffix of ``output`` sets the image format."""
     # Agg draws into files, on machines without a display.
     require("matplotlib", "megalight plot").use("Agg")
@@ -149,7 +149,7 @@ def draw(runs: Sequence[Run], chosen: dict[str, tuple[str, ...]], output: Path) 
     pyplot.close(figure)
 
 
-def curves(axes: Any, runs: Sequence[Run], names: Sequence[str]) -> int:
+def curves(axes: Any, runs: Sequence[LoggedRun], names: Sequence[str]) -> int:
     """Draw metrics of runs; return the number of lines."""
     lines = list(_lines(runs, names))
     for label, style, trained, (steps, values) in lines:
@@ -162,7 +162,7 @@ def curves(axes: Any, runs: Sequence[Run], names: Sequence[str]) -> int:
     return len(lines)
 
 
-def _map(axes: Any, run: Run, names: Sequence[str]) -> Any:
+def _map(axes: Any, run: LoggedRun, names: Sequence[str]) -> Any:
     """Draw experts over steps, in colors from idle (0) to twice the mean; return what a color bar needs."""
     steps = run.curves[names[0]][0]
     values = [run.curves[name][1] for name in names]
@@ -170,7 +170,7 @@ def _map(axes: Any, run: Run, names: Sequence[str]) -> Any:
     return axes.pcolormesh(steps, range(len(names)), values, shading="nearest", cmap="viridis", vmin=0, vmax=2)
 
 
-def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], bool, Curve]]:
+def _lines(runs: Sequence[LoggedRun], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], bool, Curve]]:
     """Yield label, style, whether the run trained, and points of the lines of a panel.
 
     Each run has a color, and each metric a kind of line.
@@ -186,7 +186,7 @@ def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dic
                 yield label, style, run.trained, run.curves[name]
 
 
-def comparison(runs: Sequence[Run]) -> list[str]:
+def comparison(runs: Sequence[LoggedRun]) -> list[str]:
     """Return a table of the runs: their losses, lowest validation loss, mean speed.
 
     Losses are those of the last step that all runs have, as a longer run would win otherwise. Without such a step, each

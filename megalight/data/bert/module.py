@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megalight.data.bert.dataset import BertDataset, PairOptions, collate
 from megalight.data.bert.masking import Words
-from megalight.data.blend import Data, Part
+from megalight.data.blend import BlendPart, Data
 from megalight.data.corpus import SPLIT, Corpus, split_bounds
 from megalight.data.module import TokenDataModule
 
@@ -99,7 +99,7 @@ class BertDataModule(TokenDataModule):
         )
         return first, second, third
 
-    def dataset(self, part: Part, name: str, num_samples: int | None) -> BertDataset:
+    def dataset(self, part: BlendPart, name: str, num_samples: int | None) -> BertDataset:
         """Divide consecutive sentences into pairs."""
         return BertDataset(
             part.corpus.data,

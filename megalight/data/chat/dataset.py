@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megalight.data.cache import build_once
 from megalight.data.corpus import Corpus
-from megalight.data.gpt.dataset import Sample
+from megalight.data.gpt.dataset import GPTSample
 from megalight.data.gpt.dataset import collate as collate_text
 from megalight.errors import ConfigurationError, DataError
 from megalight.first_rank import only_first
@@ -182,7 +182,7 @@ class PackedDataset:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int | None) -> Sample:
+    def __getitem__(self, index: int | None) -> GPTSample:
         """Return row ``index``. None gives a row without loss, which fills up a batch."""
         if index is None:
             return self._row(np.zeros((0, 3), np.int64))
@@ -196,7 +196,7 @@ class PackedDataset:
         """Return the order of the rows in one pass."""
         return np.random.Generator(np.random.PCG64([self._seed, turn])).permutation(self.num_rows)
 
-    def _row(self, items: NDArray[np.int64]) -> Sample:
+    def _row(self, items: NDArray[np.int64]) -> GPTSample:
         s = self.options.sequence_length
         tokens, labels, mask = np.zeros(s, np.int64), np.zeros(s, np.int64), np.zeros(s, np.float32)
         lengths: list[int] = []
@@ -222,7 +222,7 @@ class PackedDataset:
         if at < s:
             lengths.append(s - at)  # padding is a sequence of its own, so no conversation attends to it
         # Ids below 0 mark tokens without a loss in data of others; embeddings have no such rows.
-        return Sample(np.maximum(tokens, 0), np.maximum(labels, 0), mask, tuple(lengths))
+        return GPTSample(np.maximum(tokens, 0), np.maximum(labels, 0), mask, tuple(lengths))
 
     def measured(self) -> dict[str, Any]:
         """Return what else the lengths of conversations depend on; rows of other facts are others."""
@@ -246,7 +246,7 @@ class PackedDataset:
         return {"items": items, "bounds": bounds}
 
 
-def collate(samples: Sequence[Sample]) -> TokenBatch:
+def collate(samples: Sequence[GPTSample]) -> TokenBatch:
     """Stack samples to the rows of a batch, which holds the tokens that count in the loss."""
     return collate_text(samples).with_rows()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megalight.data.blend import Data, Part
+from megalight.data.blend import BlendPart, Data
 from megalight.data.chat.dataset import PackedDataset, PackOptions, TooLong, collate
 from megalight.data.corpus import SPLIT, Corpus, split_bounds
 from megalight.data.module import TokenDataModule
@@ -101,7 +101,7 @@ class SFTDataModule(TokenDataModule):
         # Whole conversations: a part in two splits would be learned and tested at once.
         return split_bounds(split, len(corpus.data))
 
-    def dataset(self, part: Part, name: str, num_samples: int | None) -> PackedDataset:
+    def dataset(self, part: BlendPart, name: str, num_samples: int | None) -> PackedDataset:
         """Build rows of whole conversations."""
         return PackedDataset(
             part.corpus,

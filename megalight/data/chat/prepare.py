@@ -18,7 +18,7 @@ from megalight.data.corpus import loss_prefix, tokenizer_path
 from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.prepare import PrepareReport, find_inputs, progress_bar, publish_facts
-from megalight.data.sink import Encoded, Sink
+from megalight.data.sink import DocumentWriter, Encoded
 from megalight.data.text_files import Block, Format, OnBad, TextFile, blocks, records_of
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
@@ -110,7 +110,7 @@ class ChatEncoder:
         return encoded
 
 
-class ChatSink(Sink):
+class ChatSink(DocumentWriter):
     """Writes the tokens of conversations, and beside them which of them count in the loss."""
 
     def __init__(self, writer: IndexedWriter, loss: IndexedWriter) -> None:

@@ -52,7 +52,7 @@ class SampleOptions:
 
 
 @dataclass(frozen=True)
-class Sample:
+class GPTSample:
     """One row of a batch.
 
     Attributes:
@@ -68,7 +68,7 @@ class Sample:
     document_lengths: tuple[int, ...] | None
 
 
-def make_sample(pieces: Sequence[NDArray[Any]], options: SampleOptions) -> Sample:
+def make_sample(pieces: Sequence[NDArray[Any]], options: SampleOptions) -> GPTSample:
     """Make inputs, labels and the loss mask from pieces of documents, ``S + 1`` tokens in total.
 
     If there are fewer tokens, zeros without loss fill the rest. Negative ids, which some tools write for padding,
@@ -102,7 +102,7 @@ def make_sample(pieces: Sequence[NDArray[Any]], options: SampleOptions) -> Sampl
     if options.eod_mask_loss:
         mask[tokens == options.eod_id] = 0
     documents = _document_lengths([len(piece) for piece in pieces], s) if options.document_mask else None
-    return Sample(tokens, labels, mask, documents)
+    return GPTSample(tokens, labels, mask, documents)
 
 
 def _document_lengths(lengths: Sequence[int], s: int) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ class GPTDataset:
     def __len__(self) -> int:
         return self.plan.num_samples
 
-    def __getitem__(self, index: int | None) -> Sample:
+    def __getitem__(self, index: int | None) -> GPTSample:
         """Return sample ``index`` in shuffled order. None gives a sample without loss, which fills up a batch."""
         if index is None:
             return make_sample([], self.options)
@@ -244,7 +244,7 @@ def _rebuild(
     )
 
 
-def collate(samples: Sequence[Sample]) -> TokenBatch:
+def collate(samples: Sequence[GPTSample]) -> TokenBatch:
     """Stack samples to the rows of a batch."""
     # Either all samples carry lengths or none does.
     documents = tuple(sample.document_lengths for sample in samples if sample.document_lengths is not None)

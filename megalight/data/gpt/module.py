@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from megalight.data.blend import Data, Part
+from megalight.data.blend import BlendPart, Data
 from megalight.data.corpus import SPLIT, Corpus, split_bounds
 from megalight.data.gpt.dataset import GPTDataset, SampleOptions, collate
 from megalight.data.gpt.fim import FIM, FillInMiddle
@@ -130,7 +130,7 @@ class GPTDataModule(TokenDataModule):
             )
         return found
 
-    def dataset(self, part: Part, name: str, num_samples: int | None) -> GPTDataset:
+    def dataset(self, part: BlendPart, name: str, num_samples: int | None) -> GPTDataset:
         """Lay documents end to end, and cut them into samples of equal length."""
         return GPTDataset(
             part.corpus.data,

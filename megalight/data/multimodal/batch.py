@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalight.data.multimodal.forms import MIXED, NEWLINE, Cut, Form, axis_positions, shifted, sources
+from megalight.data.multimodal.forms import MIXED, NEWLINE, ImageFormat, ImagePatches, axis_positions, shifted, sources
 from megalight.data.multimodal.patches import Images
 from megalight.errors import DataError
 from megalight.types import PackedSequences, TokenBatch
@@ -247,7 +247,9 @@ def with_images(
     return _with(text, images, source, runs_of(source.numpy(), images) if mutual else ())
 
 
-def with_cuts(text: TokenBatch, cuts: Sequence[Sequence[Cut]], image_token: int, form: Form) -> ImageTextBatch:
+def with_cuts(
+    text: TokenBatch, cuts: Sequence[Sequence[ImagePatches]], image_token: int, form: ImageFormat
+) -> ImageTextBatch:
     """Join rows of tokens and their images, of which each takes the next image tokens of its row.
 
     Args:

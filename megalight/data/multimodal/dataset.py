@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from megalight.data.cache import build_once
 from megalight.data.chat.dataset import PackedDataset, PackOptions
 from megalight.data.corpus import SCAN_LIMIT, Corpus
-from megalight.data.gpt.dataset import Sample
+from megalight.data.gpt.dataset import GPTSample
 from megalight.data.gpt.dataset import collate as collate_text
 from megalight.data.indexed import IndexedDataset, paths
 from megalight.data.multimodal.batch import ImageTextBatch, document_positions, runs_of
-from megalight.data.multimodal.forms import Cut, Form, shifted, sources
+from megalight.data.multimodal.forms import ImageFormat, ImagePatches, shifted, sources
 from megalight.data.multimodal.images import decode, measure
 from megalight.data.multimodal.patches import Images
 from megalight.errors import ConfigurationError, DataError
@@ -44,7 +44,7 @@ class ImagePackOptions(PackOptions):
         ConfigurationError: ``too_long`` would cut through images.
     """
 
-    form: Form
+    form: ImageFormat
     image_token: int
     video_token: int | None = None
 
@@ -57,7 +57,7 @@ class ImagePackOptions(PackOptions):
 
 
 @dataclass(frozen=True)
-class ImageSample(Sample):
+class ImageSample(GPTSample):
     """One row of a batch, with its images.
 
     Attributes:
@@ -68,10 +68,10 @@ class ImageSample(Sample):
         form: what cut the images.
     """
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[ImagePatches, ...]
     source: NDArray[np.int64]
     axis_positions: NDArray[np.int64] | None
-    form: Form
+    form: ImageFormat
 
 
 class ImageDataset(PackedDataset):
@@ -226,7 +226,7 @@ class ImageDataset(PackedDataset):
     def _row(self, items: NDArray[np.int64]) -> ImageSample:
         options, images = self.options, self.corpus.images
         s, form = options.sequence_length, options.form
-        source, cuts, features, mixed = np.full(s, -1, np.int64), list[Cut](), 0, 0
+        source, cuts, features, mixed = np.full(s, -1, np.int64), list[ImagePatches](), 0, 0
         grids: list[tuple[int, tuple[int, int]]] = []
         if images is None:
             text = super()._row(items)
@@ -262,7 +262,7 @@ class ImageDataset(PackedDataset):
                 at += size
             if at < s:
                 lengths.append(s - at)
-            text = Sample(tokens, labels, mask, tuple(lengths))
+            text = GPTSample(tokens, labels, mask, tuple(lengths))
         axes = None
         if form.axes:
             assert text.document_lengths is not None  # attention stays inside of conversations
@@ -271,7 +271,7 @@ class ImageDataset(PackedDataset):
             text.tokens, text.labels, text.loss_mask, text.document_lengths, tuple(cuts), source, axes, form
         )
 
-    def _images(self, sequence: int) -> list[Cut]:
+    def _images(self, sequence: int) -> list[ImagePatches]:
         images = self.corpus.images
         assert images is not None
         first, last = images.documents[sequence : sequence + 2].tolist()

@@ -23,7 +23,7 @@ A = TypeVar("A", bound=Any)
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class ImagePatches:
     """An image as rows of patches.
 
     Attributes:
@@ -59,7 +59,7 @@ class Cut:
         return (len(self.pixels) // self.tiles,) * self.tiles
 
 
-class Form(Protocol):
+class ImageFormat(Protocol):
     """How images become rows and tokens."""
 
     @property
@@ -89,7 +89,7 @@ class Form(Protocol):
 
     @property
     def cut_axes(self) -> tuple[int, ...]:
-        """The first dims of :attr:`Cut.positions`, before the rows."""
+        """The first dims of :attr:`ImagePatches.positions`, before the rows."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class Form(Protocol):
         """Tokens of an image, if all have as many."""
         ...
 
-    def among(self, count: int) -> Form:
+    def among(self, count: int) -> ImageFormat:
         """Return the form of the images of a conversation that has so many."""
         ...
 
@@ -109,11 +109,11 @@ class Form(Protocol):
         """
         ...
 
-    def divided(self, pixels: NDArray[np.uint8]) -> Cut:
+    def divided(self, pixels: NDArray[np.uint8]) -> ImagePatches:
         """Return the rows and tokens of pixels ``[height, width, channels]`` that have a fitting size already."""
         ...
 
-    def cut(self, image: Any) -> Cut:
+    def cut(self, image: Any) -> ImagePatches:
         """Return the rows and tokens of a Pillow image.
 
         Raises:
@@ -134,7 +134,7 @@ def shifted(source: A, rows: int, mixed: int) -> A:
     return found
 
 
-def sources(cuts: Sequence[Cut], first: int = 0, mixed: int = 0) -> NDArray[np.int64]:
+def sources(cuts: Sequence[ImagePatches], first: int = 0, mixed: int = 0) -> NDArray[np.int64]:
     """Return the source of each token of several images.
 
     Args:

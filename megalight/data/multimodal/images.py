@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.multimodal.forms import NEWLINE, Cut, Form
+from megalight.data.multimodal.forms import NEWLINE, ImageFormat, ImagePatches
 from megalight.errors import ConfigurationError, DataError
 from megalight.imports import require
 
@@ -85,7 +85,7 @@ class ImageForm:
         """Tokens of an image, if all have as many."""
         return self.square_tokens if self.tiles == 1 else None
 
-    def among(self, count: int) -> Form:
+    def among(self, count: int) -> ImageFormat:
         """Return this form: it does not depend on the number of images."""
         return self
 
@@ -109,7 +109,7 @@ class ImageForm:
                 found, nearest = (columns, rows), distance
         return found
 
-    def cut(self, image: Any) -> Cut:
+    def cut(self, image: Any) -> ImagePatches:
         """Return the rows and tokens of a Pillow image."""
         colored = rgb(image, self.channels)
         if self.tiles == 1:
@@ -123,7 +123,7 @@ class ImageForm:
             squares = np.concatenate([squares, self.array(colored.resize((size, size), kernel))[None]])
         return self.divided(squares.reshape(-1, size, self.channels))
 
-    def divided(self, pixels: NDArray[np.uint8]) -> Cut:
+    def divided(self, pixels: NDArray[np.uint8]) -> ImagePatches:
         """Return the rows and tokens of pixels ``[tiles * size, size, channels]``: one or several squares."""
         side, tiles = self.size // self.patch, len(pixels) // self.size
         own, positions = np.arange(self.class_token, self.num_rows), np.arange(self.num_rows)
@@ -134,7 +134,7 @@ class ImageForm:
         source = np.concatenate([part for tile in range(tiles) for part in (own + tile * features, ends)])
         rows = np.concatenate([self._rows(each) for each in pixels.reshape(tiles, self.size, self.size, -1)])
         grid = (side // self.merge, side // self.merge)
-        return Cut(rows, np.tile(positions, tiles), source, grid, features=tiles * features, tiles=tiles)
+        return ImagePatches(rows, np.tile(positions, tiles), source, grid, features=tiles * features, tiles=tiles)
 
     def patches(self, image: Any) -> NDArray[np.uint8]:
         """``[rows, channels * patch * patch]`` of a Pillow image in one square."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from megalight.data.blend import Data, Part
+from megalight.data.blend import BlendPart, Data
 from megalight.data.corpus import SPLIT, Corpus, split_bounds
 from megalight.data.module import TokenDataModule
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
@@ -135,7 +135,7 @@ class MultimodalDataModule(TokenDataModule):
         """Divide the sequences of a corpus; each sequence is a conversation."""
         return split_bounds(split, len(corpus.data))
 
-    def dataset(self, part: Part, name: str, num_samples: int | None) -> ImageDataset:
+    def dataset(self, part: BlendPart, name: str, num_samples: int | None) -> ImageDataset:
         """Build rows of whole conversations."""
         assert self.options is not None
         return ImageDataset(

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalight.data.multimodal.forms import Cut, Form
+from megalight.data.multimodal.forms import ImageFormat, ImagePatches
 from megalight.errors import DataError
 
 
@@ -30,7 +30,7 @@ class Mixtures:
     counts: tuple[int, ...]
 
     @classmethod
-    def of_cuts(cls, cuts: Sequence[Sequence[Cut]]) -> Mixtures | None:
+    def of_cuts(cls, cuts: Sequence[Sequence[ImagePatches]]) -> Mixtures | None:
         """Return those of the images of each sample; None if there are none."""
         rows, shares, first = list[NDArray[np.int64]](), list[NDArray[np.float64]](), 0
         for cut in (cut for own in cuts for cut in own):
@@ -104,7 +104,7 @@ class Images:
             )
 
     @classmethod
-    def of_cuts(cls, cuts: Sequence[Sequence[Cut]], form: Form) -> Images:
+    def of_cuts(cls, cuts: Sequence[Sequence[ImagePatches]], form: ImageFormat) -> Images:
         """Lay the rows of images end to end.
 
         Args:

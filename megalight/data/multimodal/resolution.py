@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.multimodal.forms import MIXED, NEWLINE, Cut, Form
+from megalight.data.multimodal.forms import MIXED, NEWLINE, ImageFormat, ImagePatches
 from megalight.data.multimodal.images import ImageForm, Resize, rgb
 from megalight.errors import DataError
 from megalight.imports import require
@@ -80,7 +80,7 @@ class AnyResForm:
         """Rows of features of a tile."""
         return self.square.size // (self.patch * self.merge)
 
-    def among(self, count: int) -> Form:
+    def among(self, count: int) -> ImageFormat:
         """Return the form of images of a conversation with so many."""
         return self.square if self.alone and count > 1 else self
 
@@ -114,12 +114,12 @@ class AnyResForm:
         rows, columns = self.lines(width, height).shape
         return self.side**2 + rows * (columns + self.square.newline)
 
-    def divided(self, pixels: NDArray[np.uint8]) -> Cut:
+    def divided(self, pixels: NDArray[np.uint8]) -> ImagePatches:
         """Return the rows and tokens of pixels ``[height, width, channels]``, of which a smaller whole is made."""
         image = require("PIL.Image", "images").fromarray(pixels if self.channels == 3 else pixels[..., 0])
         return self.cut(image)
 
-    def cut(self, image: Any) -> Cut:
+    def cut(self, image: Any) -> ImagePatches:
         """Return the rows and tokens of a Pillow image."""
         colored, size = rgb(image, self.channels), self.square.size
         rows, columns = self.grid(*image.size)
@@ -284,7 +284,7 @@ class DynamicForm:
             found = [ceil(side * scale / unit) * unit for side in (width, height)]
         return found[0], found[1]
 
-    def among(self, count: int) -> Form:
+    def among(self, count: int) -> ImageFormat:
         """Return this form: it does not depend on the number of images."""
         return self
 
@@ -293,13 +293,13 @@ class DynamicForm:
         columns, rows = (side // (self.patch * self.merge) for side in self.size(width, height))
         return rows * columns
 
-    def cut(self, image: Any) -> Cut:
+    def cut(self, image: Any) -> ImagePatches:
         """Return the rows and tokens of a Pillow image."""
         pillow, size = require("PIL.Image", "images"), self.size(*image.size)
         scaled = rgb(image, self.channels).resize(size, getattr(pillow.Resampling, self.resample.upper()))
         return self.divided(np.asarray(scaled).reshape(size[1], size[0], self.channels))
 
-    def divided(self, pixels: NDArray[np.uint8]) -> Cut:
+    def divided(self, pixels: NDArray[np.uint8]) -> ImagePatches:
         """Return the rows and tokens of pixels ``[height, width, channels]``, whose sides squares of patches divide."""
         m, p = self.merge, self.patch
         rows, columns = (side // (m * p) for side in pixels.shape[:2])
@@ -319,7 +319,7 @@ class DynamicForm:
         # Token number `t` is the square `t`, which `order` has moved.
         source = np.empty(rows * columns, np.int64)
         source[order] = np.arange(rows * columns)
-        return Cut(
+        return ImagePatches(
             np.ascontiguousarray(squares[order].reshape(rows * columns * m * m, -1)),
             positions,
             source,
@@ -342,7 +342,7 @@ class DynamicForm:
         return np.concatenate(parts), tuple(map(len, parts))
 
 
-def form_of(config: Any, resize: Resize | None = None) -> Form:
+def form_of(config: Any, resize: Resize | None = None) -> ImageFormat:
     """Return how images become rows and tokens of a model, whose ``VLMConfig`` is given.
 
     Args:

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from megalight.models.bert.config import BackendConfig as BackendConfig
+from megalight.models.bert.config import BertBackendConfig as BertBackendConfig
 from megalight.models.bert.config import BertConfig as BertConfig
 from megalight.models.bert.hugging_face import (
     READERS,
@@ -13,12 +13,12 @@ from megalight.models.bert.hugging_face import (
     without_pooler,
 )
 from megalight.models.bert.model import Bert as Bert
-from megalight.models.bert.model import Output as Output
+from megalight.models.bert.model import BertOutput as BertOutput
 from megalight.models.bert.plan import bert_plan as bert_plan
 from megalight.models.bert.presets import PRESETS
 from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
-from megalight.models.family import FAMILIES, Family, Weights, register
+from megalight.models.family import FAMILIES, Family, WeightConversion, register
 
 register(
     Family(
@@ -28,7 +28,9 @@ register(
         plan=bert_plan,
         presets=PRESETS,
         module=lambda: import_module("megalight.models.bert.module").BertModule,
-        weights=Weights(tuple(READERS), config_from_transformers, weight_map, config_to_transformers, without_pooler),
+        weights=WeightConversion(
+            tuple(READERS), config_from_transformers, weight_map, config_to_transformers, without_pooler
+        ),
     )
 )
 

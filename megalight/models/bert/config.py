@@ -10,7 +10,7 @@ from megalight.nn.mlp import is_gated
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackendConfig:
+class BertBackendConfig:
     """The backend of each op. ``auto`` takes the best available one (``megalight doctor --all`` lists them).
 
     Attributes:
@@ -55,7 +55,7 @@ class BertConfig(ModelConfig):
     tie_embeddings: bool = True
     head: Literal["pretraining", "pooler", "none"] = "pretraining"
     init: InitConfig = field(default_factory=_flat_init)
-    backends: BackendConfig = field(default_factory=BackendConfig)
+    backends: BertBackendConfig = field(default_factory=BertBackendConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.models.bert.config import BertConfig
 from megalight.models.config import DropoutConfig, InitConfig
-from megalight.models.hugging_face.kinds import Kind, Kinds
+from megalight.models.hugging_face.kinds import ModelKind, ModelKinds
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 
 PLACES = {
@@ -199,7 +199,9 @@ def _settings(config: BertConfig) -> dict[str, Any]:
     return config.to_dict() | {"head": "bare" if config.head != "pretraining" else config.head}
 
 
-FAMILY = Kinds((Kind("bert", "BertForPreTraining", lambda config: True, weight_map, _read, _write),), _settings)
+FAMILY = ModelKinds(
+    (ModelKind("bert", "BertForPreTraining", lambda config: True, weight_map, _read, _write),), _settings
+)
 config_from_transformers = FAMILY.read
 config_to_transformers = FAMILY.write
 READERS = FAMILY.readers

@@ -31,7 +31,7 @@ from megalight.types import PackedSequences
 
 
 @dataclass(frozen=True)
-class Output:
+class BertOutput:
     """The output of a BERT or of a part of it: hidden states, or the results of the head.
 
     Attributes:
@@ -63,9 +63,9 @@ class PoolerHead(nn.Module):
 
     def forward(
         self, hidden: Tensor, sequences: PackedSequences, labels: Tensor | None = None, rows: Tensor | None = None
-    ) -> Output:
-        """From ``[T, h]`` to the fields ``hidden`` and ``pooled`` of :class:`Output`. There is nothing to label."""
-        return Output(hidden=hidden, pooled=self.pooler(hidden, sequences))
+    ) -> BertOutput:
+        """From ``[T, h]`` to the fields ``hidden`` and ``pooled`` of :class:`BertOutput`. There is nothing to label."""
+        return BertOutput(hidden=hidden, pooled=self.pooler(hidden, sequences))
 
 
 class BertHead(nn.Module):
@@ -83,15 +83,15 @@ class BertHead(nn.Module):
 
     def forward(
         self, hidden: Tensor, sequences: PackedSequences, labels: Tensor | None = None, rows: Tensor | None = None
-    ) -> Output:
-        """From ``[T, h]`` and labels ``[T]`` (or None), or their ``rows [M]``, to the fields of :class:`Output`."""
+    ) -> BertOutput:
+        """From ``[T, h]`` and labels ``[T]`` (or None), or their ``rows [M]``, to the fields of :class:`BertOutput`."""
         # Before rows are chosen: it reads the first tokens, which are not among them.
         order = None if self.order is None else self.order(hidden, sequences)
         if rows is not None:
             # Choose rows before the projection: it is the larger part of the head's work.
             hidden, labels = take_rows(hidden, rows), None if labels is None else labels[rows]
         answer = self.masked(hidden, labels)
-        return Output(logits=answer, order=order) if labels is None else Output(losses=answer, order=order)
+        return BertOutput(logits=answer, order=order) if labels is None else BertOutput(losses=answer, order=order)
 
 
 def build_norm(config: BertConfig) -> LayerNorm:
@@ -179,7 +179,7 @@ class Bert(nn.Module):
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
         rows: Tensor | None = None,
-    ) -> Output:
+    ) -> BertOutput:
         """Run the parts that this model has.
 
         Args:
@@ -204,6 +204,6 @@ class Bert(nn.Module):
             raise DataError("hidden is None, but this model has no embedding; pass hidden states [T, h].")
         hidden = run_layers(self.layers, hidden, LayerContext(sequences))
         if self.head is None:
-            return Output(hidden=hidden)
-        output: Output = self.head(hidden, sequences, labels, rows)
+            return BertOutput(hidden=hidden)
+        output: BertOutput = self.head(hidden, sequences, labels, rows)
         return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from megalight.nn import InnerAttention, LayerNorm, LMHead
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import (
     Boundary,
     Column,
@@ -15,10 +15,10 @@ from megalight.parallel.styles import (
     Row,
     SequenceRegion,
     Vocab,
-    VocabHead,
+    VocabHeadStyle,
 )
 
-RULES = Plan(
+RULES = ParallelizePlan(
     {
         "*embed.word": Vocab(),
         # Ids of positions and token types are whole, so the module takes its share of them.
@@ -35,7 +35,7 @@ RULES = Plan(
         "*head.order.pooler.dense": Replicated(),
         "*head.pooler.dense": Replicated(),
         "*head.order.output": Replicated(),
-        LMHead: VocabHead(tokens="whole"),
+        LMHead: VocabHeadStyle(tokens="whole"),
         LayerNorm: SequenceRegion(),
         nn.Dropout: Dropout(),
         InnerAttention: (ContextRegion(), Dropout(split=True)),
@@ -44,7 +44,7 @@ RULES = Plan(
 """Rules for all models of the family. A model may lack some of these modules."""
 
 
-def bert_plan(model: nn.Module) -> Plan:
+def bert_plan(model: nn.Module) -> ParallelizePlan:
     """Return the plan of a BERT, of a part of it, or of a module that contains one."""
     # A part of the model, as a pipeline stage has it, lacks modules; rules for those would be errors.
     return RULES.only(name for name, _ in model.named_modules())

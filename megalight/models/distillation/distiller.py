@@ -23,15 +23,15 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.hidden import KEPT, places_of
 from megalight.models.packing import masked_sum
 from megalight.models.stored import open_model
-from megalight.models.transforms import Comparison
-from megalight.nn import Lesson, StateComparison
+from megalight.models.transforms import HiddenStateComparison
+from megalight.nn import DistillationTarget, StateComparison
 from megalight.nn.canonical import parts
 from megalight.ops.divergence import Projection
 from megalight.parallel.frozen_model import Beside, FrozenModel
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import Chosen
-from megalight.parallel.styles import VocabHead
+from megalight.parallel.styles import VocabHeadStyle
 from megalight.types import PackedSequences, TokenBatch
 
 # Names of places in a model at which hidden states can be compared.
@@ -94,7 +94,7 @@ LAST = "head.norm"
 
 
 @dataclass(frozen=True)
-class Layout:
+class TeacherLayout:
     """The layout of a teacher; see :class:`~megalight.parallel.options.ParallelOptions`."""
 
     tensor_parallel: int = 1
@@ -136,7 +136,7 @@ class Distiller:
 
     folder: str | os.PathLike[str]
     loss: DistillationLoss = field(default_factory=DistillationLoss)
-    layout: Layout = field(default_factory=Layout)
+    layout: TeacherLayout = field(default_factory=TeacherLayout)
     teacher: Teacher = field(init=False, compare=False)
     files: Mapping[str, bytes] = field(init=False, compare=False, repr=False)
 
@@ -179,13 +179,13 @@ class Distiller:
             check_place(pair.student, ours, "the student")
             check_place(pair.teacher, taught, f"the teacher in {self.folder}")
 
-    def transform(self, config: GPTConfig) -> Comparison | None:
+    def transform(self, config: GPTConfig) -> HiddenStateComparison | None:
         """Return the change of the student that the loss needs, or None."""
         if not self.loss.pairs and not self.loss.balance:
             return None
         # Without pairs nothing would train a projection.
         wide = self.teacher.config.hidden_size if self.loss.pairs else config.hidden_size
-        return Comparison(config.hidden_size, wide, config.init.std)
+        return HiddenStateComparison(config.hidden_size, wide, config.init.std)
 
     def check_length(self, length: int | None) -> None:
         """Refuse sequences that are too long for the teacher.
@@ -220,7 +220,7 @@ class Distiller:
             beside=Beside(
                 build=lambda: OutputLayer(config.hidden_size, config.vocab_size),
                 name=HEAD,
-                plan=Plan({"layer": VocabHead()}),
+                plan=ParallelizePlan({"layer": VocabHeadStyle()}),
                 source=Chosen(weights, {f"{TEACHER}.{HEAD}.layer.weight": f"{SAVED}{output}.weight"}),
             ),
         )
@@ -228,7 +228,7 @@ class Distiller:
 
     def lesson(
         self, results: Mapping[str, Tensor], batch: TokenBatch, sequences: PackedSequences, training: bool
-    ) -> Lesson:
+    ) -> DistillationTarget:
         """Return what the student's head learns from the teacher's results for a micro-batch.
 
         Args:
@@ -241,7 +241,7 @@ class Distiller:
         hidden = share_of(results["hidden"], batch.places, sequences)
         teacher = Projection(hidden, layer.weight, layer.bias, self.teacher.config.logit_softcap)
         # Evaluation reports the student's own loss, which training may leave out.
-        return Lesson(teacher, self.loss.divergence, self.loss.temperature, self.loss.own or not training)
+        return DistillationTarget(teacher, self.loss.divergence, self.loss.temperature, self.loss.own or not training)
 
     def compared(
         self,

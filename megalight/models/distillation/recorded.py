@@ -18,7 +18,7 @@ from megalight.errors import ConfigurationError, DataError
 from megalight.models.distillation.loss import DistillationLoss
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.packing import masked_sum
-from megalight.nn import Lesson
+from megalight.nn import DistillationTarget
 from megalight.ops.divergence import TOP_KINDS
 from megalight.parallel.frozen_model import FrozenModel
 from megalight.types import PackedSequences, TokenBatch, TopTokens
@@ -127,7 +127,7 @@ class Recorded:
 
     def lesson(
         self, results: Mapping[str, Tensor], batch: TokenBatch, sequences: PackedSequences, training: bool
-    ) -> Lesson | None:
+    ) -> DistillationTarget | None:
         """Return what the student's head learns from the teacher's tokens; None without any.
 
         Args:
@@ -146,7 +146,7 @@ class Recorded:
             return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, sequences.num_tokens - len(rows)))
 
         taught = batch.taught.each(packed)
-        return Lesson(taught, self.loss.divergence, self.loss.temperature, self.loss.own or not training)
+        return DistillationTarget(taught, self.loss.divergence, self.loss.temperature, self.loss.own or not training)
 
     def objective(
         self, found: Mapping[str, Tensor], mask: Tensor, training: bool

@@ -13,7 +13,7 @@ from megalight.models.hidden import keeping
 from megalight.models.packing import pack
 from megalight.nn import Linear
 from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Boundary
 
 HEAD, WHOLE = "head", "head.whole"
@@ -71,9 +71,9 @@ class Teacher:
         model.head = LastNorm(model.head.norm)  # type: ignore[arg-type]
         return model
 
-    def plan(self, model: nn.Module) -> Plan:
+    def plan(self, model: nn.Module) -> ParallelizePlan:
         """Return the family's plan; the results are those of all tokens, whoever computed them."""
-        return self.family.plan(model) | Plan({HEAD: Boundary(leave="join"), WHOLE: Boundary(leave="join")})
+        return self.family.plan(model) | ParallelizePlan({HEAD: Boundary(leave="join"), WHOLE: Boundary(leave="join")})
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
         """See :class:`~megalight.parallel.frozen_model.FrozenTask`. Hidden states of layers travel with the carry."""

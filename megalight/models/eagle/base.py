@@ -16,7 +16,7 @@ from megalight.data.cached_outputs import BEGUN, MANIFEST, StatesStore
 from megalight.data.cached_outputs import ENDS as ENDS_of_cached_outputs
 from megalight.data.cached_outputs import ENDS as STORED_ENDS
 from megalight.errors import ConfigurationError, DataError
-from megalight.models.distillation import OUTPUT, SAVED, Layout, Teacher, check_tokenizer
+from megalight.models.distillation import OUTPUT, SAVED, Teacher, TeacherLayout, check_tokenizer
 from megalight.models.family import Family
 from megalight.models.gpt import GPTConfig
 from megalight.models.hidden import KEPT
@@ -26,9 +26,9 @@ from megalight.nn.canonical import parts
 from megalight.parallel.frozen_model import Beside, FrozenModel
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.plan import Plan
-from megalight.parallel.source import Chosen, Filled, Request, Source, Target, Wrapped
-from megalight.parallel.styles import Vocab, VocabHead
+from megalight.parallel.plan import ParallelizePlan
+from megalight.parallel.source import Chosen, Filled, FillRequest, Source, Target, Wrapped
+from megalight.parallel.styles import Vocab, VocabHeadStyle
 from megalight.types import BaseStates
 
 # A base whose hidden states lie on disk, in the place of one that runs beside its draft.
@@ -41,7 +41,7 @@ def is_states(path: str | os.PathLike[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class StoredBase:
+class CachedBase:
     """Declares it in the place of a :class:`~megalight.parallel.frozen_model.FrozenModel`: batches bring the results.
 
     Attributes:
@@ -178,7 +178,7 @@ class BaseModel:
     """
 
     folder: str | os.PathLike[str]
-    layout: Layout = field(default_factory=Layout)
+    layout: TeacherLayout = field(default_factory=TeacherLayout)
     config: GPTConfig = field(init=False, compare=False)
     files: Mapping[str, bytes] = field(init=False, compare=False, repr=False)
     states: StatesStore | None = field(init=False, default=None, compare=False)
@@ -186,7 +186,7 @@ class BaseModel:
     def __post_init__(self) -> None:
         """Read the base's configuration."""
         if is_states(self.folder):
-            if self.layout != Layout():
+            if self.layout != TeacherLayout():
                 raise ConfigurationError(
                     f"{self.folder} holds hidden states, so no base runs, and it has no layout; leave tensor_parallel, "
                     "pipeline_parallel, sequence_parallel, pipeline_layout and expert_parallel out."
@@ -230,22 +230,22 @@ class BaseModel:
         beside = Beside(
             build=lambda: Ends(config, len(draft_ids) or config.vocab_size),
             name=ENDS,
-            plan=Plan({"embed": Vocab(), "head": VocabHead()}),
-            source=Rows(Chosen(weights, ends), {list(ends)[1]: tuple(draft_ids)} if draft_ids else {}),
+            plan=ParallelizePlan({"embed": Vocab(), "head": VocabHeadStyle()}),
+            source=SelectedRows(Chosen(weights, ends), {list(ends)[1]: tuple(draft_ids)} if draft_ids else {}),
         )
         if self.states is not None:
 
             def place(part: nn.Module | None) -> None:
                 task.beside = part  # type: ignore[assignment]
 
-            return StoredBase(beside, place)  # type: ignore[return-value]
+            return CachedBase(beside, place)  # type: ignore[return-value]
         return self.layout.declare(
             task=task, source=Chosen(weights, {name: name for name in names}), for_last_stage=True, beside=beside
         )
 
 
 @dataclass(frozen=True)
-class Rows(Wrapped):
+class SelectedRows(Wrapped):
     """A source in which some tensors have only some of their rows. A tensor whose rows are chosen is read whole.
 
     Attributes:
@@ -254,11 +254,11 @@ class Rows(Wrapped):
 
     rows: Mapping[str, Sequence[int]]
 
-    def before(self, request: Request) -> Request:
+    def before(self, request: FillRequest) -> FillRequest:
         """See :meth:`~megalight.parallel.source.Wrapped.before`."""
         return replace(request, targets=[self._whole(target) for target in request.targets])
 
-    def read(self, passed: Request) -> Filled:
+    def read(self, passed: FillRequest) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.read`."""
         missing: list[str] = []
         # A tied base has one tensor for both ends, and a source reads a box once in a call. All ranks take part in
@@ -268,7 +268,7 @@ class Rows(Wrapped):
             missing += replace(passed, targets=part).to(self.source).missing
         return Filled(tuple(dict.fromkeys(missing)), ())
 
-    def after(self, request: Request, passed: Request, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         for target, whole in zip(request.targets, passed.targets, strict=True):
             if target.name in self.rows:

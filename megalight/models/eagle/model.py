@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from megalight.models.config import check_length
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.gpt.model import ROTARY, build_head, build_mlp, build_norm, build_rotary
-from megalight.nn import Attention, LayerContext, Lesson, Lineage, LineageAttention, LineageLatentAttention, Linear
+from megalight.nn import (
+    Attention,
+    DistillationTarget,
+    LayerContext,
+    Lineage,
+    LineageAttention,
+    LineageLatentAttention,
+    Linear,
+)
 from megalight.nn.context import Slots
 from megalight.nn.norm import norm_and_sum
 from megalight.types import PackedSequences
@@ -154,7 +162,7 @@ class DraftModel(nn.Module):
         embedded: Sequence[Tensor],
         sequences: PackedSequences,
         labels: Sequence[Tensor],
-        lessons: Sequence[Lesson],
+        lessons: Sequence[DistillationTarget],
     ) -> list[Draft]:
         """Return the result of each step.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalight.checkpoint.sources.combine import Lenient, Overlaid
 from megalight.errors import ConfigurationError
-from megalight.models.distillation import Layout, share_of
+from megalight.models.distillation import TeacherLayout, share_of
 from megalight.models.eagle.architecture import read_architecture, read_vocabulary
 from megalight.models.eagle.base import BASE, Base, BaseModel, serve
 from megalight.models.eagle.config import EagleConfig
@@ -19,7 +19,7 @@ from megalight.models.family.module import FamilyModule
 from megalight.models.module import Carry, share_of_batch
 from megalight.models.packing import IGNORED, pack
 from megalight.models.saved import Keys
-from megalight.nn import Lesson
+from megalight.nn import DistillationTarget
 from megalight.ops.divergence import Projection
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen_model import FrozenModel
@@ -91,7 +91,7 @@ class EagleModule(FamilyModule[EagleConfig]):
             raise ConfigurationError(f"steps={steps} must be at least 1; 4 are usual.")
         if not 0 < decay <= 1:
             raise ConfigurationError(f"decay={decay} must be above 0 and at most 1; 0.9 is usual.")
-        layout = Layout(tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel)
+        layout = TeacherLayout(tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel)
         self.base_model = BaseModel(base, layout)
         if architecture is not None and config is not None:
             raise ConfigurationError("architecture describes the whole draft; give it, or config.")
@@ -172,7 +172,7 @@ class EagleModule(FamilyModule[EagleConfig]):
             teacher = Projection(
                 share(hidden.roll(-ahead, 0)), ends.head.output_layer.weight, None, self.base.config.logit_softcap
             )
-            lessons.append(Lesson(teacher, "cross_entropy", own=False))
+            lessons.append(DistillationTarget(teacher, "cross_entropy", own=False))
         found: Carry = {}
         auxiliary = share(results[BASE]["auxiliary"])
         for step, draft in enumerate(model(auxiliary, embedded, sequences, labels, lessons)):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from megalight.nn import LineageAttention, LMHead, RMSNorm
-from megalight.parallel.plan import Plan
-from megalight.parallel.styles import Column, LineageRegion, Row, SequenceRegion, SharedHead, VocabHead
+from megalight.parallel.plan import ParallelizePlan
+from megalight.parallel.styles import Column, LineageRegion, Row, SequenceRegion, SharedHeadStyle, VocabHeadStyle
 
-RULES = Plan(
+RULES = ParallelizePlan(
     {
         # What comes from the base is of all tokens, and the residual stream of this rank's share.
         "*fuse": SequenceRegion(split_input=True),
@@ -18,16 +18,16 @@ RULES = Plan(
         # Latents are small, so every rank computes them whole, of its share of the tokens.
         "*layer.attention.*_down": SequenceRegion(),
         "*layer.attention.*_up": Column(),
-        "*layer.attention.shared_key": SharedHead(),
+        "*layer.attention.shared_key": SharedHeadStyle(),
         "*layer.mlp.gate_up": Column(),
         "*layer.mlp.down": Row(),
         RMSNorm: SequenceRegion(),
-        LMHead: VocabHead(),
+        LMHead: VocabHeadStyle(),
         LineageAttention: LineageRegion(),
     }
 )
 
 
-def eagle_plan(model: nn.Module) -> Plan:
+def eagle_plan(model: nn.Module) -> ParallelizePlan:
     """Return the plan of a draft model."""
     return RULES.only(name for name, _ in model.named_modules())

@@ -17,7 +17,7 @@ from megalight.checkpoint.disk.files import sync_directory, write_file
 from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new
 from megalight.checkpoint.foreign.transformers_folder import CONFIG, WEIGHTS, is_folder, read_config
 from megalight.checkpoint.ranks import alone
-from megalight.checkpoint.sources.combine import Held
+from megalight.checkpoint.sources.combine import TensorSource
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.eagle.architecture import config_of, ids_of
 from megalight.models.eagle.base import BaseModel
@@ -253,7 +253,7 @@ def import_draft(
             raise CheckpointError(
                 f"{file}: {name} has the shape {list(tensor.shape)}, and {CONFIG} needs {list(wanted[name].shape)}."
             )
-    held = Held({PREFIX + name: tensor for name, tensor in values.items()})
+    held = TensorSource({PREFIX + name: tensor for name, tensor in values.items()})
     save_model(StoredModel(family("eagle"), config, held, {}), path)
 
 

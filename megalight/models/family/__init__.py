@@ -25,7 +25,7 @@ from megalight.first_rank import only_first
 from megalight.models.config import compare
 from megalight.models.hugging_face.folder import Folder
 from megalight.models.hugging_face.weights import WeightMap
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.plans import PLANS
 from megalight.registry import Registry
 
@@ -54,7 +54,7 @@ def warn_of_differences(folder: str, differences: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightConversion:
     """Converts the weights of ``transformers`` models to those of a family and back.
 
     Attributes:
@@ -140,10 +140,10 @@ class Family:
     name: str
     config: type[Any]
     model: type[nn.Module]
-    plan: Callable[[Any], Plan]
+    plan: Callable[[Any], ParallelizePlan]
     presets: Registry[Any]
     module: Callable[[], type[Any]]
-    weights: Weights | None = None
+    weights: WeightConversion | None = None
     generates: bool = False
 
     def build(self, config: Mapping[str, Any]) -> nn.Module:

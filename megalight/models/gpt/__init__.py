@@ -5,8 +5,8 @@ from typing import Any
 
 from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
-from megalight.models.family import FAMILIES, Family, Weights, register
-from megalight.models.gpt.config import BackendConfig as BackendConfig
+from megalight.models.family import FAMILIES, Family, WeightConversion, register
+from megalight.models.gpt.config import GPTBackendConfig as GPTBackendConfig
 from megalight.models.gpt.config import GPTConfig as GPTConfig
 from megalight.models.gpt.config import MultiTokenConfig as MultiTokenConfig
 from megalight.models.gpt.config import NormConfig as NormConfig
@@ -24,7 +24,7 @@ from megalight.models.gpt.mixer_config import MambaConfig as MambaConfig
 from megalight.models.gpt.mixer_config import PositionConfig as PositionConfig
 from megalight.models.gpt.mixer_config import TemperatureConfig as TemperatureConfig
 from megalight.models.gpt.model import GPT as GPT
-from megalight.models.gpt.model import Output as Output
+from megalight.models.gpt.model import GPTOutput as GPTOutput
 from megalight.models.gpt.plan import gpt_plan as gpt_plan
 from megalight.models.gpt.presets import PRESETS
 
@@ -36,7 +36,7 @@ register(
         plan=gpt_plan,
         presets=PRESETS,
         module=lambda: import_module("megalight.models.gpt.module").GPTModule,
-        weights=Weights(
+        weights=WeightConversion(
             tuple(READERS), config_from_transformers, weight_map, config_to_transformers, without_missing_depths
         ),
         generates=True,

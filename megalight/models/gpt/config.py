@@ -239,7 +239,7 @@ class MultiTokenConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackendConfig:
+class GPTBackendConfig:
     """The backend of each op. ``auto`` takes the best available one (``megalight doctor --all`` lists them).
 
     Attributes:
@@ -308,7 +308,7 @@ class GPTConfig(ModelConfig):
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     moe: MoEConfig | None = None
     mtp: MultiTokenConfig | None = None
-    backends: BackendConfig = field(default_factory=BackendConfig)
+    backends: GPTBackendConfig = field(default_factory=GPTBackendConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

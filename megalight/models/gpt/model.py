@@ -16,6 +16,7 @@ from megalight.nn import (
     MLP,
     Activation,
     Attention,
+    DistillationTarget,
     Embedding,
     GatedDeltaNet,
     InnerAttention,
@@ -23,7 +24,6 @@ from megalight.nn import (
     LatentAttention,
     LayerContext,
     LayerNorm,
-    Lesson,
     Linear,
     LMHead,
     Mamba2,
@@ -46,7 +46,7 @@ ROTARY, LOCAL = "rotary", "local"
 """Names of the rotary tables in the context: that of all layers, and that of layers with a window of their own base."""
 
 
-class Later(NamedTuple):
+class MultiTokenTarget(NamedTuple):
     """What one depth of multi-token prediction reads and predicts.
 
     Attributes:
@@ -59,7 +59,7 @@ class Later(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Output:
+class GPTOutput:
     """The output of a GPT or of a part of it. One of the first three is set, unless only divergences are asked for.
 
     Attributes:
@@ -400,11 +400,11 @@ class GPT(nn.Module):
         hidden: Tensor | None = None,
         states: Mapping[str, Any] | None = None,
         rows: Tensor | None = None,
-        later: Sequence[Later] = (),
+        later: Sequence[MultiTokenTarget] = (),
         depths: Sequence[Tensor] = (),
-        lesson: Lesson | None = None,
+        lesson: DistillationTarget | None = None,
         memory: Tensor | None = None,
-    ) -> Output:
+    ) -> GPTOutput:
         """Run the parts that this model has.
 
         Args:
@@ -436,20 +436,22 @@ class GPT(nn.Module):
         if self.mtp is not None and later:
             depths = self.mtp(hidden, [each.tokens for each in later], self._positions(sequences, len(later)), context)
         if self.head is None:
-            return Output(hidden=hidden, depths=tuple(depths))
+            return GPTOutput(hidden=hidden, depths=tuple(depths))
         further = tuple(self.head(hidden, each.labels, normed=True) for hidden, each in zip(depths, later, strict=True))
         if lesson is not None and labels is not None:
             # By a call, so that hooks of the head run.
             divergences, losses = self.head(hidden, labels, lesson=lesson)
-            return Output(losses=losses, depths=further, divergences=divergences)
+            return GPTOutput(losses=losses, depths=further, divergences=divergences)
         if rows is not None:
             # select rows before the head, whose product with the vocabulary is expensive
             hidden = hidden if narrowed is not None else take_rows(hidden, rows)
             labels = None if labels is None else labels[rows]
         answer = self.head(hidden, labels)
-        return Output(logits=answer) if labels is None else Output(losses=answer, depths=further)
+        return GPTOutput(logits=answer) if labels is None else GPTOutput(losses=answer, depths=further)
 
-    def _narrows(self, labels: Tensor | None, later: Sequence[Later], lesson: Lesson | None) -> bool:
+    def _narrows(
+        self, labels: Tensor | None, later: Sequence[MultiTokenTarget], lesson: DistillationTarget | None
+    ) -> bool:
         """Return whether the last layer returns the chosen rows only: it is here, and the head alone reads it."""
         if self.head is None or labels is None or later or lesson is not None or self.last_layer not in self.layers:
             return False

@@ -13,7 +13,7 @@ from megalight.models.distillation import TEACHER, Distiller, Recorded
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.flops import flops_per_token, weights_of_losses
-from megalight.models.gpt.model import Later
+from megalight.models.gpt.model import MultiTokenTarget
 from megalight.models.hidden import keeping
 from megalight.models.module import Carry, share_of_batch
 from megalight.models.packing import IGNORED, masked_sum, pack, skips
@@ -108,11 +108,11 @@ class GPTModule(FamilyModule[GPTConfig]):
             # The op skips labels that are ignored, which saves their part of the projection's work.
             return pack(one.labels.masked_fill(one.loss_mask == 0, IGNORED), sequences, IGNORED)
 
-        later: list[Later] = []
+        later: list[MultiTokenTarget] = []
         # only training reads depths: validation reports the loss of the model that will be used
         if model.training and any(getattr(model, part, None) is not None for part in ("mtp", "head")):
             shifted = [rows.shifted(depth) for depth in self._depths]
-            later = [Later(pack(one.tokens, sequences, 0), labels_of(one)) for one in shifted]
+            later = [MultiTokenTarget(pack(one.tokens, sequences, 0), labels_of(one)) for one in shifted]
         lesson, taught = None, self.distiller
         ends = getattr(model, "head", None) is not None
         if taught is not None and ends:

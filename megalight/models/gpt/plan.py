@@ -6,7 +6,7 @@ from torch import nn
 
 from megalight.nn import InnerAttention, LayerNorm, LMHead, RMSNorm, ShortConv
 from megalight.nn.moe import Experts, Jitter, Router
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import (
     Channels,
     Column,
@@ -19,13 +19,13 @@ from megalight.parallel.styles import (
     Routing,
     Row,
     SequenceRegion,
-    SharedHead,
+    SharedHeadStyle,
     Vocab,
-    VocabHead,
+    VocabHeadStyle,
     WholeSequences,
 )
 
-RULES = Plan(
+RULES = ParallelizePlan(
     {
         "*embed.word": Vocab(),
         "*embed.position": SequenceRegion(split_input=True),
@@ -38,7 +38,7 @@ RULES = Plan(
         # latents are small, so every rank computes them whole, of its share of the tokens
         "*.attention.*_down": SequenceRegion(),
         "*.attention.*_up": Column(),
-        "*.attention.shared_key": SharedHead(),
+        "*.attention.shared_key": SharedHeadStyle(),
         # twice as wide as the hidden states, and whole on every rank, which computes it for its share of the tokens
         "mtp.depths.*.join": SequenceRegion(),
         "*.conv.gates": Column(),
@@ -74,7 +74,7 @@ RULES = Plan(
         # of its gradient per rank.
         RMSNorm: SequenceRegion(),
         LayerNorm: SequenceRegion(),
-        LMHead: VocabHead(),
+        LMHead: VocabHeadStyle(),
         nn.Dropout: Dropout(),
         # Dropout of attention weights draws for the rank's own heads, and so from a stream of its own.
         InnerAttention: (ContextRegion(), Dropout(split=True)),
@@ -83,6 +83,6 @@ RULES = Plan(
 """Rules for all models of the family. A model may lack some of these modules."""
 
 
-def gpt_plan(model: nn.Module) -> Plan:
+def gpt_plan(model: nn.Module) -> ParallelizePlan:
     """Return the plan of a GPT, of a part of it, or of a module that contains one."""
     return RULES.only(name for name, _ in model.named_modules())

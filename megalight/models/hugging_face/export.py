@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.boxes import dtype_name
-from megalight.checkpoint.disk.files import Entry, Place, sync_directory, write_file
+from megalight.checkpoint.disk.files import PathLike, TensorEntry, sync_directory, write_file
 from megalight.checkpoint.disk.publish import Unfinished, absolute, begin_folder, check_new, delete
 from megalight.checkpoint.disk.rank_files import naming, write_tensors
 from megalight.checkpoint.foreign.transformers_folder import (
@@ -28,8 +28,8 @@ from megalight.checkpoint.foreign.transformers_folder import (
 )
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.saving import host_blocks
-from megalight.checkpoint.sources.combine import Held, Joined
-from megalight.checkpoint.sources.streaming import Wanted, itself, stream
+from megalight.checkpoint.sources.combine import Joined, TensorSource
+from megalight.checkpoint.sources.streaming import WantedTensor, itself, stream
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
@@ -79,15 +79,16 @@ def export(
     values, source = config_values(model, {each.dtype for each in whole.values()}), model.weights
     if kept := load(model.files[UNREAD]) if UNREAD in model.files else {}:
         whole |= {
-            name: Wanted(tuple(each.shape), dtype or each.dtype, {UNREAD + name: itself}) for name, each in kept.items()
+            name: WantedTensor(tuple(each.shape), dtype or each.dtype, {UNREAD + name: itself})
+            for name, each in kept.items()
         }
-        source = Joined(source, Held({UNREAD + name: each for name, each in kept.items()}))
+        source = Joined(source, TensorSource({UNREAD + name: each for name, each in kept.items()}))
         values = _weights(model.family).with_unread(values, kept)
     files = _files(whole)
     beside = files_beside(model, values)
     started: list[Unfinished] = []
 
-    def begin() -> Place:
+    def begin() -> PathLike:
         # Only another folder of transformers is replaced, and nothing else of the user.
         if not (overwrite and is_folder(target)):
             check_new(target)
@@ -95,7 +96,7 @@ def export(
             # A store has no rename that could replace it, so it goes first.
             delete(target)
         started.append(begin_folder(target))
-        folder: Place = started[0].folder
+        folder: PathLike = started[0].folder
         return folder
 
     # Alone: each rank reads its own files' tensors, and must not wait for others between them.
@@ -111,7 +112,7 @@ def export(
             # In turns: files have about equal sizes, and so have the shares of the ranks.
             for name, keys in list(files.items())[ranks.rank :: ranks.size]:
                 tensors = stream(source, [whole[key] for key in keys], group)
-                entries = [Entry(key, dtype_name(whole[key].dtype), whole[key].shape) for key in keys]
+                entries = [TensorEntry(key, dtype_name(whole[key].dtype), whole[key].shape) for key in keys]
                 # Tensors go to disk one by one, so memory for one of them is enough.
                 write_tensors(folder / name, entries, host_blocks(seen(keys, tensors)), name)
         warn_not_finite(str(target), strange)
@@ -142,7 +143,7 @@ def export(
         raise
 
 
-def _whole(model: StoredModel, dtype: torch.dtype | None) -> dict[str, Wanted]:
+def _whole(model: StoredModel, dtype: torch.dtype | None) -> dict[str, WantedTensor]:
     """Return their tensors, by name.
 
     Raises:
@@ -169,7 +170,7 @@ def _whole(model: StoredModel, dtype: torch.dtype | None) -> dict[str, Wanted]:
         first = next(iter(each.parts))
         # buffers keep their dtype: the steps of an expert bias are too small for half of the bits
         kind = dtype if dtype is not None and first in weights_only else getattr(torch, stored[first].dtype)
-        whole[name] = Wanted(each.shape, kind, {PREFIX + ours: place.views for ours, place in each.parts.items()})
+        whole[name] = WantedTensor(each.shape, kind, {PREFIX + ours: place.views for ours, place in each.parts.items()})
     return whole
 
 
@@ -179,7 +180,7 @@ def _weights(family: Family) -> Any:
     return family.weights
 
 
-def _files(whole: Mapping[str, Wanted]) -> dict[str, list[str]]:
+def _files(whole: Mapping[str, WantedTensor]) -> dict[str, list[str]]:
     """Return the names of the files, and the tensors in each: wide dtypes first, so that all are aligned."""
     groups: list[list[str]] = [[]]
     size = 0

@@ -29,7 +29,7 @@ from megalight.checkpoint.foreign.transformers_folder import (
 from megalight.checkpoint.loading import compare
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
-from megalight.models.hugging_face.quantized_weights import Open, Plain, Stored, stored
+from megalight.models.hugging_face.quantized_weights import Open, PlainTensor, StoredTensor, stored
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.parallel.source import Filled, Target
 
@@ -71,7 +71,7 @@ ROWS = 1024
 
 
 @dataclass(frozen=True)
-class Kept:
+class FolderTensor:
     """A canonical tensor inside a folder.
 
     Attributes:
@@ -83,7 +83,7 @@ class Kept:
 
     shape: tuple[int, ...]
     dtype: str
-    stored: Stored
+    stored: StoredTensor
     place: Theirs
 
 
@@ -120,7 +120,7 @@ class Folder:
         files = files_of(self.path)
         entries = {entry.key: (name, entry) for name in files for entry in header(self.path, name)}
         self._total = sum(entry.nbytes for _, entry in entries.values())
-        self.tensors: dict[str, Kept] = {}
+        self.tensors: dict[str, FolderTensor] = {}
         # Packed weights appear here under the name and the shape of what they stand for.
         tensors = stored(entries, json_of(self.path / CONFIG) if is_folder(path) else {}, str(self.path))
         unknown: list[str] = []
@@ -131,7 +131,7 @@ class Folder:
         self.skipped = tuple(sorted(unknown))
         for name, theirs in places.items():
             found = tensors[theirs.name]
-            self.tensors[prefix + name] = Kept(theirs.shape(found.shape), found.dtype, found, theirs)
+            self.tensors[prefix + name] = FolderTensor(theirs.shape(found.shape), found.dtype, found, theirs)
         self._check_fused()
         self._check_copies(tensors)
 
@@ -204,7 +204,7 @@ class Folder:
                     strange.append(target.name)
         return sum(each.count for each in opened.values())
 
-    def _check_copies(self, tensors: Mapping[str, Stored]) -> None:
+    def _check_copies(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Check that weights are equal which the files hold twice, and the model once."""
         with ExitStack() as stack:
             files = cache(lambda name: stack.enter_context(OpenFile(self.path / name, f"{self.path}/{name}")))
@@ -259,7 +259,7 @@ def warn_not_finite(where: str, names: Iterable[str]) -> None:
         log.warning("%s holds NaN or infinity in %s%s: the model computes NaN.", where, ", ".join(found[:5]), more)
 
 
-def _equal_rows(files: Open, one: Stored, other: Stored) -> Iterator[bool]:
+def _equal_rows(files: Open, one: StoredTensor, other: StoredTensor) -> Iterator[bool]:
     """Yield whether two tensors of one shape are equal, for ``ROWS`` rows after another.
 
     They are compared in the narrower of their dtypes.
@@ -284,7 +284,7 @@ def unread(path: str | os.PathLike[str], weights: WeightMap) -> dict[str, Tensor
         for spelled, name in weights.unread(entries).items():
             file, entry = entries[name]
             found[spelled] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            Plain(file, entry).read(files, (0,) * len(entry.shape), found[spelled])
+            PlainTensor(file, entry).read(files, (0,) * len(entry.shape), found[spelled])
     return found
 
 

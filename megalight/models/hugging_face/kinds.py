@@ -88,7 +88,7 @@ COUNTS = re.compile(r"(n|num)_.*(layer|expert)s?")
 
 
 @dataclass(frozen=True)
-class Kind(Generic[C]):
+class ModelKind(Generic[C]):
     """One ``model_type`` of ``transformers``.
 
     Attributes:
@@ -111,7 +111,7 @@ class Kind(Generic[C]):
     also_read: tuple[str, ...] = ()
 
 
-class Kinds(Generic[C]):
+class ModelKinds(Generic[C]):
     """All kinds of a family.
 
     Args:
@@ -125,7 +125,7 @@ class Kinds(Generic[C]):
 
     def __init__(
         self,
-        kinds: Sequence[Kind[C]],
+        kinds: Sequence[ModelKind[C]],
         settings: Callable[[C], dict[str, Any]] = lambda config: config.to_dict(),
         no_kind: Callable[[C], str] = lambda config: "this configuration",
     ) -> None:
@@ -197,7 +197,7 @@ class Kinds(Generic[C]):
         name, differences = min(failed, key=lambda each: len(each[1]))
         raise ConfigurationError(f"no model of transformers has this configuration. Nearest: {'; '.join(differences)}.")
 
-    def _suiting(self, config: C) -> list[Kind[C]]:
+    def _suiting(self, config: C) -> list[ModelKind[C]]:
         """Return the kinds that the model may be of, at least one."""
         kinds = [kind for kind in self.kinds if kind.suits(config)]
         if not kinds:

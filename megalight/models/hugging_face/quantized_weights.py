@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalight.checkpoint.boxes import read_box
 from megalight.checkpoint.disk.datafile import OpenFile
-from megalight.checkpoint.disk.files import Entry
+from megalight.checkpoint.disk.files import TensorEntry
 from megalight.errors import CheckpointError
 
 FP8 = "_scale_inv"
@@ -41,7 +41,7 @@ SLAB = 4 << 20
 Open = Callable[[str], OpenFile]
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """A tensor of a folder, and how it is read."""
 
     @property
@@ -61,24 +61,24 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainTensor:
     """A tensor that is stored as it is."""
 
     file: str
-    entry: Entry
+    entry: TensorEntry
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See :attr:`Stored.shape`."""
+        """See :attr:`StoredTensor.shape`."""
         return self.entry.shape
 
     @property
     def dtype(self) -> str:
-        """See :attr:`Stored.dtype`."""
+        """See :attr:`StoredTensor.dtype`."""
         return self.entry.dtype
 
     def read(self, files: Open, offset: Sequence[int], data: Tensor) -> None:
-        """See :meth:`Stored.read`."""
+        """See :meth:`StoredTensor.read`."""
         kind = getattr(torch, self.entry.dtype)
         read_box(files(self.file), self.entry.start, kind, self.entry.shape, offset, data)
 
@@ -87,23 +87,23 @@ class Plain:
 class BlockScaled:
     """A matrix in FP8 with a scale per block."""
 
-    values: Plain
-    scales: Plain
+    values: PlainTensor
+    scales: PlainTensor
     block: tuple[int, int]
     dtype: str = "bfloat16"
 
     @property
     def file(self) -> str:
-        """See :attr:`Stored.file`."""
+        """See :attr:`StoredTensor.file`."""
         return self.values.file
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See :attr:`Stored.shape`."""
+        """See :attr:`StoredTensor.shape`."""
         return self.values.shape
 
     def read(self, files: Open, offset: Sequence[int], data: Tensor) -> None:
-        """See :meth:`Stored.read`; blocks that the box does not touch are not read."""
+        """See :meth:`StoredTensor.read`; blocks that the box does not touch are not read."""
         wide, (height, width) = _wide(data), self.block
         columns = torch.arange(offset[1], offset[1] + data.shape[1]) // width
         # A whole number of blocks, so that a scale serves all of its rows at once.
@@ -126,13 +126,13 @@ class BlockScaled:
 class Microscaled:
     """Matrices in MXFP4."""
 
-    blocks: Plain
-    scales: Plain
+    blocks: PlainTensor
+    scales: PlainTensor
     dtype: str = "bfloat16"
 
     @property
     def file(self) -> str:
-        """See :attr:`Stored.file`."""
+        """See :attr:`StoredTensor.file`."""
         return self.blocks.file
 
     @property
@@ -142,7 +142,7 @@ class Microscaled:
         return (*lead, groups * GROUP, rows)
 
     def read(self, files: Open, offset: Sequence[int], data: Tensor) -> None:
-        """See :meth:`Stored.read`; groups that the box does not touch are not read."""
+        """See :meth:`StoredTensor.read`; groups that the box does not touch are not read."""
         *lead, column, row = offset
         columns, rows = data.shape[-2:]
         # A group is the smallest unit, as its scale holds for all of its numbers.
@@ -167,7 +167,9 @@ class Microscaled:
                 data[index][:, low:high].copy_(cut.t())
 
 
-def stored(entries: Mapping[str, tuple[str, Entry]], config: Mapping[str, Any], where: str) -> dict[str, Stored]:
+def stored(
+    entries: Mapping[str, tuple[str, TensorEntry]], config: Mapping[str, Any], where: str
+) -> dict[str, StoredTensor]:
     """Return the tensors of a folder by name, with packed ones in place of their parts.
 
     Args:
@@ -185,8 +187,8 @@ def stored(entries: Mapping[str, tuple[str, Entry]], config: Mapping[str, Any], 
             f"{where} has weights packed by {method!r}; those packed by fp8 (in blocks) and mxfp4 are widened. Save "
             "the model without quantization."
         )
-    plain = {name: Plain(file, entry) for name, (file, entry) in entries.items()}
-    found: dict[str, Stored] = {}
+    plain = {name: PlainTensor(file, entry) for name, (file, entry) in entries.items()}
+    found: dict[str, StoredTensor] = {}
     for name, tensor in plain.items():
         base = next((name.removesuffix(end) for end in (FP8, SCALES) if name.endswith(end)), None)
         if base is not None and (base in plain or base + BLOCKS in plain):
@@ -220,7 +222,9 @@ def _block(quantized: Mapping[str, Any], where: str) -> tuple[int, int]:
             )
 
 
-def _block_scaled(name: str, values: Plain, scales: Plain | None, block: tuple[int, int], where: str) -> BlockScaled:
+def _block_scaled(
+    name: str, values: PlainTensor, scales: PlainTensor | None, block: tuple[int, int], where: str
+) -> BlockScaled:
     if scales is None:
         raise CheckpointError(
             f"{name} in {where} is in {values.dtype} and has no {name.rpartition('.')[2]}{FP8}; only weights with a "
@@ -235,7 +239,7 @@ def _block_scaled(name: str, values: Plain, scales: Plain | None, block: tuple[i
     return BlockScaled(values, scales, block)
 
 
-def _microscaled(name: str, blocks: Plain, scales: Plain | None, where: str) -> Microscaled:
+def _microscaled(name: str, blocks: PlainTensor, scales: PlainTensor | None, where: str) -> Microscaled:
     if scales is None or scales.dtype != "uint8" or blocks.shape != (*scales.shape, GROUP // 2):
         shape = None if scales is None else list(scales.shape)
         raise CheckpointError(

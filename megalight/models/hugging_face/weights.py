@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Blocks:
+class RowBlocks:
     """Rows in blocks of one size, at equal distances: the queries of one group of heads after another, for example.
 
     Attributes:
@@ -72,7 +72,7 @@ class Theirs:
     """
 
     name: str
-    rows: range | Blocks | None = None
+    rows: range | RowBlocks | None = None
     transposed: bool = False
     depthwise: bool = False
     stack: int = 0
@@ -91,7 +91,7 @@ class Theirs:
         # First the stack, then the transposition, then the rows: they count in `[out, in]`.
         ours = ours.T if self.transposed and ours.ndim == 2 else ours
         ours = ours[:, 0] if self.depthwise and ours.ndim == 3 else ours
-        if isinstance(self.rows, Blocks):
+        if isinstance(self.rows, RowBlocks):
             return [ours[rows] for _, rows in self.rows.slices()]
         return [ours if self.rows is None else ours[self.rows.start : self.rows.stop : self.rows.step]]
 
@@ -126,7 +126,7 @@ class Theirs:
             first, dims = [0] * self.leading, (None,) * self.leading
             replace(self, leading=0).read(lambda place, box: fill([*first, *place], box[dims]), offset, data)
             return
-        if isinstance(self.rows, Blocks):
+        if isinstance(self.rows, RowBlocks):
             # Block by block, so that rows of other tensors between them are not read.
             for here, rows in self.rows.slices(offset[0], offset[0] + len(data)):
                 one = replace(self, rows=range(rows.start, rows.stop))
@@ -155,7 +155,7 @@ class Theirs:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeTensor:
     """One of their tensors.
 
     Attributes:
@@ -167,7 +167,7 @@ class Whole:
     parts: Mapping[str, Theirs]
 
     @classmethod
-    def of(cls, name: str, parts: dict[str, Theirs], shapes: Mapping[str, tuple[int, ...]]) -> Whole:
+    def of(cls, name: str, parts: dict[str, Theirs], shapes: Mapping[str, tuple[int, ...]]) -> WholeTensor:
         """Put their tensor ``name`` together from all canonical tensors in it, which have ``shapes``.
 
         Raises:
@@ -303,7 +303,7 @@ class WeightMap:
         """
         return {name: place.part(tensors[place.name]).contiguous() for name, place in self.ours(tensors).items()}
 
-    def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Whole]:
+    def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, WholeTensor]:
         """Return their tensors that hold the canonical tensors with these shapes, by name.
 
         Raises:
@@ -319,7 +319,7 @@ class WeightMap:
         for name, place in self.ours(parts.keys() - doubles).items():
             if name not in shapes:
                 raise CheckpointError(f"{place.name} is made of parts, and {name} is missing.")
-        return {name: Whole.of(name, found, shapes) for name, found in parts.items()}
+        return {name: WholeTensor.of(name, found, shapes) for name, found in parts.items()}
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert canonical tensors to theirs.

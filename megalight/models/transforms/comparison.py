@@ -10,14 +10,14 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.nn import StateComparison
-from megalight.parallel.plan import Plan
-from megalight.parallel.styles import Comparison as Style
+from megalight.parallel.plan import ParallelizePlan
+from megalight.parallel.styles import ComparisonStyle as Style
 from megalight.parallel.transform import ModelTransform, register
 
 
 @register
 @dataclass(frozen=True)
-class Comparison(ModelTransform):
+class HiddenStateComparison(ModelTransform):
     """Adds a :class:`~megalight.nn.StateComparison` beside the head, as ``distillation``. It serves training alone.
 
     Args:
@@ -47,6 +47,6 @@ class Comparison(ModelTransform):
         with torch.device(next(model.parameters()).device):
             model.distillation = StateComparison(self.width, self.teacher_width, self.std)
 
-    def plan(self, model: nn.Module, plan: Plan) -> Plan:
+    def plan(self, model: nn.Module, plan: ParallelizePlan) -> ParallelizePlan:
         """Return the plan with the rule for the module."""
-        return plan | Plan({StateComparison: Style()}, plan.sequence_dim)
+        return plan | ParallelizePlan({StateComparison: Style()}, plan.sequence_dim)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, nearest
 from megalight.nn import Linear
 from megalight.nn.adapter import DEFAULT, Adapter, AdapterSet, add_adapter, remove_adapters
-from megalight.nn.init import Constant
+from megalight.nn.init import ConstantInit
 from megalight.nn.moe import Experts
 from megalight.nn.moe.adapters import StackAdapter
 from megalight.ops.quantized_weight import stored_of
@@ -327,7 +327,7 @@ class DoRA(LoRA):
             # a number for each row of B
             adapter.magnitude = nn.Parameter(adapter.B.new_empty(adapter.B.shape[:-1]))
             # 0 says that the lengths are not known yet: the values of the frozen weights come later.
-            adapter.initializers["magnitude"] = Constant(0.0)
+            adapter.initializers["magnitude"] = ConstantInit(0.0)
 
     @torch.no_grad()
     def with_values(self, model: ParallelModel) -> None:

@@ -18,14 +18,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.files import Place, sync_directory, write_file
+from megalight.checkpoint.disk.files import PathLike, sync_directory, write_file
 from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new, place
 from megalight.checkpoint.foreign.transformers_folder import is_folder, json_of, read_config
 from megalight.checkpoint.ranks import alone
-from megalight.checkpoint.sources.combine import FullPrecision, Held
+from megalight.checkpoint.sources.combine import FullPrecision, TensorSource
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
-from megalight.models.family import Family, Weights, family, family_of_transformers
+from megalight.models.family import Family, WeightConversion, family, family_of_transformers
 from megalight.models.hugging_face.weights import Theirs
 from megalight.models.saved import (
     BASE,
@@ -406,7 +406,7 @@ def import_adapter(
         bool(values.get("use_rslora")), others, adapter,
     )  # fmt: skip
     _check_shapes(known, config, lora, tensors, f"{folder}", f"{base}")
-    held = Held({PREFIX + name: tensor for name, tensor in tensors.items()})
+    held = TensorSource({PREFIX + name: tensor for name, tensor in tensors.items()})
     common = {"family": known.name, "config": config.to_dict(), "transforms": describe([lora]), BASE: False}
     with alone() as group:
         checkpoint.save(
@@ -464,7 +464,7 @@ def _modules(
     """
     if known.weights is None:
         raise ConfigurationError(f"transformers has no models like those of the family {known.name}, nor has peft.")
-    weights: Weights = known.weights
+    weights: WeightConversion = known.weights
     table = weights.map(config)
     with torch.device("meta"):
         model = known.model(config)
@@ -488,7 +488,7 @@ def _modules(
     return found, transposed, experts, fused
 
 
-def _read_config(folder: Place) -> dict[str, Any]:
+def _read_config(folder: PathLike) -> dict[str, Any]:
     values = json_of(folder / CONFIG)
     stacks = values.get("target_parameters")
     for name, possible in DEFAULTS.items():
@@ -510,7 +510,7 @@ def _read_config(folder: Place) -> dict[str, Any]:
     return values
 
 
-def _read_weights(folder: Place) -> Mapping[str, Tensor]:
+def _read_weights(folder: PathLike) -> Mapping[str, Tensor]:
     file = folder / WEIGHTS
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist; weights are only read from safetensors files.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megalight.models.config import DropoutConfig, InitConfig, require, require_choice
-from megalight.models.gpt.config import BackendConfig
+from megalight.models.gpt.config import GPTBackendConfig
 from megalight.nn.mlp import is_gated
 
 # How a vision transformer for squares reads images of any shape, in tiles.
@@ -180,7 +180,7 @@ class VisionConfig:
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     dropout: DropoutConfig = field(default_factory=DropoutConfig)
     init: InitConfig = field(default_factory=InitConfig)
-    backends: BackendConfig = field(default_factory=BackendConfig)
+    backends: GPTBackendConfig = field(default_factory=GPTBackendConfig)
 
     def __post_init__(self) -> None:
         # Recipes give lists, and a configuration must be hashable.

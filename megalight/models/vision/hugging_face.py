@@ -36,7 +36,7 @@ ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": 
 
 
 @dataclass(frozen=True)
-class Kind:
+class TowerKind:
     """A kind of tower.
 
     Attributes:
@@ -64,13 +64,13 @@ BASE = {
     "attention_dropout": 0.0,
 }
 KINDS = {
-    "clip_vision_model": Kind(
+    "clip_vision_model": TowerKind(
         defaults=BASE | {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
         strategy="default",  # without the class token
         fixed={"class_token": True, "patch_bias": False, "input_norm": True},
         like_unused_norm="pre_layrnorm",
     ),
-    "siglip_vision_model": Kind(
+    "siglip_vision_model": TowerKind(
         defaults=BASE | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
         strategy="full",
         fixed={

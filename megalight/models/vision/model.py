@@ -25,7 +25,7 @@ from megalight.nn import (
     TransformerLayer,
     run_layers,
 )
-from megalight.nn.init import Constant, Initializer, Normal
+from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.ops.common import wide
 from megalight.ops.rotary import RotaryAxes
 from megalight.types import PackedSequences
@@ -84,7 +84,7 @@ class PatchEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size, channels, *times, size, size))
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(hidden_size)) if bias else None)
-        self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": Constant(0.0)}
+        self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": ConstantInit(0.0)}
 
     def forward(self, pixels: Tensor) -> Tensor:
         """``[P, patch_values] -> [P, h]``."""
@@ -205,7 +205,7 @@ class LayerScale(nn.Module):
     def __init__(self, hidden_size: int, value: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.initializers: dict[str, Initializer] = {"weight": Constant(value)}
+        self.initializers: dict[str, Initializer] = {"weight": ConstantInit(value)}
 
     def forward(self, x: Tensor) -> Tensor:
         """``[P, h] -> [P, h]``."""

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from megalight.models.family import FAMILIES, Family, Weights, register
+from megalight.models.family import FAMILIES, Family, WeightConversion, register
 from megalight.models.vlm.config import ProjectorConfig as ProjectorConfig
 from megalight.models.vlm.config import VLMConfig as VLMConfig
 from megalight.models.vlm.hugging_face import READERS, config_from_transformers, config_to_transformers, weight_map
@@ -24,7 +24,7 @@ register(
         plan=vlm_plan,
         presets=PRESETS,
         module=lambda: import_module("megalight.models.vlm.module").VLMModule,
-        weights=Weights(
+        weights=WeightConversion(
             tuple(READERS),
             config_from_transformers,
             weight_map,

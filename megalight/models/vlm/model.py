@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalight.data.multimodal.forms import MIXED, NEWLINE
 from megalight.data.multimodal.patches import Mixtures
 from megalight.errors import DataError
-from megalight.models.gpt.model import GPT, Output
+from megalight.models.gpt.model import GPT, GPTOutput
 from megalight.models.vision.model import Pictures, VisionTower
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 from megalight.nn import Activation, LayerNorm, Linear, RMSNorm, TokenEmbedding
@@ -300,7 +300,7 @@ class VLM(GPT):
         pictures: Pictures | Arrived | None = None,
         memory: Tensor | None = None,
         **options: Any,
-    ) -> Output:
+    ) -> GPTOutput:
         """Run the parts that this model has; see :meth:`megalight.models.gpt.model.GPT.forward`.
 
         Args:

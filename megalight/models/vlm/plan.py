@@ -6,10 +6,10 @@ from torch import nn
 
 from megalight.models.gpt.plan import RULES as GPT_RULES
 from megalight.models.vision.model import LayerScale
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import AllRows, Boundary, Column, Dropout, Row, RowExchange, SequenceRegion
 
-TOWER = Plan(
+TOWER = ParallelizePlan(
     {
         # Pixels and positions are whole, so each module takes its share of the rows.
         "*tower.patch": SequenceRegion(split_input=True),
@@ -32,12 +32,12 @@ TOWER = Plan(
 )
 """Rules for the tower and the projector, besides those of layers, which are the same as in the language model."""
 
-ARRIVED = Plan({"*embed.arrived": Boundary(enter="split", leave="gather")})
+ARRIVED = ParallelizePlan({"*embed.arrived": Boundary(enter="split", leave="gather")})
 """Features that arrive are whole. Each rank's share of the text reads some of them, so their gradients are summed."""
 
 RULES = GPT_RULES | TOWER | ARRIVED
 
-APART = RULES | Plan(
+APART = RULES | ParallelizePlan(
     {
         "*projector": Boundary(leave="join"),
         # Under context parallelism, ranks hold runs of the rows of all images.
@@ -49,11 +49,11 @@ APART = RULES | Plan(
 """Rules for a tower without a language model behind it: gradients of its features come whole to all of its ranks."""
 
 
-def vlm_plan(model: nn.Module) -> Plan:
+def vlm_plan(model: nn.Module) -> ParallelizePlan:
     """Return the plan of a vision-language model, of a part of it, or of a module that contains one."""
     return RULES.only(name for name, _ in model.named_modules())
 
 
-def tower_plan(model: nn.Module) -> Plan:
+def tower_plan(model: nn.Module) -> ParallelizePlan:
     """Return the plan of a tower and a projector on their own."""
     return APART.only(name for name, _ in model.named_modules())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalight.nn.adapter import tensor_name
 from megalight.nn.canonical import joined
-from megalight.nn.init import Constant, Initializer, Normal
+from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.nn.moe.dispatch import Grouped
 from megalight.ops.grouped_linear import grouped_linear, grouped_scale
 
@@ -48,7 +48,7 @@ class StackAdapter(nn.Module):
         self.inner_dims: dict[str, int | None] = {"A": None if inner == 0 else 1, "B": rows, "magnitude": rows}
         # the same values as those of a layer that is not stacked
         std = (3 * down.shape[2]) ** -0.5
-        self.initializers: dict[str, Initializer] = {"A": Normal(std), "B": Constant(0.0)}
+        self.initializers: dict[str, Initializer] = {"A": Normal(std), "B": ConstantInit(0.0)}
 
     @property
     def width(self) -> int:

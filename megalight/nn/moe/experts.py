@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalight.nn.adapter import AdapterSet
 from megalight.nn.canonical import joined
-from megalight.nn.init import Constant, Initializer, Normal
+from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.nn.mlp import Activation
 from megalight.nn.moe.dispatch import Dispatcher, Grouped, LocalDispatcher
 from megalight.ops.grouped_linear import grouped_bias, grouped_linear
@@ -75,7 +75,7 @@ class Experts(nn.Module):
         self.adapters = nn.ModuleDict()
         for name, size in (("up_bias", width), ("down_bias", hidden_size)):
             self.register_parameter(name, nn.Parameter(torch.empty(num_experts, size)) if bias else None)
-        zero = Constant(0.0)
+        zero = ConstantInit(0.0)
         self.initializers: dict[str, Initializer] = {
             "up": Normal(std),
             "down": Normal(down_std),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.nn.context import LayerContext
 from megalight.nn.counting import Counting
-from megalight.nn.init import Constant, Initializer, Normal
+from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.nn.moe.balance import count_of, losses
 from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
 from megalight.nn.side_losses import Pool
@@ -164,7 +164,7 @@ class Router(Counting):
         self.jitter = Jitter(self.config.jitter)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.register_parameter("bias", nn.Parameter(torch.empty(num_experts)) if self.config.bias else None)
-        self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": Constant(0.0)}
+        self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": ConstantInit(0.0)}
         self.register_buffer("expert_bias", torch.zeros(num_experts) if self.config.expert_bias else None)
         self.running = RunningLoads()
         self.observed = False

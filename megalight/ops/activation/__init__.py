@@ -18,7 +18,7 @@ KINDS: tuple[str, ...] = tuple(reference.KINDS)
 """Names of the known activations."""
 
 
-class Spec(NamedTuple):
+class ActivationSpec(NamedTuple):
     """A request to an activation: device type, dtype of the input, name of the activation."""
 
     device: str
@@ -26,15 +26,15 @@ class Spec(NamedTuple):
     kind: str
 
 
-GATED: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]] = BackendRegistry("gated")
-ACTIVATION: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]] = BackendRegistry("activation")
-WEIGHTED: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("weighted_activation")
-GATED_PAIR: BackendRegistry[Spec, Callable[[Tensor, Tensor, str], Tensor]] = BackendRegistry("gated_pair")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (GATED, ACTIVATION, WEIGHTED, GATED_PAIR)
-EXAMPLE = Spec("cpu", torch.bfloat16, "silu")
+GATED: BackendRegistry[ActivationSpec, Callable[[Tensor, str], Tensor]] = BackendRegistry("gated")
+ACTIVATION: BackendRegistry[ActivationSpec, Callable[[Tensor, str], Tensor]] = BackendRegistry("activation")
+WEIGHTED: BackendRegistry[ActivationSpec, Callable[..., Tensor]] = BackendRegistry("weighted_activation")
+GATED_PAIR: BackendRegistry[ActivationSpec, Callable[[Tensor, Tensor, str], Tensor]] = BackendRegistry("gated_pair")
+REGISTRIES: tuple[BackendRegistry[ActivationSpec, Any], ...] = (GATED, ACTIVATION, WEIGHTED, GATED_PAIR)
+EXAMPLE = ActivationSpec("cpu", torch.bfloat16, "silu")
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: ActivationSpec) -> str | None:
     return triton_why_not(spec.device, spec.dtype)
 
 
@@ -53,7 +53,9 @@ GATED_PAIR.register(Backend("reference", reference.gated_pair, 0, serve_all))
 
 
 @remembered
-def _choose(registry: BackendRegistry[Spec, Any], spec: Spec, backend: str) -> Callable[..., Tensor]:
+def _choose(
+    registry: BackendRegistry[ActivationSpec, Any], spec: ActivationSpec, backend: str
+) -> Callable[..., Tensor]:
     if spec.kind not in KINDS:
         raise ValueError(f"unknown activation {spec.kind!r}; known: {', '.join(KINDS)}.{nearest(spec.kind, KINDS)}")
     return select(registry, spec, backend)
@@ -86,7 +88,7 @@ def gated(
     """
     # The plain form has more backends, and one that measures.
     if weights is None and not offset and clamp is None:
-        out: Tensor = _choose(GATED, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
+        out: Tensor = _choose(GATED, ActivationSpec(x.device.type, x.dtype, kind), backend)(x, kind)
         return out
     if clamp is not None and clamp <= 0:
         raise ValueError(f"clamp={clamp} must be positive, or None for no limit.")
@@ -104,7 +106,7 @@ def gated_pair(gate: Tensor, up: Tensor, kind: str = "silu", backend: str = "aut
             f"gate is {list(gate.shape)} {gate.dtype} and up {list(up.shape)} {up.dtype}; "
             "shape and dtype must be equal. Cast one of them first."
         )
-    out: Tensor = _choose(GATED_PAIR, Spec(gate.device.type, gate.dtype, kind), backend)(gate, up, kind)
+    out: Tensor = _choose(GATED_PAIR, ActivationSpec(gate.device.type, gate.dtype, kind), backend)(gate, up, kind)
     return out
 
 
@@ -115,7 +117,7 @@ def activation(x: Tensor, kind: str, backend: str = "auto", *, weights: Tensor |
         ValueError: ``kind`` is unknown, or ``weights`` has another shape.
     """
     if weights is None:
-        out: Tensor = _choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
+        out: Tensor = _choose(ACTIVATION, ActivationSpec(x.device.type, x.dtype, kind), backend)(x, kind)
         return out
     return _weighted(x, kind, False, weights, 0.0, None, backend)
 
@@ -127,5 +129,5 @@ def _weighted(
         raise ValueError(
             f"weights {list(weights.shape)} of x {list(x.shape)}; one weight per row is needed: {list(x.shape[:-1])}."
         )
-    run = _choose(WEIGHTED, Spec(x.device.type, x.dtype, kind), backend)
+    run = _choose(WEIGHTED, ActivationSpec(x.device.type, x.dtype, kind), backend)
     return run(x, kind, gates, weights, offset, clamp)

@@ -222,7 +222,7 @@ def _run(
     return (whole, transposed), parts
 
 
-class Spec(NamedTuple):
+class QuantizedActivationSpec(NamedTuple):
     """A request: device type, dtype, name of the activation, schemes of the matrix and of its transpose."""
 
     device: str
@@ -234,8 +234,10 @@ class Spec(NamedTuple):
 
 Forward: TypeAlias = Callable[[Tensor, str, bool, Scheme | None, Scheme | None, Tensor], Told]
 Backward: TypeAlias = Callable[[Tensor, Tensor, str, bool, Scheme | None, Scheme | None, Tensor], Told]
-CAST_ACTIVATION: BackendRegistry[Spec, Forward] = BackendRegistry("cast_activation")
-CAST_ACTIVATION_GRADIENT: BackendRegistry[Spec, Backward] = BackendRegistry("cast_activation_gradient")
+CAST_ACTIVATION: BackendRegistry[QuantizedActivationSpec, Forward] = BackendRegistry("cast_activation")
+CAST_ACTIVATION_GRADIENT: BackendRegistry[QuantizedActivationSpec, Backward] = BackendRegistry(
+    "cast_activation_gradient"
+)
 
 
 def cast_activation(
@@ -260,7 +262,7 @@ def cast_activation(
     Returns:
         the casts, and magnitudes of which the largest is that of what was cast.
     """
-    spec = Spec(x.device.type, x.dtype, kind, rows, columns)
+    spec = QuantizedActivationSpec(x.device.type, x.dtype, kind, rows, columns)
     return _choose(CAST_ACTIVATION, spec, backend)(x, kind, gates, rows, columns, amax)
 
 
@@ -275,12 +277,14 @@ def cast_activation_gradient(
     backend: str = "auto",
 ) -> Told:
     """Cast the gradient of ``x``, rounded to its dtype, from that of the output; see :func:`cast_activation`."""
-    spec = Spec(x.device.type, x.dtype, kind, rows, columns)
+    spec = QuantizedActivationSpec(x.device.type, x.dtype, kind, rows, columns)
     return _choose(CAST_ACTIVATION_GRADIENT, spec, backend)(grad_y, x, kind, gates, rows, columns, amax)
 
 
 @remembered
-def _choose(registry: BackendRegistry[Spec, Any], spec: Spec, backend: str) -> Callable[..., Told]:
+def _choose(
+    registry: BackendRegistry[QuantizedActivationSpec, Any], spec: QuantizedActivationSpec, backend: str
+) -> Callable[..., Told]:
     found: Callable[..., Told] = registry.select(spec, backend).fn
     return found
 
@@ -305,7 +309,7 @@ def _cast_gradient_reference(
     return cast(grad, rows, columns, amax=amax, amax_t=amax), amax_of(grad)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: QuantizedActivationSpec) -> str | None:
     return whole_cast_why_not(spec.dtype, spec.rows, spec.columns) or triton_why_not(spec.device, spec.dtype)
 
 

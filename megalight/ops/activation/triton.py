@@ -151,7 +151,7 @@ def _parts(y: Tensor, grid: tuple[int, int]) -> Tensor:
     return y.new_empty(grid[0] * grid[1], dtype=torch.float32)
 
 
-class _Activation(torch.autograd.Function):
+class _TritonActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
         x, stride = _spaced(x)
@@ -209,7 +209,7 @@ class _Activation(torch.autograd.Function):
 
 
 def _apply(x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
-    out: Tensor = apply(_Activation, x, kind, gated, measure)
+    out: Tensor = apply(_TritonActivation, x, kind, gated, measure)
     return out
 
 

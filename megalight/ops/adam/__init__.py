@@ -47,7 +47,7 @@ class Coded:
         cast_flat(self.out, values, self.scheme, self.amax, self.rounded, largest=self.largest)
 
 
-class Spec(NamedTuple):
+class AdamSpec(NamedTuple):
     """A request to Adam.
 
     Attributes:
@@ -67,18 +67,18 @@ class Spec(NamedTuple):
     contiguous: bool
 
 
-ADAM: BackendRegistry[Spec, Callable[..., None]] = BackendRegistry("adam")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ADAM,)
-EXAMPLE = Spec("cpu", torch.float32, torch.float32, (torch.float32, torch.float32), torch.bfloat16, True)
+ADAM: BackendRegistry[AdamSpec, Callable[..., None]] = BackendRegistry("adam")
+REGISTRIES: tuple[BackendRegistry[AdamSpec, Any], ...] = (ADAM,)
+EXAMPLE = AdamSpec("cpu", torch.float32, torch.float32, (torch.float32, torch.float32), torch.bfloat16, True)
 
 
-def _torch_why_not(spec: Spec) -> str | None:
+def _torch_why_not(spec: AdamSpec) -> str | None:
     if {spec.grad_dtype, *spec.state_dtypes} != {spec.dtype}:
         return f"needs gradients and moments in the dtype of the parameters, {spec.dtype}"
     return None
 
 
-def _chunked_why_not(spec: Spec) -> str | None:
+def _chunked_why_not(spec: AdamSpec) -> str | None:
     if not spec.contiguous or spec.dtype.itemsize < 4:
         return "needs contiguous parameters of 32 or 64 bits"
     if spec.device != "cpu" and _torch_why_not(spec) is None:
@@ -86,7 +86,7 @@ def _chunked_why_not(spec: Spec) -> str | None:
     return None
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: AdamSpec) -> str | None:
     if not spec.contiguous:
         return "needs contiguous tensors"
     out = () if spec.out_dtype is None else (spec.out_dtype,)
@@ -101,12 +101,12 @@ ADAM.register(Backend("reference", reference.adam_step, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., None]:
+def _choose(spec: AdamSpec, backend: str) -> Callable[..., None]:
     return ADAM.select(spec, backend).fn
 
 
 @remembered
-def _codes_too(spec: Spec, backend: str) -> bool:
+def _codes_too(spec: AdamSpec, backend: str) -> bool:
     """Whether the chosen kernel also writes codes."""
     return spec.dtype == torch.float32 and ADAM.select(spec, backend).name == "triton"
 
@@ -164,7 +164,7 @@ def adam_step(
     if coded is not None and out is not None:
         raise ConfigurationError("adam_step writes out or coded: a copy of the new parameters, or codes. Give one.")
     tensors = (param, grad, exp_avg, exp_avg_sq) if out is None else (param, grad, exp_avg, exp_avg_sq, out)
-    spec = Spec(
+    spec = AdamSpec(
         param.device.type,
         param.dtype,
         grad.dtype,

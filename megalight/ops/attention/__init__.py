@@ -32,7 +32,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
 
-class Spec(NamedTuple):
+class AttentionSpec(NamedTuple):
     """A request to attention.
 
     Attributes:
@@ -78,18 +78,18 @@ FEW = 64
 NEAR = 1024
 """Keys below which the fixed costs of a kernel count as much as its products."""
 
-ATTENTION: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("attention")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ATTENTION,)
-EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128, True, True, True, True, False, False, False, False)
+ATTENTION: BackendRegistry[AttentionSpec, Callable[..., Tensor]] = BackendRegistry("attention")
+REGISTRIES: tuple[BackendRegistry[AttentionSpec, Any], ...] = (ATTENTION,)
+EXAMPLE = AttentionSpec("cpu", torch.bfloat16, 128, 128, True, True, True, True, False, False, False, False)
 
 
-def _sdpa_why_not(spec: Spec) -> str | None:
+def _sdpa_why_not(spec: AttentionSpec) -> str | None:
     if spec.softcap:
         return "has no soft cap on scores"
     return "has no sinks" if spec.sink else None
 
 
-def _kernel_why_not(spec: Spec, widest: int) -> str | None:
+def _kernel_why_not(spec: AttentionSpec, widest: int) -> str | None:
     """Return what both CUDA kernels, the dense and the packed one, cannot serve."""
     heads = heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, widest)
     return heads or _sdpa_why_not(spec) or cuda_why_not(spec.device)
@@ -110,7 +110,7 @@ def wider_heads(device: str) -> bool:
     return torch.cuda.get_device_capability() == (9, 0) and version >= SINCE
 
 
-def _cudnn_why_not(spec: Spec) -> str | None:
+def _cudnn_why_not(spec: AttentionSpec) -> str | None:
     if not spec.uniform:
         return "needs equally long sequences"
     if not spec.square:
@@ -124,17 +124,17 @@ def _cudnn_why_not(spec: Spec) -> str | None:
     )
 
 
-def _cudnn_slower(spec: Spec) -> str | None:
+def _cudnn_slower(spec: AttentionSpec) -> str | None:
     return "our kernels for Hopper are faster" if spec.swift else None
 
 
-def _varlen_why_not(spec: Spec) -> str | None:
+def _varlen_why_not(spec: AttentionSpec) -> str | None:
     if spec.value_dim < spec.head_dim:
         spec = spec._replace(value_dim=spec.head_dim)  # values are padded
     return _kernel_why_not(spec, 256)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: AttentionSpec) -> str | None:
     if spec.dropout:
         return "has no dropout"
     if spec.few:
@@ -142,13 +142,13 @@ def _triton_why_not(spec: Spec) -> str | None:
     return triton_heads_why_not(spec.device, spec.dtype, spec.head_dim, spec.value_dim)
 
 
-def _triton_slower(spec: Spec) -> str | None:
+def _triton_slower(spec: AttentionSpec) -> str | None:
     if spec.uniform and spec.square and not (spec.window or spec.softcap or spec.swift):
         return "the kernels of cuDNN are faster without windows, soft caps and packed sequences"
     return None
 
 
-def _flex_why_not(spec: Spec) -> str | None:
+def _flex_why_not(spec: AttentionSpec) -> str | None:
     if not spec.softcap:
         return "serves attention with a soft cap only: others are faster without"
     if not spec.square:
@@ -160,7 +160,7 @@ def _flex_why_not(spec: Spec) -> str | None:
     return cuda_why_not(spec.device) or triton_why_not(spec.device, spec.dtype)
 
 
-def _block_why_not(spec: Spec) -> str | None:
+def _block_why_not(spec: AttentionSpec) -> str | None:
     if not spec.sink:
         return "serves attention with sinks only: others are faster without"
     if spec.softcap:
@@ -179,7 +179,7 @@ ATTENTION.register(Backend("reference", reference.attention, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
+def _choose(spec: AttentionSpec, backend: str) -> Callable[..., Tensor]:
     return ATTENTION.select(spec, backend).fn
 
 
@@ -248,7 +248,7 @@ def attention(
         if rows is not None:
             k, v = k.index_select(0, rows), v.index_select(0, rows)
     uniform = sequences.uniform is not None and (keys is None or keys.uniform is not None)
-    spec = Spec(
+    spec = AttentionSpec(
         q.device.type,
         q.dtype,
         q.shape[-1],

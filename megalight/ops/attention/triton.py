@@ -165,11 +165,11 @@ def attention(
     """Attention of all sequences, in one kernel forward and three backward."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x if describable(x) else x.contiguous() for x in (q, k, v))
-    out: Tensor = apply(_Attention, q, k, v, sink, sequences, (causal, scale, window, softcap))
+    out: Tensor = apply(_TritonAttention, q, k, v, sink, sequences, (causal, scale, window, softcap))
     return out
 
 
-class _Attention(torch.autograd.Function):
+class _TritonAttention(torch.autograd.Function):
     """``q [T, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], sink [H] -> [T, H, Dv]``."""
 
     @staticmethod

@@ -21,7 +21,7 @@ from megalight.ops.attention_block import block_attention, block_attention_backw
 from megalight.ops.attention_merge import merge
 from megalight.ops.common import apply, once_differentiable, wide
 from megalight.types import PackedSequences, to_device
-from megalight.types.packed_sequences import Later
+from megalight.types.packed_sequences import LaterTokens
 
 
 def sink_attention(
@@ -187,7 +187,7 @@ def mutual_attention(
     new_k: Tensor,
     new_v: Tensor,
     sequences: PackedSequences,
-    later: Later,
+    later: LaterTokens,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -224,7 +224,7 @@ class _Mutual(torch.autograd.Function):
         new_k: Tensor,
         new_v: Tensor,
         sequences: PackedSequences,
-        later: Later,
+        later: LaterTokens,
         scale: float | None,
         window: int | None,
     ) -> Tensor:

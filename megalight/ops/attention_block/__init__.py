@@ -23,7 +23,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
 
-class Spec(NamedTuple):
+class AttentionBlockSpec(NamedTuple):
     """A request to block attention.
 
     Attributes:
@@ -51,23 +51,23 @@ class Spec(NamedTuple):
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
-ATTENTION_BLOCK: BackendRegistry[Spec, Forward] = BackendRegistry("attention_block")
-ATTENTION_BLOCK_BACKWARD: BackendRegistry[Spec, Backward] = BackendRegistry("attention_block_backward")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD)
+ATTENTION_BLOCK: BackendRegistry[AttentionBlockSpec, Forward] = BackendRegistry("attention_block")
+ATTENTION_BLOCK_BACKWARD: BackendRegistry[AttentionBlockSpec, Backward] = BackendRegistry("attention_block_backward")
+REGISTRIES: tuple[BackendRegistry[AttentionBlockSpec, Any], ...] = (ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD)
 LONG = 8192
 """Keys that a query sees on average from which the backward kernels for Hopper serve dense blocks. On an H200, with 32
 query heads, cuDNN took 1.00 to 1.06 of their time for 4096 queries and 16,384 keys, 1.04 to 1.09 for 16,384 queries and
 as many keys or four times as many, and 0.71 for 1024 and 4096. Its forward kernels are as fast as ours, or faster."""
-EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128, True, False, False)
+EXAMPLE = AttentionBlockSpec("cpu", torch.bfloat16, 128, 128, True, False, False)
 
 
-def _kernel_why_not(spec: Spec, widest: int) -> str | None:
+def _kernel_why_not(spec: AttentionBlockSpec, widest: int) -> str | None:
     """Return what both CUDA kernels cannot serve."""
     heads = heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, widest)
     return heads or cuda_why_not(spec.device)
 
 
-def _cudnn_why_not(spec: Spec) -> str | None:
+def _cudnn_why_not(spec: AttentionBlockSpec) -> str | None:
     if not spec.dense:
         return "needs equally long sequences"
     if spec.single:
@@ -79,24 +79,24 @@ def _cudnn_why_not(spec: Spec) -> str | None:
     )
 
 
-def _cudnn_slower(spec: Spec) -> str | None:
+def _cudnn_slower(spec: AttentionBlockSpec) -> str | None:
     return "our backward kernels for Hopper are faster" if spec.swift else None
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: AttentionBlockSpec) -> str | None:
     return triton_heads_why_not(spec.device, spec.dtype, spec.head_dim, spec.value_dim)
 
 
-def _triton_slower(spec: Spec) -> str | None:
+def _triton_slower(spec: AttentionBlockSpec) -> str | None:
     plain = spec.dense and not spec.window
     return "the kernels of cuDNN are faster for dense blocks without windows" if plain else None
 
 
-def _triton_backward_slower(spec: Spec) -> str | None:
+def _triton_backward_slower(spec: AttentionBlockSpec) -> str | None:
     return None if spec.swift else _triton_slower(spec)
 
 
-def _varlen_why_not(spec: Spec) -> str | None:
+def _varlen_why_not(spec: AttentionBlockSpec) -> str | None:
     # Narrower values can be widened to the kernel's one size of heads; wider ones cannot.
     if spec.value_dim < spec.head_dim:
         spec = spec._replace(value_dim=spec.head_dim)  # values are padded
@@ -124,11 +124,15 @@ _beats_cudnn = lazy("megalight.ops.attention.hopper", "beats_cudnn")
 
 
 @remembered
-def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
+def _choose(
+    registry: BackendRegistry[AttentionBlockSpec, Callable[..., Any]], spec: AttentionBlockSpec, backend: str
+) -> Callable[..., Any]:
     return registry.select(spec, backend).fn
 
 
-def _spec(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, window: int | None) -> Spec:
+def _spec(
+    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, window: int | None
+) -> AttentionBlockSpec:
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
         raise LayoutError(
@@ -144,7 +148,9 @@ def _spec(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, ca
     dense = sequences is None
     single = dense and min(q.shape[1], k.shape[1]) < 2
     swift = dense and _beats_cudnn(q, k, v, packed(q, k), causal, window, LONG)
-    return Spec(q.device.type, q.dtype, q.shape[-1], v.shape[-1], dense, single, window is not None, swift)
+    return AttentionBlockSpec(
+        q.device.type, q.dtype, q.shape[-1], v.shape[-1], dense, single, window is not None, swift
+    )
 
 
 def block_attention(

@@ -12,36 +12,36 @@ from torch import Tensor
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.cross_entropy import chunked, reference
 from megalight.ops.cross_entropy import reference as native
-from megalight.ops.cross_entropy.chunked import Combine, Rows
+from megalight.ops.cross_entropy.chunked import Combine, CrossEntropyKernels
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
-class Spec(NamedTuple):
+class CrossEntropySpec(NamedTuple):
     """A request to the loss: device type, dtype of the hidden states."""
 
     device: str
     dtype: torch.dtype
 
 
-CROSS_ENTROPY: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("linear_cross_entropy")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (CROSS_ENTROPY,)
-EXAMPLE = Spec("cpu", torch.bfloat16)
+CROSS_ENTROPY: BackendRegistry[CrossEntropySpec, Callable[..., Tensor]] = BackendRegistry("linear_cross_entropy")
+REGISTRIES: tuple[BackendRegistry[CrossEntropySpec, Any], ...] = (CROSS_ENTROPY,)
+EXAMPLE = CrossEntropySpec("cpu", torch.bfloat16)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: CrossEntropySpec) -> str | None:
     return triton_why_not(spec.device, spec.dtype)
 
 
 _KERNELS = "megalight.ops.cross_entropy.triton"
-_TRITON = Rows(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "gradient_"))
-_TORCH = Rows(native.statistics, native.gradient_)
+_TRITON = CrossEntropyKernels(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "gradient_"))
+_TORCH = CrossEntropyKernels(native.statistics, native.gradient_)
 CROSS_ENTROPY.register(Backend("triton", partial(chunked.linear_cross_entropy, _TRITON), 20, _triton_why_not))
 CROSS_ENTROPY.register(Backend("torch", partial(chunked.linear_cross_entropy, _TORCH), 10, serve_all))
 CROSS_ENTROPY.register(Backend("reference", reference.linear_cross_entropy, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
+def _choose(spec: CrossEntropySpec, backend: str) -> Callable[..., Tensor]:
     return CROSS_ENTROPY.select(spec, backend).fn
 
 
@@ -85,5 +85,5 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     real = first_row + weight.shape[0] if num_rows is None else num_rows
-    fn = _choose(Spec(device, hidden.dtype), backend)
+    fn = _choose(CrossEntropySpec(device, hidden.dtype), backend)
     return fn(hidden, weight, labels, bias, softcap, chunk, first_row, real, combine)

@@ -30,7 +30,7 @@ TILE = 128
 
 
 @dataclass(frozen=True)
-class Rows:
+class CrossEntropyKernels:
     """The row-wise kernels of a backend.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CrossEntropyConstants:
     """The constants of one call.
 
     Attributes:
@@ -54,7 +54,7 @@ class Plan:
         softcap: soft cap of the logits.
     """
 
-    rows: Rows
+    rows: CrossEntropyKernels
     chunk: int
     kept: int
     real: int
@@ -62,7 +62,7 @@ class Plan:
 
 
 def linear_cross_entropy(
-    rows: Rows,
+    rows: CrossEntropyKernels,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -78,7 +78,7 @@ def linear_cross_entropy(
     # `kept` is 0 without a graph (evaluation): logits of one chunk at a time exist then.
     chunk, kept = cut(hidden.shape[0], size * hidden.element_size(), chunk, memory_of(hidden.device) * SHARE)
     real = max(0, min(size, num_rows - first_row))
-    plan = Plan(rows, chunk, kept if torch.is_grad_enabled() else 0, real, softcap)
+    plan = CrossEntropyConstants(rows, chunk, kept if torch.is_grad_enabled() else 0, real, softcap)
     # Labels relative to the first row of this weight. Ignored labels, and labels of earlier rows, are negative.
     local = labels if first_row == 0 else (labels - first_row).where(labels >= 0, labels)
     # `ignored` is a tensor of its own: the subtraction above makes labels of earlier ranks' rows negative too, and
@@ -127,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         ignored: Tensor,
-        plan: Plan,
+        plan: CrossEntropyConstants,
         combine: Combine | None,
     ) -> Tensor:
         tokens = hidden.shape[0]

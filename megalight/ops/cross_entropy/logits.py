@@ -71,7 +71,7 @@ def propagate(
         if grad_hidden is not None:
             _times_weight(logits, weight.to(logits.dtype), rows, grad_hidden[part])
         if main is not None:
-            spec = weight_gradient.Spec(logits.device.type, logits.dtype, main.dtype)
+            spec = weight_gradient.WeightGradientSpec(logits.device.type, logits.dtype, main.dtype)
             # `touch()` is True for the first write of a step only: the first chunk overwrites, later chunks add.
             first = state_of(weight).touch()
             for block in rows:

@@ -14,7 +14,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
 
-class Spec(NamedTuple):
+class DeltaRuleSpec(NamedTuple):
     """A request to the rule.
 
     Attributes:
@@ -30,16 +30,18 @@ class Spec(NamedTuple):
     value_dim: int
 
 
-DELTA_RULE: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("delta_rule")
-CONTINUED: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("delta_rule_continued")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (DELTA_RULE, CONTINUED)
-EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128)
+DELTA_RULE: BackendRegistry[DeltaRuleSpec, Callable[..., Tensor]] = BackendRegistry("delta_rule")
+CONTINUED: BackendRegistry[DeltaRuleSpec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry(
+    "delta_rule_continued"
+)
+REGISTRIES: tuple[BackendRegistry[DeltaRuleSpec, Any], ...] = (DELTA_RULE, CONTINUED)
+EXAMPLE = DeltaRuleSpec("cpu", torch.bfloat16, 128, 128)
 
 WIDEST = 128
 """Most features of keys and of values whose states fit into the registers of the kernels."""
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: DeltaRuleSpec) -> str | None:
     if spec.dtype not in HALF:
         return f"serves bfloat16 and float16, not {spec.dtype}"
     if max(spec.key_dim, spec.value_dim) > WIDEST:
@@ -54,12 +56,12 @@ DELTA_RULE.register(Backend("reference", reference.delta_rule, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
+def _choose(spec: DeltaRuleSpec, backend: str) -> Callable[..., Tensor]:
     return DELTA_RULE.select(spec, backend).fn
 
 
 @remembered
-def _choose_continued(spec: Spec) -> Callable[..., tuple[Tensor, Tensor]]:
+def _choose_continued(spec: DeltaRuleSpec) -> Callable[..., tuple[Tensor, Tensor]]:
     return CONTINUED.select(spec).fn
 
 
@@ -89,7 +91,7 @@ def delta_rule(
     Returns:
         ``[T, H, V]`` in the dtype of ``v``.
     """
-    spec = Spec(v.device.type, v.dtype, k.shape[-1], v.shape[-1])
+    spec = DeltaRuleSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1])
     return _choose(spec, backend)(q, k, v, decay, beta, sequences)
 
 
@@ -100,5 +102,5 @@ def delta_rule_continued(
     # Decoding is one product per token. The kernels that take a state have no gradients.
     if torch.is_grad_enabled() or max(sequences.lengths) == 1:
         return reference.continued(q, k, v, decay, beta, sequences.lengths, states)
-    spec = Spec(v.device.type, v.dtype, k.shape[-1], v.shape[-1])
+    spec = DeltaRuleSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1])
     return _choose_continued(spec)(q, k, v, decay, beta, sequences.lengths, states)

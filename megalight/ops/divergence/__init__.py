@@ -15,7 +15,7 @@ from megalight.ops.divergence import chunked
 from megalight.ops.divergence import chunked as native
 from megalight.ops.divergence import top_k as top
 from megalight.ops.divergence.spec import KINDS as KINDS
-from megalight.ops.divergence.spec import Measure, Rows
+from megalight.ops.divergence.spec import DivergenceKernels, Measure
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import TopTokens
 
@@ -23,7 +23,7 @@ TOP_KINDS = ("forward_kl", "cross_entropy")
 """Divergences from stored tokens. Others would need the teacher's distribution inside the bucket."""
 
 
-class Spec(NamedTuple):
+class DivergenceSpec(NamedTuple):
     """A request to the divergence: device type, dtypes of the student's and of the teacher's hidden states."""
 
     device: str
@@ -31,24 +31,26 @@ class Spec(NamedTuple):
     teacher_dtype: torch.dtype
 
 
-DIVERGENCE: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor | None]]] = BackendRegistry("linear_divergence")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (DIVERGENCE,)
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16)
+DIVERGENCE: BackendRegistry[DivergenceSpec, Callable[..., tuple[Tensor, Tensor | None]]] = BackendRegistry(
+    "linear_divergence"
+)
+REGISTRIES: tuple[BackendRegistry[DivergenceSpec, Any], ...] = (DIVERGENCE,)
+EXAMPLE = DivergenceSpec("cpu", torch.bfloat16, torch.bfloat16)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: DivergenceSpec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.teacher_dtype)
 
 
 _KERNELS = "megalight.ops.divergence.triton"
-_TRITON = Rows(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "sums"), lazy(_KERNELS, "gradient_"))
-_TORCH = Rows(native.statistics, native.sums, native.gradient_)
+_TRITON = DivergenceKernels(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "sums"), lazy(_KERNELS, "gradient_"))
+_TORCH = DivergenceKernels(native.statistics, native.sums, native.gradient_)
 DIVERGENCE.register(Backend("triton", partial(chunked.linear_divergence, _TRITON), 20, _triton_why_not))
 DIVERGENCE.register(Backend("reference", partial(chunked.linear_divergence, _TORCH), 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _choose(spec: DivergenceSpec, backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return DIVERGENCE.select(spec, backend).fn
 
 
@@ -112,7 +114,7 @@ def linear_divergence(
         entropy = {"forward_kl": True, "cross_entropy": False}[kind]
         return top.top_divergence(student, teacher, labels, temperature, own, chunk, first_row, real, combine, entropy)
     teacher = _as_autocast(teacher)
-    fn = _choose(Spec(student.hidden.device.type, student.hidden.dtype, teacher.hidden.dtype), backend)
+    fn = _choose(DivergenceSpec(student.hidden.device.type, student.hidden.dtype, teacher.hidden.dtype), backend)
     measure = Measure(kind, temperature, own, real, (student.softcap, teacher.softcap))
     return fn(student, teacher, labels, measure, chunk, first_row, combine)
 

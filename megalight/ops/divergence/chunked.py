@@ -13,7 +13,7 @@ from megalight.ops.common import once_differentiable, wide
 from megalight.ops.cross_entropy import reference
 from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, memory_of
 from megalight.ops.cross_entropy.logits import logits_of, propagate
-from megalight.ops.divergence.spec import KINDS, Measure, Rows
+from megalight.ops.divergence.spec import KINDS, DivergenceKernels, Measure
 
 if TYPE_CHECKING:
     from megalight.ops.divergence import Projection
@@ -41,7 +41,7 @@ def _logs(
 
 
 def statistics(student: Tensor, teacher: Tensor, labels: Tensor, measure: Measure) -> tuple[Tensor, Tensor]:
-    """See :class:`~megalight.ops.divergence.spec.Rows`."""
+    """See :class:`~megalight.ops.divergence.spec.DivergenceKernels`."""
     logsumexp = torch.full((3, len(labels)), -torch.inf, dtype=wide(student.dtype), device=student.device)
     logsumexp[2] = 0
     target = torch.zeros_like(logsumexp[0])
@@ -55,7 +55,7 @@ def statistics(student: Tensor, teacher: Tensor, labels: Tensor, measure: Measur
 
 
 def sums(student: Tensor, teacher: Tensor, logsumexp: Tensor, measure: Measure) -> Tensor:
-    """See :class:`~megalight.ops.divergence.spec.Rows`."""
+    """See :class:`~megalight.ops.divergence.spec.DivergenceKernels`."""
     found = torch.zeros_like(logsumexp[:2])
     for block, log_p, log_q in _logs(student, teacher, logsumexp, measure):
         terms, slopes = KINDS[measure.kind](log_p, log_q)
@@ -73,7 +73,7 @@ def gradient_(
     grad_own: Tensor,
     measure: Measure,
 ) -> None:
-    """See :class:`~megalight.ops.divergence.spec.Rows`."""
+    """See :class:`~megalight.ops.divergence.spec.DivergenceKernels`."""
     real, cap = measure.real, measure.caps[0]
     student[:, real:] = 0
     for block, log_p, log_q in _logs(student, teacher, logsumexp, measure):
@@ -93,7 +93,7 @@ def gradient_(
 
 
 @dataclass(frozen=True)
-class Plan:
+class DivergenceConstants:
     """The constants of one call; see the public function.
 
     Attributes:
@@ -103,14 +103,14 @@ class Plan:
         kept: number of chunks, the first ones, whose logits are kept.
     """
 
-    rows: Rows
+    rows: DivergenceKernels
     measure: Measure
     chunk: int
     kept: int
 
 
 def linear_divergence(
-    rows: Rows,
+    rows: DivergenceKernels,
     student: Projection,
     teacher: Projection,
     labels: Tensor,
@@ -132,7 +132,7 @@ def linear_divergence(
         teacher.bias,
         local,
         labels < 0,
-        Plan(rows, measure, chunk, kept),
+        DivergenceConstants(rows, measure, chunk, kept),
         combine,
     )
     return divergence, losses if measure.own else None
@@ -150,7 +150,7 @@ class _LinearDivergence(torch.autograd.Function):
         teacher_bias: Tensor | None,
         labels: Tensor,
         ignored: Tensor,
-        plan: Plan,
+        plan: DivergenceConstants,
         combine: Combine | None,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
@@ -187,7 +187,7 @@ class _LinearDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_own: Tensor) -> tuple[Tensor | None, ...]:
         hidden, teacher, labels, ignored, logsumexp, slopes = ctx.saved_tensors
         weight, bias, teacher_weight, teacher_bias = ctx.weights
-        plan: Plan = ctx.plan
+        plan: DivergenceConstants = ctx.plan
         kept, ctx.kept = ctx.kept, []  # they are overwritten below; a second backward computes them again
         hidden, teacher = _without(ignored, hidden), _without(ignored, teacher)
         sides = ((hidden, weight, bias), (teacher, teacher_weight, teacher_bias))

@@ -76,7 +76,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DivergenceKernels:
     """The row-wise kernels of a backend. Logits are ``[T, V]``; labels outside ``[0, real)`` are in another part.
 
     Attributes:

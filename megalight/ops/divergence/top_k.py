@@ -24,7 +24,7 @@ NOTHING = -1e30
 
 
 @dataclass(frozen=True)
-class Plan:
+class TopKConstants:
     """The constants of one call; see the public function.
 
     Attributes:
@@ -61,7 +61,7 @@ def top_divergence(
     """Implement :func:`megalight.ops.divergence.linear_divergence` for ``[T, K]`` stored tokens."""
     bytes_of_row = student.weight.shape[0] * student.hidden.element_size()
     chunk, kept = cut(student.hidden.shape[0], bytes_of_row, chunk, memory_of(student.hidden.device) * SHARE)
-    plan = Plan(temperature, own, chunk, kept, real, first_row, student.softcap, entropy)
+    plan = TopKConstants(temperature, own, chunk, kept, real, first_row, student.softcap, entropy)
     # Logarithms on disk are rounded. Divided by their sum, they are a distribution again.
     logs = torch.cat([teacher.log_probs, teacher.log_rest[:, None]], 1).to(wide(student.hidden.dtype)).log_softmax(1)
     divergence, losses = _TopDivergence.apply(  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ class _TopDivergence(torch.autograd.Function):
         ids: Tensor,
         logs: Tensor,
         labels: Tensor,
-        plan: Plan,
+        plan: TopKConstants,
         combine: Combine | None,
     ) -> tuple[Tensor, Tensor]:
         tokens, ignored = hidden.shape[0], labels < 0
@@ -127,7 +127,7 @@ class _TopDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_own: Tensor) -> tuple[Tensor | None, ...]:
         hidden, ids, probs, labels, logsumexp = ctx.saved_tensors
         weight, bias = ctx.weights
-        plan: Plan = ctx.plan
+        plan: TopKConstants = ctx.plan
         kept, ctx.kept = ctx.kept, []  # they are overwritten below; a second backward computes them again
         ignored = labels < 0
         hidden = hidden.masked_fill(ignored[:, None], 0)
@@ -149,19 +149,19 @@ def _parts(tokens: int, chunk: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
 
 
-def _capped(logits: Tensor, plan: Plan) -> Tensor:
+def _capped(logits: Tensor, plan: TopKConstants) -> Tensor:
     logits = logits[:, : plan.real].to(wide(logits.dtype))
     return logits if plan.softcap is None else plan.softcap * torch.tanh(logits / plan.softcap)
 
 
-def _blocks(logits: Tensor, plan: Plan) -> Iterator[tuple[slice, Tensor]]:
+def _blocks(logits: Tensor, plan: TopKConstants) -> Iterator[tuple[slice, Tensor]]:
     """Yield blocks of rows with the student's logits at the temperature."""
     # Without real rows, this part of the vocabulary has probability 0.
     for block in reference.blocks(logits) if plan.real else ():
         yield block, _capped(logits[block], plan) / plan.temperature
 
 
-def _columns(ids: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def _columns(ids: Tensor, plan: TopKConstants) -> tuple[Tensor, Tensor]:
     """Return the columns of ids in this part of the vocabulary, and which ids lie in it; the others have any column."""
     local = ids.long() - plan.first_row
     return local.clamp(0, plan.real - 1), (local >= 0) & (local < plan.real)
@@ -182,7 +182,7 @@ def _gradient_(
     logsumexp: Tensor,
     grad: Tensor,
     grad_own: Tensor,
-    plan: Plan,
+    plan: TopKConstants,
 ) -> None:
     """Overwrite the logits with the gradient of ``sum(grad * divergence + grad_own * loss)``."""
     logits[:, plan.real :] = 0

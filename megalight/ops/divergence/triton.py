@@ -213,7 +213,7 @@ def _both_widths(student: Tensor, teacher: Tensor, columns: int) -> int:
 
 
 def statistics(student: Tensor, teacher: Tensor, labels: Tensor, measure: Measure) -> tuple[Tensor, Tensor]:
-    """See :class:`~megalight.ops.divergence.spec.Rows`."""
+    """See :class:`~megalight.ops.divergence.spec.DivergenceKernels`."""
     tokens = student.shape[0]
     logsumexp = torch.empty(3, tokens, dtype=torch.float32, device=student.device)
     target = torch.empty_like(logsumexp[0])
@@ -235,7 +235,7 @@ def statistics(student: Tensor, teacher: Tensor, labels: Tensor, measure: Measur
 
 
 def sums(student: Tensor, teacher: Tensor, logsumexp: Tensor, measure: Measure) -> Tensor:
-    """See :class:`~megalight.ops.divergence.spec.Rows`."""
+    """See :class:`~megalight.ops.divergence.spec.DivergenceKernels`."""
     tokens = student.shape[0]
     found = torch.empty(2, tokens, dtype=torch.float32, device=student.device)
     _sums[(tokens,)](
@@ -265,7 +265,7 @@ def gradient_(
     grad_own: Tensor,
     measure: Measure,
 ) -> None:
-    """See :class:`~megalight.ops.divergence.spec.Rows`. Padding between rows may be overwritten."""
+    """See :class:`~megalight.ops.divergence.spec.DivergenceKernels`. Padding between rows may be overwritten."""
     tokens, size = student.shape
     block = min(GRADIENT_BLOCK, next_power(size))
     _gradient[(tokens, cdiv(size, block))](

@@ -14,16 +14,25 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.grouped_linear import low_precision
-from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, Spec, choose
+from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, GroupedLinearSpec, choose
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.linear.weight_gradient import queue_for
 from megalight.ops.parameter import main_grad_of, stack_precision_of, state_of
 from megalight.ops.quantized_weight import readable
 from megalight.registry import BackendRegistry
 
-__all__ = ["EXAMPLE", "PRODUCT", "REGISTRIES", "WGRAD", "Spec", "grouped_bias", "grouped_linear", "grouped_scale"]
+__all__ = [
+    "EXAMPLE",
+    "PRODUCT",
+    "REGISTRIES",
+    "WGRAD",
+    "GroupedLinearSpec",
+    "grouped_bias",
+    "grouped_linear",
+    "grouped_scale",
+]
 
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (PRODUCT, WGRAD)
+REGISTRIES: tuple[BackendRegistry[GroupedLinearSpec, Any], ...] = (PRODUCT, WGRAD)
 
 
 def grouped_linear(
@@ -107,7 +116,9 @@ def _product(
     x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool, backend: str
 ) -> Tensor:
     weight = readable(weight).to(x.dtype)
-    out: Tensor = choose(PRODUCT, Spec.of(x, weight, sizes), backend)(x, weight, offsets, sizes, transposed)
+    out: Tensor = choose(PRODUCT, GroupedLinearSpec.of(x, weight, sizes), backend)(
+        x, weight, offsets, sizes, transposed
+    )
     return out
 
 
@@ -121,7 +132,7 @@ def add_weight_gradient(
     state = state_of(weight)
     main_grad, write = state.main_grad, state.touch()
     assert main_grad is not None
-    choose(WGRAD, Spec.of(x, main_grad, sizes))(main_grad, grad_y, x, offsets, sizes, write)
+    choose(WGRAD, GroupedLinearSpec.of(x, main_grad, sizes))(main_grad, grad_y, x, offsets, sizes, write)
     state.mark_grad_ready()
 
 
@@ -151,7 +162,7 @@ class _GroupedLinear(torch.autograd.Function):
         if main_grad_of(weight) is None:
             # `empty` is safe: with write=True, experts without rows are written too (zeros).
             grad_weight = torch.empty_like(weight)
-            choose(WGRAD, Spec.of(x, weight, sizes))(grad_weight, grad_y, x, offsets, sizes, True)
+            choose(WGRAD, GroupedLinearSpec.of(x, weight, sizes))(grad_weight, grad_y, x, offsets, sizes, True)
             return grad_x, grad_weight, None, None, None
         if (queue := queue_for(weight)) is not None:
             held = x.detach()  # a saved tensor would keep its autograd graph alive

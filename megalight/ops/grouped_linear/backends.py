@@ -76,7 +76,7 @@ def native_accumulate(
     main_grad: Tensor, grad_y: Tensor, x: Tensor, offsets: Tensor, sizes: Sequence[int] | None, write: bool
 ) -> None:
     """Add each group's ``grad_y^T x`` by the backend of dense layers, or write it."""
-    add = weight_gradient.choose(weight_gradient.Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))
+    add = weight_gradient.choose(weight_gradient.WeightGradientSpec(grad_y.device.type, grad_y.dtype, main_grad.dtype))
     for expert, rows in groups(offsets, sizes):
         if rows.start != rows.stop:
             add(main_grad[expert], grad_y[rows], x[rows], write)
@@ -91,7 +91,7 @@ Accumulate: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, "Sequence[int]
 """``(main_grad [E, out, in], grad_y [R, out], x [R, in], offsets, sizes, write)``: adds in place, or overwrites."""
 
 
-class Spec(NamedTuple):
+class GroupedLinearSpec(NamedTuple):
     """A request to a grouped product.
 
     Attributes:
@@ -109,18 +109,18 @@ class Spec(NamedTuple):
     aligned: bool
 
     @staticmethod
-    def of(x: Tensor, weight: Tensor, sizes: Sequence[int] | None) -> Spec:
+    def of(x: Tensor, weight: Tensor, sizes: Sequence[int] | None) -> GroupedLinearSpec:
         """Return the request of these tensors."""
         aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-        return Spec(x.device.type, x.dtype, weight.dtype, sizes is not None, aligned)
+        return GroupedLinearSpec(x.device.type, x.dtype, weight.dtype, sizes is not None, aligned)
 
 
-PRODUCT: BackendRegistry[Spec, Product] = BackendRegistry("grouped_product")
-WGRAD: BackendRegistry[Spec, Accumulate] = BackendRegistry("grouped_weight_gradient")
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, False, True)
+PRODUCT: BackendRegistry[GroupedLinearSpec, Product] = BackendRegistry("grouped_product")
+WGRAD: BackendRegistry[GroupedLinearSpec, Accumulate] = BackendRegistry("grouped_weight_gradient")
+EXAMPLE = GroupedLinearSpec("cpu", torch.bfloat16, torch.bfloat16, False, True)
 
 
-def _hopper_why_not(spec: Spec) -> str | None:
+def _hopper_why_not(spec: GroupedLinearSpec) -> str | None:
     """Why kernels for Hopper, which load tiles by TMA, cannot serve."""
     if spec.dtype not in HALF:
         return f"serves bfloat16 and float16, not {spec.dtype}"
@@ -132,13 +132,13 @@ def _hopper_why_not(spec: Spec) -> str | None:
     return None if major >= 9 else f"needs a GPU of compute capability 9.0, not {major}.{minor}"
 
 
-def _product_why_not(spec: Spec) -> str | None:
+def _product_why_not(spec: GroupedLinearSpec) -> str | None:
     if spec.weight_dtype != spec.dtype:
         return f"needs a weight of {spec.dtype}, not of {spec.weight_dtype}"
     return _hopper_why_not(spec)
 
 
-def _grouped_mm_why_not(spec: Spec) -> str | None:
+def _grouped_mm_why_not(spec: GroupedLinearSpec) -> str | None:
     if spec.dtype != torch.bfloat16:
         return f"serves bfloat16, not {spec.dtype}"
     if not hasattr(F, "grouped_mm"):
@@ -146,7 +146,7 @@ def _grouped_mm_why_not(spec: Spec) -> str | None:
     return _product_why_not(spec)
 
 
-def _loop_why_not(spec: Spec) -> str | None:
+def _loop_why_not(spec: GroupedLinearSpec) -> str | None:
     if spec.device != "cpu" and not spec.known_sizes:
         return "needs the sizes of the groups on the host"
     return None
@@ -163,7 +163,9 @@ WGRAD.register(Backend("reference", reference_accumulate, 0, serve_all))
 
 
 @remembered
-def choose(registry: BackendRegistry[Spec, Any], spec: Spec, backend: str = "auto") -> Callable[..., Any]:
+def choose(
+    registry: BackendRegistry[GroupedLinearSpec, Any], spec: GroupedLinearSpec, backend: str = "auto"
+) -> Callable[..., Any]:
     """Return the function that serves ``spec``."""
     found: Callable[..., Any] = registry.select(spec, backend).fn
     return found

@@ -25,7 +25,7 @@ from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Quantized, Scheme
 from megalight.ops.quantize.amax_history import AmaxHistory
-from megalight.ops.quantize.recipes import Recipe
+from megalight.ops.quantize.recipes import QuantizationRecipe
 from megalight.ops.scaled_accumulate import accumulate_groups
 from megalight.ops.scaled_mm import Factors, multiply_groups
 
@@ -120,7 +120,7 @@ class OneByOne(StackPrecision):
             else:
                 value = self.experts[expert].product(part, weight[expert], None)
             out.copy_(value)
-        return y, _Casts(casts) if keep else None
+        return y, _GroupCasts(casts) if keep else None
 
     def gradients(self, grad_y: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> tuple[list[Tensor], int]:
         """Return the rows of each expert, and the number of all rows.
@@ -166,7 +166,7 @@ class OneByOne(StackPrecision):
             precision.release()
 
 
-class _Casts:
+class _GroupCasts:
     """The casts of an input, one per group; None for a group without rows. Autograd saves their tensors."""
 
     def __init__(self, casts: Sequence[Saveable | None]) -> None:
@@ -304,14 +304,14 @@ SIZES, IN, OUT = (5, 21, 40), 128, 96
 
 
 @lru_cache
-def one_by_one_why_not(recipe: Recipe, device: torch.device) -> str | None:
+def one_by_one_why_not(recipe: QuantizationRecipe, device: torch.device) -> str | None:
     """Multiply three small experts in all three ways; return and log why this fails or goes wrong here, or None."""
     if (reason := _tried(recipe, device)) is not None:
         _log.warning("recipe %s: large experts run in one product, which is slower: %s", recipe.name, reason)
     return reason
 
 
-def _tried(recipe: Recipe, device: torch.device) -> str | None:
+def _tried(recipe: QuantizationRecipe, device: torch.device) -> str | None:
     expected = products(recipe, device, emulate=True)
     try:
         found = products(recipe, device, emulate=False)
@@ -322,7 +322,7 @@ def _tried(recipe: Recipe, device: torch.device) -> str | None:
     return None if wrong < 2e-2 else f"this torch gives wrong products here (relative error {wrong:.1e})"
 
 
-def products(recipe: Recipe, device: torch.device, emulate: bool) -> list[Tensor]:
+def products(recipe: QuantizationRecipe, device: torch.device, emulate: bool) -> list[Tensor]:
     """Return outputs, input gradients and weight gradients, added to ones, in float32."""
     draws = torch.Generator().manual_seed(0)  # its own: a trial must not move the random stream of the run
     weight, x, grad = (
@@ -364,7 +364,7 @@ class Together(StackCasts, StackPrecision):
         always: never run large experts one by one.
     """
 
-    def __init__(self, recipe: Recipe, session: Session, *, always: bool = False, **options: Any) -> None:
+    def __init__(self, recipe: QuantizationRecipe, session: Session, *, always: bool = False, **options: Any) -> None:
         super().__init__(recipe, session, **options)
         self._least = math.inf if always else LARGE_ONE_SCALE if recipe.one_scale else LARGE
         self._apart = Apart(self)
@@ -383,7 +383,7 @@ class Together(StackCasts, StackPrecision):
         return self.backend == "reference" or one_by_one_why_not(self.recipe, device) is None
 
     @staticmethod
-    def why_not(weight: Tensor, recipe: Recipe, emulate: bool) -> str | None:
+    def why_not(weight: Tensor, recipe: QuantizationRecipe, emulate: bool) -> str | None:
         """Return why a recipe cannot have grouped products on the device of ``weight``, or None."""
         for scheme in (recipe.x, recipe.weight, recipe.gradient):
             if (reason := grouped_scaled.scheme_why_not(scheme)) is not None:
@@ -392,7 +392,7 @@ class Together(StackCasts, StackPrecision):
             return None
         pairs = [(recipe.x, recipe.weight), (recipe.gradient, recipe.weight_t), (recipe.gradient_t, recipe.x_t)]
         for a, b in pairs:
-            spec = grouped_scaled.Spec(weight.device.type, lined(a), lined(b), weight.dtype)
+            spec = grouped_scaled.GroupedScaledSpec(weight.device.type, lined(a), lined(b), weight.dtype)
             if (reason := grouped_scaled.why_not(spec)) is not None:
                 return reason
         return None

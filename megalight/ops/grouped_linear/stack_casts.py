@@ -13,7 +13,7 @@ from megalight.ops.grouped_scaled import LINE
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.quantize import Quantized, Scheme, cast
 from megalight.ops.quantize.amax_history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
-from megalight.ops.quantize.recipes import Recipe
+from megalight.ops.quantize.recipes import QuantizationRecipe
 from megalight.ops.scaled_mm import Factors
 
 # The expert of each row of grouped rows. All casts of a layer ask for it, and get it from the first one.
@@ -75,7 +75,9 @@ class StackCasts(LowPrecision):
         lined: the recipe with a scale per row in all schemes.
     """
 
-    def __init__(self, recipe: Recipe, session: Session, *, count: int, history: int = STEPS, **options: Any) -> None:
+    def __init__(
+        self, recipe: QuantizationRecipe, session: Session, *, count: int, history: int = STEPS, **options: Any
+    ) -> None:
         super().__init__(recipe, session, history=AmaxHistory(history, count), **options)
         self.count = count
         self.lined = recipe.with_schemes(lined)

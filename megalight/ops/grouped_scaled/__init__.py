@@ -78,7 +78,7 @@ LINE = (1, 0)
 """The tile of all codes here: a scale for each row of what is contracted."""
 
 
-class Spec(NamedTuple):
+class GroupedScaledSpec(NamedTuple):
     """A request: device type, schemes of both factors, and dtype of the activations.
 
     For a cast, both schemes are that of the codes.
@@ -90,11 +90,11 @@ class Spec(NamedTuple):
     dtype: torch.dtype
 
 
-COLUMNS: BackendRegistry[Spec, Callable[..., Quantized_of_quantize]] = BackendRegistry("grouped_columns")
-PRODUCT: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("grouped_scaled_product")
-WGRAD: BackendRegistry[Spec, Callable[..., None]] = BackendRegistry("grouped_scaled_weight_gradient")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (COLUMNS, PRODUCT, WGRAD)
-EXAMPLE = Spec("cpu", Scheme_of_quantize("e4m3", LINE), Scheme_of_quantize("e4m3", LINE), torch.bfloat16)
+COLUMNS: BackendRegistry[GroupedScaledSpec, Callable[..., Quantized_of_quantize]] = BackendRegistry("grouped_columns")
+PRODUCT: BackendRegistry[GroupedScaledSpec, Callable[..., Tensor]] = BackendRegistry("grouped_scaled_product")
+WGRAD: BackendRegistry[GroupedScaledSpec, Callable[..., None]] = BackendRegistry("grouped_scaled_weight_gradient")
+REGISTRIES: tuple[BackendRegistry[GroupedScaledSpec, Any], ...] = (COLUMNS, PRODUCT, WGRAD)
+EXAMPLE = GroupedScaledSpec("cpu", Scheme_of_quantize("e4m3", LINE), Scheme_of_quantize("e4m3", LINE), torch.bfloat16)
 
 
 def columns_of_groups(
@@ -112,7 +112,7 @@ def columns_of_groups(
         codes ``[F, L]`` with scales ``[E, F]``. Each group begins at a multiple of :data:`GROUP` columns, and is filled
         up with zeros to the next. ``L`` is the most that can be needed; the columns after the last group are not set.
     """
-    cast: Quantized_of_quantize = _choose(COLUMNS, Spec(x.device.type, scheme, scheme, x.dtype), backend)(
+    cast: Quantized_of_quantize = _choose(COLUMNS, GroupedScaledSpec(x.device.type, scheme, scheme, x.dtype), backend)(
         x, scheme, offsets, amax
     )
     return cast
@@ -128,7 +128,7 @@ def columns_of_stack(
     Returns:
         codes ``[E * in, out]`` with scales ``[E * in, 1]``.
     """
-    spec = Spec(weight.device.type, scheme, scheme, weight.dtype)
+    spec = GroupedScaledSpec(weight.device.type, scheme, scheme, weight.dtype)
     cast: Quantized_of_quantize = _choose(COLUMNS, spec, backend)(weight, scheme, None, amax)
     return cast
 
@@ -153,7 +153,7 @@ def product(
         dtype: dtype of the result.
         fast: whether sums may have fewer bits than float32.
     """
-    spec = Spec(x.data.device.type, x.scheme, weight.scheme, dtype)
+    spec = GroupedScaledSpec(x.data.device.type, x.scheme, weight.scheme, dtype)
     y: Tensor = _choose(PRODUCT, spec, backend)(x, weight, offsets, dtype, fast)
     return y
 
@@ -174,11 +174,11 @@ def add_weight_gradient(
         offsets: those of both casts.
         write: overwrite instead: zeros for groups without rows.
     """
-    spec = Spec(main_grad.device.type, grad.scheme, x.scheme, main_grad.dtype)
+    spec = GroupedScaledSpec(main_grad.device.type, grad.scheme, x.scheme, main_grad.dtype)
     _choose(WGRAD, spec, backend)(main_grad, grad, x, offsets, write)
 
 
-def why_not(spec: Spec) -> str | None:
+def why_not(spec: GroupedScaledSpec) -> str | None:
     """Return why there are no fast products for these schemes here, or None."""
     for registry in REGISTRIES:
         if registry.select(spec).name == "reference":
@@ -187,7 +187,9 @@ def why_not(spec: Spec) -> str | None:
 
 
 @remembered
-def _choose(registry: BackendRegistry[Spec, Any], spec: Spec, backend: str) -> Callable[..., Any]:
+def _choose(
+    registry: BackendRegistry[GroupedScaledSpec, Any], spec: GroupedScaledSpec, backend: str
+) -> Callable[..., Any]:
     found: Callable[..., Any] = registry.select(spec, backend).fn
     return found
 
@@ -199,7 +201,7 @@ def scheme_why_not(scheme: Scheme_of_quantize) -> str | None:
     return "serves 8 bits with one scale per matrix, row or column: smaller tiles must be scaled inside the sum"
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: GroupedScaledSpec) -> str | None:
     for scheme in (spec.a, spec.b):
         if (reason := scheme_why_not(scheme)) is not None:
             return reason

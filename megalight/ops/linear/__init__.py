@@ -19,7 +19,7 @@ from megalight.ops.quantized_weight import readable
 from megalight.ops.sum_rows import sum_rows
 from megalight.registry import BackendRegistry
 
-REGISTRIES: tuple[BackendRegistry[wgrad.Spec, Any], ...] = (wgrad.WGRAD,)
+REGISTRIES: tuple[BackendRegistry[wgrad.WeightGradientSpec, Any], ...] = (wgrad.WGRAD,)
 EXAMPLE = wgrad.EXAMPLE
 
 

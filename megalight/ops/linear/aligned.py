@@ -35,7 +35,7 @@ def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class Measured:
+class MeasuredChoice:
     """Chooses one of ``ways``, which differ only in rounding. Timed products are real work, and the host never waits.
 
     Each rank chooses for itself, and another run may choose differently, so gradients may differ in rounding. The first

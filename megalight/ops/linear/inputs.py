@@ -13,7 +13,7 @@ from megalight.ops.note import Note, annotate
 
 
 @dataclass(eq=False)
-class Recipe:
+class RecomputeRecipe:
     """How to compute a tensor again from tensors that are kept anyway.
 
     Attributes:
@@ -33,13 +33,13 @@ class Recipe:
         return torch.no_grad()(self.function)
 
 
-def attach_recipe(x: Tensor, recipe: Recipe) -> Tensor:
+def attach_recipe(x: Tensor, recipe: RecomputeRecipe) -> Tensor:
     """Return ``x`` with a recipe. A linear layer that gets this very object keeps the recipe instead."""
     annotate(x).recipe = recipe
     return x
 
 
-def recipe_of(x: object) -> Recipe | None:
+def recipe_of(x: object) -> RecomputeRecipe | None:
     """Return the recipe of ``x``, or None."""
     note: Note | None = getattr(x, "megalight_note", None)  # inlined note_of: every linear layer calls this
     return None if note is None else note.recipe

@@ -36,9 +36,9 @@ from megalight.ops.quantize.amax_history import (
     rows_of,
 )
 from megalight.ops.quantize.formats import DTYPES, LARGEST
-from megalight.ops.quantize.recipes import Recipe
+from megalight.ops.quantize.recipes import QuantizationRecipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
-from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
+from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec, scaled_mm
 from megalight.registry import Registry
 
 # What all layers with products in 8 or 4 bits share: optimizer steps, and the seed of stochastic rounding.
@@ -179,7 +179,7 @@ class LowPrecision:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: QuantizationRecipe,
         session: Session,
         *,
         emulate: bool = False,
@@ -237,7 +237,7 @@ class LowPrecision:
         return self.reduce_in or self.reduce_out
 
     @staticmethod
-    def check_products(weight: Tensor, recipe: Recipe) -> None:
+    def check_products(weight: Tensor, recipe: QuantizationRecipe) -> None:
         """Check that the weight's device supports all three products.
 
         Raises:
@@ -250,7 +250,7 @@ class LowPrecision:
             (recipe.gradient, recipe.weight_t, weight.dtype),
             (recipe.gradient_t, recipe.x_t, wide),
         ):
-            spec = Spec(weight.device.type, a, b, dtype)
+            spec = ScaledMatmulSpec(weight.device.type, a, b, dtype)
             if SCALED_MM.select(spec).name == "reference":
                 rows = SCALED_MM.table(spec)
                 reasons = "; ".join(f"{backend.name}: {reason}" for backend, reason in rows if reason is not None)
@@ -258,7 +258,9 @@ class LowPrecision:
                     f"recipe {recipe.name!r} has no products here ({reasons}). Choose another recipe, or emulate=True, "
                     "which is exact and slow."
                 )
-        SCALED_ACCUMULATE.select(Spec(weight.device.type, recipe.gradient_t, recipe.x_t, wide))  # raises now, not later
+        SCALED_ACCUMULATE.select(
+            ScaledMatmulSpec(weight.device.type, recipe.gradient_t, recipe.x_t, wide)
+        )  # raises now, not later
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in] -> x W^T + b [..., out]``, in the dtype of ``x``."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalight.ops.common import HALF, cuda_why_not, serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.linear import aligned
-from megalight.ops.linear.aligned import Accumulate, Measured
+from megalight.ops.linear.aligned import Accumulate, MeasuredChoice
 from megalight.ops.parameter import main_grad_of, put, state_of
 from megalight.ops.quantize import Quantized
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -97,7 +97,7 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> Non
     )
 
 
-class Spec(NamedTuple):
+class WeightGradientSpec(NamedTuple):
     """What a backend must support: device type, dtype of the operands, and dtype of the main gradient."""
 
     device: str
@@ -108,8 +108,8 @@ class Spec(NamedTuple):
 TALL = 4
 """Rows per column of a weight from which ``baddbmm`` is faster than ``addmm`` on an H200 (docs/performance/log.md)."""
 
-WGRAD: BackendRegistry[Spec, Accumulate] = BackendRegistry("weight_gradient")
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
+WGRAD: BackendRegistry[WeightGradientSpec, Accumulate] = BackendRegistry("weight_gradient")
+EXAMPLE = WeightGradientSpec("cpu", torch.bfloat16, torch.float32)
 
 
 def _reference(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
@@ -122,7 +122,7 @@ def _addmm(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
     main_grad.addmm_(grad_y.T, x, beta=0 if write else 1)
 
 
-def _addmm_why_not(spec: Spec) -> str | None:
+def _addmm_why_not(spec: WeightGradientSpec) -> str | None:
     # Equal dtypes: the GEMM adds to its output itself (beta = 1), without a temporary.
     return None if spec.dtype == spec.main_dtype else f"needs a main gradient of the operands' type, {spec.dtype}"
 
@@ -141,21 +141,21 @@ def _shaped_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> N
     (_baddbmm_fp32 if rows >= TALL * columns else _addmm_fp32)(main_grad, grad_y, x, write)
 
 
-def _half_to_fp32_why_not(spec: Spec) -> str | None:
+def _half_to_fp32_why_not(spec: WeightGradientSpec) -> str | None:
     if spec.dtype not in HALF or spec.main_dtype != torch.float32:
         return "needs half operands and a float32 main gradient"
     return cuda_why_not(spec.device)
 
 
-def _addmm_fp32_why_not(spec: Spec) -> str | None:
+def _addmm_fp32_why_not(spec: WeightGradientSpec) -> str | None:
     return _half_to_fp32_why_not(spec) or _probe(_addmm_fp32, spec.dtype)
 
 
-def _baddbmm_fp32_why_not(spec: Spec) -> str | None:
+def _baddbmm_fp32_why_not(spec: WeightGradientSpec) -> str | None:
     return _half_to_fp32_why_not(spec) or _probe(_baddbmm_fp32, spec.dtype)
 
 
-def _both_fp32_why_not(spec: Spec) -> str | None:
+def _both_fp32_why_not(spec: WeightGradientSpec) -> str | None:
     return _addmm_fp32_why_not(spec) or _baddbmm_fp32_why_not(spec)
 
 
@@ -174,7 +174,7 @@ def _probe(accumulate: Accumulate, dtype: torch.dtype) -> str | None:
     return None if bool(((main_grad == 17) & (written == 16)).all()) else "this torch gives a wrong sum"
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: WeightGradientSpec) -> str | None:
     return _half_to_fp32_why_not(spec) or triton_why_not(spec.device, spec.dtype)
 
 
@@ -190,7 +190,7 @@ WGRAD.register(Backend("addmm", _addmm, 30, _addmm_why_not))
 WGRAD.register(Backend("shaped_fp32", _shaped_fp32, 25, _both_fp32_why_not))
 WGRAD.register(Backend("addmm_fp32", _addmm_fp32, 20, _addmm_fp32_why_not))
 WGRAD.register(Backend("baddbmm_fp32", _baddbmm_fp32, 15, _baddbmm_fp32_why_not))
-WGRAD.register(Backend("measured_fp32", Measured(_addmm_fp32, _baddbmm_fp32), 12, _both_fp32_why_not))
+WGRAD.register(Backend("measured_fp32", MeasuredChoice(_addmm_fp32, _baddbmm_fp32), 12, _both_fp32_why_not))
 WGRAD.register(Backend("triton", accumulate, 10, _triton_why_not))
 WGRAD.register(Backend("mm_fp32_add", _mm_fp32_add, 5, _half_to_fp32_why_not))
 WGRAD.register(Backend("reference", _reference, 1, serve_all))
@@ -198,7 +198,7 @@ WGRAD.register(Backend("matmul_add", _matmul_add, 0, serve_all))
 
 
 @remembered
-def choose(spec: Spec, backend: str = "auto") -> Accumulate:
+def choose(spec: WeightGradientSpec, backend: str = "auto") -> Accumulate:
     """Return the function that accumulates for ``spec``."""
     return WGRAD.select(spec, backend).fn
 
@@ -225,7 +225,7 @@ def add_weight_gradient(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -
             grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         if x.dtype != grad_y.dtype:
             x = x.to(grad_y.dtype)
-        accumulate = choose(Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))
+        accumulate = choose(WeightGradientSpec(grad_y.device.type, grad_y.dtype, main_grad.dtype))
         odd = (main_grad.shape[0] | main_grad.shape[1]) % aligned.MULTIPLE and aligned.pays(x, main_grad.shape)
         if odd and len(x):
             aligned.add_weight_gradient(accumulate, main_grad, grad_y, x, write)

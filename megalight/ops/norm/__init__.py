@@ -14,7 +14,7 @@ from megalight.ops.norm import reference as native
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
-class Spec(NamedTuple):
+class NormSpec(NamedTuple):
     """A request to a norm.
 
     Attributes:
@@ -32,22 +32,22 @@ class Spec(NamedTuple):
     divided: bool = False
 
 
-RMS_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("rms_norm")
-LAYER_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("layer_norm")
-ADD_RMS_NORM: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("add_rms_norm")
-ADD_LAYER_NORM: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("add_layer_norm")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM, ADD_LAYER_NORM)
+RMS_NORM: BackendRegistry[NormSpec, Callable[..., Tensor]] = BackendRegistry("rms_norm")
+LAYER_NORM: BackendRegistry[NormSpec, Callable[..., Tensor]] = BackendRegistry("layer_norm")
+ADD_RMS_NORM: BackendRegistry[NormSpec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("add_rms_norm")
+ADD_LAYER_NORM: BackendRegistry[NormSpec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("add_layer_norm")
+REGISTRIES: tuple[BackendRegistry[NormSpec, Any], ...] = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM, ADD_LAYER_NORM)
 MAX_TRITON_SIZE = 16384
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 4096)
+EXAMPLE = NormSpec("cpu", torch.bfloat16, torch.bfloat16, 4096)
 
 
-def _torch_why_not(spec: Spec) -> str | None:
+def _torch_why_not(spec: NormSpec) -> str | None:
     if spec.dtype != spec.weight_dtype:
         return f"needs a weight in the dtype of the input, {spec.dtype}"
     return whole_why_not(spec.divided)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: NormSpec) -> str | None:
     if spec.size > MAX_TRITON_SIZE:
         return f"serves rows of at most {MAX_TRITON_SIZE} features, not {spec.size}"
     return whole_why_not(spec.divided) or triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
@@ -69,12 +69,19 @@ ADD_LAYER_NORM.register(Backend("reference", reference.add_layer_norm, 0, serve_
 
 
 @remembered
-def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
+def _choose(
+    registry: BackendRegistry[NormSpec, Callable[..., Any]], spec: NormSpec, backend: str
+) -> Callable[..., Any]:
     return select(registry, spec, backend)
 
 
 def check_backend(
-    registry: BackendRegistry[Spec, Any], weight: Tensor, factor: torch.dtype, device: str, backend: str, divided: bool
+    registry: BackendRegistry[NormSpec, Any],
+    weight: Tensor,
+    factor: torch.dtype,
+    device: str,
+    backend: str,
+    divided: bool,
 ) -> None:
     """Raise if a backend cannot serve a norm in the dtype of its weight, before any input is there.
 
@@ -84,16 +91,16 @@ def check_backend(
         factor: dtype of what normed features are multiplied by.
         device: type of the device on which the norm will run.
         backend: a backend's name, or ``auto``.
-        divided: see :class:`Spec`.
+        divided: see :class:`NormSpec`.
 
     Raises:
         BackendError: it cannot, with the reason of each backend.
     """
-    _choose(registry, Spec(device, weight.dtype, factor, weight.shape[0], divided), backend)
+    _choose(registry, NormSpec(device, weight.dtype, factor, weight.shape[0], divided), backend)
 
 
-def _spec(x: Tensor, weight: Tensor) -> Spec:
-    return Spec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
+def _spec(x: Tensor, weight: Tensor) -> NormSpec:
+    return NormSpec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
 
 
 def rms_norm(
@@ -142,7 +149,7 @@ def add_rms_norm(
     if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
         raise _unlike(x, residual)
     # the request is written out: every layer comes here twice
-    spec = Spec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
+    spec = NormSpec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
     out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, spec, backend)(x, residual, weight, eps)
     return out
 

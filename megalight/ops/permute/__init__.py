@@ -13,10 +13,10 @@ from megalight.ops.permute import reference
 from megalight.ops.permute.reference import Permutation, most_rows
 from megalight.registry import Backend, BackendRegistry, remembered
 
-__all__ = ["REGISTRIES", "Permutation", "Spec", "drop", "most_rows", "permutation", "permute", "unpermute"]
+__all__ = ["REGISTRIES", "Permutation", "PermuteSpec", "drop", "most_rows", "permutation", "permute", "unpermute"]
 
 
-class Spec(NamedTuple):
+class PermuteSpec(NamedTuple):
     """A request: device type, dtype of the rows, dtype of the probabilities, number of experts."""
 
     device: str
@@ -25,15 +25,15 @@ class Spec(NamedTuple):
     num_experts: int
 
 
-PERMUTATION: BackendRegistry[Spec, Callable[..., Permutation]] = BackendRegistry("permutation")
-PERMUTE: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor | None]]] = BackendRegistry("permute")
-UNPERMUTE: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("unpermute")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (PERMUTATION, PERMUTE, UNPERMUTE)
+PERMUTATION: BackendRegistry[PermuteSpec, Callable[..., Permutation]] = BackendRegistry("permutation")
+PERMUTE: BackendRegistry[PermuteSpec, Callable[..., tuple[Tensor, Tensor | None]]] = BackendRegistry("permute")
+UNPERMUTE: BackendRegistry[PermuteSpec, Callable[..., Tensor]] = BackendRegistry("unpermute")
+REGISTRIES: tuple[BackendRegistry[PermuteSpec, Any], ...] = (PERMUTATION, PERMUTE, UNPERMUTE)
 MOST_EXPERTS = 1024
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32, 128)
+EXAMPLE = PermuteSpec("cpu", torch.bfloat16, torch.float32, 128)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: PermuteSpec) -> str | None:
     if spec.num_experts > MOST_EXPERTS:
         return f"serves at most {MOST_EXPERTS} experts, not {spec.num_experts}"
     return triton_why_not(spec.device, spec.dtype, spec.probs_dtype)
@@ -49,7 +49,9 @@ UNPERMUTE.register(Backend("reference", reference.unpermute, 0, serve_all))
 
 
 @remembered
-def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
+def _choose(
+    registry: BackendRegistry[PermuteSpec, Callable[..., Any]], spec: PermuteSpec, backend: str
+) -> Callable[..., Any]:
     return registry.select(spec, backend).fn
 
 
@@ -91,7 +93,7 @@ def permutation(
         rows = capacity * num_experts
     elif rows is None:
         rows = most_rows(experts.numel(), num_experts, alignment)
-    spec = Spec(experts.device.type, torch.bfloat16, torch.float32, num_experts)
+    spec = PermuteSpec(experts.device.type, torch.bfloat16, torch.float32, num_experts)
     found: Permutation = _choose(PERMUTATION, spec, backend)(experts, num_experts, alignment, capacity, rows)
     return found
 
@@ -130,7 +132,7 @@ def permute(
         probs: ``[T, k]``; if given, the probability of each row is returned too, ``[R]``, and None otherwise.
     """
     probs_dtype = torch.float32 if probs is None else probs.dtype
-    spec = Spec(x.device.type, x.dtype, probs_dtype, where.sizes.shape[0])
+    spec = PermuteSpec(x.device.type, x.dtype, probs_dtype, where.sizes.shape[0])
     found: tuple[Tensor, Tensor | None] = _choose(PERMUTE, spec, backend)(x, where, probs)
     return found
 
@@ -146,6 +148,6 @@ def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None, bac
         probs: ``[T, k]``, weights of the sum. None: all ones.
     """
     probs_dtype = torch.float32 if probs is None else probs.dtype
-    spec = Spec(rows.device.type, rows.dtype, probs_dtype, where.sizes.shape[0])
+    spec = PermuteSpec(rows.device.type, rows.dtype, probs_dtype, where.sizes.shape[0])
     out: Tensor = _choose(UNPERMUTE, spec, backend)(rows, where, probs)
     return out

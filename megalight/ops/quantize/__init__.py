@@ -21,7 +21,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 Cast: TypeAlias = tuple[Quantized | None, Quantized | None]
 
 
-class Spec(NamedTuple):
+class QuantizeSpec(NamedTuple):
     """A request to a cast: device type, dtype of the input, schemes of the matrix and of its transpose."""
 
     device: str
@@ -34,10 +34,10 @@ CastFn: TypeAlias = Callable[
     [Tensor, Scheme | None, Scheme | None, Tensor | None, Tensor | None, torch.Generator | None, bool, int | None],
     Cast,
 ]
-QUANTIZE: BackendRegistry[Spec, CastFn] = BackendRegistry("quantize")
-TRANSPOSE: BackendRegistry[Spec, Callable[[Tensor], Tensor]] = BackendRegistry("transpose_codes")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (QUANTIZE, TRANSPOSE)
-EXAMPLE = Spec("cpu", torch.bfloat16, Scheme("e4m3"), Scheme("e4m3"))
+QUANTIZE: BackendRegistry[QuantizeSpec, CastFn] = BackendRegistry("quantize")
+TRANSPOSE: BackendRegistry[QuantizeSpec, Callable[[Tensor], Tensor]] = BackendRegistry("transpose_codes")
+REGISTRIES: tuple[BackendRegistry[QuantizeSpec, Any], ...] = (QUANTIZE, TRANSPOSE)
+EXAMPLE = QuantizeSpec("cpu", torch.bfloat16, Scheme("e4m3"), Scheme("e4m3"))
 
 
 def cast(
@@ -71,7 +71,7 @@ def cast(
     Returns:
         the quantized matrix and the quantized transpose; None for what is not needed.
     """
-    spec = Spec(x.device.type, x.dtype, rows, columns)
+    spec = QuantizeSpec(x.device.type, x.dtype, rows, columns)
     short = -x.shape[1] % fill
     width = x.shape[1] + short if short else None
     return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator, tell, width)
@@ -79,17 +79,17 @@ def cast(
 
 def transpose(codes: Quantized, backend: str = "auto") -> Quantized:
     """Transpose a quantized matrix ``[R, K]`` that has one scale. The result is row-major."""
-    spec = Spec(codes.data.device.type, codes.data.dtype, codes.scheme, codes.scheme)
+    spec = QuantizeSpec(codes.data.device.type, codes.data.dtype, codes.scheme, codes.scheme)
     return Quantized(_choose_transpose(spec, backend)(codes.data), codes.scale, codes.scheme)
 
 
 @remembered
-def _choose_transpose(spec: Spec, backend: str) -> Callable[[Tensor], Tensor]:
+def _choose_transpose(spec: QuantizeSpec, backend: str) -> Callable[[Tensor], Tensor]:
     return TRANSPOSE.select(spec, backend).fn
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> CastFn:
+def _choose(spec: QuantizeSpec, backend: str) -> CastFn:
     return QUANTIZE.select(spec, backend).fn
 
 
@@ -134,7 +134,7 @@ def whole_cast_why_not(dtype: torch.dtype, rows: Scheme | None, columns: Scheme 
     return cast_why_not(dtype, rows, columns)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: QuantizeSpec) -> str | None:
     return cast_why_not(spec.dtype, spec.rows, spec.columns) or triton_why_not(spec.device, spec.dtype)
 
 

@@ -21,7 +21,7 @@ from megalight.errors import ConfigurationError, nearest
 from megalight.ops.quantize.formats import Scheme
 
 
-class Recipe(NamedTuple):
+class QuantizationRecipe(NamedTuple):
     """Schemes of the input, the weight and the output gradient, and of their transposes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Recipe(NamedTuple):
         # 128 for 4 bits: whole blocks of scales and of rotated tokens (Megatron-core takes 128 for NVFP4, too).
         return 128 if self.x.format == "e2m1" else self.x_t.multiple
 
-    def with_schemes(self, change: Callable[[Scheme], Scheme]) -> Recipe:
+    def with_schemes(self, change: Callable[[Scheme], Scheme]) -> QuantizationRecipe:
         """Return the recipe with each scheme changed."""
         return self._replace(
             x=change(self.x),
@@ -87,7 +87,9 @@ HYBRID = ("tensorwise", "delayed")
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
-def recipe(name: str, formats: Literal["hybrid", "e4m3"] | None = None, power_of_two: bool = False) -> Recipe:
+def recipe(
+    name: str, formats: Literal["hybrid", "e4m3"] | None = None, power_of_two: bool = False
+) -> QuantizationRecipe:
     """Return a recipe by name.
 
     Args:
@@ -116,15 +118,15 @@ def recipe(name: str, formats: Literal["hybrid", "e4m3"] | None = None, power_of
     kind: Literal["fp32", "power"] = "power" if power_of_two else "fp32"
     if name == "mxfp8":
         one = Scheme("e4m3", (1, 32), "e8m0")
-        return Recipe(name, one, one, one, one, one, one)
+        return QuantizationRecipe(name, one, one, one, one, one, one)
     tile = {"tensorwise": (0, 0), "delayed": (0, 0), "rowwise": (1, 0), "blockwise": (1, 128)}[name]
     value = Scheme("e4m3", tile, kind)
     weight = value._replace(tile=(128, 128)) if name == "blockwise" else value
     gradient = value._replace(format="e5m2") if name in HYBRID and formats != "e4m3" else value
-    return Recipe(name, value, value, weight, weight, gradient, gradient, delayed=name == "delayed")
+    return QuantizationRecipe(name, value, value, weight, weight, gradient, gradient, delayed=name == "delayed")
 
 
-def _nvfp4() -> Recipe:
+def _nvfp4() -> QuantizationRecipe:
     """NVFP4. Weights have square tiles, so both products use the same values. Gradients round stochastically."""
     value = Scheme("e2m1", (1, 16), "e4m3")
     weight = Scheme("e2m1", (16, 16), "e4m3")
@@ -132,4 +134,4 @@ def _nvfp4() -> Recipe:
     # The rotation cancels only if both factors are rotated along the contracted dim. For the weight gradient
     # (contracted over tokens) both are; weights are not, so the other two products do without.
     mixed = value._replace(hadamard=True)
-    return Recipe("nvfp4", value, mixed, weight, weight, gradient, mixed._replace(stochastic=True))
+    return QuantizationRecipe("nvfp4", value, mixed, weight, weight, gradient, mixed._replace(stochastic=True))

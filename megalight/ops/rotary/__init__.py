@@ -40,7 +40,7 @@ def reference_rotate_qkv(
     return reference_apply_rotary(q, cos, sin, interleaved), reference_apply_rotary(k, cos, sin, interleaved), v
 
 
-class Spec(NamedTuple):
+class RotarySpec(NamedTuple):
     """A request to a rotation: device type, dtype of the heads, dtype of the table."""
 
     device: str
@@ -48,13 +48,13 @@ class Spec(NamedTuple):
     table_dtype: torch.dtype
 
 
-APPLY_ROTARY: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("apply_rotary")
-ROTATE_QKV: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor, Tensor]]] = BackendRegistry("rotate_qkv")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (APPLY_ROTARY, ROTATE_QKV)
-EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
+APPLY_ROTARY: BackendRegistry[RotarySpec, Callable[..., Tensor]] = BackendRegistry("apply_rotary")
+ROTATE_QKV: BackendRegistry[RotarySpec, Callable[..., tuple[Tensor, Tensor, Tensor]]] = BackendRegistry("rotate_qkv")
+REGISTRIES: tuple[BackendRegistry[RotarySpec, Any], ...] = (APPLY_ROTARY, ROTATE_QKV)
+EXAMPLE = RotarySpec("cpu", torch.bfloat16, torch.float32)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: RotarySpec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.table_dtype)
 
 
@@ -67,7 +67,9 @@ ROTATE_QKV.register(Backend("reference", reference_rotate_qkv, 0, serve_all))
 
 
 @remembered
-def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
+def _choose(
+    registry: BackendRegistry[RotarySpec, Callable[..., Any]], spec: RotarySpec, backend: str
+) -> Callable[..., Any]:
     return select(registry, spec, backend)
 
 
@@ -81,7 +83,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
         interleaved: whether pairs are neighbors ``(2i, 2i+1)`` (GPT-J) instead of ``(i, i + r/2)`` (Llama, NeoX).
         backend: name of a backend.
     """
-    out: Tensor = _choose(APPLY_ROTARY, Spec(x.device.type, x.dtype, cos.dtype), backend)(x, cos, sin, interleaved)
+    out: Tensor = _choose(APPLY_ROTARY, RotarySpec(x.device.type, x.dtype, cos.dtype), backend)(
+        x, cos, sin, interleaved
+    )
     return out
 
 
@@ -111,6 +115,6 @@ def rotate_qkv(
     Returns:
         ``q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]``.
     """
-    fn = _choose(ROTATE_QKV, Spec(qkv.device.type, qkv.dtype, cos.dtype), backend)
+    fn = _choose(ROTATE_QKV, RotarySpec(qkv.device.type, qkv.dtype, cos.dtype), backend)
     out: tuple[Tensor, Tensor, Tensor] = fn(qkv, num_heads, num_kv_heads, head_dim, cos, sin, interleaved)
     return out

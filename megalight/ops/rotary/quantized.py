@@ -183,7 +183,7 @@ def triton_cast_qkv_gradient(
     return (whole, transposed), parts
 
 
-class Spec(NamedTuple):
+class QuantizedRotarySpec(NamedTuple):
     """A request.
 
     Attributes:
@@ -209,7 +209,7 @@ class Spec(NamedTuple):
 CastGradient: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, bool, Scheme | None, Scheme | None, Tensor], Told
 ]
-CAST_QKV_GRADIENT: BackendRegistry[Spec, CastGradient] = BackendRegistry("cast_qkv_gradient")
+CAST_QKV_GRADIENT: BackendRegistry[QuantizedRotarySpec, CastGradient] = BackendRegistry("cast_qkv_gradient")
 
 
 def cast_qkv_gradient(
@@ -237,12 +237,14 @@ def cast_qkv_gradient(
     Returns:
         the casts, and magnitudes of which the largest is that of what was cast.
     """
-    spec = Spec(q.device.type, q.dtype, cos.dtype, q.shape[2], 2 * cos.shape[1], interleaved, rows, columns)
+    spec = QuantizedRotarySpec(
+        q.device.type, q.dtype, cos.dtype, q.shape[2], 2 * cos.shape[1], interleaved, rows, columns
+    )
     return _choose(spec, backend)(q, k, v, cos, sin, interleaved, rows, columns, amax)
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> CastGradient:
+def _choose(spec: QuantizedRotarySpec, backend: str) -> CastGradient:
     return CAST_QKV_GRADIENT.select(spec, backend).fn
 
 
@@ -265,7 +267,7 @@ def _reference(
     return cast(packed, rows, columns, amax=amax, amax_t=amax), amax_of(packed)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: QuantizedRotarySpec) -> str | None:
     if spec.interleaved or spec.rotated != spec.head_dim or spec.head_dim not in (32, 64, 128, 256):
         return "serves heads of 32, 64, 128 or 256 features, all rotated, in pairs half a head apart"
     why_not = whole_cast_why_not(spec.dtype, spec.rows, spec.columns)

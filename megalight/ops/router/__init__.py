@@ -13,10 +13,21 @@ from megalight.ops.router import reference
 from megalight.ops.router.reference import SCORES, Routes, Rule, Statistics
 from megalight.registry import Backend, BackendRegistry, remembered
 
-__all__ = ["REGISTRIES", "ROUTE", "SCORES", "STATISTICS", "Routes", "Rule", "Spec", "Statistics", "route", "statistics"]
+__all__ = [
+    "REGISTRIES",
+    "ROUTE",
+    "SCORES",
+    "STATISTICS",
+    "RouterSpec",
+    "Routes",
+    "Rule",
+    "Statistics",
+    "route",
+    "statistics",
+]
 
 
-class Spec(NamedTuple):
+class RouterSpec(NamedTuple):
     """A request to a router: device type, dtype of the logits, number of experts, number of groups of experts."""
 
     device: str
@@ -25,14 +36,14 @@ class Spec(NamedTuple):
     num_groups: int
 
 
-ROUTE: BackendRegistry[Spec, Callable[[Tensor, Rule, Tensor | None], Routes]] = BackendRegistry("route")
-STATISTICS: BackendRegistry[Spec, Callable[..., Statistics]] = BackendRegistry("router_statistics")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ROUTE, STATISTICS)
+ROUTE: BackendRegistry[RouterSpec, Callable[[Tensor, Rule, Tensor | None], Routes]] = BackendRegistry("route")
+STATISTICS: BackendRegistry[RouterSpec, Callable[..., Statistics]] = BackendRegistry("router_statistics")
+REGISTRIES: tuple[BackendRegistry[RouterSpec, Any], ...] = (ROUTE, STATISTICS)
 MOST_EXPERTS = 1024
-EXAMPLE = Spec("cpu", torch.float32, 128, 1)
+EXAMPLE = RouterSpec("cpu", torch.float32, 128, 1)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: RouterSpec) -> str | None:
     if spec.num_experts > MOST_EXPERTS:
         return f"serves at most {MOST_EXPERTS} experts, not {spec.num_experts}"
     # The kernel views a row of experts as groups, and its tiles have powers of two as sizes.
@@ -49,7 +60,9 @@ STATISTICS.register(Backend("reference", reference.statistics, 0, serve_all))
 
 
 @remembered
-def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
+def _choose(
+    registry: BackendRegistry[RouterSpec, Callable[..., Any]], spec: RouterSpec, backend: str
+) -> Callable[..., Any]:
     return registry.select(spec, backend).fn
 
 
@@ -70,7 +83,7 @@ def route(logits: Tensor, rule: Rule, bias: Tensor | None = None, backend: str =
     rule.check(logits.shape[1])
     if bias is not None and rule.score == "softmax" and not rule.pre_softmax:
         raise ValueError("a bias of the choice needs scores: use sigmoid, or softmax with pre_softmax=True.")
-    spec = Spec(logits.device.type, logits.dtype, logits.shape[1], rule.num_groups or 1)
+    spec = RouterSpec(logits.device.type, logits.dtype, logits.shape[1], rule.num_groups or 1)
     routes: Routes = _choose(ROUTE, spec, backend)(logits, rule, bias)
     return routes
 
@@ -102,6 +115,6 @@ def statistics(
     # Without bias and groups: balance is measured by what the router wants, not by what it may do.
     rule = Rule(k, score)
     rule.check(logits.shape[1])
-    spec = Spec(logits.device.type, logits.dtype, logits.shape[1], 1)
+    spec = RouterSpec(logits.device.type, logits.dtype, logits.shape[1], 1)
     found: Statistics = _choose(STATISTICS, spec, backend)(logits, rule, cu_seqlens, mask)
     return found

@@ -13,14 +13,14 @@ from megalight.ops.grouped_scaled import GROUP
 from megalight.ops.parameter import put
 from megalight.ops.quantize import Quantized, Scheme
 from megalight.ops.scaled_accumulate import cublaslt
-from megalight.ops.scaled_mm import SCALED_MM, Spec, multiply_into, writes_products
+from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec, multiply_into, writes_products
 from megalight.ops.scaled_mm import choose as choose_product
 from megalight.registry import Backend, BackendRegistry, remembered
 
 Accumulate: TypeAlias = Callable[[Tensor, Quantized, Quantized, bool], None]
-SCALED_ACCUMULATE: BackendRegistry[Spec, Accumulate] = BackendRegistry("scaled_accumulate")
+SCALED_ACCUMULATE: BackendRegistry[ScaledMatmulSpec, Accumulate] = BackendRegistry("scaled_accumulate")
 REGISTRIES = (SCALED_ACCUMULATE,)
-EXAMPLE = Spec("cpu", Scheme("e5m2"), Scheme("e4m3"), torch.float32)
+EXAMPLE = ScaledMatmulSpec("cpu", Scheme("e5m2"), Scheme("e4m3"), torch.float32)
 
 
 def scaled_accumulate(out: Tensor, a: Quantized, b: Quantized, *, write: bool = False, backend: str = "auto") -> None:
@@ -36,18 +36,18 @@ def scaled_accumulate(out: Tensor, a: Quantized, b: Quantized, *, write: bool = 
     Raises:
         BackendError: the named backend cannot serve these schemes on this device.
     """
-    choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), backend)(out, a, b, write)
+    choose(ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype), backend)(out, a, b, write)
 
 
 @remembered
-def choose(spec: Spec, backend: str) -> Accumulate:
+def choose(spec: ScaledMatmulSpec, backend: str) -> Accumulate:
     """Return the function that adds for ``spec``."""
     return SCALED_ACCUMULATE.select(spec, backend).fn
 
 
 def _reference(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     # The product is rounded to the dtype of `out` once, and added once: one rounding more than the fused kernels.
-    product = choose_product(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")
+    product = choose_product(ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")
     put(out, product(a, b, out.dtype, False, None), write)
 
 
@@ -56,17 +56,17 @@ def _product_add(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     # A write needs no temporary where the library can put the product straight into `out`.
     if write and multiply_into(out, a, b):
         return
-    product = choose_product(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))
+    product = choose_product(ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype))
     # Other products have been rounded to bf16: a copy of them in the dtype of `out` would hold the same values.
     dtype = out.dtype if writes_products(product) else torch.bfloat16
     put(out, product(a, b, dtype, False, None), write)
 
 
-def _product_add_why_not(spec: Spec) -> str | None:
+def _product_add_why_not(spec: ScaledMatmulSpec) -> str | None:
     return "no fast product serves these schemes here" if SCALED_MM.select(spec).name == "reference" else None
 
 
-def one_scale_why_not(spec: Spec) -> str | None:
+def one_scale_why_not(spec: ScaledMatmulSpec) -> str | None:
     """Return why a kernel for one scale per matrix cannot serve these schemes. The device is not considered."""
     # One scale per matrix factors out of the sum over K; a scale per tile must be applied inside the sum.
     if any(s.tile != (0, 0) or s.scale not in ("fp32", "power") or s.format == "e2m1" for s in (spec.a, spec.b)):
@@ -77,7 +77,7 @@ def one_scale_why_not(spec: Spec) -> str | None:
     return None
 
 
-def _cublaslt_why_not(spec: Spec) -> str | None:
+def _cublaslt_why_not(spec: ScaledMatmulSpec) -> str | None:
     if (reason := one_scale_why_not(spec)) is not None:
         return reason
     if spec.dtype != torch.float32:
@@ -87,7 +87,7 @@ def _cublaslt_why_not(spec: Spec) -> str | None:
     return cublaslt.why_not(spec.a.format, spec.b.format)
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: ScaledMatmulSpec) -> str | None:
     if (reason := one_scale_why_not(spec)) is not None:
         return reason
     if spec.dtype not in (torch.float32, *HALF):
@@ -131,7 +131,7 @@ def accumulate_groups(
         write: whether to overwrite ``out`` instead; a group without columns then gives zeros.
         backend: name of a backend of :mod:`megalight.ops.scaled_accumulate`.
     """
-    add = choose(Spec(out.device.type, *schemes, out.dtype), backend)
+    add = choose(ScaledMatmulSpec(out.device.type, *schemes, out.dtype), backend)
     if add is cublaslt.accumulate:
         cublaslt.accumulate_groups(out, a, b, sizes, GROUP, write)
         return

@@ -15,7 +15,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
 
-class Spec(NamedTuple):
+class SSDSpec(NamedTuple):
     """A request to the scan.
 
     Attributes:
@@ -31,15 +31,15 @@ class Spec(NamedTuple):
     state_size: int
 
 
-SSD: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("ssd")
+SSD: BackendRegistry[SSDSpec, Callable[..., Tensor]] = BackendRegistry("ssd")
 REGISTRIES = (SSD,)
-EXAMPLE = Spec("cpu", torch.bfloat16, 64, 128)
+EXAMPLE = SSDSpec("cpu", torch.bfloat16, 64, 128)
 
 MAX_HEAD_DIM, MAX_STATE_SIZE = 128, 128
 """Largest state of a head that fits into the registers and the shared memory of the kernels."""
 
 
-def _triton_why_not(spec: Spec) -> str | None:
+def _triton_why_not(spec: SSDSpec) -> str | None:
     if spec.dtype not in HALF:
         return f"serves bfloat16 and float16, not {spec.dtype}"
     if spec.head_dim > MAX_HEAD_DIM or spec.state_size > MAX_STATE_SIZE:
@@ -55,7 +55,7 @@ SSD.register(Backend("reference", reference.ssd, 0, serve_all))
 
 
 @remembered
-def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
+def _choose(spec: SSDSpec, backend: str) -> Callable[..., Tensor]:
     return SSD.select(spec, backend).fn
 
 
@@ -89,7 +89,7 @@ def ssd(
     Returns:
         ``[T, H, P]`` in the dtype of ``x``.
     """
-    spec = Spec(x.device.type, x.dtype, x.shape[-1], b.shape[-1])
+    spec = SSDSpec(x.device.type, x.dtype, x.shape[-1], b.shape[-1])
     # Positions show where sequences begin, without a copy of offsets to the host.
     return _choose(spec, backend)(x, dt, a, b, c, d, sequences.positions, bias)
 

@@ -108,7 +108,7 @@ def checked_gradients(grads: Mapping[str, Tensor | None], tensors: Mapping[str, 
 
 
 @dataclass(frozen=True)
-class Lane:
+class BridgeLane:
     """Data-parallel replicas that exchange messages: several sources and one destination, the reverse, or one each.
 
     Attributes:
@@ -130,7 +130,7 @@ class Lane:
         return tuple(replica[0] for replica in self.destinations)
 
 
-def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
+def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[BridgeLane, ...]:
     """Divide the replicas of both sides into the same number of runs of neighbors, so that rows keep their order.
 
     Raises:
@@ -150,7 +150,7 @@ def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
     # As many lanes as the smaller side has replicas; each takes a run of the larger side.
     count = min(src.dp, dest.dp)
     sources, destinations = _runs(src, src.pp - 1, count), _runs(dest, 0, count)
-    return tuple(Lane(*pair) for pair in zip(sources, destinations, strict=True))
+    return tuple(BridgeLane(*pair) for pair in zip(sources, destinations, strict=True))
 
 
 def _runs(mesh: ParallelMesh, stage: int, count: int) -> list[tuple[tuple[int, ...], ...]]:
@@ -279,7 +279,7 @@ class BridgeCommunicator:
         self._device = torch.device(device) if device is not None else _default_device()
         self._connect(self._lane, rank)
 
-    def _connect(self, lane: Lane, rank: int) -> None:
+    def _connect(self, lane: BridgeLane, rank: int) -> None:
         """Create the groups: one for the replica, one on the host for headers, one per direction for data.
 
         On a GPU, each direction needs its own communicator. The operations of one communicator run one after another,
@@ -457,7 +457,7 @@ class BridgeCommunicator:
                 if tensor.numel():
                     dist.broadcast(as_bytes(tensor), self._leader, group=self._replica)
 
-    def _ends(self, call: str, source: bool) -> Lane:
+    def _ends(self, call: str, source: bool) -> BridgeLane:
         """Return the lane of this rank, and check that the rank is on the right side for ``call``."""
         if self.is_source if source else self.is_destination:
             return self._lane

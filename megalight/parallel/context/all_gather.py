@@ -34,7 +34,7 @@ from megalight.types import ContextShare, PackedSequences, to_device
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class GatherBlocks:
     """The blocks that a rank computes.
 
     Attributes:
@@ -51,7 +51,7 @@ class Layout:
     rows: Tensor
 
 
-def layout_of(sequences: PackedSequences, share: ContextShare, causal: bool) -> Layout | None:
+def layout_of(sequences: PackedSequences, share: ContextShare, causal: bool) -> GatherBlocks | None:
     """Return the layout of a share, or None if sequences (without causal mask: their real tokens) differ in length."""
     real = share.real_lengths[0]
     if sequences.uniform is None or (not causal and set(share.real_lengths) != {real}):
@@ -67,30 +67,30 @@ def layout_of(sequences: PackedSequences, share: ContextShare, causal: bool) -> 
     # As many keys as the later chunk sees; the earlier one takes the first of them.
     keys = PackedSequences.of_uniform(batch, chunks[-1][1], sequences.device)
     sequence = keys.expand(torch.arange(batch, device=sequences.device))
-    return Layout(batch, chunks, causal, share.rows_of(sequence, keys.positions))
+    return GatherBlocks(batch, chunks, causal, share.rows_of(sequence, keys.positions))
 
 
 def attend_dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout,
+    layout: GatherBlocks,
     group: ProcessGroup | None,
     *,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attention of this rank's share: ``q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]``."""
-    call = _Call(layout, group, scale, backend, q.shape[-1])
+    call = _GatherConstants(layout, group, scale, backend, q.shape[-1])
     out: Tensor = _DenseGather.apply(q, torch.cat([k, v], -1), call)  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True)
-class _Call:
+class _GatherConstants:
     """The constants of one call."""
 
-    layout: Layout
+    layout: GatherBlocks
     group: ProcessGroup | None
     scale: float | None
     backend: str
@@ -128,7 +128,7 @@ class _DenseGather(torch.autograd.Function):
     """``q [T, H, D]``, and keys and values side by side ``[T, Hkv, D + Dv]``, to ``[T, H, Dv]``."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, both: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, both: Tensor, call: _GatherConstants) -> Tensor:
         chunks, query, own = call.layout.chunks, call.fold(q), call.fold(both)
         # Posted first, so that it runs under the blocks below.
         flight = start_all_gather(both, call.group)
@@ -156,7 +156,7 @@ class _DenseGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        call: _Call = ctx.call
+        call: _GatherConstants = ctx.call
         q, both, out, *sums = ctx.saved_tensors
         query, own, grad = call.fold(q), call.fold(both), call.fold(grad)
         grad_q, grad_own = torch.zeros_like(query), torch.zeros_like(own)

@@ -23,7 +23,7 @@ from megalight.nn import InnerAttention
 from megalight.ops.attention_block import EXAMPLE, REGISTRIES, block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
 from megalight.ops.common import once_differentiable, wide
-from megalight.parallel.context.ring_blocks import Block, Blocks, Rows, blocks_of
+from megalight.parallel.context.ring_blocks import Block, RingBlocks, TokenSelection, blocks_of
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.types import PackedSequences
 
@@ -149,7 +149,7 @@ class _Ring:
     """The constants of one call."""
 
     group: ProcessGroup | None
-    blocks: Blocks
+    blocks: RingBlocks
     scale: float | None
     backend: str
 
@@ -199,10 +199,10 @@ class _Taken:
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
-        self.rows: Rows | None = None
+        self.rows: TokenSelection | None = None
         self.found: tuple[Tensor, ...] = ()
 
-    def of(self, rows: Rows) -> tuple[Tensor, ...]:
+    def of(self, rows: TokenSelection) -> tuple[Tensor, ...]:
         """Return the selected tokens, contiguous, so that kernels do not copy them in every step."""
         if rows is not self.rows:
             self.found = ()  # free the old selection first

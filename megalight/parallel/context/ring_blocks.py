@@ -92,7 +92,7 @@ def _chunk(first: int, key: int, length: int, chunk: int) -> Iterator[Band]:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class TokenSelection:
     """A selection of the tokens of a share. Equal selections are the same object, so they can be compared by identity.
 
     Attributes:
@@ -138,8 +138,8 @@ class Block:
         window: query ``i`` sees no key before key ``i - window``; there are then as many keys as queries. None: all.
     """
 
-    queries: Rows
-    keys: Rows
+    queries: TokenSelection
+    keys: TokenSelection
     sequences: PackedSequences | None
     causal: bool
     all_queries: bool
@@ -147,7 +147,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class RingBlocks:
     """The blocks of a rank in the order of the ring's steps: keys of shares ``r, r - 1, ...`` arrive one after another.
 
     Attributes:
@@ -160,7 +160,9 @@ class Blocks:
     steps: tuple[tuple[Block, ...], ...]
 
 
-def blocks_of(sequences: PackedSequences, causal: bool, window: int | None = None, chunk: int | None = None) -> Blocks:
+def blocks_of(
+    sequences: PackedSequences, causal: bool, window: int | None = None, chunk: int | None = None
+) -> RingBlocks:
     """Return the blocks of this rank's share, computed once for all layers.
 
     Args:
@@ -177,7 +179,7 @@ def blocks_of(sequences: PackedSequences, causal: bool, window: int | None = Non
     return share.once(("ring", window, chunk), _limited, sequences, share, window, chunk)
 
 
-def _blocks(sequences: PackedSequences, share: ContextShare, causal: bool) -> Blocks:
+def _blocks(sequences: PackedSequences, share: ContextShare, causal: bool) -> RingBlocks:
     # Equal lengths allow dense kernels, which are faster, and views instead of copies by index.
     equal = sequences.uniform is not None and (causal or len(set(share.real_lengths)) == 1)
     make = _dense if equal else _packed
@@ -191,7 +193,7 @@ def _blocks(sequences: PackedSequences, share: ContextShare, causal: bool) -> Bl
         ]
         block = make(sequences, stretches, causal and step == 0)
         steps.append(() if block is None else (block,))
-    return Blocks(len(sequences.lengths) if equal else 1, tuple(steps))
+    return RingBlocks(len(sequences.lengths) if equal else 1, tuple(steps))
 
 
 def _stretch(length: int, real: int, rank: int, source: int, size: int, causal: bool) -> tuple[int, int]:
@@ -205,7 +207,7 @@ def _stretch(length: int, real: int, rank: int, source: int, size: int, causal: 
     return (0 if source == rank else chunk), length
 
 
-def _limited(sequences: PackedSequences, share: ContextShare, window: int | None, chunk: int | None) -> Blocks:
+def _limited(sequences: PackedSequences, share: ContextShare, window: int | None, chunk: int | None) -> RingBlocks:
     """Return the blocks under a window or chunks: always packed, as no dense kernel has their masks."""
     offsets = (0, *accumulate(sequences.lengths))
     mine = share.rank, 2 * share.size - 1 - share.rank
@@ -232,13 +234,13 @@ def _limited(sequences: PackedSequences, share: ContextShare, window: int | None
             rows_of, keys_of = [rows for rows, _ in pairs], [keys for _, keys in pairs]
             blocks.append(_block(sequences, rows_of, keys_of, causal, width))
         steps.append(tuple(blocks))
-    return Blocks(1, tuple(steps))
+    return RingBlocks(1, tuple(steps))
 
 
 # The same object for the same numbers, as `_Taken` compares by identity.
 @lru_cache(maxsize=256)
-def _slice(start: int, count: int) -> Rows:
-    return Rows(start, count)
+def _slice(start: int, count: int) -> TokenSelection:
+    return TokenSelection(start, count)
 
 
 def _dense(sequences: PackedSequences, stretches: Sequence[tuple[int, int]], causal: bool) -> Block | None:
@@ -275,11 +277,11 @@ def _block(
 
 
 @lru_cache(maxsize=16)
-def _index(stretches: tuple[tuple[int, int], ...], total: int, device: torch.device) -> Rows:
+def _index(stretches: tuple[tuple[int, int], ...], total: int, device: torch.device) -> TokenSelection:
     """Return the selection of these ranges of a packed tensor with ``total`` tokens."""
     count = sum(stop - start for start, stop in stretches)
     if count == total:
         return _slice(0, total)
     index = torch.cat([torch.arange(start, stop) for start, stop in stretches])
     index = index.pin_memory() if device.type == "cuda" else index  # so that the host does not wait for the copy
-    return Rows(0, count, index.to(device, non_blocking=True))
+    return TokenSelection(0, count, index.to(device, non_blocking=True))

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import Groups
 from megalight.parallel.data_parallel.fp8_parameters import codes_of
-from megalight.parallel.data_parallel.layout import Kind, Level, ParamInfo
+from megalight.parallel.data_parallel.layout import BucketKey, Level, ParamInfo
 from megalight.parallel.data_parallel.masters import masters_of
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
@@ -19,13 +19,13 @@ from megalight.parallel.shard import ShardSpec
 
 
 @dataclass(frozen=True)
-class Kinds:
+class BucketKeys:
     """Finds the kinds of the parameters of one engine.
 
     Attributes:
         mesh: the split of models without a mesh of their own.
         level: what data-parallel ranks divide.
-        replicate, divide_replicas: see :class:`Kind`.
+        replicate, divide_replicas: see :class:`BucketKey`.
         may_hold_codes: whether trained parameters may be stored as 8-bit codes, cast from masters.
     """
 
@@ -35,7 +35,7 @@ class Kinds:
     divide_replicas: bool
     may_hold_codes: bool
 
-    def of(self, info: ParamInfo, grad_dtype: torch.dtype | None = None) -> Kind:
+    def of(self, info: ParamInfo, grad_dtype: torch.dtype | None = None) -> BucketKey:
         """Return the kind of a parameter.
 
         Args:
@@ -45,7 +45,7 @@ class Kinds:
         Raises:
             ConfigurationError: it is stored as codes, and replicas divide its masters.
         """
-        kind = Kind(
+        kind = BucketKey(
             info.parameter.dtype,
             # Gradients of half precision are summed over micro-batches in float32, or small terms would be lost.
             grad_dtype or _wide(info.parameter.dtype),
@@ -91,7 +91,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 # them.
 
 
-def groups_of(kind: Kind, max_ctas: int | None, purpose: str = "data parallelism") -> Groups:
+def groups_of(kind: BucketKey, max_ctas: int | None, purpose: str = "data parallelism") -> Groups:
     """Return the process groups of the buckets of a kind, over communicators for this purpose alone."""
     made: dict[tuple[int, ...], ProcessGroup | None] = {}
 

@@ -24,7 +24,7 @@ Way: TypeAlias = Literal["plain", "symmetric", "auto"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class TransportChoice:
     """Decides the way of one kind of message. It is a value: what one group gets does not depend on those before it.
 
     Attributes:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.parallel.data_parallel.buffers import Bucket, Groups
-from megalight.parallel.data_parallel.communication import Choice
+from megalight.parallel.data_parallel.communication import TransportChoice
 from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.layout import BucketLayout, Level
 from megalight.parallel.data_parallel.reduce import PushedSums
@@ -34,7 +34,9 @@ class CopyEngines:
         ConfigurationError: copy engines were asked for by name, and are not available.
     """
 
-    def __init__(self, device: torch.device, level: Level, gathers: Choice, reductions: Choice) -> None:
+    def __init__(
+        self, device: torch.device, level: Level, gathers: TransportChoice, reductions: TransportChoice
+    ) -> None:
         self._gathers, self._reductions = gathers, reductions
         self._level = level
         summing = level.gradients or (level.state and reductions.way != "auto")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.ops.adam import Coded
-from megalight.parallel.data_parallel.bucket_keys import Kinds, groups_of
+from megalight.parallel.data_parallel.bucket_keys import BucketKeys, groups_of
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
-from megalight.parallel.data_parallel.communication import Choice, Registration, UserBuffers, Way
+from megalight.parallel.data_parallel.communication import Registration, TransportChoice, UserBuffers, Way
 from megalight.parallel.data_parallel.copy_engines import CopyEngines
 from megalight.parallel.data_parallel.frozen_parameters import FrozenShards, can_be_sharded
 from megalight.parallel.data_parallel.grad_norm import check_finite
@@ -24,7 +24,7 @@ from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.unit_memory import (
     GRADIENT_TURNS,
-    Route,
+    PassOrder,
     TurnBuffers,
     UnitMemory,
     choose,
@@ -130,7 +130,7 @@ class DataParallelEngine:
         replicate: int = 1,
         replicate_optimizer: bool = True,
         units: Sequence[Sequence[nn.Module]] = (),
-        route: Route | None = None,
+        route: PassOrder | None = None,
         prefetch: int | None = None,
         reduce_each_micro_batch: bool | None = None,
         optimizer_offload_fraction: float = 0.0,
@@ -155,13 +155,16 @@ class DataParallelEngine:
         divides = self.level.state and replicate > 1 and not replicate_optimizer
         # Codes are cast from masters on the device that hold at least what the parameters hold.
         narrow = master_dtype is not None and master_dtype.itemsize < 4
-        self._kinds = Kinds(mesh, self.level, replicate, divides, not (divides or self._offload or narrow))
+        self._kinds = BucketKeys(mesh, self.level, replicate, divides, not (divides or self._offload or narrow))
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
-        self._route, self._units = route or Route(), units
+        self._route, self._units = route or PassOrder(), units
         against = None if nccl_ub == "off" else f"nccl_ub={nccl_ub!r}: NCCL has the buffers"
         # One rank gathers nothing, and needs no stream of copies.
         gathers = "plain" if gathers == "auto" and mesh.everyone is None else gathers
-        gathering, reducing = Choice("gathers", gathers, against), Choice("reductions", reductions, against)
+        gathering, reducing = (
+            TransportChoice("gathers", gathers, against),
+            TransportChoice("reductions", reductions, against),
+        )
         self._copy_engines = CopyEngines(device, self.level, gathering, reducing)
         self._reducer = Reducer(self.level.state, reduce_dtype, reduction, self._copy_engines.sums)
         self._user_buffers = UserBuffers(nccl_ub if mesh.everyone is not None else "off", device)

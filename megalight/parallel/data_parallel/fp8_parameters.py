@@ -15,10 +15,10 @@ from megalight.ops.linear.low_precision import LowPrecision
 from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import scales_of
 from megalight.ops.quantize.formats import Format
-from megalight.ops.quantized_weight import Codes as Codes_of_quantized_weight
+from megalight.ops.quantized_weight import QuantizedWeight as Codes_of_quantized_weight
 from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.data_parallel.buffers import Bucket
-from megalight.parallel.data_parallel.layout import SHARD_ALIGNMENT, BucketLayout, Kind, ParamInfo, align
+from megalight.parallel.data_parallel.layout import SHARD_ALIGNMENT, BucketKey, BucketLayout, ParamInfo, align
 
 ALIGNMENT = 16
 """Alignment of each scale in bytes, as the matrix products require."""
@@ -38,7 +38,7 @@ def codes_of(parameter: Tensor, spared: bool = False) -> Format | None:
     return precision.recipe.weight.format if wanted else None
 
 
-class Codes:
+class FP8Parameters:
     """The scales of all weights stored in 8 bits, and the cast from masters to codes.
 
     A scale by past steps is known before the weight is. Such a weight needs no pass over its masters to find its
@@ -223,7 +223,7 @@ class FlatCodes:
 
     holds_codes = False
 
-    def __init__(self, kind: Kind, infos: Sequence[ParamInfo], group: ProcessGroup | None) -> None:
+    def __init__(self, kind: BucketKey, infos: Sequence[ParamInfo], group: ProcessGroup | None) -> None:
         self.infos = list(infos)
         self.unit_group = group
         self._codes: list[Codes_of_quantized_weight] = []

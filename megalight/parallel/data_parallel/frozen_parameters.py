@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.data_parallel.buffers import Allocating, FlatParameters, Groups
 from megalight.parallel.data_parallel.fp8_parameters import FlatCodes, codes_of
-from megalight.parallel.data_parallel.layout import BucketLayout, Kind, ParamInfo, plan_buckets
+from megalight.parallel.data_parallel.layout import BucketKey, BucketLayout, ParamInfo, plan_buckets
 from megalight.parallel.data_parallel.unit_memory import Room, TurnBuffers
 from megalight.parallel.data_parallel.unshard import Residency
 
@@ -42,7 +42,7 @@ class FrozenShards:
 
     def __init__(
         self,
-        kinds: Mapping[ParamInfo, Kind],
+        kinds: Mapping[ParamInfo, BucketKey],
         groups: Mapping[Any, Groups],
         turns: Sequence[int],
         allocating: Allocating,
@@ -114,7 +114,7 @@ class FrozenShards:
         return FlatParameters(layout, infos, groups, True, lent, allocating=allocating)
 
     def _flat_codes(self, infos: Sequence[ParamInfo]) -> list[FlatCodes]:
-        together: dict[Kind, list[ParamInfo]] = {}
+        together: dict[BucketKey, list[ParamInfo]] = {}
         for info in infos:
             # Weights of all dtypes are bytes.
             together.setdefault(replace(self._kinds[info], param_dtype=torch.uint8), []).append(info)

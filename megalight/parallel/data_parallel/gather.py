@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from megalight.imports import torch_distributed
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
-from megalight.parallel.data_parallel.communication import Choice, side_stream
+from megalight.parallel.data_parallel.communication import TransportChoice, side_stream
 from megalight.parallel.data_parallel.fp8_parameters import FlatCodes
 from megalight.parallel.groups import FAILED
 from megalight.parallel.peers import driver
-from megalight.parallel.peers.memory import Copies, Flag, PeerMemory, Slot
+from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
 from megalight.parallel.peers.watch import Watch
 
 # Gather parameters by copy engines: each rank pushes its shard into the memory of its peers.
@@ -56,10 +56,10 @@ class Pushes:
         without: why some groups that were asked for have none.
     """
 
-    def __init__(self, device: torch.device, choice: Choice) -> None:
+    def __init__(self, device: torch.device, choice: TransportChoice) -> None:
         self.without: list[str] = []
         self._device, self._choice = device, choice
-        self._copies = Copies()
+        self._copies = PeerCopyStream()
         self._buffers: dict[int, _Buffer] = {}
         # Copies may still be on their way when a run is dropped, and they must not meet memory that is gone.
         weakref.finalize(self, finish, device).atexit = False
@@ -127,7 +127,7 @@ class Pushes:
         if buffer is None:
             return False
         buffer.watch.check()
-        slot, others, stream = Slot(buffer.memory, 0), buffer.memory.others, torch.cuda.current_stream()
+        slot, others, stream = PeerSlot(buffer.memory, 0), buffer.memory.others, torch.cuda.current_stream()
         if buffer.used:
             driver.raise_flags(stream, slot.flags_at(Flag.FREE, others))
         buffer.used = True

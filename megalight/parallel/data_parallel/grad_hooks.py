@@ -63,7 +63,7 @@ def land_gradients(
 log = logging.getLogger(__name__)
 
 
-class Arrivals:
+class GradReadyCounter:
     """Counts arriving gradients, and sends complete buckets while the last backward passes still run.
 
     A parameter's gradient may arrive several times per micro-batch (tied weights, or an op that adds to ``main_grad``

@@ -17,7 +17,7 @@ from megalight.imports import has_grad_dtype
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.communication import side_stream
-from megalight.parallel.data_parallel.grad_hooks import Arrivals, FirstWrites
+from megalight.parallel.data_parallel.grad_hooks import FirstWrites, GradReadyCounter
 from megalight.parallel.data_parallel.grad_norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
@@ -172,7 +172,7 @@ class MainGradients:
         self._any_dtype = False
         self.of_units = UnitGradients([b for b in buckets if b.shards_grads], reducer, self._stream)
         self._first = FirstWrites(self._whole)
-        self._arrivals = Arrivals(self._whole, self._send, overlap, self._stream)
+        self._arrivals = GradReadyCounter(self._whole, self._send, overlap, self._stream)
         self._unused = unused
         self.unused: list[frozenset[int]] = [frozenset()] * len(buckets)
 

@@ -69,7 +69,7 @@ def level_of(name: str) -> Level:
 
 
 @dataclass(frozen=True)
-class Kind:
+class BucketKey:
     """What the parameters of one bucket have in common.
 
     Attributes:
@@ -160,7 +160,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """One parameter's place in a bucket: elements ``[start, stop)``; ``index`` is its registration index."""
 
     index: int
@@ -177,8 +177,8 @@ class Slot:
 class BucketLayout:
     """The parameters of one bucket, in buffer order, and its size in elements, padding included."""
 
-    kind: Kind
-    slots: tuple[Slot, ...]
+    kind: BucketKey
+    slots: tuple[BucketSlot, ...]
     numel: int
 
     def interval(self, place: int) -> tuple[int, int]:
@@ -206,7 +206,7 @@ def default_bucket_size(world: int) -> int:
 
 
 def plan_buckets(
-    sizes: Sequence[int], kinds: Sequence[Kind], bucket_size: int | None = None, edge_size: int | None = None
+    sizes: Sequence[int], kinds: Sequence[BucketKey], bucket_size: int | None = None, edge_size: int | None = None
 ) -> list[BucketLayout]:
     """Assign parameters to buckets.
 
@@ -221,16 +221,16 @@ def plan_buckets(
         the buckets in the order in which the backward pass should complete them: by each bucket's first-registered
         parameter, descending.
     """
-    open_slots: dict[Kind, list[Slot]] = {}
+    open_slots: dict[BucketKey, list[BucketSlot]] = {}
     buckets: list[BucketLayout] = []
 
-    def close(kind: Kind) -> None:
+    def close(kind: BucketKey) -> None:
         slots = open_slots.pop(kind)
         # Reduce-scatter and all-gather need equal intervals on all ranks.
         buckets.append(BucketLayout(kind, tuple(slots), align(slots[-1].stop, kind.parts * SHARD_ALIGNMENT)))
 
     # Elements of each kind that have no place yet. Once they fit into one bucket, the edge has begun.
-    left: dict[Kind, int] = {}
+    left: dict[BucketKey, int] = {}
     for size, kind in zip(sizes, kinds, strict=True):
         left[kind] = left.get(kind, 0) + size
     # Backward passes complete gradients in about the reverse order of registration.
@@ -248,7 +248,7 @@ def plan_buckets(
             close(kind)
             slots = open_slots.setdefault(kind, [])
         start = align(slots[-1].stop, ALIGNMENT) if slots else 0
-        slots.append(Slot(index, start, sizes[index]))
+        slots.append(BucketSlot(index, start, sizes[index]))
         if slots[-1].stop >= limit:
             close(kind)
     for kind in list(open_slots):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel.layout import Kind
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.data_parallel.layout import BucketKey
+from megalight.parallel.shard import ShardPiece, ShardSpec
 
 
-def masters_of(kind: Kind, wanted: torch.dtype | None) -> torch.dtype:
+def masters_of(kind: BucketKey, wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype of the masters of parameters of one kind.
 
     Args:
@@ -27,7 +27,7 @@ def masters_of(kind: Kind, wanted: torch.dtype | None) -> torch.dtype:
     return torch.promote_types(kind.param_dtype, torch.float32)
 
 
-def check_masters(kinds: Sequence[Kind], wanted: torch.dtype | None) -> None:
+def check_masters(kinds: Sequence[BucketKey], wanted: torch.dtype | None) -> None:
     """Check that some parameters can have the masters that were asked for.
 
     Raises:
@@ -49,7 +49,7 @@ def check_masters(kinds: Sequence[Kind], wanted: torch.dtype | None) -> None:
         )
 
 
-def _holds(wanted: torch.dtype, kind: Kind) -> bool:
+def _holds(wanted: torch.dtype, kind: BucketKey) -> bool:
     return torch.promote_types(kind.param_dtype, wanted) == wanted
 
 
@@ -109,7 +109,7 @@ class FlatShard:
             part = self.part(low, high)
             part.copy_(part * factors.reshape(-1)[low - offset : high - offset].to(part.device))
 
-    def intervals(self) -> Iterator[tuple[Piece, int, int, int]]:
+    def intervals(self) -> Iterator[tuple[ShardPiece, int, int, int]]:
         """Yield the parts of canonical pieces that lie in this shard.
 
         Yields:

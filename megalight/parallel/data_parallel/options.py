@@ -13,7 +13,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.communication import Registration, Way
 from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.data_parallel.layout import ParamInfo, level_of
-from megalight.parallel.data_parallel.unit_memory import Route
+from megalight.parallel.data_parallel.unit_memory import PassOrder
 from megalight.parallel.mesh import ParallelMesh
 
 Level = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -220,7 +220,7 @@ class DataParallel:
         mesh: ParallelMesh,
         device: torch.device | None = None,
         units: Sequence[Sequence[nn.Module]] = (),
-        route: Route | None = None,
+        route: PassOrder | None = None,
     ) -> DataParallelEngine:
         """An engine with these options; see :class:`~megalight.parallel.data_parallel.DataParallelEngine`."""
         return DataParallelEngine(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalight.ops.adam import Coded
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
-from megalight.parallel.data_parallel.fp8_parameters import Codes
+from megalight.parallel.data_parallel.fp8_parameters import FP8Parameters
 from megalight.parallel.data_parallel.gather import (
     Gatherer,
     Pushes,
@@ -90,7 +90,7 @@ class ShardedParameters:
         self._device = device
         # Buckets come in the order of the backward pass. The forward pass needs the last one first.
         self._gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params], device, pushes)
-        self._codes = Codes(self._with_codes(), device)
+        self._codes = FP8Parameters(self._with_codes(), device)
         self.recast()
 
     @spanned("gather_parameters")
@@ -191,7 +191,7 @@ class ShardedParameters:
             self._gatherer.widen(bucket, memory.take(bucket.layout, dtype) if bucket.shards_params else None)
         if held:
             self._gatherer.forget()
-        self._codes = Codes((), self._device)
+        self._codes = FP8Parameters((), self._device)
         if sharded and self.residency is not None:
             self.residency.guard()
             if self.residency.whole:

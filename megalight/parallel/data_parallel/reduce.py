@@ -15,11 +15,11 @@ from megalight.errors import ConfigurationError, LayoutError
 from megalight.imports import torch_distributed
 from megalight.ops.sum_terms import sum_terms
 from megalight.parallel.data_parallel.buffers import Bucket
-from megalight.parallel.data_parallel.communication import Choice
+from megalight.parallel.data_parallel.communication import TransportChoice
 from megalight.parallel.data_parallel.gather import finish
 from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.peers import driver
-from megalight.parallel.peers.memory import BOUNDARY, Copies, Flag, PeerMemory
+from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory
 from megalight.parallel.peers.watch import Watch
 
 # Sum gradients over the GPUs of one host, where copy engines carry the terms.
@@ -49,12 +49,12 @@ class PushedSums:
 
     def __init__(self, device: torch.device) -> None:
         self.without: list[str] = []
-        self._copies = Copies()
+        self._copies = PeerCopyStream()
         self._slots: dict[ProcessGroup, tuple[PeerMemory, Watch]] = {}
         # Copies may still be on their way when a run is dropped, and they must not meet memory that is gone.
         weakref.finalize(self, finish, device).atexit = False
 
-    def serve(self, buckets: Sequence[Bucket], wire_dtype: torch.dtype | None, choice: Choice) -> None:
+    def serve(self, buckets: Sequence[Bucket], wire_dtype: torch.dtype | None, choice: TransportChoice) -> None:
         """Let the gradients of units be summed here; those of all buckets, if none is reduced by units.
 
         Args:

@@ -198,7 +198,7 @@ def _gib(size: int) -> str:
 T = TypeVar("T")
 
 
-class Pass(NamedTuple):
+class UnitPass(NamedTuple):
     """One pass through a chunk.
 
     Attributes:
@@ -211,7 +211,7 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Route:
+class PassOrder:
     """The chunks of a rank, and the order of passes through them.
 
     Attributes:
@@ -221,7 +221,7 @@ class Route:
     """
 
     chunks: Sequence[nn.Module] = ()
-    passes: Sequence[Pass] = ()
+    passes: Sequence[UnitPass] = ()
     phases: Sequence[Sequence[int]] = ()
 
     def parts(self, units: Sequence[Sequence[nn.Module]]) -> list[list[int]]:

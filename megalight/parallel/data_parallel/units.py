@@ -36,7 +36,7 @@ from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.frozen_parameters import FrozenShards, Store
 from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
-from megalight.parallel.data_parallel.unit_memory import Pass, Route
+from megalight.parallel.data_parallel.unit_memory import PassOrder, UnitPass
 from megalight.parallel.data_parallel.unshard import Residency
 
 HOOKS = "unit_hooks"
@@ -67,7 +67,7 @@ class Units:
         buckets: Sequence[FlatParameters],
         gradients: UnitGradients,
         device: torch.device,
-        route: Route,
+        route: PassOrder,
         turns: int,
         pushes: Pushes | None = None,
         frozen: FrozenShards | None = None,
@@ -91,7 +91,7 @@ class Units:
             self._chunk += [places] * len(calls)
             if number < len(route.chunks):
                 self._places[id(route.chunks[number])] = places
-        self._coming: Sequence[Pass] = ()
+        self._coming: Sequence[UnitPass] = ()
         self._chunks: Sequence[nn.Module] = ()
         self._divided = False
         """Whether a unit's parameters come from several ranks."""
@@ -114,7 +114,7 @@ class Units:
                 module.register_forward_hook(self._after_forward(place), with_kwargs=True),
             ]
 
-    def follow(self, chunks: Sequence[nn.Module], coming: Sequence[Pass]) -> None:
+    def follow(self, chunks: Sequence[nn.Module], coming: Sequence[UnitPass]) -> None:
         """Say which passes come after the one that begins now, so that their first units are gathered in time.
 
         Args:

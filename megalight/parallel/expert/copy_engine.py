@@ -23,7 +23,7 @@ from megalight.parallel.expert.all_to_all import AllToAllDispatcher, Traffic
 from megalight.parallel.expert.options import DISPATCHERS
 from megalight.parallel.interleaved_passes import pause, taking_turns
 from megalight.parallel.peers import memory
-from megalight.parallel.peers.memory import Copies, Flag, PeerMemory
+from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory
 from megalight.parallel.peers.watch import Watch
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class PeerExchange:
     def __init__(self, group: ProcessGroup) -> None:
         if (reason := memory.unreachable(group)) is not None:
             raise _refusal(reason)
-        self.memory, self.copies = PeerMemory(group), Copies()
+        self.memory, self.copies = PeerMemory(group), PeerCopyStream()
         self.watch = Watch(self.memory)
         self._busy: set[int] = set()
 

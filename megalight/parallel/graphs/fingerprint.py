@@ -49,7 +49,7 @@ class Holder:
     size: int = -1
 
 
-class Attributes:
+class AttributeWatcher:
     """Finds plain attributes that change between steps: set by callbacks, hooks and schedules.
 
     Attributes that the step itself changes, such as counters, are left out from then on.
@@ -159,7 +159,7 @@ class Fingerprint:
         named = [pair for name, module in modules for pair in module.named_modules(prefix=name)]
         self._modules = [module for _, module in named]
         everything = {id(module): (name, module) for name, module in [*named, *also]}
-        self.attributes = Attributes(everything.values(), ignored)
+        self.attributes = AttributeWatcher(everything.values(), ignored)
 
     def __call__(self) -> tuple[Any, ...]:
         """Return a value that stays equal while tensors keep address and ``requires_grad``, and modules their state.

@@ -36,7 +36,7 @@ class Way(IntEnum):
 
 
 @dataclass
-class Form:
+class StepForm:
     """Steps that differ only in the values of their tensors.
 
     Attributes:
@@ -112,7 +112,7 @@ class IterationGraphs:
         self._off = False  # on all ranks
         self._recorded = False  # what `tell` was told
         self._varied = False
-        self._forms: OrderedDict[Hashable, Form] = OrderedDict()
+        self._forms: OrderedDict[Hashable, StepForm] = OrderedDict()
 
     @property
     def graphs(self) -> int:
@@ -187,7 +187,7 @@ class IterationGraphs:
 
     # ------------------------------------------------------------------ which way
 
-    def _form(self, key: Hashable, micro_batches: Sequence[Any]) -> Form | None:
+    def _form(self, key: Hashable, micro_batches: Sequence[Any]) -> StepForm | None:
         seen = signature(list(micro_batches))
         if seen is None:
             self._refuse(
@@ -210,7 +210,7 @@ class IterationGraphs:
                 return None
             if len(self._forms) - self.graphs >= REMEMBERED:
                 self._forget_oldest()
-            form = self._forms[full] = Form(StaticInputs(list(micro_batches)))
+            form = self._forms[full] = StepForm(StaticInputs(list(micro_batches)))
         return form
 
     def _forget_oldest(self) -> None:
@@ -227,7 +227,7 @@ class IterationGraphs:
             )
         del self._forms[oldest]
 
-    def _agreed(self, form: Form | None) -> Way:
+    def _agreed(self, form: StepForm | None) -> Way:
         wish = Way.EAGER
         if form is not None and form.seen >= self.warmup_steps:
             wish = Way.RECORD if form.recording is None else Way.REPLAY
@@ -242,7 +242,7 @@ class IterationGraphs:
 
     # ------------------------------------------------------------------ the ways
 
-    def _look_through(self, form: Form, passes: Callable[[Sequence[Any]], Any]) -> Any:
+    def _look_through(self, form: StepForm, passes: Callable[[Sequence[Any]], Any]) -> Any:
         """Run a step eagerly, and check whether it can be recorded: two steps, to see what changes between them."""
         with Inspection(self.device, form.numbers) as inspection, self.looking(inspection.reasons):
             result = passes(form.inputs.value)
@@ -257,7 +257,7 @@ class IterationGraphs:
             self._refuse("; ".join(inspection.reasons))
         return result
 
-    def _record_all(self, form: Form, passes: Callable[[Sequence[Any]], Any], way: Way) -> bool:
+    def _record_all(self, form: StepForm, passes: Callable[[Sequence[Any]], Any], way: Way) -> bool:
         """Record on this rank if needed; return False if any rank failed, and then no rank has run anything."""
         if way is Way.REPLAY:
             return True
@@ -284,7 +284,7 @@ class IterationGraphs:
         self.refuse(told)
         return False
 
-    def _waiting(self, form: Form, passes: Callable[[Sequence[Any]], Any]) -> Any:
+    def _waiting(self, form: StepForm, passes: Callable[[Sequence[Any]], Any]) -> Any:
         with self.engine.recording_parameters():
             return passes(form.inputs.value)
 

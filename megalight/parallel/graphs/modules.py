@@ -21,7 +21,15 @@ from megalight.parallel.graphs.backends import Named, Parts, nothing
 from megalight.parallel.graphs.fingerprint import Fingerprint, told
 from megalight.parallel.graphs.inspection import Inspection
 from megalight.parallel.graphs.recorder import Recorder, Recording
-from megalight.parallel.graphs.static import Argument, Constant, Held, Leaf, recordable, tensors_of, with_tensors
+from megalight.parallel.graphs.static import (
+    Argument,
+    HeldArgument,
+    Leaf,
+    StaticValue,
+    recordable,
+    tensors_of,
+    with_tensors,
+)
 from megalight.parallel.peers.watch import check_all
 
 # Graphs of one module for one micro-batch in flight: one of its forward and one of its backward.
@@ -205,7 +213,7 @@ def follows(previous: Unit | None, values: Sequence[Any]) -> bool:
     )
 
 
-def argument_for(value: Any, chained: bool, held: list[Held]) -> Argument:
+def argument_for(value: Any, chained: bool, held: list[HeldArgument]) -> Argument:
     """Return static memory for one argument of the call that is recorded.
 
     Args:
@@ -216,11 +224,11 @@ def argument_for(value: Any, chained: bool, held: list[Held]) -> Argument:
         memory = value.detach() if chained else value.detach().clone()
         return Leaf(memory.requires_grad_())
     if not tensors_of(value):
-        return Constant(value)
+        return StaticValue(value)
     for each in held:
         if each.holds(value):
             return each
-    held.append(Held(value))
+    held.append(HeldArgument(value))
     return held[-1]
 
 
@@ -232,13 +240,13 @@ WITHIN = 64
 
 
 @dataclass
-class Slot:
+class GraphSlot:
     """Memory of one micro-batch in flight through one chunk. Its units run in a fixed order, so they share a pool."""
 
     pool: tuple[int, int]
     busy: bool = False
     units: dict[int, Unit] = field(default_factory=dict)
-    held: list[Held] = field(default_factory=list)
+    held: list[HeldArgument] = field(default_factory=list)
 
     def free(self) -> None:
         """Mark the slot as free: its micro-batch has finished its backward pass."""
@@ -246,7 +254,7 @@ class Slot:
 
 
 @dataclass
-class Lane:
+class ChunkGraphs:
     """One chunk's modules, and its slots.
 
     Attributes:
@@ -256,17 +264,17 @@ class Lane:
 
     number: int
     modules: list[Named]
-    slots: list[Slot] = field(default_factory=list)
-    slot: Slot | None = None
+    slots: list[GraphSlot] = field(default_factory=list)
+    slot: GraphSlot | None = None
     last: Unit | None = None
 
-    def enter(self) -> Slot:
+    def enter(self) -> GraphSlot:
         """Take a free slot, or a new one; called with the first module, when another micro-batch is in flight."""
         for slot in self.slots:
             if not slot.busy:
                 break
         else:
-            slot = Slot((self.number, len(self.slots)))
+            slot = GraphSlot((self.number, len(self.slots)))
             self.slots.append(slot)
         slot.busy, self.last = True, None
         return slot
@@ -296,7 +304,7 @@ class ModuleGraphs:
         self.replays = 0
         # Before anything changes: a run that is refused leaves the modules as they were.
         check_own_forwards((named for lane in parts.lanes for named in lane), "a graph")
-        self._lanes = [Lane(number, list(modules)) for number, modules in enumerate(parts.lanes)]
+        self._lanes = [ChunkGraphs(number, list(modules)) for number, modules in enumerate(parts.lanes)]
         self._steps = 0
         self._off = False  # on this rank
         self._ended = False  # on all ranks that share the modules
@@ -395,7 +403,7 @@ class ModuleGraphs:
 
     # ------------------------------------------------------------------ a call
 
-    def _forward(self, lane: Lane, place: int, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, lane: ChunkGraphs, place: int, *args: Any, **kwargs: Any) -> Any:
         name, module = lane.modules[place]
         plain = partial(type(module).forward, module)
         if not torch.is_grad_enabled() or not module.training or self._off:
@@ -441,7 +449,7 @@ class ModuleGraphs:
         return result
 
     def _record(
-        self, lane: Lane, slot: Slot, place: int, plain: Callable[..., Any], args: Any, kwargs: Any
+        self, lane: ChunkGraphs, slot: GraphSlot, place: int, plain: Callable[..., Any], args: Any, kwargs: Any
     ) -> Unit | None:
         name = lane.modules[place][0]
         unit = self._try_to_record(lane, slot, place, plain, args, kwargs)
@@ -459,7 +467,7 @@ class ModuleGraphs:
         return None
 
     def _try_to_record(
-        self, lane: Lane, slot: Slot, place: int, plain: Callable[..., Any], args: Any, kwargs: Any
+        self, lane: ChunkGraphs, slot: GraphSlot, place: int, plain: Callable[..., Any], args: Any, kwargs: Any
     ) -> Unit | str:
         """Record a module on this rank; return the reason if that fails."""
         name = lane.modules[place][0]

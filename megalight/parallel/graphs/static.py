@@ -116,7 +116,7 @@ class Leaf:
             self.tensor.detach().copy_(value.detach(), non_blocking=True)
 
 
-class Held:
+class HeldArgument:
     """An argument without gradients: a tensor, or an object that holds tensors. Modules of one pass share it."""
 
     def __init__(self, value: Any) -> None:
@@ -154,7 +154,7 @@ class Held:
 
 
 @dataclass
-class Constant:
+class StaticValue:
     """An argument without tensors."""
 
     value: Any
@@ -167,7 +167,7 @@ class Constant:
         """Nothing to do."""
 
 
-Argument = Leaf | Held | Constant
+Argument = Leaf | HeldArgument | StaticValue
 
 
 def recordable(value: Any) -> str | None:

@@ -180,7 +180,7 @@ class PeerMemory:
         """Whether a slot was asked for; the first call makes the flags."""
         return bool(self._flags)
 
-    def slot(self, nbytes: int, busy: Container[int] = ()) -> Slot:
+    def slot(self, nbytes: int, busy: Container[int] = ()) -> PeerSlot:
         """Return the next slot, with at least ``nbytes`` bytes on every rank.
 
         The first call, and every call for more bytes than before, allocates memory; all ranks wait for each other
@@ -196,7 +196,7 @@ class PeerMemory:
         for _ in range(self.slots):
             self._turn = (self._turn + 1) % self.slots
             if self._turn not in busy:
-                return Slot(self, self._turn)
+                return PeerSlot(self, self._turn)
         raise MegalightError(
             f"all {self.slots} slots of symmetric memory are in use: free what is gathered once it is read"
         )
@@ -257,7 +257,7 @@ class PeerMemory:
         return self._flags[rank] + 4 * ((place * len(Flag) + kind) * self.size + column)
 
 
-class Slot:
+class PeerSlot:
     """One slot, for one use.
 
     Args:
@@ -285,25 +285,25 @@ class Slot:
 # Copies into the slots of peers, by copy engines, on a stream of their own.
 
 
-class Copies:
+class PeerCopyStream:
     """A stream for copies, and the flags around them."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.spin: Any = import_module("megalight.parallel.peers.spin")
 
-    def push(self, slot: Slot, to: int, *pairs: tuple[Tensor, Tensor]) -> None:
+    def push(self, slot: PeerSlot, to: int, *pairs: tuple[Tensor, Tensor]) -> None:
         """Copy each second tensor to the first, a place in the slot of rank ``to``, and raise its flag."""
         for place, source in pairs:
             driver.copy(self.stream, place, source)
         # Stream order makes the flag visible only after the data.
         driver.raise_flags(self.stream, slot.flags_at(Flag.READY, (to,)))
 
-    def await_free(self, slot: Slot) -> None:
+    def await_free(self, slot: PeerSlot) -> None:
         """Wait, before the first push, until all peers have read the previous contents of their slots."""
         driver.wait(self.stream, slot.flags(Flag.FREE, slot.memory.others))
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: PeerSlot) -> None:
         """Let peers write into a slot of this rank, after the work that the current stream has queued."""
         current = torch.cuda.current_stream()
         flags = slot.flags_at(Flag.FREE, slot.memory.others)

@@ -25,8 +25,8 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.options import Pipeline
-from megalight.parallel.pipeline.schedules import Actions, Kind
-from megalight.parallel.pipeline.timeline import Number, Place, Span, comes, gives, simulate
+from megalight.parallel.pipeline.schedules import ActionKind, Actions
+from megalight.parallel.pipeline.timeline import ActionSpan, Number, Place, comes, gives, simulate
 
 
 class Expected(NamedTuple):
@@ -89,11 +89,11 @@ def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
         if place is not None and place in sent:
             # The first action that starts when the message has been sent, or later.
             expected = Expected(part.chunk, part.micro_batch, bisect_left(starts, sent[place]))
-            found[part.kind is Kind.FORWARD].append(expected)
+            found[part.kind is ActionKind.FORWARD].append(expected)
     return Agenda(schedules[rank], tuple(found[True]), tuple(found[False]), _slots(lines, pp, vpp))
 
 
-def _slots(lines: Sequence[Sequence[Span]], pp: int, vpp: int) -> int:
+def _slots(lines: Sequence[Sequence[ActionSpan]], pp: int, vpp: int) -> int:
     """Return the largest number of messages of one channel that are sent and not yet in use, the next one, and a spare.
 
     Ranks are never as regular as the timeline. With the spare, one that is a little late does not hold up its sender.

@@ -15,7 +15,7 @@ from megalight.types import Opaque
 Carry: TypeAlias = dict[str, Tensor]
 
 
-class Entry(NamedTuple):
+class CarryEntry(NamedTuple):
     """One tensor of a carry, without its values."""
 
     name: str
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
         return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}{wants}"
 
 
-Form: TypeAlias = tuple[Entry, ...]
+Form: TypeAlias = tuple[CarryEntry, ...]
 """A carry without its values."""
 
 
@@ -61,7 +61,7 @@ class Forms:
 
 def form_of(carry: Mapping[str, Tensor]) -> Form:
     """Return the form of a carry, which its receiver must know in advance."""
-    return tuple(Entry(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in carry.items())
+    return tuple(CarryEntry(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in carry.items())
 
 
 def check_carry(carry: Any, where: str) -> Carry:
@@ -88,7 +88,7 @@ def encode(form: Form) -> bytes:
 
 def decode(text: bytes) -> Form:
     """Decode a form written by :func:`encode`."""
-    return tuple(Entry(n, tuple(shape), getattr(torch, dtype), grad) for n, shape, dtype, grad in json.loads(text))
+    return tuple(CarryEntry(n, tuple(shape), getattr(torch, dtype), grad) for n, shape, dtype, grad in json.loads(text))
 
 
 def signature(batch: Any) -> Hashable | None:

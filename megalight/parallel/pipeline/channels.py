@@ -24,7 +24,7 @@ from megalight.errors import LayoutError
 from megalight.parallel.groups import new_group, speaks
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.peers import memory
-from megalight.parallel.peers.memory import Copies, Flag, PeerMemory, Slot
+from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
 from megalight.parallel.peers.watch import Watch
 from megalight.parallel.pipeline.agenda import Expected
 from megalight.parallel.pipeline.carry import Form
@@ -203,7 +203,7 @@ class Line:
             self.memory.reserve(self._largest)
         self.open = self.memory is not None and self.memory.slots >= slots
 
-    def slot(self, number: int, nbytes: int) -> Slot | None:
+    def slot(self, number: int, nbytes: int) -> PeerSlot | None:
         """Return the slot of a message, or None if the message does not fit.
 
         Args:
@@ -216,7 +216,7 @@ class Line:
         if self.memory is None or self.watch is None or not self.open or nbytes > self.memory.capacity:
             return None
         self.watch.check()
-        return Slot(self.memory, number % self.memory.slots)
+        return PeerSlot(self.memory, number % self.memory.slots)
 
 
 class PeerChannel(Channel):
@@ -230,7 +230,7 @@ class PeerChannel(Channel):
     def __init__(self, peer: int, group: ProcessGroup, host_group: ProcessGroup, line: Line) -> None:
         super().__init__(peer, group, host_group)
         self.line = line
-        self.copies = Copies()
+        self.copies = PeerCopyStream()
         self._number = 0
 
     def send(self, tensors: Sequence[Tensor]) -> Message:
@@ -250,7 +250,7 @@ class PeerChannel(Channel):
             return self._start(dist.irecv, list(buffers))
         return Message(list(buffers), [Arrival(self, slot, list(buffers))])
 
-    def _next(self, tensors: Sequence[Tensor]) -> Slot | None:
+    def _next(self, tensors: Sequence[Tensor]) -> PeerSlot | None:
         *_, nbytes = offsets(tensors)
         slot = self.line.slot(self._number, nbytes) if nbytes else None
         self._number += slot is not None
@@ -277,7 +277,7 @@ class Arrival:
     """A message that a slot receives."""
 
     channel: PeerChannel
-    slot: Slot
+    slot: PeerSlot
     buffers: list[Tensor]
 
     def wait(self) -> None:
@@ -305,7 +305,7 @@ def offsets(tensors: Sequence[Tensor]) -> list[int]:
     return [0, *accumulate(-(-tensor.nbytes // BOUNDARY) * BOUNDARY for tensor in full(tensors))]
 
 
-def places(slot: Slot, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+def places(slot: PeerSlot, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the places of tensors with elements in the slot of a rank."""
     pairs = zip(full(tensors), offsets(tensors), strict=False)
     return [slot.view(rank, tuple(x.shape), x.dtype, start // x.itemsize) for x, start in pairs]

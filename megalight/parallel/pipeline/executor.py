@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalight.errors import ConfigurationError
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.parallel import trace
-from megalight.parallel.data_parallel.unit_memory import Pass
+from megalight.parallel.data_parallel.unit_memory import UnitPass
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.interleaved_passes import Turns
 from megalight.parallel.layers import layers_of
@@ -26,7 +26,7 @@ from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, d
 from megalight.parallel.pipeline.channels import Channel, Edges, Inbox, Message
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.pipeline.options import Messages
-from megalight.parallel.pipeline.schedules import Action, Actions, Kind
+from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions
 from megalight.types import Loss
 
 ForwardStep: TypeAlias = Callable[[nn.Module, Any, Carry | None], Carry]
@@ -152,8 +152,8 @@ class _Run:
         self.flights: dict[tuple[int, int], Flight] = {}
         self.losses: dict[int, Loss] = {}
         self.carries: dict[int, Carry] = {}
-        self.sent: dict[tuple[Kind | None, int, int], Message] = {}
-        self.kept_back: list[tuple[tuple[Kind, int, int], Channel, list[Tensor]]] | None = None
+        self.sent: dict[tuple[ActionKind | None, int, int], Message] = {}
+        self.kept_back: list[tuple[tuple[ActionKind, int, int], Channel, list[Tensor]]] | None = None
         self.peak = 0
         edges, device = executor.edges, executor.device
         self.activations = Inbox(edges.activations_in, agenda.activations, self._incoming, device)
@@ -185,10 +185,10 @@ class _Run:
 
     def _do(self, action: Action) -> None:
         work = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT_GRADIENT: self._input_gradient,
-            Kind.WEIGHT_GRADIENT: self._weight_gradient,
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.INPUT_GRADIENT: self._input_gradient,
+            ActionKind.WEIGHT_GRADIENT: self._weight_gradient,
         }
         span = trace.span(action.kind.name.lower(), chunk=action.chunk, micro_batch=action.micro_batch)
         with self._named(action), span:
@@ -200,7 +200,7 @@ class _Run:
         weights = flight.weights = WeightGradients()
 
         def both_gradients() -> None:
-            for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT):
+            for kind in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT):
                 self._do(backward._replace(kind=kind, beside=None))
 
         # The backward begins: it computes with what is here, and the forward hides its first message.
@@ -228,7 +228,7 @@ class _Run:
             form = form_of(outputs)
             # The form goes first: the receiver makes its buffers from it.
             self._announce(stage, index, form)
-            self._send((Kind.FORWARD, chunk, index), self.executor.edges.activations_out, list(outputs.values()))
+            self._send((ActionKind.FORWARD, chunk, index), self.executor.edges.activations_out, list(outputs.values()))
             flight.form = tuple(entry for entry in form if entry.requires_grad)
             # An edge keeps the graph alive, but not the output itself, whose memory the message alone still needs.
             flight.outputs = [get_gradient_edge(outputs[entry.name]) for entry in flight.form]
@@ -236,7 +236,7 @@ class _Run:
         if torch.is_grad_enabled():
             self.flights[chunk, index] = flight
 
-    def _send(self, place: tuple[Kind, int, int], channel: Channel | None, tensors: list[Tensor]) -> None:
+    def _send(self, place: tuple[ActionKind, int, int], channel: Channel | None, tensors: list[Tensor]) -> None:
         """Start to send; at the end of a pair, if one runs.
 
         Until a neighbor receives, a message occupies the device. The neighbor may be inside a pair as well, and the
@@ -276,7 +276,7 @@ class _Run:
             torch.autograd.backward(self.objective(flight.loss))
         else:
             _, gradients = self.gradients.take()
-            if gradients and (sent := self.sent.pop((Kind.FORWARD, chunk, index), None)):
+            if gradients and (sent := self.sent.pop((ActionKind.FORWARD, chunk, index), None)):
                 # It has arrived, since its gradient is here; gloo reports this only in a wait.
                 sent.wait()
             # There are none if no output needs one. The previous stage then gets zeros.
@@ -286,7 +286,7 @@ class _Run:
         if not self._first(stage):
             # The previous stage expects a gradient of every input, also of one that this stage did not use.
             found = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
-            self._send((Kind.INPUT_GRADIENT, chunk, index), self.executor.edges.gradients_out, found)
+            self._send((ActionKind.INPUT_GRADIENT, chunk, index), self.executor.edges.gradients_out, found)
         # With deferred weight gradients the flight lives on, so free what only this action needed.
         flight.inputs, flight.outputs, flight.loss = {}, [], None
 
@@ -353,10 +353,14 @@ class _Run:
             raise
 
 
-def passes_of(actions: Actions) -> list[Pass]:
+def passes_of(actions: Actions) -> list[UnitPass]:
     """Return the passes of actions that read parameters: all but delayed weight gradients."""
     parts = (part for action in actions for part in action.parts)
-    return [Pass(part.chunk, part.kind is Kind.FORWARD) for part in parts if part.kind is not Kind.WEIGHT_GRADIENT]
+    return [
+        UnitPass(part.chunk, part.kind is ActionKind.FORWARD)
+        for part in parts
+        if part.kind is not ActionKind.WEIGHT_GRADIENT
+    ]
 
 
 def layer_of(error: Exception, chunk: nn.Module) -> int | None:

@@ -17,7 +17,7 @@ from megalight.errors import LayoutError, nearest
 # Actions: one piece of work of one chunk for one micro-batch. A schedule is a list of actions.
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """Kinds of work. ``BACKWARD`` is ``INPUT_GRADIENT`` and ``WEIGHT_GRADIENT`` together."""
 
     FORWARD = "F"
@@ -36,7 +36,7 @@ class Action(NamedTuple):
         beside: for ``BACKWARD``: the forward of another micro-batch that runs together with it.
     """
 
-    kind: Kind
+    kind: ActionKind
     chunk: int
     micro_batch: int
     beside: Action | None = None
@@ -114,11 +114,11 @@ def split(actions: Actions, delay: int) -> Actions:
     found: Actions = []
     waiting: deque[Action] = deque()
     for action in actions:
-        if action.kind is not Kind.BACKWARD:
+        if action.kind is not ActionKind.BACKWARD:
             found.append(action)
             continue
-        found.append(action._replace(kind=Kind.INPUT_GRADIENT))
-        waiting.append(action._replace(kind=Kind.WEIGHT_GRADIENT))
+        found.append(action._replace(kind=ActionKind.INPUT_GRADIENT))
+        waiting.append(action._replace(kind=ActionKind.WEIGHT_GRADIENT))
         # First in, first out: the oldest weight gradient holds activations longest.
         if len(waiting) > delay:
             found.append(waiting.popleft())
@@ -150,8 +150,8 @@ def one_f_one_b_warm_up(pp_rank: int, pp: int) -> int:
 
 def one_f_one_b(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
     """Return the actions of one rank."""
-    forwards = [Action(Kind.FORWARD, 0, i) for i in range(micro_batches)]
-    backwards = [Action(Kind.BACKWARD, 0, i) for i in range(micro_batches)]
+    forwards = [Action(ActionKind.FORWARD, 0, i) for i in range(micro_batches)]
+    backwards = [Action(ActionKind.BACKWARD, 0, i) for i in range(micro_batches)]
     return alternate(forwards, backwards, one_f_one_b_warm_up(pp_rank, pp))
 
 
@@ -184,9 +184,9 @@ def interleaved_warm_up(pp_rank: int, pp: int, vpp: int, group_size: int | None 
 def interleaved(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
     """Return the actions of one rank."""
     order = rounds(pp, vpp, micro_batches, group_size or pp)
-    forwards = [Action(Kind.FORWARD, chunk, i) for chunk, i in order]
+    forwards = [Action(ActionKind.FORWARD, chunk, i) for chunk, i in order]
     # A micro-batch comes back through the chunks in the opposite order.
-    backwards = [Action(Kind.BACKWARD, vpp - 1 - chunk, i) for chunk, i in order]
+    backwards = [Action(ActionKind.BACKWARD, vpp - 1 - chunk, i) for chunk, i in order]
     actions = alternate(forwards, backwards, interleaved_warm_up(pp_rank, pp, vpp, group_size))
     # The numbers that only filled up the last group go out here, after they have kept the order.
     return [action for action in actions if action.micro_batch < micro_batches]
@@ -213,8 +213,8 @@ def combined_why_not(pp: int, vpp: int, group_size: int | None) -> str | None:
 def combined(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
     """Return the actions of one rank."""
     order = [(0, i) for i in range(micro_batches)] if vpp == 1 else rounds(pp, vpp, micro_batches, group_size or pp)
-    forwards = [Action(Kind.FORWARD, chunk, i) for chunk, i in order]
-    backwards = [Action(Kind.BACKWARD, vpp - 1 - chunk, i) for chunk, i in order]
+    forwards = [Action(ActionKind.FORWARD, chunk, i) for chunk, i in order]
+    backwards = [Action(ActionKind.BACKWARD, vpp - 1 - chunk, i) for chunk, i in order]
     # one more than the base schedule: a forward cannot run together with its own backward
     return pair(forwards, backwards, interleaved_warm_up(pp_rank, pp, vpp, group_size) + 1, micro_batches)
 
@@ -254,11 +254,11 @@ def forward_only_why_not(pp: int, vpp: int, group_size: int | None) -> str | Non
 def forward_only(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
     """Return the actions of one rank; they are the same for all ranks."""
     order = rounds(pp, vpp, micro_batches, group_size or pp)
-    return [Action(Kind.FORWARD, chunk, i) for chunk, i in order if i < micro_batches]
+    return [Action(ActionKind.FORWARD, chunk, i) for chunk, i in order if i < micro_batches]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A schedule.
 
     Attributes:
@@ -271,11 +271,11 @@ class Schedule:
 
 
 SCHEDULES = {
-    "1f1b": Schedule(one_f_one_b, one_f_one_b_why_not),
-    "interleaved": Schedule(interleaved, interleaved_why_not),
-    "zero_bubble": Schedule(zero_bubble, zero_bubble_why_not),
-    "combined": Schedule(combined, combined_why_not),
-    "forward_only": Schedule(forward_only, forward_only_why_not),
+    "1f1b": PipelineSchedule(one_f_one_b, one_f_one_b_why_not),
+    "interleaved": PipelineSchedule(interleaved, interleaved_why_not),
+    "zero_bubble": PipelineSchedule(zero_bubble, zero_bubble_why_not),
+    "combined": PipelineSchedule(combined, combined_why_not),
+    "forward_only": PipelineSchedule(forward_only, forward_only_why_not),
 }
 """Name -> schedule. ``"auto"`` means ``1f1b``, or ``interleaved`` if a rank has several chunks."""
 
@@ -285,7 +285,7 @@ def chosen(name: str, vpp: int) -> str:
     return name if name != "auto" else "interleaved" if vpp > 1 else "1f1b"
 
 
-def check(name: str, pp: int, vpp: int = 1, micro_batches: int = 1, group_size: int | None = None) -> Schedule:
+def check(name: str, pp: int, vpp: int = 1, micro_batches: int = 1, group_size: int | None = None) -> PipelineSchedule:
     """Return a schedule after checking that it can serve these numbers.
 
     Any number of micro-batches can run. :func:`waste` warns if there are too few for good speed.

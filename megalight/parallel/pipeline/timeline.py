@@ -15,7 +15,7 @@ from itertools import product
 from typing import TypeAlias
 
 from megalight.errors import LayoutError
-from megalight.parallel.pipeline.schedules import Action, Actions, Kind
+from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions
 
 Number: TypeAlias = "int | float | Fraction"
 Place: TypeAlias = tuple[str, int, int]
@@ -32,24 +32,24 @@ class Costs:
     weight_gradient: Number = 1
     transfer: Number = 0
 
-    def of(self, kind: Kind) -> Number:
+    def of(self, kind: ActionKind) -> Number:
         """Return the time of one action."""
         return {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.backward,
-            Kind.INPUT_GRADIENT: self.input_gradient,
-            Kind.WEIGHT_GRADIENT: self.weight_gradient,
+            ActionKind.FORWARD: self.forward,
+            ActionKind.BACKWARD: self.backward,
+            ActionKind.INPUT_GRADIENT: self.input_gradient,
+            ActionKind.WEIGHT_GRADIENT: self.weight_gradient,
         }[kind]
 
     def times(self, factor: Number) -> Costs:
         """Return the costs of a chunk with ``factor`` times the work. The transfer time stays the same."""
         # Fractions keep the times exact, so that two events at the same time stay equal.
-        forward, backward, inputs, weights = (Fraction(self.of(kind)) * Fraction(factor) for kind in Kind)
+        forward, backward, inputs, weights = (Fraction(self.of(kind)) * Fraction(factor) for kind in ActionKind)
         return Costs(forward, backward, inputs, weights, self.transfer)
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """One action with its start and end."""
 
     action: Action
@@ -65,7 +65,7 @@ class Timeline:
         ranks: the actions of each rank, in order.
     """
 
-    ranks: tuple[tuple[Span, ...], ...]
+    ranks: tuple[tuple[ActionSpan, ...], ...]
 
     @property
     def total(self) -> Number:
@@ -132,7 +132,7 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
             f"there are costs for {len(each)} stages, but {pp * vpp} stages (pp={pp}, vpp={vpp}); give one per stage."
         )
     done: dict[Place, tuple[Number, int]] = {}
-    spans: list[list[Span]] = [[] for _ in schedules]
+    spans: list[list[ActionSpan]] = [[] for _ in schedules]
     waiting: dict[Place, list[int]] = defaultdict(list)
     # Ranks that may be able to go on; each goes on as far as it can.
     ready = list(range(pp))
@@ -151,7 +151,7 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
             for place in needs:
                 end, other = done[place]
                 start = max(start, end + (each[action.chunk * pp + rank].transfer if other != rank else 0))
-            spans[rank].append(Span(action, start, start + cost))
+            spans[rank].append(ActionSpan(action, start, start + cost))
             for part in action.parts:
                 if (given := gives(part, rank, pp)) is not None:
                     done[given] = (spans[rank][-1].end, rank)
@@ -195,37 +195,37 @@ def check_transfers(schedules: Sequence[Actions]) -> None:
 def _needs(action: Action, rank: int, pp: int, vpp: int) -> list[Place]:
     """Return the results that an action needs."""
     stage = action.chunk * pp + rank
-    if action.kind is Kind.WEIGHT_GRADIENT:
+    if action.kind is ActionKind.WEIGHT_GRADIENT:
         return [("I", stage, action.micro_batch)]
     # A backward needs the forward of its own stage, and the gradient of the stage behind.
-    own: list[Place] = [] if action.kind is Kind.FORWARD else [("F", stage, action.micro_batch)]
+    own: list[Place] = [] if action.kind is ActionKind.FORWARD else [("F", stage, action.micro_batch)]
     coming = comes(action, rank, pp, vpp)
     return own if coming is None else [*own, coming]
 
 
 def comes(action: Action, rank: int, pp: int, vpp: int) -> Place | None:
     """Return the result of another stage that an action needs, or None."""
-    if action.kind is Kind.WEIGHT_GRADIENT:
+    if action.kind is ActionKind.WEIGHT_GRADIENT:
         return None
-    forward = action.kind is Kind.FORWARD
+    forward = action.kind is ActionKind.FORWARD
     stage = action.chunk * pp + rank + (-1 if forward else 1)
     return ("F" if forward else "I", stage, action.micro_batch) if 0 <= stage < pp * vpp else None
 
 
 def gives(action: Action, rank: int, pp: int) -> Place | None:
     """Return the result of an action that others may wait for, or None."""
-    if action.kind is Kind.WEIGHT_GRADIENT:
+    if action.kind is ActionKind.WEIGHT_GRADIENT:
         return None
-    return ("F" if action.kind is Kind.FORWARD else "I", action.chunk * pp + rank, action.micro_batch)
+    return ("F" if action.kind is ActionKind.FORWARD else "I", action.chunk * pp + rank, action.micro_batch)
 
 
 def _peak(actions: Actions) -> int:
     live = most = 0
     for part in (part for action in actions for part in action.parts):
-        if part.kind is Kind.FORWARD:
+        if part.kind is ActionKind.FORWARD:
             most = max(most, live := live + 1)
         # Activations are needed until the weight gradient, which B contains and I leaves to W.
-        elif part.kind is not Kind.INPUT_GRADIENT:
+        elif part.kind is not ActionKind.INPUT_GRADIENT:
             live -= 1
     return most
 
@@ -233,10 +233,10 @@ def _peak(actions: Actions) -> int:
 def _check_complete(schedules: Sequence[Actions], vpp: int) -> None:
     """Check that every chunk and micro-batch occurs once: only forward everywhere, or with backward (or I and W)."""
     micro_batches = 1 + max((action.micro_batch for actions in schedules for action in actions), default=0)
-    trains = any(action.kind is not Kind.FORWARD for actions in schedules for action in actions)
+    trains = any(action.kind is not ActionKind.FORWARD for actions in schedules for action in actions)
     wanted = set(product(range(vpp), range(micro_batches)))
     for rank, actions in enumerate(schedules):
-        kinds: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
+        kinds: dict[ActionKind, set[tuple[int, int]]] = {kind: set() for kind in ActionKind}
         for part in (part for action in actions for part in action.parts):
             if (part.chunk, part.micro_batch) in kinds[part.kind]:
                 raise LayoutError(f"rank {rank} does {part} more than once; list it once.")
@@ -247,14 +247,14 @@ def _check_complete(schedules: Sequence[Actions], vpp: int) -> None:
         )
         if wrong:
             chunk, i = min(wrong)
-            found = "+".join(kind.value for kind in Kind if (chunk, i) in kinds[kind])
+            found = "+".join(kind.value for kind in ActionKind if (chunk, i) in kinds[kind])
             raise LayoutError(
                 f"rank {rank} does {found or 'nothing'} for micro-batch {i} on chunk {chunk}; "
                 f"it must do {'F and B, or F, I and W' if trains else 'F'}."
             )
 
 
-def _deadlock(schedules: Sequence[Actions], spans: list[list[Span]], waiting: dict[Place, list[int]]) -> str:
+def _deadlock(schedules: Sequence[Actions], spans: list[list[ActionSpan]], waiting: dict[Place, list[int]]) -> str:
     lines = [
         f"rank {rank}: {schedules[rank][len(spans[rank])]} (its action {len(spans[rank])}) waits for {_name(place)} of "
         f"rank {place[1] % len(schedules)}"

@@ -17,8 +17,8 @@ from megalight.nn import MLP, Activation, Attention, InnerAttention, LayerNorm, 
 from megalight.nn.linear import Between
 from megalight.nn.moe import Dispatcher, Experts
 from megalight.ops.common import measuring
-from megalight.ops.fp8_attention import FP8Attention, Spec, sizes_why_not
-from megalight.ops.fp8_attention import Spec as AttentionSpec
+from megalight.ops.fp8_attention import FP8Attention, FP8AttentionSpec, sizes_why_not
+from megalight.ops.fp8_attention import FP8AttentionSpec as AttentionSpec
 from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision, Together
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.parameter import known_state, stack_precision_of, state_of
@@ -70,7 +70,7 @@ def check_fp8_attention(layers: Mapping[str, nn.Module]) -> None:
         )
 
 
-def give_fp8_attention(layers: Mapping[str, nn.Module], spec: Spec, *, emulate: bool) -> None:
+def give_fp8_attention(layers: Mapping[str, nn.Module], spec: FP8AttentionSpec, *, emulate: bool) -> None:
     """Let the attention of all layers multiply in 8 bits.
 
     Args:
@@ -117,7 +117,7 @@ def _why_not(module: nn.Module) -> str | None:
             return f"has {name}={value!r}, which 8-bit attention lacks"
     if inner.softmax != "vanilla":
         return f"has softmax={inner.softmax!r}, and 8-bit attention has no sinks"
-    return sizes_why_not(Spec("cpu", torch.float32, module.head_dim))
+    return sizes_why_not(FP8AttentionSpec("cpu", torch.float32, module.head_dim))
 
 
 DENSE = ShardSpec((), ())
@@ -160,7 +160,9 @@ def apply_low_precision(
     check_names(names_of_stages(own_names(model, layers, options), mesh), options)
     session, alignment = Session(seed), options.schemes().alignment
     # The language model, and the tower.
-    casts = {tower: _Casts(options, kind, own, session) for tower, own in ((False, mesh), (True, tower_mesh or mesh))}
+    casts = {
+        tower: _WeightCasts(options, kind, own, session) for tower, own in ((False, mesh), (True, tower_mesh or mesh))
+    }
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for path, layer in chosen.items():
         for each in weights_to_cast(path, layer, options, kind):
@@ -178,7 +180,7 @@ def apply_low_precision(
     return session
 
 
-class _Casts:
+class _WeightCasts:
     """What casts the weights of layers on one mesh. Layers share what their ranks do together.
 
     Args:

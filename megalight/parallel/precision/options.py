@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.ops.quantize.recipes import Recipe, recipe
+from megalight.ops.quantize.recipes import QuantizationRecipe, recipe
 
 MAX_MARGIN = 14
 """Largest margin: 448 / 2^14 is the smallest such quotient that e4m3 holds with all its bits."""
@@ -122,7 +122,7 @@ class LowPrecisionOptions:
         object.__setattr__(self, "router_padding_for_quantization", old)
         object.__setattr__(self, "moe_router_padding_for_fp8", None)
 
-    def schemes(self) -> Recipe:
+    def schemes(self) -> QuantizationRecipe:
         """Return the recipe."""
         return recipe(self.recipe, self.formats, self.power_of_two)
 

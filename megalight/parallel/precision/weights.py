@@ -13,7 +13,7 @@ from megalight.errors import ConfigurationError, nearest_pattern
 from megalight.nn import Linear
 from megalight.nn.moe import Experts, MoE
 from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.quantize.recipes import Recipe
+from megalight.ops.quantize.recipes import QuantizationRecipe
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision.options import LowPrecisionOptions
@@ -154,7 +154,7 @@ def check_names(names: Mapping[str, bool], options: LowPrecisionOptions) -> None
             )
 
 
-def _check_sizes(name: str, weight: Tensor, schemes: Recipe, change: str) -> None:
+def _check_sizes(name: str, weight: Tensor, schemes: QuantizationRecipe, change: str) -> None:
     multiple = schemes.multiple
     if any(size % multiple for size in weight.shape[-2:]):
         raise ConfigurationError(

@@ -10,7 +10,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.forward_override import Override
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.recompute.options import DISCARDED, Layer, Recompute, check_pattern, selected
-from megalight.parallel.recompute.regions import Discarding, Region, make_group
+from megalight.parallel.recompute.regions import Discarding, RecomputeRegion, make_group
 
 
 def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Sequence[int]] = ()) -> None:
@@ -80,11 +80,11 @@ def _apply(layers: list[Layer], depths: list[Layer], recompute: Recompute) -> No
         _apply_full(layers, recompute)
         if recompute.method == "uniform":
             for name, module in depths:
-                Region(name, module)  # alone: a projection lies between two of them
+                RecomputeRegion(name, module)  # alone: a projection lies between two of them
         return
     for layer in layers + depths:
         for name, module in selected(layer, recompute.modules):
-            kind = Discarding if isinstance(module, DISCARDED) else Region
+            kind = Discarding if isinstance(module, DISCARDED) else RecomputeRegion
             kind(layer[0] + (f".{name}" if name else ""), module)
 
 
@@ -117,7 +117,7 @@ def _apply_full(layers: list[Layer], recompute: Recompute) -> None:
         groups = [layers[i : i + recompute.num_layers] for i in range(0, len(layers), recompute.num_layers)]
     for group in groups:
         if len(group) == 1:
-            Region(*group[0])
+            RecomputeRegion(*group[0])
         else:
             make_group(group)
 

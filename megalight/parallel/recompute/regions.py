@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import ConfigurationError
-from megalight.ops.linear.inputs import Recipe, attach_recipe, recipe_of
+from megalight.ops.linear.inputs import RecomputeRecipe, attach_recipe, recipe_of
 from megalight.parallel.forward_override import Override
 from megalight.parallel.interleaved_passes import uninterrupted
 from megalight.parallel.recompute.options import Layer
 
 
-class Region(Override):
+class RecomputeRegion(Override):
     """Keeps the inputs of a module, and runs the module again in the backward pass."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -33,7 +33,7 @@ class Region(Override):
 
 def run_region(function: Callable[..., Any], draws: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``function(*args, **kwargs)`` under ``torch.utils.checkpoint``, which keeps the inputs only."""
-    call = _Call(function, args, draws)
+    call = _RecomputedCall(function, args, draws)
     # Kept tensors are arguments of `checkpoint`, as it saves what it is called with; the
     # real arguments bypass it.
     kept = [tensor for part, arg in zip(call.parts, args, strict=True) for tensor in part.kept(arg)]
@@ -41,7 +41,7 @@ def run_region(function: Callable[..., Any], draws: bool, args: tuple[Any, ...],
     return checkpoint(call, *kept, use_reentrant=False, preserve_rng_state=draws, **kwargs)
 
 
-class _Call:
+class _RecomputedCall:
     """A call that first runs with its own arguments, and later with arguments rebuilt from kept tensors.
 
     A dict of tensors is kept entry by entry, because the function may change the dict. A tensor with a recipe is kept
@@ -51,7 +51,7 @@ class _Call:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], draws: bool) -> None:
         self.function = function
         self.draws = draws
-        self.parts = [_Part(arg) for arg in args]
+        self.parts = [_Argument(arg) for arg in args]
         # A view has no recipe. So linear layers inside the region save the tensor itself, which is rebuilt only once.
         self.args: Sequence[Any] | None = [arg if recipe_of(arg) is None else arg.view_as(arg) for arg in args]
 
@@ -68,7 +68,7 @@ class _Call:
         return self.function(*args, **kwargs)
 
 
-class _Part:
+class _Argument:
     """Describes one argument of a region; it holds no tensor."""
 
     def __init__(self, arg: Any) -> None:
@@ -151,7 +151,7 @@ class Discarding(Override):
         # A linear layer that reads the recipe, in this first pass, sets it back to False.
         if self.unread is None:
             self.unread = True
-        y = attach_recipe(y, Recipe(_again(self.plain, x.device.type, kwargs), (kept,), self._was_read))
+        y = attach_recipe(y, RecomputeRecipe(_again(self.plain, x.device.type, kwargs), (kept,), self._was_read))
         return (y, kept) if pair else y
 
     def _was_read(self) -> None:

@@ -9,10 +9,10 @@ from megalight.parallel.styles.attention import WholeSequences as WholeSequences
 from megalight.parallel.styles.boundaries import AllRows as AllRows
 from megalight.parallel.styles.boundaries import Boundary as Boundary
 from megalight.parallel.styles.boundaries import SequenceRegion as SequenceRegion
-from megalight.parallel.styles.embedding_and_head import Comparison as Comparison
-from megalight.parallel.styles.embedding_and_head import SharedHead as SharedHead
+from megalight.parallel.styles.embedding_and_head import ComparisonStyle as ComparisonStyle
+from megalight.parallel.styles.embedding_and_head import SharedHeadStyle as SharedHeadStyle
 from megalight.parallel.styles.embedding_and_head import Vocab as Vocab
-from megalight.parallel.styles.embedding_and_head import VocabHead as VocabHead
+from megalight.parallel.styles.embedding_and_head import VocabHeadStyle as VocabHeadStyle
 from megalight.parallel.styles.experts import Expert as Expert
 from megalight.parallel.styles.experts import Routing as Routing
 from megalight.parallel.styles.linear import Channels as Channels

@@ -10,7 +10,7 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.nn import Attention, InnerAttention, LineageAttention, RMSNorm
-from megalight.nn.canonical import Part
+from megalight.nn.canonical import CanonicalPart
 from megalight.nn.mamba2 import AllTokens
 from megalight.parallel.context.all_to_all import HeadShare, RowAttention
 from megalight.parallel.context.attention import ContextAttention, ContextLineageAttention
@@ -51,7 +51,7 @@ class HeadRegion(Style):
             )
         heads = module.weight.shape[0] // around.head_dim
 
-        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             # As the projection divides heads: a key head may be on several ranks. Each head is then on equally many,
             # so the mean over ranks is that over heads.
             return split.output_features(parts, [heads], mesh, shared=True)

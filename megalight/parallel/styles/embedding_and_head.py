@@ -52,7 +52,7 @@ class Vocab(Style):
 
 @register
 @dataclass(frozen=True)
-class VocabHead(Style):
+class VocabHeadStyle(Style):
     """The output projection split over ``tp`` by vocabulary, together with its cross entropy if it has one.
 
     Attributes:
@@ -97,7 +97,7 @@ class VocabHead(Style):
 
 @register
 @dataclass(frozen=True)
-class SharedHead(Style):
+class SharedHeadStyle(Style):
     """A head that every rank computes and all heads read (``nn.SharedHead``, the rotated key of latent attention).
 
     Under sequence parallelism, a rank computes it for its share of the tokens.
@@ -115,7 +115,7 @@ class SharedHead(Style):
 
 @register
 @dataclass(frozen=True)
-class Comparison(Style):
+class ComparisonStyle(Style):
     """A comparison (``nn.StateComparison``): each rank compares its share of the tokens, and gets all losses.
 
     Its first input are the teacher's states of all tokens, its second one this rank's share of the student's.

@@ -12,7 +12,7 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.nn.adapter import AdapterSet
-from megalight.nn.canonical import Part
+from megalight.nn.canonical import CanonicalPart
 from megalight.nn.moe import Experts, Router
 from megalight.nn.moe.adapters import StackAdapter
 from megalight.parallel.expert import DISPATCHERS
@@ -55,7 +55,9 @@ class Expert(Style):
                 "etp=1, or leave the biases out."
             )
 
-        def rule(dim: int | None, parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        def rule(
+            dim: int | None, parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh
+        ) -> ShardSpec:
             return split.stack(parts, shape, mesh, dim)
 
         # A copy: the splitter still looks up the parameters of the one-device module, to
@@ -99,7 +101,7 @@ def _adapter(splitter: Splitter, name: str, adapter: nn.Module) -> StackAdapter:
     else:
         here = copy.copy(adapter)
 
-    def rule(dim: int | None, parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+    def rule(dim: int | None, parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
         spec = split.stack(parts, shape, mesh, dim)
         if dim is not None or mesh.etp == 1:
             return spec

@@ -10,7 +10,7 @@ from torch import nn
 from megalight.errors import LayoutError
 from megalight.nn import Linear
 from megalight.nn.adapter import Adapter, AdapterSet
-from megalight.nn.canonical import Part
+from megalight.nn.canonical import CanonicalPart
 from megalight.nn.mamba2 import GatedNorm
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
@@ -91,10 +91,10 @@ def _column(
     # B has the layer's output features, so it must be cut into the same units (heads).
     counts = list(adapter.units.values()) if len(adapter.adapted) > 1 or units is None else [units]
 
-    def whole(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+    def whole(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
         return split.replicated(parts, shape, mesh, partial=partial)
 
-    def output(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+    def output(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
         return split.output_features(parts, counts, mesh, shared=True)  # the layer's own split decides
 
     down = splitter.split(path, adapter, "A", whole)
@@ -114,7 +114,7 @@ def _row(splitter: Splitter, path: str, adapter: Adapter) -> Adapter:
     shared = splitter.shared
     down = splitter.split(path, adapter, "A", lambda parts, shape, mesh: split.along(parts[0], 1, mesh))
 
-    def partial(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+    def partial(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
         return split.replicated(parts, shape, mesh, partial=True)
 
     up = splitter.split(path, adapter, "B", partial)
@@ -158,7 +158,7 @@ class Column(Style):
         linear = self.expect(name, module, nn.Linear, Linear, replaced=self.splits(splitter.shared.mesh))
         units = self._units(name, linear, splitter.shared.mesh)
 
-        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             return split.output_features(parts, units, mesh, shared=self.shared)
 
         weight, bias = (splitter.split(name, linear, local, rule) for local in ("weight", "bias"))
@@ -249,7 +249,7 @@ class Channels(Style):
         stated = getattr(module, "initializers", {})
         sections, group = getattr(module, "sections", None), getattr(module, "group_size", 1)
 
-        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             units = [section.units for section in sections] if sections else [shape[0] // group]
             return split.output_features(parts, units, mesh)
 
@@ -284,7 +284,7 @@ class NormGroups(Style):
         features, mesh = norm.weight.shape[0], splitter.shared.mesh
         ranks = replicas_of(features // norm.group_size, mesh.tp, f"{name}.weight")
 
-        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             # Single features are units: a rank may hold a part of a group.
             return split.output_features(parts, [features], mesh)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megalight.nn.head import Lesson
+from megalight.nn.head import DistillationTarget
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.cross_entropy.chunked import top_token
 from megalight.ops.divergence import Projection, linear_divergence
@@ -126,7 +126,7 @@ class VocabLinear(nn.Module):
         )
 
     def learn(
-        self, hidden: Tensor, labels: Tensor, softcap: float | None, lesson: Lesson
+        self, hidden: Tensor, labels: Tensor, softcap: float | None, lesson: DistillationTarget
     ) -> tuple[Tensor, Tensor | None]:
         """Divergences from a teacher ``[T]`` and losses ``[T]`` or None, equal on every rank.
 
@@ -185,7 +185,12 @@ class VocabHead(nn.Module):
         self.backend = backend
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False, lesson: Lesson | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        *,
+        normed: bool = False,
+        lesson: DistillationTarget | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` losses ``[T]``; without labels: logits.
 
@@ -201,7 +206,7 @@ class VocabHead(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def learn(
-        self, hidden: Tensor, labels: Tensor, lesson: Lesson, *, normed: bool = False
+        self, hidden: Tensor, labels: Tensor, lesson: DistillationTarget, *, normed: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the lesson asks for them."""
         hidden = hidden if normed else self.norm(hidden)

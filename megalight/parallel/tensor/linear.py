@@ -24,7 +24,7 @@ from megalight.ops.linear.inputs import recipe_of, save_input, saved_input
 from megalight.ops.linear.weight_gradient import queue_for
 from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import Quantized
-from megalight.parallel.collectives import Pending, all_gather, all_reduce, copy, join, reduce_scatter
+from megalight.parallel.collectives import PendingCollective, all_gather, all_reduce, copy, join, reduce_scatter
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.quantized import GatheredCodes, casts_shares, gather_gradient
@@ -167,14 +167,16 @@ class _GatheredInput(torch.autograd.Function):
             # Only the share waits in the queue; it is gathered when the weight gradient is computed.
             later.put(ctx.weight, grad_y, lambda: _lasting(overlap, share, dim))
         elif share is not None:
-            x = Pending(None, lambda: share) if gathering is None else gathering
+            x = PendingCollective(None, lambda: share) if gathering is None else gathering
             compute = partial(_column_weight_gradient, grad_y, x, ctx.weight, overlap)
             grad_weight = overlap.put_off(ctx.weight, grad_y.numel() // grad_y.shape[-1], compute)
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if ctx.needs_input_grad[2] else None
         return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None, None
 
 
-def _column_weight_gradient(grad_y: Tensor, arriving: Pending, weight: Tensor, overlap: Overlap) -> Tensor | None:
+def _column_weight_gradient(
+    grad_y: Tensor, arriving: PendingCollective, weight: Tensor, overlap: Overlap
+) -> Tensor | None:
     x = arriving.wait()
     gradient = accumulate_weight_gradient(grad_y, x, weight)
     # As early as possible: peers wait for the slot before they send the next layer's tokens.

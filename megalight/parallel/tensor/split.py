@@ -9,24 +9,26 @@ from math import prod
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.nn.canonical import Part
+from megalight.nn.canonical import CanonicalPart
 from megalight.parallel.collectives import all_reduce, copy
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import EXPERT_DATA_AXES, ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.shard import ShardPiece, ShardSpec
 from megalight.parallel.tensor.shared import Shared
 
 
-def replicated(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, *, partial: bool) -> ShardSpec:
+def replicated(
+    parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh, *, partial: bool
+) -> ShardSpec:
     """Every ``tp`` rank holds the whole; ``partial``: each rank's gradient is one term of a sum over ``tp``."""
     axes = ("tp",) if partial and mesh.tp > 1 else ()
     owner = mesh.rank("tp") == 0
-    pieces = (Piece(p.name, p.shape, (0,) * len(p.shape), p.shape, p.start, axes, owner) for p in parts)
+    pieces = (ShardPiece(p.name, p.shape, (0,) * len(p.shape), p.shape, p.start, axes, owner) for p in parts)
     return ShardSpec(tuple(pieces), shape)
 
 
 def output_features(
-    parts: Sequence[Part], units: Sequence[int], mesh: ParallelMesh, *, shared: bool = False
+    parts: Sequence[CanonicalPart], units: Sequence[int], mesh: ParallelMesh, *, shared: bool = False
 ) -> ShardSpec:
     """Split dim 0 of each part over ``tp`` in whole units; if there are fewer units than ranks, ranks share units.
 
@@ -51,12 +53,12 @@ def output_features(
         owner = mesh.rank(axis) == 0
         # Replicas serve different query heads, so each has one term of the gradient of the shared unit: partial over
         # `axis`.
-        pieces.append(Piece(part.name, part.shape, offset, size, start, (axis,) if replicas > 1 else (), owner))
+        pieces.append(ShardPiece(part.name, part.shape, offset, size, start, (axis,) if replicas > 1 else (), owner))
         start = pieces[-1].stop
     return ShardSpec(tuple(pieces), (sum(p.size[0] for p in pieces), *parts[0].shape[1:]))
 
 
-def along(part: Part, dim: int, mesh: ParallelMesh) -> ShardSpec:
+def along(part: CanonicalPart, dim: int, mesh: ParallelMesh) -> ShardSpec:
     """Split one dim of a tensor over ``tp``; dim 1 of a weight ``[out, in]`` is its input features.
 
     Raises:
@@ -66,10 +68,10 @@ def along(part: Part, dim: int, mesh: ParallelMesh) -> ShardSpec:
     size, offset = list(part.shape), [0] * len(part.shape)
     size[dim] //= mesh.tp
     offset[dim] = mesh.rank("tp") * size[dim]
-    return ShardSpec((Piece(part.name, part.shape, tuple(offset), tuple(size)),), tuple(size))
+    return ShardSpec((ShardPiece(part.name, part.shape, tuple(offset), tuple(size)),), tuple(size))
 
 
-def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, dim: int | None) -> ShardSpec:
+def stack(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh, dim: int | None) -> ShardSpec:
     """Split a parameter ``[E, ...]`` of stacked experts: whole experts over ``ep``, and one dim of each over ``etp``.
 
     Args:
@@ -97,12 +99,13 @@ def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, dim
     # Neighboring experts stay together, so a rank's part of a stack is contiguous in a checkpoint.
     mine = parts[mesh.rank("ep") * here * each :][: here * each]
     pieces = (
-        Piece(part.name, part.shape, tuple(offset), tuple(size), place * prod(size)) for place, part in enumerate(mine)
+        ShardPiece(part.name, part.shape, tuple(offset), tuple(size), place * prod(size))
+        for place, part in enumerate(mine)
     )
     return ShardSpec(tuple(pieces), (here, *local), EXPERT_DATA_AXES)
 
 
-def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:
+def vocabulary(part: CanonicalPart, mesh: ParallelMesh) -> ShardSpec:
     """Split dim 0 over ``tp`` into equal numbers of rows; rows of the last rank beyond the vocabulary are padding.
 
     Raises:
@@ -118,11 +121,11 @@ def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:
         )
     size = (min(rows, part.shape[0] - first), *part.shape[1:])
     offset = (first,) + (0,) * (len(size) - 1)
-    piece = Piece(part.name, part.shape, offset, size)
+    piece = ShardPiece(part.name, part.shape, offset, size)
     return ShardSpec((piece,), (rows, *part.shape[1:]))
 
 
-def take(whole: Tensor, parts: Sequence[Part], spec: ShardSpec, local: Tensor) -> None:
+def take(whole: Tensor, parts: Sequence[CanonicalPart], spec: ShardSpec, local: Tensor) -> None:
     """Copy this rank's pieces of a one-device parameter ``whole`` into ``local``; padding becomes 0."""
     if sum(piece.numel for piece in spec.pieces) < spec.numel:
         # Padding must not be left uninitialized: it is saved, and enters norms.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megalight.ops.attention import NEAR, Spec
+from megalight.ops.attention import NEAR, AttentionSpec
 from megalight.ops.common import HALF, cuda_why_not, triton_why_not
 from megalight.plugins.package import Package
 
@@ -19,7 +19,7 @@ MEASURED = 128
 """Features of the heads with which it was compared with our kernels."""
 
 
-def why_not(spec: Spec) -> str | None:
+def why_not(spec: AttentionSpec) -> str | None:
     """Return why cuDNN's graphs cannot serve attention, or None."""
     if spec.dropout:
         return "has no dropout"
@@ -40,7 +40,7 @@ def why_not(spec: Spec) -> str | None:
     return None if found >= CUDNN else f"needs cuDNN {CUDNN}, found {found}. Next: install a newer torch"
 
 
-def slower(spec: Spec) -> str | None:
+def slower(spec: AttentionSpec) -> str | None:
     """Return why ``auto`` should take another backend, or None: it takes this one only where it was measured faster.
 
     Measured on an H200: 8192 tokens, 32 heads, 8 of keys, 128 features, forward and backward.

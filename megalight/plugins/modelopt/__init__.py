@@ -6,8 +6,8 @@ Importing this folder does not import the package: that happens when a model is 
 from __future__ import annotations
 
 from megalight.parallel.transform import register as register_transform
-from megalight.plugins.modelopt.auto_quantize import Choice as Choice
 from megalight.plugins.modelopt.auto_quantize import FormatSearch as FormatSearch
+from megalight.plugins.modelopt.auto_quantize import LayerFormat as LayerFormat
 from megalight.plugins.modelopt.calibration import needs_calibration as needs_calibration
 from megalight.plugins.modelopt.calibration import uncalibrated as uncalibrated
 from megalight.plugins.modelopt.presets import Preset as Preset

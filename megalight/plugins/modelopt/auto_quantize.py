@@ -49,7 +49,7 @@ _SUM = dist.ReduceOp.SUM
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerFormat:
     """What was found for one layer.
 
     Attributes:
@@ -271,7 +271,7 @@ class FormatSearch:
             product = (gradient[: len(change)].to(score) * change.to(score)).clamp(-1e10, 1e10).square()
             score += float(layer.counts) * (product if layer.rows is None else product * layer.rows).sum()
 
-    def choose(self, effective_bits: float) -> dict[str, Choice]:
+    def choose(self, effective_bits: float) -> dict[str, LayerFormat]:
         """Return the choice for each layer of the whole model, by path; the same on every rank.
 
         Args:
@@ -292,7 +292,7 @@ class FormatSearch:
             layers = {path: found for part in parts for path, found in part.items()}
             return self._solve(dict(sorted(layers.items())), effective_bits)
 
-        return {path: Choice(*found) for path, found in Ranks().first("choosing formats", solve).items()}
+        return {path: LayerFormat(*found) for path, found in Ranks().first("choosing formats", solve).items()}
 
     def _solve(
         self, layers: Mapping[str, tuple[int, dict[str, float]]], effective_bits: float

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.files import Place, sync_directory, write_file
+from megalight.checkpoint.disk.files import PathLike, sync_directory, write_file
 from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new
 from megalight.checkpoint.foreign.transformers_folder import CONFIG, WEIGHTS
-from megalight.checkpoint.sources.combine import Held
+from megalight.checkpoint.sources.combine import TensorSource
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.imports import version
-from megalight.models.family import Weights, family
+from megalight.models.family import WeightConversion, family
 from megalight.models.hugging_face.export import config_values, files_beside
 from megalight.models.hugging_face.weights import WeightMap
 from megalight.models.saved import companions_of, description, saved_model
@@ -70,7 +70,7 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
     known = family(described["family"])
     if known.weights is None:
         raise ConfigurationError(f"transformers has no models like those of the family {known.name}.")
-    weights: Weights = known.weights
+    weights: WeightConversion = known.weights
     model = saved_model(opened)
     if not any(isinstance(transform, Quantizers) for transform in model.options.transforms):
         raise CheckpointError(
@@ -83,7 +83,7 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
     plain = {name: tensor for name, tensor in canonical_tensors(model.root).items() if not name.startswith(held)}
     tensors, layers, count = _pack(plain, table, model.root)
     cache = _put_scales(tensors, table, model.root)
-    stored = StoredModel(known, config, Held({}), companions_of(path))
+    stored = StoredModel(known, config, TensorSource({}), companions_of(path))
     values = config_values(stored, {tensor.dtype for tensor in plain.values()})
     _write(target, tensors, files_beside(stored, values), _described(layers, cache))
     return count
@@ -140,7 +140,7 @@ def _described(layers: dict[str, Any], cache: str | None) -> dict[str, Any]:
 
 
 def _write(
-    target: Place, tensors: Mapping[str, Tensor], beside: Mapping[str, bytes], quantization: dict[str, Any]
+    target: PathLike, tensors: Mapping[str, Tensor], beside: Mapping[str, bytes], quantization: dict[str, Any]
 ) -> None:
     """Write the folder, which appears when it is complete.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn import InnerAttention, Linear
-from megalight.nn.head import Lesson, LMHead
+from megalight.nn.head import DistillationTarget, LMHead
 from megalight.nn.moe import Experts, Grouped
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.tensor.embedding_and_head import VocabHead, VocabLinear
@@ -83,7 +83,12 @@ def _quantized_head(modules: Any) -> Any:
             self.parallel_state = _alone()
 
         def forward(
-            self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False, lesson: Lesson | None = None
+            self,
+            hidden: Tensor,
+            labels: Tensor | None = None,
+            *,
+            normed: bool = False,
+            lesson: DistillationTarget | None = None,
         ) -> Tensor | tuple[Tensor, Tensor | None]:
             if lesson is not None and labels is not None:
                 return self.learn(hidden, labels, lesson, normed=normed)
@@ -96,7 +101,7 @@ def _quantized_head(modules: Any) -> Any:
             return losses
 
         def learn(
-            self, hidden: Tensor, labels: Tensor, lesson: Lesson, *, normed: bool = False
+            self, hidden: Tensor, labels: Tensor, lesson: DistillationTarget, *, normed: bool = False
         ) -> tuple[Tensor, Tensor | None]:
             hidden = self._rounded(hidden, normed)
             with self.output_layer.quantize_weight():

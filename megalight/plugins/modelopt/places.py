@@ -55,7 +55,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class QuantizerPlace:
     """One quantizer.
 
     Attributes:
@@ -155,15 +155,15 @@ def matrices(root: nn.Module) -> Iterator[Matrix]:
                 yield Matrix(path, module, stack, index, f"{kind}.{index}", quantizer, inputs)
 
 
-def places(root: nn.Module) -> Iterator[Place]:
+def places(root: nn.Module) -> Iterator[QuantizerPlace]:
     """Yield all quantizers of activations, then those of weights."""
     for path, module in root.named_modules():
         for kind in ACTIVATIONS:
             if hasattr(module, kind):
-                yield Place(path, kind, getattr(module, kind))
+                yield QuantizerPlace(path, kind, getattr(module, kind))
     for matrix in matrices(root):
         for part, quantizer in rounds(matrix.weight_quantizer):
-            yield Place(matrix.path, f"{matrix.weight_kind}{part}", quantizer, matrix)
+            yield QuantizerPlace(matrix.path, f"{matrix.weight_kind}{part}", quantizer, matrix)
 
 
 def rounds(quantizer: Any) -> list[tuple[str, Any]]:
@@ -187,7 +187,7 @@ def sites(root: nn.Module) -> Iterator[Site]:
         yield Site(first.path, kind, first.input_quantizer, tuple(held), method)
 
 
-def amaxes(root: nn.Module) -> Iterator[tuple[Place, Tensor]]:
+def amaxes(root: nn.Module) -> Iterator[tuple[QuantizerPlace, Tensor]]:
     """Yield each quantizer that keeps an ``amax``, and this number or these."""
     for place in places(root):
         if place.has_amax:

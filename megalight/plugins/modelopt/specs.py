@@ -14,8 +14,8 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.shard import Piece, ShardSpec
-from megalight.plugins.modelopt.places import Matrix, Place, Site, rounds
+from megalight.parallel.shard import ShardPiece, ShardSpec
+from megalight.plugins.modelopt.places import Matrix, QuantizerPlace, Site, rounds
 
 
 def rows_are_split(spec: ShardSpec) -> bool:
@@ -34,7 +34,7 @@ def matrix_spec(model: ParallelModel, matrix: Matrix) -> ShardSpec:
     return ShardSpec(own, tuple(matrix.weight.shape), spec.data)
 
 
-def amax_spec(model: ParallelModel, place: Place) -> ShardSpec:
+def amax_spec(model: ParallelModel, place: QuantizerPlace) -> ShardSpec:
     """Return what this rank holds of a quantizer's ``amax``; its shape is that of the buffer.
 
     Raises:
@@ -60,7 +60,7 @@ def amax_spec(model: ParallelModel, place: Place) -> ShardSpec:
     _check_division(spec, height, width)
     block = (height, width or features)
 
-    def numbers(piece: Piece) -> Piece:
+    def numbers(piece: ShardPiece) -> ShardPiece:
         # Ranks with other columns of the same rows have the same `amax` if it is of whole rows: only one may own it.
         mine = width > 0 or piece.size[1] == piece.shape[1]
         columns = width or piece.shape[1]
@@ -113,7 +113,7 @@ def features_spec(model: ParallelModel, site: Site) -> ShardSpec:
         same = same[:-1]
     owner = all(model.mesh.rank(axis) == 0 for axis in same)
     name = f"{model.prefix}{site.name}.pre_quant_scale"
-    return ShardSpec((Piece(name, (whole,), (offset,), (size,), owner=owner),), (size,), weight.data)
+    return ShardSpec((ShardPiece(name, (whole,), (offset,), (size,), owner=owner),), (size,), weight.data)
 
 
 def row_weights(spec: ShardSpec) -> list[float] | None:

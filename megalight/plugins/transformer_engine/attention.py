@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError, MissingPackageError
-from megalight.ops.attention import Spec
+from megalight.ops.attention import AttentionSpec
 from megalight.ops.common import HALF
 from megalight.ops.fp8_attention import Attend, sizes_why_not
-from megalight.ops.fp8_attention import Spec as Spec_of_fp8_attention
+from megalight.ops.fp8_attention import FP8AttentionSpec as Spec_of_fp8_attention
 from megalight.plugins.transformer_engine.package import PACKAGE, TORCH
 from megalight.plugins.transformer_engine.package import why_not as package_why_not
 from megalight.types import PackedSequences
@@ -23,7 +23,7 @@ STEP = 64
 """Longest lengths of ragged batches are rounded up to a multiple of this: cuDNN compiles a kernel for each length."""
 
 
-def why_not(spec: Spec) -> str | None:
+def why_not(spec: AttentionSpec) -> str | None:
     """Return why it cannot serve attention, or None."""
     if spec.softcap:
         return "has no soft cap on scores"

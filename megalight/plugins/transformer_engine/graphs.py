@@ -17,7 +17,7 @@ from megalight.parallel.forward_override import check_own_forwards
 from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.static import recordable, tensors_of, with_tensors
 from megalight.parallel.pipeline.carry import signature
-from megalight.parallel.pipeline.schedules import Kind
+from megalight.parallel.pipeline.schedules import ActionKind
 from megalight.plugins.transformer_engine.package import PACKAGE, TORCH, why_not
 
 CALL = f"{TORCH}:make_graphed_callables"
@@ -59,7 +59,7 @@ class Flat(nn.Module):
 
 
 @dataclass
-class Lane:
+class ChunkModules:
     """The modules of one chunk.
 
     Attributes:
@@ -100,7 +100,7 @@ class TransformerEngineGraphs:
         self.refuse = parts.refuse
         self.replays = 0
         check_own_forwards((named for lane in parts.lanes for named in lane), "a graph")
-        self._lanes = [Lane(list(modules)) for modules in parts.lanes]
+        self._lanes = [ChunkModules(list(modules)) for modules in parts.lanes]
         self._steps = 0
         self._count = 0
         self._recorded = 0
@@ -141,7 +141,7 @@ class TransformerEngineGraphs:
                     if (cast := cast_of(parameter)) is not None:
                         cast.release()
 
-    def _forward(self, lane: Lane, place: int, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, lane: ChunkModules, place: int, *args: Any, **kwargs: Any) -> Any:
         name, module = lane.modules[place]
         plain = partial(type(module).forward, module)
         if not torch.is_grad_enabled() or not module.training or self._off:
@@ -171,7 +171,7 @@ class TransformerEngineGraphs:
                 if (cast := cast_of(parameter)) is not None:
                     cast.refresh(parameter)
 
-    def _note(self, lane: Lane, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, lane: ChunkModules, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             if (why := recordable(value)) is not None:
                 self._give_up(f"{name} is called with {why}")
@@ -186,7 +186,7 @@ class TransformerEngineGraphs:
         make = PACKAGE.load(CALL)
         actions = self.schedule(self._count)
         # the package's form of a schedule: chunk + 1 for a forward, the negative for a backward
-        order = [a.chunk + 1 if a.kind is Kind.FORWARD else -a.chunk - 1 for a in actions]
+        order = [a.chunk + 1 if a.kind is ActionKind.FORWARD else -a.chunk - 1 for a in actions]
         flat = [[Flat(m, lane.samples[0][i]) for i, (_, m) in enumerate(lane.modules)] for lane in self._lanes]
         samples = [tuple(tensors_of(sample)) for lane in self._lanes for batch in lane.samples for sample in batch]
         # Warm-up runs and the recording add to these buffers, in the middle of a run.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.activation import Spec
-from megalight.ops.adam import Spec as Spec_of_adam
+from megalight.ops.activation import ActivationSpec
+from megalight.ops.adam import AdamSpec as Spec_of_adam
 from megalight.ops.common import HALF, once_differentiable, whole_why_not
-from megalight.ops.linear.weight_gradient import Spec as Spec_of_weight_gradient
-from megalight.ops.norm import Spec as Spec_of_norm
+from megalight.ops.linear.weight_gradient import WeightGradientSpec as Spec_of_weight_gradient
+from megalight.ops.norm import NormSpec as Spec_of_norm
 from megalight.ops.norm.reference import of_sum
 from megalight.plugins.multi_tensor import MultiTensorAdam
 from megalight.plugins.transformer_engine.package import KERNELS, PACKAGE, dtype_code, kernel
@@ -31,7 +31,7 @@ KINDS = {
 
 
 # The backward kernel is asked for, too: it is found missing now, and not in the first backward.
-def _activation_why_not(spec: Spec, gates: bool) -> str | None:
+def _activation_why_not(spec: ActivationSpec, gates: bool) -> str | None:
     if spec.kind not in KINDS:
         return f"has no {spec.kind}; it has {', '.join(KINDS)}"
     if spec.dtype not in (*HALF, torch.float32):
@@ -41,17 +41,17 @@ def _activation_why_not(spec: Spec, gates: bool) -> str | None:
     return package_why_not(spec.device, f"the activation {name}", ACTIVATION_MINIMUM, *kernels)
 
 
-def gated_why_not(spec: Spec) -> str | None:
+def gated_why_not(spec: ActivationSpec) -> str | None:
     """Return why it cannot serve the gated form, or None."""
     return _activation_why_not(spec, True)
 
 
-def activation_why_not(spec: Spec) -> str | None:
+def activation_why_not(spec: ActivationSpec) -> str | None:
     """Return why it cannot serve the plain form, or None."""
     return _activation_why_not(spec, False)
 
 
-class _Activation(torch.autograd.Function):
+class _TEActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         # Kept as the kernel reads it, so that the backward makes no second copy.
@@ -71,13 +71,13 @@ class _Activation(torch.autograd.Function):
 
 def activation(x: Tensor, kind: str) -> Tensor:
     """``act(x)``."""
-    out: Tensor = _Activation.apply(x, KINDS[kind][0])  # type: ignore[no-untyped-call]
+    out: Tensor = _TEActivation.apply(x, KINDS[kind][0])  # type: ignore[no-untyped-call]
     return out
 
 
 def gated(x: Tensor, kind: str) -> Tensor:
     """``act(gate) * up`` with ``x = gate | up`` along the last dim, as the kernels define it."""
-    out: Tensor = _Activation.apply(x, KINDS[kind][1])  # type: ignore[no-untyped-call]
+    out: Tensor = _TEActivation.apply(x, KINDS[kind][1])  # type: ignore[no-untyped-call]
     return out
 
 

@@ -21,7 +21,7 @@ from megalight.ops.note import Casts, annotate
 from megalight.ops.quantize import Scheme
 from megalight.ops.quantize.amax_history import GRADIENT, INPUT, WEIGHT
 from megalight.ops.quantize.formats import LARGEST
-from megalight.ops.quantize.recipes import Recipe
+from megalight.ops.quantize.recipes import QuantizationRecipe
 from megalight.ops.quantize.reference import TINY
 from megalight.plugins.transformer_engine.kernels import GEMM, workspace
 from megalight.plugins.transformer_engine.package import PACKAGE
@@ -47,7 +47,7 @@ def _find(name: str) -> Any:
         return PACKAGE.load(f"transformer_engine.pytorch.fp8:{name}")
 
 
-def why_not(device: str, recipe: Recipe) -> str | None:
+def why_not(device: str, recipe: QuantizationRecipe) -> str | None:
     """Return why a recipe cannot be used, or None."""
     if recipe.name not in KINDS:
         return f"has no recipe {recipe.name!r}; it has {', '.join(KINDS)}"
@@ -62,7 +62,7 @@ def why_not(device: str, recipe: Recipe) -> str | None:
     return None if able else reason
 
 
-class Saved:
+class SavedInput:
     """A cast input between forward and backward. Autograd saves its tensors."""
 
     def __init__(self, cast: Any) -> None:
@@ -94,7 +94,7 @@ class TransformerEngineProducts(LowPrecision):
     reads_codes = False
     takes_any_size = False
 
-    def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
+    def __init__(self, recipe: QuantizationRecipe, session: Any, **options: Any) -> None:
         # Named one by one, so that an option without effect is never taken.
         for name, asked in (
             ("emulate", options.get("emulate", False)),
@@ -113,7 +113,7 @@ class TransformerEngineProducts(LowPrecision):
         self._fixed: Any = None
 
     @staticmethod
-    def check_products(weight: Tensor, recipe: Recipe) -> None:
+    def check_products(weight: Tensor, recipe: QuantizationRecipe) -> None:
         """Raise unless package and device support the recipe."""
         if (reason := why_not(weight.device.type, recipe)) is not None:
             raise BackendError(f"transformer_engine: {reason}. Choose another recipe, or implementation='own'.")
@@ -129,13 +129,13 @@ class TransformerEngineProducts(LowPrecision):
         """Return ``x W^T + b``."""
         return self._forward(self._cast(x, INPUT, columns=False), x, weight, bias)
 
-    def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
+    def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, SavedInput]:
         """Return ``x W^T + b``, and the column-wise codes of the input for the weight gradient."""
         codes = self._cast(x, INPUT)
         y = self._forward(codes, x, weight, bias)
         # Frees the row-wise codes: the weight gradient contracts tokens, and reads the column-wise ones only.
         codes.update_usage(rowwise_usage=False, columnwise_usage=True)
-        return y, Saved(codes)
+        return y, SavedInput(codes)
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """Return ``grad_y W``."""

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megalight import checkpoint
 from megalight.checkpoint import Background
-from megalight.checkpoint.async_save.saves import Kind, Pending
+from megalight.checkpoint.async_save.saves import Kind, PendingSave
 from megalight.checkpoint.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -139,12 +139,12 @@ class SavesBeside:
         """End the worker and free the memory."""
         self.background.close()
 
-    def _settled(self, pending: Pending) -> None:
+    def _settled(self, pending: PendingSave) -> None:
         # Rank 0 alone has links and removals, and must not leave the others when one fails.
         self._ranks.together(f"linking to {pending.path}", lambda: self._follow(pending))
         self._written(str(pending.path))
 
-    def _follow(self, pending: Pending) -> None:
+    def _follow(self, pending: PendingSave) -> None:
         """What follows a publication on this rank alone."""
         # a save that was left out since then is forgotten, but what it was to replace stays until a later one
         # Up to the save that was published. One that was asked for later has not replaced anything.

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from megalight import checkpoint as folders
-from megalight.checkpoint.async_save.saves import Pending
+from megalight.checkpoint.async_save.saves import PendingSave
 from megalight.checkpoint.disk.publish import changed, place
 from megalight.checkpoint.json_values import encode
 from megalight.checkpoint.ranks import Ranks
@@ -222,7 +222,7 @@ class FolderCheckpoints(MeshStrategy):
             self._beside.finish()
 
     @property
-    def save_under_way(self) -> Pending | None:
+    def save_under_way(self) -> PendingSave | None:
         """The save beside training that is not published yet, if there is one."""
         return None if self._beside is None else self._beside.background.pending
 

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megalight import checkpoint
 from megalight.checkpoint.disk import manifest, publish
-from megalight.checkpoint.disk.files import Place
-from megalight.checkpoint.loading import Saved
+from megalight.checkpoint.disk.files import PathLike
+from megalight.checkpoint.loading import SavedCheckpoint
 from megalight.checkpoint.sources.combine import FullPrecision
 from megalight.errors import CheckpointError, MegalightError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
@@ -41,7 +41,7 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.micro_batches import Found
 
 
-def open_saved(path: str, module: pl.LightningModule | None) -> Saved:
+def open_saved(path: str, module: pl.LightningModule | None) -> SavedCheckpoint:
     """Open a checkpoint: a folder of ours, or a single file of Lightning's own strategies for a module like this.
 
     Raises:
@@ -55,7 +55,7 @@ def open_saved(path: str, module: pl.LightningModule | None) -> Saved:
     return SingleFile(path, module)
 
 
-def newer_than_last(path: str | os.PathLike[str]) -> Place | None:
+def newer_than_last(path: str | os.PathLike[str]) -> PathLike | None:
     """Return the newest checkpoint beside a ``last.ckpt`` if it was saved later, else None.
 
     A run that is killed between two saves leaves them so, and Lightning's word ``last`` means the older one.
@@ -88,11 +88,11 @@ def _newest_beside(last: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return last if newer is None else str(newer)
 
 
-def _saved_at(path: Place) -> int:
+def _saved_at(path: PathLike) -> int:
     return manifest.read(publish.resolve(path)).saved_at
 
 
-def base_of(module: pl.LightningModule, saved: Saved) -> Source:
+def base_of(module: pl.LightningModule, saved: SavedCheckpoint) -> Source:
     """Return the source of the base weights for a checkpoint with only adapters.
 
     Raises:
@@ -115,7 +115,7 @@ class Resumed:
         edits: what hooks changed in it.
     """
 
-    saved: Saved
+    saved: SavedCheckpoint
     strict: bool = True
     weights: SavedWeights | None = None
     edits: Edits = field(default_factory=Edits)

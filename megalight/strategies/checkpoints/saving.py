@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight import __version__, checkpoint
 from megalight.checkpoint import Contents, View
-from megalight.checkpoint.loading import Saved
+from megalight.checkpoint.loading import SavedCheckpoint
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.sources.combine import FullPrecision
 from megalight.errors import CheckpointError, ConfigurationError
@@ -125,7 +125,7 @@ class SavedWeights(MutableMapping[str, Tensor]):
         whole: whether hooks may look and edit.
     """
 
-    def __init__(self, saved: Saved, prefix: str, whole: bool) -> None:
+    def __init__(self, saved: SavedCheckpoint, prefix: str, whole: bool) -> None:
         self._saved = saved
         self._prefix = prefix
         self._whole = whole

@@ -18,10 +18,10 @@ from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
 from megalight.checkpoint.foreign.single_file import WEIGHTS, read
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.run import PARAMETERS, STATE
-from megalight.checkpoint.sources.combine import Held
+from megalight.checkpoint.sources.combine import TensorSource
 from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
-from megalight.nn.canonical import Part, parts
+from megalight.nn.canonical import CanonicalPart, parts
 from megalight.parallel.data_parallel.masters import SCALARS, history
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.source import Filled, Target
@@ -35,7 +35,7 @@ WAY_OUT = "Its weights alone can be loaded before fit: module.load_state_dict(to
 
 
 class SingleFile:
-    """An opened single file, with the interface of an opened folder (:class:`megalight.checkpoint.loading.Saved`).
+    """An opened single file, with the interface of an opened folder (:class:`megalight.checkpoint.loading.SavedCheckpoint`).
 
     Args:
         path: the file.
@@ -93,7 +93,7 @@ class SingleFile:
         process_group: ProcessGroup | None = None,
     ) -> Filled:
         """Read this rank's boxes; see :meth:`megalight.parallel.source.Source.fill`."""
-        held = Held(self._values, f"checkpoint {self.path}")
+        held = TensorSource(self._values, f"checkpoint {self.path}")
         return held.fill(targets, strict=strict, prefix=prefix, process_group=process_group)
 
     def read_optimizer_states(self, optimizer: Optimizer, model: ParallelModel) -> None:
@@ -196,7 +196,7 @@ def _members(optimizer: Optimizer, model: ParallelModel) -> list[list[str]]:
     ]
 
 
-def _parts_of(module: pl.LightningModule) -> tuple[dict[str, list[Part]], list[list[str]]]:
+def _parts_of(module: pl.LightningModule) -> tuple[dict[str, list[CanonicalPart]], list[list[str]]]:
     """Return the canonical tensors in each parameter by its key in the ``state_dict``, and all keys of each."""
     model: nn.Module = module
     if isinstance(module, MegalightModule):
@@ -205,7 +205,7 @@ def _parts_of(module: pl.LightningModule) -> tuple[dict[str, list[Part]], list[l
             model = module.build_model()
             apply_transforms(model, module.transforms)
     prefix = CANONICAL_PREFIX if isinstance(module, MegalightModule) else ""
-    held: dict[str, list[Part]] = {}
+    held: dict[str, list[CanonicalPart]] = {}
     for part in _named(parts(model)):
         held.setdefault(prefix + part.parameter, []).append(part)
     names: dict[int, list[str]] = {}
@@ -214,7 +214,7 @@ def _parts_of(module: pl.LightningModule) -> tuple[dict[str, list[Part]], list[l
     return held, list(names.values())
 
 
-def _named(found: Iterable[Part]) -> Iterator[Part]:
+def _named(found: Iterable[CanonicalPart]) -> Iterator[CanonicalPart]:
     """Yield parts with their names in a checkpoint."""
     for part in found:
-        yield Part(part.parameter, CANONICAL_PREFIX + part.name, part.shape, part.start)
+        yield CanonicalPart(part.parameter, CANONICAL_PREFIX + part.name, part.shape, part.start)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megalight import checkpoint
 from megalight.checkpoint import saving as staging
 from megalight.checkpoint.async_save import saves
-from megalight.checkpoint.async_save.saves import KINDS, Background, Kind, Pending, Worker
+from megalight.checkpoint.async_save.saves import KINDS, Background, Kind, PendingSave, SaveWorker
 from megalight.checkpoint.async_save.shared_memory import SharedMemory
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
@@ -169,18 +169,18 @@ PLACES = ("staging", "starting", "giving", "started", "noting")
 
 def abort_at(place: str, background: Background, patch: pytest.MonkeyPatch) -> None:
     """Abort once, when the next save comes to a place."""
-    stage, together, give = saves.stage, Ranks.together, Worker.give
+    stage, together, give = saves.stage, Ranks.together, SaveWorker.give
 
     def staging_(*arguments: Any, **options: Any) -> Any:
         background.abort()
         return stage(*arguments, **options)
 
-    class Starting(Worker):
+    class Starting(SaveWorker):
         def __init__(self, memory: SharedMemory) -> None:
             super().__init__(memory)
             background.abort()  # in the same thread, as a signal does
 
-    def giving(worker: Worker, job: Any) -> None:
+    def giving(worker: SaveWorker, job: Any) -> None:
         background.abort()
         give(worker, job)
 
@@ -190,7 +190,7 @@ def abort_at(place: str, background: Background, patch: pytest.MonkeyPatch) -> N
             background.abort()
         return answers
 
-    class Noted(Pending):
+    class Noted(PendingSave):
         def __init__(self, *values: Any) -> None:
             super().__init__(*values)
             background.abort()
@@ -198,7 +198,7 @@ def abort_at(place: str, background: Background, patch: pytest.MonkeyPatch) -> N
     target, name, value = {
         "staging": (saves, "stage", staging_),
         "starting": (saves, "Worker", Starting),
-        "giving": (Worker, "give", giving),
+        "giving": (SaveWorker, "give", giving),
         "started": (Ranks, "together", started),
         "noting": (saves, "Pending", Noted),
     }[place]
@@ -313,7 +313,7 @@ class Stuck:
 
 
 def test_a_worker_that_cannot_be_killed_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
-    worker = Worker.__new__(Worker)
+    worker = SaveWorker.__new__(SaveWorker)
     worker.process = Stuck()  # type: ignore[assignment]
     worker.end()
     assert "has not ended: its storage does not answer" in caplog.text

@@ -25,7 +25,7 @@ from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk import remote as saves
 from megalight.checkpoint.disk.files import FileRecord, write_file
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
-from megalight.checkpoint.disk.rank_files import Written
+from megalight.checkpoint.disk.rank_files import WrittenFiles
 from megalight.checkpoint.disk.remote import Address
 from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.inspect import describe
@@ -589,7 +589,7 @@ def test_workers_of_two_ranks_meet_there(objects: Address, server: str) -> None:
 
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
 def test_a_store_tells_what_each_rank_has_written(folder: Address) -> None:
-    parts = [Written({f"data/{rank}-0": FileRecord(rank, "0")}, (), ()) for rank in range(3)]
+    parts = [WrittenFiles({f"data/{rank}-0": FileRecord(rank, "0")}, (), ()) for rank in range(3)]
     with ThreadPoolExecutor() as pool:
         found = pool.submit(rendezvous.collect, folder, 3)
         for rank in (2, 0, 1):

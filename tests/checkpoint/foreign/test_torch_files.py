@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megalight import checkpoint
 from megalight.checkpoint import View
 from megalight.checkpoint.disk.files import BLOCK, blocks
-from megalight.checkpoint.disk.rank_files import Piece
+from megalight.checkpoint.disk.rank_files import WrittenBox
 from megalight.checkpoint.foreign.torch_dcp import torch_path, write_data
 from megalight.checkpoint.inspection.verify import verify
 from megalight.errors import CheckpointError
@@ -151,7 +151,7 @@ def test_blocks_that_share_a_buffer(tmp_path: Path) -> None:
         buffers[number % 2][: stop - start].copy_(whole.view(torch.uint8)[start:stop]).numpy().data
         for number, (start, stop) in enumerate(blocks(whole.nbytes))
     )
-    piece = Piece("a", tuple(whole.shape), "float32", (0,), tuple(whole.shape))
+    piece = WrittenBox("a", tuple(whole.shape), "float32", (0,), tuple(whole.shape))
     _, (info,), _ = write_data(tmp_path, "data/0-0.distcp", [piece], [parts])
     start = info.chunks[0].start
     assert (tmp_path / "data/0-0.distcp").read_bytes()[start : start + whole.nbytes] == whole.numpy().tobytes()
@@ -162,7 +162,7 @@ def test_a_tensor_is_held_once(tmp_path: Path) -> None:
     whole = torch.arange(6 * BLOCK // 4, dtype=torch.float32)
     data = memoryview(whole.numpy()).cast("B")
     parts = (data[start:stop] for start, stop in blocks(whole.nbytes))
-    piece = Piece("a", tuple(whole.shape), "float32", (0,), tuple(whole.shape))
+    piece = WrittenBox("a", tuple(whole.shape), "float32", (0,), tuple(whole.shape))
     write_data(tmp_path, "data/0-0.distcp", [replace(piece, shape=(1,), size=(1,))], [[data[:4]]])  # loads modules
     tracemalloc.start()
     write_data(tmp_path, "data/0-1.distcp", [piece], [parts])

@@ -26,7 +26,7 @@ from megalight.callbacks import (
 )
 from megalight.cli import signatures
 from megalight.cli.checks import constructors, expressions, walk
-from megalight.cli.sources import Source, find_class, find_module
+from megalight.cli.sources import ClassSource, find_class, find_module
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.presets import PRESETS
@@ -71,7 +71,7 @@ REFUSED: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def source_of(kind: type) -> Source:
+def source_of(kind: type) -> ClassSource:
     found = find_class(f"{kind.__module__}.{kind.__qualname__}")
     assert found is not None
     return found

@@ -11,7 +11,7 @@ import pytest
 from megalight.data.chat.dataset import PackedDataset, PackOptions
 from megalight.data.chat.module import SFTDataModule
 from megalight.data.corpus import Corpus
-from megalight.data.gpt.dataset import Sample
+from megalight.data.gpt.dataset import GPTSample
 from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.data.prepare import prepare
 from megalight.errors import ConfigurationError, DataError
@@ -32,7 +32,7 @@ def build(corpus: Corpus, tmp_path: Path, **options) -> PackedDataset:
     return PackedDataset(corpus, range(len(corpus.data)), pack, cache_dir=tmp_path / "cache", **own)
 
 
-def pieces(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
+def pieces(sample: GPTSample) -> list[tuple[list[int], list[int], list[float]]]:
     """Tokens, labels and mask of each document of a row."""
     assert sample.document_lengths is not None
     assert sum(sample.document_lengths) == len(sample.tokens)

@@ -21,7 +21,7 @@ from megalight.nn.init import initialize as initialize_whole
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Replicated, Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.transform import TRANSFORMS, ModelTransform
@@ -111,13 +111,17 @@ def test_an_adapter_of_a_tied_head_is_not_merged_into_the_embedding() -> None:
 
 
 def parity(
-    options: dict, sequence_parallel: bool, targets: list[str], plan: Plan | None = None, kind: type[LoRA] = LoRA
+    options: dict,
+    sequence_parallel: bool,
+    targets: list[str],
+    plan: ParallelizePlan | None = None,
+    kind: type[LoRA] = LoRA,
 ) -> dict[str, float]:
     tp = dist.get_world_size()
     mesh = ParallelMesh(tp, dist.get_rank(), tp=tp)
     whole = adapted(GPTConfig(**{**BASE, **options}), kind(rank=3, targets=targets, alpha=5.0))
     model = copy.deepcopy(whole)
-    specs = parallelize(model, gpt_plan(model) | (plan or Plan()), mesh, sequence_parallel=sequence_parallel)
+    specs = parallelize(model, gpt_plan(model) | (plan or ParallelizePlan()), mesh, sequence_parallel=sequence_parallel)
     tokens, labels, weights, sequences = batch(101, [7, 1, 5, 8], tp)
     losses, expected = (m(tokens, sequences, labels).losses for m in (model, whole))
     errors = {"losses": relative_error(losses, expected)}
@@ -186,9 +190,9 @@ class Foreign(nn.Module):
 
 
 FOREIGN = {
-    "whole": Plan({"up": Column(tokens="whole"), "down": Row(), "kept": Replicated()}),
-    "gathered": Plan({"up": Column(tokens="gathered"), "down": Row(), "kept": Replicated()}),
-    "out": Plan({"up": Column(gather_output=True), "down": Replicated(), "kept": Replicated()}),
+    "whole": ParallelizePlan({"up": Column(tokens="whole"), "down": Row(), "kept": Replicated()}),
+    "gathered": ParallelizePlan({"up": Column(tokens="gathered"), "down": Row(), "kept": Replicated()}),
+    "out": ParallelizePlan({"up": Column(gather_output=True), "down": Replicated(), "kept": Replicated()}),
 }
 
 

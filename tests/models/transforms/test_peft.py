@@ -16,7 +16,7 @@ from safetensors.torch import load, load_file, save
 
 from megalight import checkpoint
 from megalight.checkpoint.disk.publish import delete, place
-from megalight.checkpoint.sources.combine import FullPrecision, Held
+from megalight.checkpoint.sources.combine import FullPrecision, TensorSource
 from megalight.checkpoint.view import views_of_source
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
@@ -319,7 +319,7 @@ def test_experts_there_and_back(tmp_path: Path, kind: str, stabilized: bool) -> 
     for tensor in tensors.values():
         torch.nn.init.normal_(tensor.detach(), std=0.3)
     described = {"family": "gpt", "config": module.config.to_dict(), "transforms": describe([lora]), "base": False}
-    held = Held(tensors)
+    held = TensorSource(tensors)
     checkpoint.save(
         tmp_path / "ours.ckpt", views_of_source(held, held.tensors, None, None), common={"model": described}
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.models.config import InitConfig
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.config import BackendConfig
+from megalight.models.gpt.config import GPTBackendConfig
 from megalight.models.gpt.model import build_experts
 from megalight.nn import Activation
 from megalight.nn.canonical import canonical_tensors
@@ -32,7 +32,7 @@ def build(activation: str, backend: str = "auto", **moe: Any) -> MoE:
         max_sequence_length=32,
         activation=activation,
         init=InitConfig(std=0.7),
-        backends=BackendConfig(experts=backend),
+        backends=GPTBackendConfig(experts=backend),
         moe=MoEConfig(num_experts=4, ffn_hidden_size=6, **moe),
     )
     made = build_experts(config).double()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalight.models.gpt.config import BackendConfig, NormConfig
+from megalight.models.gpt.config import GPTBackendConfig, NormConfig
 from megalight.models.gpt.mixer_config import AttentionConfig, PositionConfig
 from megalight.parallel.context.options import ContextOptions
 from tests.parallel.context.parity import check, gpt_errors
@@ -29,7 +29,7 @@ VARIANTS = {
         "position": PositionConfig(kind="learned"),
         "max_sequence_length": 20,
     },
-    "odd_heads_sdpa": {"num_heads": 3, "num_kv_heads": 3, "backends": BackendConfig(attention="sdpa")},
+    "odd_heads_sdpa": {"num_heads": 3, "num_kv_heads": 3, "backends": GPTBackendConfig(attention="sdpa")},
 }
 
 

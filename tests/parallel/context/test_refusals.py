@@ -10,7 +10,7 @@ import torch
 from megalight.errors import LayoutError
 from megalight.models.config import DropoutConfig
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.config import BackendConfig
+from megalight.models.gpt.config import GPTBackendConfig
 from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
@@ -20,7 +20,7 @@ from megalight.parallel.context.attention import KINDS, ContextAttention
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import ContextRegion
 from megalight.parallel.tensor.dropout import OwnStream
 from megalight.registry import Backend
@@ -31,8 +31,8 @@ CHUNK = {"attention": AttentionConfig(chunk=3, window_pattern=(False, True))}
 WINDOW = {"attention": AttentionConfig(window=3, window_pattern=(False, True))}
 SOFTCAP = {"attention": AttentionConfig(softcap=3.0)}
 DROPOUT = {"dropout": DropoutConfig(attention=0.1)}
-CUDNN = {"backends": BackendConfig(attention="cudnn")}
-SDPA = {"backends": BackendConfig(attention="sdpa")}
+CUDNN = {"backends": GPTBackendConfig(attention="cudnn")}
+SDPA = {"backends": GPTBackendConfig(attention="sdpa")}
 
 
 def meta(**options) -> GPT:
@@ -76,10 +76,10 @@ def made(model: GPT, tp: int = 1, cp: int = 4, **context) -> GPT:
         ({**CHUNK, **CUDNN}, 1, {"kind": "ring"}, "ring: has no attention backend 'cudnn' for chunks"),
         ({**CHUNK, **CUDNN}, 1, {"kind": "all_to_all_ring", "inner": 2}, "no attention backend 'cudnn' for chunks"),
         (CUDNN, 1, {"kind": "ring"}, None),
-        ({**WINDOW, "backends": BackendConfig(attention="varlen")}, 1, {"kind": "ring"}, None),
-        ({**WINDOW, "backends": BackendConfig(attention="reference")}, 1, {"kind": "ring"}, None),
+        ({**WINDOW, "backends": GPTBackendConfig(attention="varlen")}, 1, {"kind": "ring"}, None),
+        ({**WINDOW, "backends": GPTBackendConfig(attention="reference")}, 1, {"kind": "ring"}, None),
         (SDPA, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no attention backend 'sdpa'"),
-        ({"backends": BackendConfig(attention="reference")}, 1, {"kind": "all_to_all_ring", "inner": 2}, None),
+        ({"backends": GPTBackendConfig(attention="reference")}, 1, {"kind": "all_to_all_ring", "inner": 2}, None),
         ({}, 1, {"kind": "all_to_all_ring"}, r"set ContextOptions\.inner"),
         ({}, 1, {"kind": "all_to_all_ring", "inner": 4}, r"inner must divide cp and be smaller"),
         ({}, 1, {"kind": "all_to_all_ring", "inner": 3}, r"inner must divide cp and be smaller"),
@@ -147,13 +147,13 @@ def test_one_rank_changes_nothing() -> None:
 
 def test_a_model_without_attention_that_looks_further() -> None:
     with pytest.raises(LayoutError, match=r"cp=4 .* ContextRegion\(\) for no attention"):
-        parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2)), Plan(), ParallelMesh(4, 0, cp=4))
+        parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2)), ParallelizePlan(), ParallelMesh(4, 0, cp=4))
 
 
 def test_foreign_attention() -> None:
     model = torch.nn.ModuleDict({"it": torch.nn.Linear(2, 2)})
     with pytest.raises(LayoutError, match="ContextRegion meets it, a Linear"):
-        parallelize(model, Plan({"it": ContextRegion()}), ParallelMesh(4, 0, cp=4))
+        parallelize(model, ParallelizePlan({"it": ContextRegion()}), ParallelMesh(4, 0, cp=4))
 
 
 def test_made_parallel_once() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.parallel.data_parallel.stale import stale_gradients
 
 
@@ -32,7 +32,7 @@ def infos(model: nn.Module, group: Callable[[str], int] = lambda name: 0) -> lis
 
 
 def split_spec(name: str, shape: Sequence[int], **piece: object) -> ShardSpec:
-    return ShardSpec((Piece(name, tuple(shape), (0,) * len(shape), tuple(shape), **piece),), tuple(shape))  # type: ignore[arg-type]
+    return ShardSpec((ShardPiece(name, tuple(shape), (0,) * len(shape), tuple(shape), **piece),), tuple(shape))  # type: ignore[arg-type]
 
 
 def batches(step: int, world: int, micro: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.parallel.data_parallel.communication import SideStream
-from megalight.parallel.data_parallel.grad_hooks import Arrivals
+from megalight.parallel.data_parallel.grad_hooks import GradReadyCounter
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 
 
@@ -59,7 +59,7 @@ def test_a_gradient_from_beside_completes_what_the_main_stream_still_computes(lo
     main, side, reductions = (Stream(name, log) for name in ("main", "side", "reductions"))
     first, second = Bucket("first"), Bucket("second")
     buckets: Any = [first, second]
-    arrivals = Arrivals(
+    arrivals = GradReadyCounter(
         buckets, lambda bucket: log.append(f"send {bucket.infos[0].name}"), True, SideStream(reductions)
     )  # type: ignore[arg-type]
     for _ in range(2):  # the first step shows what arrives

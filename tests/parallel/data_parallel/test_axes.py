@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec, check_cover
+from megalight.parallel.shard import ShardPiece, ShardSpec, check_cover
 from tests.parallel.data_parallel.helpers import assert_close, mesh, split_spec
 from tests.workers import run
 
@@ -23,7 +23,7 @@ def _values(name: str, rank: int, *shape: int) -> Tensor:
 def specs(grid: ParallelMesh) -> dict[str, ShardSpec]:
     """A dense weight, and a stack of 4 experts of ``[3, 5]``, divided over ``ep``."""
     here, first = 4 // grid.ep, grid.rank("ep") * 4 // grid.ep
-    pieces = [Piece(f"expert{first + i}", (3, 5), (0, 0), (3, 5), 15 * i) for i in range(here)]
+    pieces = [ShardPiece(f"expert{first + i}", (3, 5), (0, 0), (3, 5), 15 * i) for i in range(here)]
     dense = ShardSpec.replicated("dense", (7,), owner=grid.rank("tp") == 0)
     return {"dense": dense, "stack": ShardSpec(tuple(pieces), (here, 3, 5), ("edp",))}
 
@@ -63,7 +63,7 @@ def _two_models(level: str) -> None:
     """One is split over tp, the other is not: the same two ranks, two meshes, one engine and one norm."""
     rank = dist.get_rank()
     split, whole = mesh(tp=2), mesh()
-    half = ShardSpec((Piece("a", (4, 3), (2 * rank, 0), (2, 3)),), (2, 3))
+    half = ShardSpec((ShardPiece("a", (4, 3), (2 * rank, 0), (2, 3)),), (2, 3))
     norm = split_spec("norm", (3,), partial=("tp",), owner=rank == 0)
     infos = [
         ParamInfo("a", nn.Parameter(torch.zeros(2, 3, dtype=torch.float64)), half, 0, mesh=split),

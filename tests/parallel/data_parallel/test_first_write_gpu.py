@@ -15,7 +15,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "addmm_fp32", "baddbmm_fp32", "measured_fp32", "triton", "mm_fp32_add"])
 def test_every_kind_of_gradient(backend: str, late: bool) -> None:
-    reasons = {row.name: why for row, why in wgrad.WGRAD.table(wgrad.Spec("cuda", torch.bfloat16, torch.float32))}
+    reasons = {
+        row.name: why for row, why in wgrad.WGRAD.table(wgrad.WeightGradientSpec("cuda", torch.bfloat16, torch.float32))
+    }
     if reasons.get(backend) is not None:
         pytest.skip(str(reasons[backend]))
     run_branches(ParallelMesh(), "optim", torch.bfloat16, late, "cuda", backend)

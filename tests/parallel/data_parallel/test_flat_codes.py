@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from megalight.errors import MegalightError
-from megalight.ops.quantized_weight import Codes, store, stored_of
+from megalight.ops.quantized_weight import QuantizedWeight, store, stored_of
 from megalight.parallel.data_parallel.fp8_parameters import FlatCodes
-from megalight.parallel.data_parallel.layout import Kind, ParamInfo
+from megalight.parallel.data_parallel.layout import BucketKey, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 
@@ -26,7 +26,7 @@ def stored_weights(form: str) -> list[ParamInfo]:
     return infos
 
 
-def codes_of(info: ParamInfo) -> Codes:
+def codes_of(info: ParamInfo) -> QuantizedWeight:
     found = stored_of(info.parameter)
     assert found is not None
     return found
@@ -39,7 +39,7 @@ def test_intervals_of_all_ranks_are_the_codes(form: str) -> None:
     kept = []
     for rank in range(2):
         infos = stored_weights(form)
-        kind = Kind(torch.uint8, torch.float32, -1, mesh=ParallelMesh(2, rank), unit=0)
+        kind = BucketKey(torch.uint8, torch.float32, -1, mesh=ParallelMesh(2, rank), unit=0)
         flat = FlatCodes(kind, infos, None)
         kept.append(flat.own_params)
         assert flat.own_params.numel() * 2 == flat.layout.numel >= size

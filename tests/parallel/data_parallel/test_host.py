@@ -14,7 +14,7 @@ from megalight.errors import ConfigurationError
 from megalight.optim import Adam, offload_to_cpu, restore_from_cpu, shard_optimizer
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, clip_coefficient
 from megalight.parallel.data_parallel.host_masters import offloaded
-from megalight.parallel.data_parallel.layout import Kind, plan_buckets
+from megalight.parallel.data_parallel.layout import BucketKey, plan_buckets
 from tests.parallel.data_parallel.helpers import accumulate, assert_models_close, batches, build, infos, loss, mesh
 from tests.workers import run
 
@@ -143,7 +143,7 @@ def test_steps_without_gradients_and_state_that_moves() -> None:
 
 
 def test_whole_buckets_make_up_the_fraction() -> None:
-    layouts = plan_buckets([100, 100, 300], [Kind(torch.float32, torch.float32, group) for group in (0, 1, 2)])
+    layouts = plan_buckets([100, 100, 300], [BucketKey(torch.float32, torch.float32, group) for group in (0, 1, 2)])
     sizes = [layout.numel for layout in layouts]
     assert offloaded(layouts, 0.0) == set()
     assert offloaded(layouts, 1.0) == {0, 1, 2}

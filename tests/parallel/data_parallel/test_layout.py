@@ -12,14 +12,14 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.layout import (
     ALIGNMENT,
     SHARD_ALIGNMENT,
-    Kind,
+    BucketKey,
     default_bucket_size,
     level_of,
     plan_buckets,
 )
 from megalight.parallel.mesh import ParallelMesh
 
-KINDS = [Kind(torch.bfloat16, torch.float32, 0), Kind(torch.bfloat16, torch.float32, 1)]
+KINDS = [BucketKey(torch.bfloat16, torch.float32, 0), BucketKey(torch.bfloat16, torch.float32, 1)]
 
 
 @settings(max_examples=60)
@@ -28,7 +28,9 @@ KINDS = [Kind(torch.bfloat16, torch.float32, 0), Kind(torch.bfloat16, torch.floa
     world=st.integers(1, 5),
     bucket_size=st.integers(1, 2000),
 )
-def test_every_parameter_has_one_aligned_place(params: list[tuple[int, Kind]], world: int, bucket_size: int) -> None:
+def test_every_parameter_has_one_aligned_place(
+    params: list[tuple[int, BucketKey]], world: int, bucket_size: int
+) -> None:
     mesh = ParallelMesh(world)
     sizes, kinds = [size for size, _ in params], [replace(kind, mesh=mesh) for _, kind in params]
     buckets = plan_buckets(sizes, kinds, bucket_size)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
-from megalight.parallel.data_parallel.layout import Kind
+from megalight.parallel.data_parallel.layout import BucketKey
 from megalight.parallel.data_parallel.masters import check_masters
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -104,15 +104,15 @@ def test_every_level_updates_as_one_device_does(options: dict[str, Any]) -> None
 
 
 def test_masters_that_cannot_hold_the_weights_are_refused() -> None:
-    half, full = Kind(torch.bfloat16, torch.float32, 0), Kind(torch.float32, torch.float32, 0)
+    half, full = BucketKey(torch.bfloat16, torch.float32, 0), BucketKey(torch.float32, torch.float32, 0)
     check_masters([half, full], torch.bfloat16)
     check_masters([], torch.bfloat16)
     for dtype in (torch.float32, torch.float16, torch.float64):
         name = str(dtype).removeprefix("torch.")
         with pytest.raises(ConfigurationError, match=f"master_dtype='bfloat16' and weights in {name}, whose values"):
-            check_masters([Kind(dtype, torch.float32, 0)], torch.bfloat16)
+            check_masters([BucketKey(dtype, torch.float32, 0)], torch.bfloat16)
     with pytest.raises(ConfigurationError, match="weights stored as 8-bit codes"):
-        check_masters([Kind(torch.bfloat16, torch.float32, 0, codes="e4m3")], torch.bfloat16)
+        check_masters([BucketKey(torch.bfloat16, torch.float32, 0, codes="e4m3")], torch.bfloat16)
     with pytest.raises(ConfigurationError, match="master_dtype='float16'; it must be one of float32, bfloat16"):
         DataParallel(master_dtype="float16")  # type: ignore[arg-type]
 

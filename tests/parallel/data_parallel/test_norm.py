@@ -12,7 +12,7 @@ from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip
 from megalight.parallel.data_parallel.grad_norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close, mesh, split_spec
 from tests.workers import run
 
@@ -27,7 +27,7 @@ def _norm(level: str, tp: int, pp: int) -> None:
     part, stage, world_dp = grid.rank("tp"), grid.rank("pp"), grid.size("dp")
     rows, share = 8 // tp, 12 // tp
     real = min(rows, 7 - rows * part)
-    table = ShardSpec((Piece("table", (7, 3), (rows * part, 0), (real, 3)),), (rows, 3))
+    table = ShardSpec((ShardPiece("table", (7, 3), (rows * part, 0), (real, 3)),), (rows, 3))
     params = [
         (f"weight{stage}", split_spec(f"weight{stage}", (share, 5)), _whole("weight", 12, 5)[share * part :][:share]),
         (f"norm{stage}", split_spec("norm", (9,), owner=part == 0), _whole("norm", 9)),
@@ -53,8 +53,8 @@ def test_every_element_counts_once(world: int, tp: int, pp: int, level: str) -> 
 
 def test_runs_join_over_gaps_between_parameters() -> None:
     whole = ShardSpec.replicated("a", (60,))
-    padded = ShardSpec((Piece("b", (30,), (0,), (30,)),), (40,))
-    other = ShardSpec((Piece("c", (10,), (0,), (10,), 0, (), False), Piece("d", (5,), (0,), (5,), 10)), (15,))
+    padded = ShardSpec((ShardPiece("b", (30,), (0,), (30,)),), (40,))
+    other = ShardSpec((ShardPiece("c", (10,), (0,), (10,), 0, (), False), ShardPiece("d", (5,), (0,), (5,), 10)), (15,))
     slots = [(whole, 0), (padded, 64), (other, 128)]
     assert counted_runs(FlatShard(0, 0, 256, torch.zeros(256), slots)) == [(0, 94), (104, 128), (138, 256)]
     assert counted_runs(FlatShard(0, 70, 130, torch.zeros(60), slots)) == [(0, 24), (34, 58)]

@@ -11,7 +11,7 @@ from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.data_parallel.reduce import partial_runs
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close, infos, mesh, split_spec
 from tests.workers import run
 
@@ -75,8 +75,8 @@ def _partial(level: str) -> None:
     """tp 2 x dp: a norm partial over tp, a fused weight of which one section is partial, a whole one."""
     grid = mesh(tp=2)
     rank = dist.get_rank()
-    whole = Piece("q", (4, 5), (2 * grid.rank("tp"), 0), (2, 5), 0)
-    replicated = Piece("k", (2, 5), (0, 0), (2, 5), 10, ("tp",), grid.rank("tp") == 0)
+    whole = ShardPiece("q", (4, 5), (2 * grid.rank("tp"), 0), (2, 5), 0)
+    replicated = ShardPiece("k", (2, 5), (0, 0), (2, 5), 10, ("tp",), grid.rank("tp") == 0)
     params = [
         ParamInfo("norm", nn.Parameter(torch.zeros(45).double()), split_spec("norm", (45,), partial=("tp",)), 0),
         ParamInfo("qk", nn.Parameter(torch.zeros(4, 5).double()), ShardSpec((whole, replicated), (4, 5)), 0),
@@ -108,7 +108,7 @@ def _kv_replicas() -> None:
     grid = mesh(tp=4)
     parameter = nn.Parameter(torch.zeros(6).double())
     head = grid.rank("tp/2")
-    spec = ShardSpec((Piece("k", (12,), (6 * head,), (6,), 0, ("tp%2",), grid.rank("tp%2") == 0),), (6,))
+    spec = ShardSpec((ShardPiece("k", (12,), (6 * head,), (6,), 0, ("tp%2",), grid.rank("tp%2") == 0),), (6,))
     engine = DataParallelEngine([ParamInfo("k", parameter, spec, 0)], grid)
     engine.zero_grad()
     state_of(parameter).add(torch.full_like(parameter, 10.0 ** dist.get_rank()))
@@ -136,6 +136,8 @@ def test_ranks_that_disagree_about_partial_gradients_are_refused() -> None:
 
 
 def test_neighboring_partial_pieces_are_one_run() -> None:
-    spec = ShardSpec((Piece("a", (4,), (0,), (4,), 0, ("tp",)), Piece("b", (6,), (0,), (6,), 4, ("tp",))), (10,))
+    spec = ShardSpec(
+        (ShardPiece("a", (4,), (0,), (4,), 0, ("tp",)), ShardPiece("b", (6,), (0,), (6,), 4, ("tp",))), (10,)
+    )
     shard = FlatShard(0, 2, 130, torch.zeros(128), [(spec, 0), (spec, 64)])
     assert partial_runs({0: shard, 1: shard}) == {("tp",): [(0, 0, 8), (0, 62, 72), (1, 0, 8), (1, 62, 72)]}

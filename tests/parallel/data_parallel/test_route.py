@@ -10,7 +10,7 @@ from torch import nn
 
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel import unshard as residency_module
-from megalight.parallel.data_parallel.unit_memory import Pass, Route
+from megalight.parallel.data_parallel.unit_memory import PassOrder, UnitPass
 from megalight.parallel.data_parallel.unshard import Residency
 from megalight.parallel.pipeline.executor import passes_of
 from megalight.parallel.pipeline.schedules import build
@@ -23,32 +23,35 @@ def _chunks(*sizes: int) -> list[nn.Sequential]:
     return [nn.Sequential(*(nn.Linear(2, 2) for _ in range(size))) for size in sizes]
 
 
-def _route(chunks: list[nn.Sequential], schedule: str, rank: int, count: int = 12) -> Route:
+def _route(chunks: list[nn.Sequential], schedule: str, rank: int, count: int = 12) -> PassOrder:
     actions = build(schedule, 2, len(chunks), count)[rank]
-    return Route(chunks, passes_of(actions))
+    return PassOrder(chunks, passes_of(actions))
 
 
 def test_turns_follow_each_other_unless_passes_would_meet_in_one() -> None:
     two = _chunks(3, 2)
     units = [(layer,) for chunk in two for layer in chunk]
-    assert Route().turns(units, 2) == [0, 1, 0, 1, 0]
-    assert Route(two).turns(units, 3) == [0, 1, 2, 0, 1]
+    assert PassOrder().turns(units, 2) == [0, 1, 0, 1, 0]
+    assert PassOrder(two).turns(units, 3) == [0, 1, 2, 0, 1]
     # From the last layer of the first chunk to the first one of the second, and back: the numbering goes on.
-    assert Route(two, [Pass(0, True), Pass(1, True)] * 2).turns(units, 2) == [0, 1, 0, 1, 0]
+    assert PassOrder(two, [UnitPass(0, True), UnitPass(1, True)] * 2).turns(units, 2) == [0, 1, 0, 1, 0]
     # Out of the first chunk into the end of the second, and from its beginning to that of the first.
     even = _chunks(2, 2)
-    four, beside = [(layer,) for chunk in even for layer in chunk], [Pass(0, True), Pass(1, False), Pass(0, True)]
-    assert Route(even, beside).turns(four, 2) == [0, 1, 1, 0]
+    four, beside = (
+        [(layer,) for chunk in even for layer in chunk],
+        [UnitPass(0, True), UnitPass(1, False), UnitPass(0, True)],
+    )
+    assert PassOrder(even, beside).turns(four, 2) == [0, 1, 1, 0]
     # Gradients know backward passes alone.
-    assert Route(even, beside).turns(four, 2, backward_only=True) == [0, 1, 0, 1]
+    assert PassOrder(even, beside).turns(four, 2, backward_only=True) == [0, 1, 0, 1]
     # Models that run one after the other share no turns, in the order in which they run.
-    assert Route(two, phases=[[1], [0]]).turns(units, 2) == [2, 3, 2, 0, 1]
-    assert Route(two, phases=[[1], [0]]).by_phase(["first", "second", "in no chunk"]) == [
+    assert PassOrder(two, phases=[[1], [0]]).turns(units, 2) == [2, 3, 2, 0, 1]
+    assert PassOrder(two, phases=[[1], [0]]).by_phase(["first", "second", "in no chunk"]) == [
         ["second"],
         ["first", "in no chunk"],
     ]
     # Units in no chunk come last.
-    assert Route(two[1:]).parts(units) == [[3, 4], [0, 1, 2]]
+    assert PassOrder(two[1:]).parts(units) == [[3, 4], [0, 1, 2]]
 
 
 def _late(sizes: tuple[int, ...], schedule: str, rank: int, known: bool) -> tuple[int, int]:
@@ -63,7 +66,7 @@ def _late(sizes: tuple[int, ...], schedule: str, rank: int, known: bool) -> tupl
     ]
     route = _route(chunks, schedule, rank)
     engine = DataParallelEngine(
-        infos, mesh(), level="optim_grads_params", units=units, route=route if known else Route(chunks)
+        infos, mesh(), level="optim_grads_params", units=units, route=route if known else PassOrder(chunks)
     )
     assert engine.units is not None
     for whole in ([b.params for b in engine.units.buckets], [b.grads for b in engine.buckets]):

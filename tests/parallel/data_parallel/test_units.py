@@ -16,7 +16,7 @@ from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel import unshard as residency_module
-from megalight.parallel.data_parallel.layout import BucketLayout, Kind, align, plan_buckets
+from megalight.parallel.data_parallel.layout import BucketKey, BucketLayout, align, plan_buckets
 from megalight.parallel.data_parallel.unit_memory import choose
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -328,7 +328,7 @@ def test_whole_gradients_are_kept_beside_shards_of_parameters() -> None:
 def _layouts(units: int, ranks: int) -> list[BucketLayout]:
     """Units of 2**20 parameters in bfloat16, and one more bucket outside of units."""
     across = ParallelMesh(ranks, 0)
-    kinds = [Kind(torch.bfloat16, torch.float32, 0, mesh=across, unit=unit) for unit in (*range(units), None)]
+    kinds = [BucketKey(torch.bfloat16, torch.float32, 0, mesh=across, unit=unit) for unit in (*range(units), None)]
     return plan_buckets([2**20] * (units + 1), kinds)
 
 

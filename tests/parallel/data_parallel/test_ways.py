@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel.communication import Choice, Way
+from megalight.parallel.data_parallel.communication import TransportChoice, Way
 from megalight.parallel.peers import memory
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ FAR: Any = "far"
 
 
 def test_auto_takes_copy_engines_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = Choice("gathers", "auto")
+    choice = TransportChoice("gathers", "auto")
     reason = choice.why_not(CPU)
     assert reason is not None
     assert "cpu" in reason
@@ -33,10 +33,10 @@ def test_auto_takes_copy_engines_where_they_are(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_was_named_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"reductions='symmetric': it .*Set reductions='plain'"):
-        Choice("reductions", "symmetric").why_not(CPU)
+        TransportChoice("reductions", "symmetric").why_not(CPU)
     monkeypatch.setattr(memory, "unreachable", lambda group: "needs all 2 ranks on one host, and they are on 2")
     with pytest.raises(ConfigurationError, match="they are on 2"):
-        Choice("reductions", "symmetric").why_not_over(FAR)
+        TransportChoice("reductions", "symmetric").why_not_over(FAR)
 
 
 @pytest.mark.parametrize(("way", "words"), [("plain", "'plain' was asked for"), ("auto", "NCCL has the buffers")])
@@ -44,4 +44,4 @@ def test_nothing_is_asked_where_something_speaks_against_it(
     way: Way, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "why_not", lambda device: None)
-    assert words in str(Choice("gathers", way, "nccl_ub='local': NCCL has the buffers").why_not(CPU))
+    assert words in str(TransportChoice("gathers", way, "nccl_ub='local': NCCL has the buffers").why_not(CPU))

@@ -18,7 +18,7 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.run_engine import engine_over
-from megalight.parallel.step import Step
+from megalight.parallel.step import StepDriver
 from megalight.types import Loss, PackedSequences
 from tests.parallel.expert.model import build
 from tests.parallel.gathering import gather_canonical, relative_error
@@ -76,7 +76,7 @@ def _step(degrees: dict[str, int]) -> dict[str, float]:
     options = ParallelOptions(sequence_parallel=mesh.tp > 1)
     model = ParallelModel.build(root, mesh, options, seed=3)
     assert (model.coupling is not None) == (mesh.dp > 1)
-    step = Step(model, Task())
+    step = StepDriver(model, Task())
     step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
     share = micro_batches(mesh.rank("dp"))
     wanted = expected(mesh.dp)

@@ -32,7 +32,7 @@ from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.shard import check_cover
 from megalight.parallel.styles import Expert
 from megalight.parallel.tensor.shared import Shared
@@ -130,7 +130,7 @@ def routed(dispatcher: str) -> dict[tuple[str, bool], list[torch.Tensor]]:
     for name, pad in product(EXTREMES, (False, True)):
         one = Expected(EXTREMES[name][mesh.rank("ep")])
         root = nn.ModuleDict({"experts": one.experts}).to("meta")
-        specs = parallelize(root, Plan({Experts: Expert()}), mesh, expert=ExpertOptions(dispatcher))
+        specs = parallelize(root, ParallelizePlan({Experts: Expert()}), mesh, expert=ExpertOptions(dispatcher))
         materialize(root, "cpu")
         initialize(root, specs, 3)
         one.experts = root["experts"]  # type: ignore[assignment]
@@ -183,7 +183,7 @@ def _without_waiting(dispatcher: str, alignment: int) -> list[list[torch.Tensor]
     one = Expected(EVEN[mesh.rank("ep")])
     root = nn.ModuleDict({"experts": one.experts}).to("meta")
     options = ExpertOptions(dispatcher, equal_tokens=True)
-    specs = parallelize(root, Plan({Experts: Expert()}), mesh, expert=options)
+    specs = parallelize(root, ParallelizePlan({Experts: Expert()}), mesh, expert=options)
     materialize(root, "cpu")
     initialize(root, specs, 3)
     one.experts = root["experts"]  # type: ignore[assignment]
@@ -251,7 +251,7 @@ def _groups_of_messages() -> tuple[int, bool, bool]:
         for _ in range(2):
             one = Expected(EXTREMES["some dropped"][mesh.rank("ep")])
             root = nn.ModuleDict({"experts": one.experts}).to("meta")
-            specs = parallelize(root, Plan({Experts: Expert()}), mesh)
+            specs = parallelize(root, ParallelizePlan({Experts: Expert()}), mesh)
             materialize(root, "cpu")
             initialize(root, specs, 3)
             one.experts = root["experts"]  # type: ignore[assignment]
@@ -324,4 +324,4 @@ def test_layouts_that_cannot_work(degrees: dict[str, int], rules: bool, message:
     with torch.device("meta"):
         model = build()
     with pytest.raises(LayoutError, match=message):
-        parallelize(model, gpt_plan(model) if rules else Plan(), ParallelMesh(60, **degrees))
+        parallelize(model, gpt_plan(model) if rules else ParallelizePlan(), ParallelMesh(60, **degrees))

@@ -18,7 +18,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Expert
 from tests.nccl import runs_of
 
@@ -64,7 +64,7 @@ def divided(dispatcher: str, degrees: dict[str, int]) -> float:
     """The largest relative error on any rank, after two rounds: the second one uses memory again."""
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     root = nn.ModuleDict({"experts": stack()}).to("meta")
-    specs = parallelize(root, Plan({Experts: Expert()}), mesh, expert=ExpertOptions(dispatcher))
+    specs = parallelize(root, ParallelizePlan({Experts: Expert()}), mesh, expert=ExpertOptions(dispatcher))
     materialize(root, "cuda")
     initialize(root, specs, 3)
     whole = nn.ModuleDict({"experts": stack().cuda()})
@@ -110,7 +110,7 @@ def padded(dispatcher: str, degrees: dict[str, int], capacity: int) -> float:
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     root = nn.ModuleDict({"experts": stack()}).to("meta")
     options = ExpertOptions(dispatcher, equal_tokens=True)
-    specs = parallelize(root, Plan({Experts: Expert()}), mesh, expert=options)
+    specs = parallelize(root, ParallelizePlan({Experts: Expert()}), mesh, expert=options)
     materialize(root, "cuda")
     initialize(root, specs, 3)
     experts: Any = root["experts"]

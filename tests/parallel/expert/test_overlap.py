@@ -28,7 +28,7 @@ from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.plans import plan_for
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.run_engine import engine_over
-from megalight.parallel.step import Step
+from megalight.parallel.step import StepDriver
 from tests.parallel.expert.model import CONFIG, build
 from tests.parallel.expert.test_coupling import Task
 from tests.parallel.gathering import gather_canonical, relative_error
@@ -57,19 +57,19 @@ def expected(replicas: int, count: int) -> dict[str, torch.Tensor]:
     return _answers(step, [batch for replica in range(replicas) for batch in micro_batches(replica, count)])
 
 
-def _stepper(mesh: ParallelMesh, options: ParallelOptions, dropout: DropoutConfig | None = None) -> Step:
+def _stepper(mesh: ParallelMesh, options: ParallelOptions, dropout: DropoutConfig | None = None) -> StepDriver:
     root = build(replace(DEEP, dropout=dropout or DropoutConfig()), **VARIANT).double()
     if mesh.world_size == 1:
         initialize(root, 3, prefix="model.")
     else:
         root = root.to("meta")
     model = ParallelModel.build(root, mesh, options, seed=3)
-    step = Step(model, Task())
+    step = StepDriver(model, Task())
     step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
     return step
 
 
-def _answers(step: Step, batches: list[Any]) -> dict[str, torch.Tensor]:
+def _answers(step: StepDriver, batches: list[Any]) -> dict[str, torch.Tensor]:
     assert step.engine is not None
     model = step.model
     for _ in range(2):  # the second step reduces buckets while its last micro-batches run

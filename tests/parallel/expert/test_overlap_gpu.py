@@ -19,7 +19,7 @@ from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.run_engine import engine_over
-from megalight.parallel.step import Step
+from megalight.parallel.step import StepDriver
 from megalight.types import Loss, PackedSequences
 from tests.nccl import runs_of
 from tests.parallel.expert.model import build
@@ -54,7 +54,7 @@ def gradients(degrees: dict[str, int], options: dict[str, Any]) -> dict[str, tor
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     root = build(DEEP, **VARIANT).to("meta")
     model = ParallelModel.build(root, mesh, ParallelOptions(**options), device="cuda", seed=3)
-    step = Step(model, TaskOnGPU())
+    step = StepDriver(model, TaskOnGPU())
     step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
     batches = [(ids.cuda(), labels.cuda(), lengths) for ids, labels, lengths in micro_batches(mesh.rank("dp"), 6)]
     for _ in range(2):

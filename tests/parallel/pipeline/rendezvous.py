@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megalight.parallel.pipeline.schedules import Actions, Kind
+from megalight.parallel.pipeline.schedules import ActionKind, Actions
 
 
 def play(schedules: Sequence[Actions], vpp: int, depth: int = 1) -> list[str]:
@@ -23,20 +23,20 @@ def play(schedules: Sequence[Actions], vpp: int, depth: int = 1) -> list[str]:
     for rank, actions in enumerate(schedules):
         for kind, chunk, i, _ in (part for action in actions for part in action.parts):
             stage = chunk * pp + rank
-            if kind is not Kind.WEIGHT_GRADIENT and stage != (0 if kind is Kind.FORWARD else last):
-                incoming[rank, kind is Kind.FORWARD].append((chunk, i))
+            if kind is not ActionKind.WEIGHT_GRADIENT and stage != (0 if kind is ActionKind.FORWARD else last):
+                incoming[rank, kind is ActionKind.FORWARD].append((chunk, i))
     arrived: dict[tuple[int, bool], int] = defaultdict(int)
     taken: dict[tuple[int, bool], int] = defaultdict(int)
     outgoing: list[list[tuple[int, bool]]] = [[] for _ in range(pp)]
     place = [0] * pp
-    done: list[set[tuple[Kind, int, int]]] = [set() for _ in range(pp)]
+    done: list[set[tuple[ActionKind, int, int]]] = [set() for _ in range(pp)]
 
     def room(channel: tuple[int, bool]) -> bool:
         rank, forward = channel
         if arrived[channel] >= taken[channel] + depth:
             return False
         chunk, i = incoming[channel][arrived[channel]]
-        return forward or (Kind.FORWARD, chunk, i) in done[rank]
+        return forward or (ActionKind.FORWARD, chunk, i) in done[rank]
 
     def step(rank: int) -> bool:
         if outgoing[rank]:
@@ -50,8 +50,8 @@ def play(schedules: Sequence[Actions], vpp: int, depth: int = 1) -> list[str]:
         parts = schedules[rank][place[rank]].parts
         wanted = {}
         for kind, chunk, i, _ in parts:
-            forward, stage = kind is Kind.FORWARD, chunk * pp + rank
-            if kind is not Kind.WEIGHT_GRADIENT and stage != (0 if forward else last):
+            forward, stage = kind is ActionKind.FORWARD, chunk * pp + rank
+            if kind is not ActionKind.WEIGHT_GRADIENT and stage != (0 if forward else last):
                 wanted[rank, forward] = chunk, i
         if any(arrived[channel] == taken[channel] for channel in wanted):
             return False
@@ -59,8 +59,8 @@ def play(schedules: Sequence[Actions], vpp: int, depth: int = 1) -> list[str]:
             assert incoming[channel][taken[channel]] == message
             taken[channel] += 1
         for kind, chunk, i, _ in parts:
-            forward, stage = kind is Kind.FORWARD, chunk * pp + rank
-            if kind is not Kind.WEIGHT_GRADIENT and stage != (last if forward else 0):
+            forward, stage = kind is ActionKind.FORWARD, chunk * pp + rank
+            if kind is not ActionKind.WEIGHT_GRADIENT and stage != (last if forward else 0):
                 outgoing[rank].append(((stage + (1 if forward else -1)) % pp, forward))
             done[rank].add((kind, chunk, i))
         place[rank] += 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from megalight.parallel.pipeline.agenda import Agenda, agenda_of
-from megalight.parallel.pipeline.schedules import SCHEDULES, Action, Kind, build
+from megalight.parallel.pipeline.schedules import SCHEDULES, Action, ActionKind, build
 from megalight.parallel.pipeline.timeline import Place, comes, gives
 from tests.parallel.pipeline.test_schedules import Case, cases
 
@@ -32,11 +32,11 @@ def stopping(agendas: Sequence[Agenda], vpp: int) -> list[str]:
     def step(rank: int) -> None:
         if doing[rank] == len(agendas[rank].actions):
             return
-        for kind, inbox in zip((Kind.BACKWARD, Kind.FORWARD), inboxes[rank], strict=True):
+        for kind, inbox in zip((ActionKind.BACKWARD, ActionKind.FORWARD), inboxes[rank], strict=True):
             while inbox and doing[rank] >= inbox[0].before:
                 place = comes(Action(kind, inbox[0].chunk, inbox[0].micro_batch), rank, pp, vpp)
                 assert place is not None
-                if kind is Kind.FORWARD and place not in sent:
+                if kind is ActionKind.FORWARD and place not in sent:
                     return
                 posted.add(place)
                 waits[rank].add(place)
@@ -84,7 +84,7 @@ def test_one_message_ahead_without_thought_would_stop_for_good() -> None:
     hasty = []
     for rank in range(2):
         agenda = agenda_of(rank, lists)
-        uses = {(a.chunk, a.micro_batch): n for n, a in enumerate(agenda.actions) if a.kind is Kind.FORWARD}
+        uses = {(a.chunk, a.micro_batch): n for n, a in enumerate(agenda.actions) if a.kind is ActionKind.FORWARD}
         before = [0, *(uses[e.chunk, e.micro_batch] for e in agenda.activations)]
         ahead = [e._replace(before=n) for e, n in zip(agenda.activations, before, strict=False)]
         hasty.append(Agenda(agenda.actions, tuple(ahead), agenda.gradients))

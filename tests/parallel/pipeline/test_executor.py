@@ -22,7 +22,7 @@ from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.channels import Channel, Message
 from megalight.parallel.pipeline.executor import Executor, _Run
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.schedules import Action, Kind
+from megalight.parallel.pipeline.schedules import Action, ActionKind
 from megalight.parallel.pipeline.timeline import simulate
 from megalight.types import Loss
 from tests.workers import run
@@ -204,10 +204,10 @@ ROWS_OF_SCHEDULES = [
 def entries(action: Action) -> list[tuple[str, int, int]]:
     """What the log says of an action. Of a pair whose passes never pause, the backward comes first."""
     if action.beside is not None:
-        kinds = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+        kinds = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
         parts = [*(action._replace(kind=kind, beside=None) for kind in kinds), action.beside]
         return [entry for part in parts for entry in entries(part)]
-    name = {Kind.FORWARD: "F", Kind.WEIGHT_GRADIENT: "W"}.get(action.kind, "I")
+    name = {ActionKind.FORWARD: "F", ActionKind.WEIGHT_GRADIENT: "W"}.get(action.kind, "I")
     return [("W", -1, -1) if name == "W" else (name, action.chunk, action.micro_batch)]
 
 

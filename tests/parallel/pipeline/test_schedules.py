@@ -11,8 +11,8 @@ from megalight.errors import LayoutError
 from megalight.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
+    ActionKind,
     Actions,
-    Kind,
     build,
     check,
     chosen,
@@ -117,7 +117,9 @@ def test_the_bubble_is_the_formulas(vpp: int) -> None:
 
 @pytest.mark.parametrize("costs", [Costs(), Costs(2, 4, 2, 2), Costs(2, 3, 2, 1), Costs(3, 4, 2, 2), Costs(1, 3, 2, 1)])
 def test_zero_bubble_leaves_what_the_paper_says(costs: Costs) -> None:
-    forward, inputs, weights = (costs.of(kind) for kind in (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
+    forward, inputs, weights = (
+        costs.of(kind) for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+    )
     for pp, vpp, groups in itertools.product((2, 3, 8), (1, 3), (1, 2)):
         m = groups * pp
         timeline = simulate(build("zero_bubble", pp, vpp, m), costs)
@@ -165,7 +167,7 @@ def test_many_ranks_build_at_once() -> None:
     assert len(build("interleaved", 128, 2, 128)) == 128
     one = check("zero_bubble", 128, 4, 1024).of_rank(64, 128, 4, 1024, None)
     assert len(one) == 3 * 4 * 1024
-    assert Action(Kind.WEIGHT_GRADIENT, 3, 1023) in one
+    assert Action(ActionKind.WEIGHT_GRADIENT, 3, 1023) in one
 
 
 def test_names() -> None:

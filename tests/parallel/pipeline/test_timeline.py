@@ -7,7 +7,7 @@ import pytest
 
 from megalight.errors import LayoutError
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.schedules import Action, Actions, Kind, build
+from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions, build
 from megalight.parallel.pipeline.timeline import Costs, check_transfers, simulate
 
 
@@ -15,7 +15,7 @@ def actions(text: str) -> Actions:
     found = []
     for word in text.split():
         micro_batch, _, chunk = word[1:].partition(".")
-        found.append(Action(Kind(word[0]), int(chunk or 0), int(micro_batch)))
+        found.append(Action(ActionKind(word[0]), int(chunk or 0), int(micro_batch)))
     return found
 
 
@@ -119,7 +119,7 @@ def test_lists_that_cannot_be_played(lists: list[str], parts: list[str]) -> None
 def test_order_of_messages_around_the_ring() -> None:
     good = build("interleaved", 2, 2, 4)
     check_transfers(good)
-    place = good[0].index(Action(Kind.FORWARD, 1, 0))
+    place = good[0].index(Action(ActionKind.FORWARD, 1, 0))
     bad = [[*good[0]], good[1]]
     bad[0][place : place + 2] = reversed(bad[0][place : place + 2])
     with pytest.raises(LayoutError, match=re.escape("rank 1 sends the activations of micro-batch 0 from stage 1")):
@@ -127,4 +127,4 @@ def test_order_of_messages_around_the_ring() -> None:
 
 
 def test_actions_read_well() -> None:
-    assert str(Action(Kind.INPUT_GRADIENT, 2, 17)) == "I17.2"
+    assert str(Action(ActionKind.INPUT_GRADIENT, 2, 17)) == "I17.2"

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalight.nn.canonical import Part
+from megalight.nn.canonical import CanonicalPart
 from megalight.parallel.collectives import copy, join
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.shard import ShardPiece, ShardSpec
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles import Style, register
 
@@ -34,9 +34,9 @@ class Pair(Style):
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
         bilinear = self.expect(name, module, nn.Bilinear)
 
-        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             size = (shape[0] // mesh.size(self.axis), *shape[1:])
-            piece = Piece(parts[0].name, shape, (mesh.rank(self.axis) * size[0], 0, 0), size)
+            piece = ShardPiece(parts[0].name, shape, (mesh.rank(self.axis) * size[0], 0, 0), size)
             return ShardSpec((piece,), size)
 
         weight = splitter.split(name, bilinear, "weight", rule)

@@ -15,7 +15,7 @@ from megalight import registry
 from megalight.errors import MegalightError
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import STYLES, Column
 from tests.parallel.gathering import gather_canonical
 from tests.parallel.styles.foreign import ContextPair, Pair, SplitPair, plugin
@@ -28,7 +28,7 @@ def parity(axis: str) -> bool:
     whole, x, y = nn.Bilinear(3, 5, 6, bias=False).double(), torch.randn(7, 3).double(), torch.randn(7, 5).double()
     model = nn.ModuleDict({"pair": nn.Bilinear(3, 5, 6, bias=False).double()})
     model.load_state_dict({"pair.weight": whole.weight})
-    specs = parallelize(model, Plan({"pair": Pair() if axis == "tp" else ContextPair()}), mesh)
+    specs = parallelize(model, ParallelizePlan({"pair": Pair() if axis == "tp" else ContextPair()}), mesh)
     assert model["pair"].weight.shape == (3, 3, 5)
     ours = x.clone().requires_grad_()
     theirs = x.clone().requires_grad_()
@@ -53,7 +53,7 @@ def test_a_foreign_style_splits_over_its_own_axis(axis: str) -> None:
 @pytest.mark.parametrize(("style", "replaced"), [(Pair(), True), (ContextPair(), False)])
 def test_modules_stay_where_the_styles_axis_has_one_rank(style: Pair, replaced: bool) -> None:
     model = nn.ModuleDict({"pair": nn.Bilinear(3, 5, 6, bias=False)})
-    specs = parallelize(model, Plan({"pair": style}), ParallelMesh(2, 1, tp=2))
+    specs = parallelize(model, ParallelizePlan({"pair": style}), ParallelMesh(2, 1, tp=2))
     assert isinstance(model["pair"], SplitPair) is replaced
     assert specs["pair.weight"].pieces[0].size == (3 if replaced else 6, 3, 5)
 
@@ -80,12 +80,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_plan_names_a_style_of_a_plugin(installed: None) -> None:
-    plan = Plan({"pair": "Pair", "a": "Column", "b": ("Boundary", Column(units=2))})
+    plan = ParallelizePlan({"pair": "Pair", "a": "Column", "b": ("Boundary", Column(units=2))})
     assert plan.rules["pair"] == Pair()
-    assert plan == Plan({"pair": Pair(), "a": Column(), "b": ("Boundary", Column(units=2))})
+    assert plan == ParallelizePlan({"pair": Pair(), "a": Column(), "b": ("Boundary", Column(units=2))})
     assert "Pair()" in repr(plan)
 
 
 def test_an_unknown_style_is_refused_with_the_known_ones() -> None:
     with pytest.raises(MegalightError, match=r"unknown style 'Colum'; known: .*Column.*Did you mean 'Column'"):
-        Plan({"a": "Colum"})
+        ParallelizePlan({"a": "Colum"})

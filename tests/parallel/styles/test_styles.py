@@ -11,7 +11,7 @@ from megalight import nn as mnn
 from megalight.errors import LayoutError
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import (
     Attributes,
     Channels,
@@ -23,7 +23,7 @@ from megalight.parallel.styles import (
     SequenceRegion,
     Style,
     Vocab,
-    VocabHead,
+    VocabHeadStyle,
 )
 from megalight.parallel.tensor.dropout import ParallelDropout
 
@@ -42,7 +42,7 @@ class Heads(nn.Module):
 
 def test_attributes_become_one_ranks() -> None:
     model = Heads(num_heads=8, groups=4)
-    parallelize(model, Plan({"inner": Attributes(divide=("num_heads",), per_unit={"groups": 2})}), MESH)
+    parallelize(model, ParallelizePlan({"inner": Attributes(divide=("num_heads",), per_unit={"groups": 2})}), MESH)
     assert (model.inner.num_heads, model.inner.groups) == (2, 2)
 
 
@@ -56,7 +56,7 @@ def test_attributes_become_one_ranks() -> None:
 )
 def test_attributes_that_do_not_divide(attributes: Attributes, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        parallelize(Heads(num_heads=6), Plan({"inner": attributes}), MESH)
+        parallelize(Heads(num_heads=6), ParallelizePlan({"inner": attributes}), MESH)
 
 
 def holder(module: nn.Module) -> nn.ModuleDict:
@@ -77,7 +77,7 @@ def holder(module: nn.Module) -> nn.ModuleDict:
 )
 def test_styles_that_do_not_fit(module: nn.Module, style: Style | tuple[Style, ...], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        parallelize(holder(module), Plan({"it": style}), MESH)
+        parallelize(holder(module), ParallelizePlan({"it": style}), MESH)
 
 
 class Twice(nn.Linear):
@@ -112,8 +112,8 @@ OWN: list[tuple[Callable[[], nn.Module], Style, str]] = [
     (lambda: hooked(nn.Dropout()), Dropout(), "it .*has hooks"),
     (lambda: weight_norm(nn.Linear(4, 4)), Row(), "it .*has parametrizations"),
     (lambda: with_another(nn.Linear(4, 4)), Column(), r"it \(Linear\) has count, scale, which would be lost"),
-    (lambda: head(with_another(nn.Linear(4, 4))), VocabHead(), r"it\.output_layer \(Linear\) has count, scale"),
-    (lambda: head(Twice(4, 4)), VocabHead(), r"it\.output_layer \(Twice\) has a forward pass of its own"),
+    (lambda: head(with_another(nn.Linear(4, 4))), VocabHeadStyle(), r"it\.output_layer \(Linear\) has count, scale"),
+    (lambda: head(Twice(4, 4)), VocabHeadStyle(), r"it\.output_layer \(Twice\) has a forward pass of its own"),
 ]
 
 
@@ -122,20 +122,20 @@ def test_what_a_split_module_would_leave_out_is_refused(
     make: Callable[[], nn.Module], style: Style, message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
-        parallelize(holder(make()), Plan({"it": style}), MESH)
+        parallelize(holder(make()), ParallelizePlan({"it": style}), MESH)
     # On one rank the module stays as it is.
     whole = holder(make())
     modules = list(whole.modules())
-    specs = parallelize(whole, Plan({"it": style}), ParallelMesh(1, 0))
+    specs = parallelize(whole, ParallelizePlan({"it": style}), ParallelMesh(1, 0))
     assert list(whole.modules()) == modules
     assert set(specs) == set(whole.state_dict())
 
 
 def test_a_model_is_split_once() -> None:
     model = holder(nn.Linear(4, 4))
-    parallelize(model, Plan({"it": Column()}), MESH)
+    parallelize(model, ParallelizePlan({"it": Column()}), MESH)
     with pytest.raises(LayoutError, match=r"it \(ColumnLinear\) is parallel already"):
-        parallelize(model, Plan({"it": Column()}), MESH)
+        parallelize(model, ParallelizePlan({"it": Column()}), MESH)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -143,7 +143,7 @@ def test_where_gradients_are_partial(sequence_parallel: bool) -> None:
     model = nn.ModuleDict({"norm": nn.LayerNorm(2), "head": nn.LayerNorm(2), "row": nn.Linear(4, 2)})
     model["plain"] = nn.Linear(2, 2)
     model["drop"] = nn.Dropout(0.1)
-    plan = Plan(
+    plan = ParallelizePlan(
         {"norm": SequenceRegion(), "head": HeadRegion(), "row": Row(), "plain": Replicated(), "drop": Dropout()}
     )
     specs = parallelize(model.eval(), plan, MESH, sequence_parallel=sequence_parallel)
@@ -167,7 +167,7 @@ def test_where_gradients_are_partial(sequence_parallel: bool) -> None:
 
 def test_channels_are_split() -> None:
     model = holder(mnn.CausalConv(8, 3))
-    specs = parallelize(model, Plan({"it": Channels()}), MESH)
+    specs = parallelize(model, ParallelizePlan({"it": Channels()}), MESH)
     assert model["it"].weight.shape == (2, 3)
     (piece,) = specs["it.weight"].pieces
     assert (piece.shape, piece.offset, piece.size) == ((8, 3), (4, 0), (2, 3))
@@ -182,4 +182,4 @@ def test_channels_are_split() -> None:
 )
 def test_channels_that_cannot_be_split(module: nn.Module, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        parallelize(holder(module), Plan({"it": Channels()}), MESH)
+        parallelize(holder(module), ParallelizePlan({"it": Channels()}), MESH)

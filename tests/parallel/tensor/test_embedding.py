@@ -7,7 +7,7 @@ from torch import nn
 
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Vocab
 from tests.parallel.gathering import gather_canonical
 from tests.workers import run
@@ -20,7 +20,7 @@ def lookup(padding_idx: int | None) -> bool:
     whole = nn.Embedding(7, 3, padding_idx=padding_idx, dtype=torch.float64)
     model = nn.ModuleDict({"embed": nn.Embedding(7, 3, padding_idx=padding_idx, dtype=torch.float64)})
     model.load_state_dict({"embed.weight": whole.weight})
-    specs = parallelize(model, Plan({"embed": Vocab()}), mesh)
+    specs = parallelize(model, ParallelizePlan({"embed": Vocab()}), mesh)
     assert model["embed"].weight.shape == (4, 3)
     assert sum(piece.numel for piece in specs["embed.weight"].pieces) == (12, 9)[mesh.global_rank]
     ids = torch.tensor([[0, 3, 4], [6, 2, 2]])

@@ -15,9 +15,9 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face import deepseek, gemma, gpt2, gpt_oss, llama, llama4, mamba, qwen3_next
 from megalight.models.gpt.hugging_face import moe as experts
 from megalight.models.gpt.hugging_face.deepseek import without_missing_depths as without_missing_depths
-from megalight.models.hugging_face.kinds import Kind, Kinds
+from megalight.models.hugging_face.kinds import ModelKind, ModelKinds
 
-KINDS: tuple[Kind[GPTConfig], ...] = (
+KINDS: tuple[ModelKind[GPTConfig], ...] = (
     *mamba.KINDS,
     *qwen3_next.KINDS,
     *deepseek.KINDS,
@@ -72,7 +72,7 @@ def settings(config: GPTConfig) -> dict[str, Any]:
     return values
 
 
-FAMILY = Kinds(KINDS, settings, lambda config: f"position.kind={config.position.kind!r} with these parts")
+FAMILY = ModelKinds(KINDS, settings, lambda config: f"position.kind={config.position.kind!r} with these parts")
 weight_map = FAMILY.weight_map
 config_from_transformers = FAMILY.read
 config_to_transformers = FAMILY.write

@@ -20,7 +20,7 @@ from megalight.models.gpt.hugging_face.common import (
 )
 from megalight.models.gpt.hugging_face.llama import LLAMA
 from megalight.models.gpt.mixer_config import LatentConfig
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
@@ -297,6 +297,6 @@ def _suits(config: GPTConfig) -> bool:
 
 
 KINDS = (
-    Kind("deepseek_v3", "DeepseekV3ForCausalLM", _suits, _places, _read_v3, _write_v3, also_read=("kimi_k2",)),
-    Kind("deepseek_v2", "DeepseekV2ForCausalLM", _suits, _places, _read_v2, _write_v2),
+    ModelKind("deepseek_v3", "DeepseekV3ForCausalLM", _suits, _places, _read_v3, _write_v3, also_read=("kimi_k2",)),
+    ModelKind("deepseek_v2", "DeepseekV2ForCausalLM", _suits, _places, _read_v2, _write_v2),
 )

@@ -13,7 +13,7 @@ from megalight.models.gpt.config import GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.common import layer_types, refuse_others, rotary_from, rotary_to, tied_head
 from megalight.models.gpt.hugging_face.llama import LLAMA, WHOLE, WINDOWED, types_to
 from megalight.models.gpt.mixer_config import AttentionConfig
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 
 NORMS = {
@@ -160,7 +160,7 @@ def _full(rotations: Mapping[str, Any]) -> dict[str, Any]:
 
 
 KINDS = tuple(
-    Kind(kind, architecture, suits, _places, _read, partial(_write, kind), also)
+    ModelKind(kind, architecture, suits, _places, _read, partial(_write, kind), also)
     for kind, architecture, suits, also in (
         (
             "gemma3_text",

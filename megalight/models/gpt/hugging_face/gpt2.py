@@ -10,7 +10,7 @@ from megalight.models.config import DropoutConfig
 from megalight.models.gpt.config import GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.common import activation_of, activation_to, tied_head
 from megalight.models.gpt.mixer_config import AttentionConfig, PositionConfig
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 
 GPT2 = {
@@ -95,7 +95,7 @@ def _write(config: GPTConfig) -> dict[str, Any]:
 
 
 KINDS = (
-    Kind(
+    ModelKind(
         "gpt2",
         "GPT2LMHeadModel",
         # It is the only one of them with learned positions.

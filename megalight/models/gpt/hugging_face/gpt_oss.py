@@ -10,7 +10,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face.common import refuse_others
 from megalight.models.gpt.hugging_face.llama import WHOLE, WINDOWED, llama_from, llama_map, llama_to, types_to
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig
 
@@ -111,7 +111,7 @@ def _experts(config: GPTConfig) -> MoEConfig:
 
 
 KINDS = (
-    Kind(
+    ModelKind(
         "gpt_oss",
         "GptOssForCausalLM",
         suits=lambda config: config.attention.softmax == "learnable",

@@ -18,7 +18,7 @@ from megalight.models.gpt.hugging_face.common import (
     tied_head,
 )
 from megalight.models.gpt.mixer_config import AttentionConfig
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 
 LLAMA = {
@@ -203,7 +203,7 @@ def _suits(config: GPTConfig) -> bool:
 
 
 KINDS = tuple(
-    Kind(kind, architecture, _suits, llama_map, llama_from, write)
+    ModelKind(kind, architecture, _suits, llama_map, llama_from, write)
     for kind, architecture, write in (
         ("llama", "LlamaForCausalLM", _to_biased_llama),
         ("mistral", "MistralForCausalLM", _to_mistral),

@@ -19,7 +19,7 @@ from megalight.models.gpt.hugging_face.common import (
 )
 from megalight.models.gpt.hugging_face.llama import LLAMA
 from megalight.models.gpt.mixer_config import AttentionConfig, TemperatureConfig
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
@@ -169,7 +169,7 @@ def _kind(chunked: bool) -> str:
 
 
 KINDS = (
-    Kind(
+    ModelKind(
         "llama4_text",
         "Llama4ForCausalLM",
         # Its experts alone weigh their inputs.

@@ -12,7 +12,7 @@ from megalight.models.config import DropoutConfig
 from megalight.models.gpt.config import GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.common import refuse_other_sums, refuse_others, router_groups, stated, tied_head
 from megalight.models.gpt.mixer_config import AttentionConfig, MambaConfig, PositionConfig
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
@@ -268,7 +268,7 @@ def _nemotron_h_to(config: GPTConfig) -> dict[str, Any]:
 
 
 KINDS = (
-    Kind(
+    ModelKind(
         "mamba2",
         "Mamba2ForCausalLM",
         suits=lambda config: config.mamba is not None and set(config.layer_pattern) == {"M"},
@@ -276,7 +276,7 @@ KINDS = (
         read=_mamba2_from,
         write=_mamba2_to,
     ),
-    Kind(
+    ModelKind(
         "nemotron_h",
         "NemotronHForCausalLM",
         suits=lambda config: config.mamba is not None and bool(config.layer_pattern),

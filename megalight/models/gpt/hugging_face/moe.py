@@ -9,7 +9,7 @@ from typing import Any
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face.llama import llama_from, llama_map, llama_to
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig
 
@@ -122,7 +122,7 @@ def _to_olmoe(config: GPTConfig) -> dict[str, Any]:
 
 
 KINDS = tuple(
-    Kind(kind, architecture, lambda config: config.moe is not None, _places, _read, write)
+    ModelKind(kind, architecture, lambda config: config.moe is not None, _places, _read, write)
     for kind, architecture, write in (
         ("mixtral", "MixtralForCausalLM", _to_mixtral),
         ("qwen3_moe", "Qwen3MoeForCausalLM", _to_qwen3_moe),

@@ -14,8 +14,8 @@ from megalight.models.gpt.hugging_face.common import layer_types, refuse_others,
 from megalight.models.gpt.hugging_face.llama import llama_map, llama_to
 from megalight.models.gpt.hugging_face.moe import sparse_layers
 from megalight.models.gpt.mixer_config import AttentionConfig, DeltaNetConfig
-from megalight.models.hugging_face.kinds import Kind
-from megalight.models.hugging_face.weights import Blocks, Theirs, WeightMap
+from megalight.models.hugging_face.kinds import ModelKind
+from megalight.models.hugging_face.weights import RowBlocks, Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 LAYER = "model.layers.N"
@@ -63,7 +63,7 @@ def _places(config: GPTConfig) -> WeightMap:
     for theirs, module, count, parts in fused:
         stride = sum(size for _, size in parts.values())
         for name, (start, size) in parts.items():
-            places[f"layers.N.{module}.{name}"] = Theirs(theirs, Blocks(start, size, stride, count))
+            places[f"layers.N.{module}.{name}"] = Theirs(theirs, RowBlocks(start, size, stride, count))
     # The channels of the convolution are in no blocks: those of all heads follow each other.
     for name, (start, size) in _blocks(q=groups * keys, k=groups * keys, v=delta.inner_size).items():
         rows = range(start, start + size)
@@ -177,7 +177,7 @@ def _write(config: GPTConfig) -> dict[str, Any]:
 
 
 KINDS = (
-    Kind(
+    ModelKind(
         "qwen3_next",
         "Qwen3NextForCausalLM",
         suits=lambda config: config.delta is not None and not config.layer_pattern,

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.checkpoint.foreign.torch_dcp import Shard, TorchFolder, TorchTensor, Wanted
+from megalight.checkpoint.foreign.torch_dcp import Shard, TorchFolder, TorchTensor, WantedBox
 from megalight.errors import CheckpointError
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.megatron.param_mapping import OPTIMIZER, plain
-from megalight.models.gpt.megatron.param_order import OTHERS, Held, Layout, Order, Part
+from megalight.models.gpt.megatron.param_order import OTHERS, HeldParameter, MegatronDegrees, Order, ParamBox
 from megalight.parallel.shard import boxes
 
 KEY = re.compile(
@@ -58,11 +58,11 @@ class Range:
     bucket: str
     begin: int
     end: int
-    held: Held
+    held: HeldParameter
 
 
 @dataclass
-class Cut:
+class BucketBoxes:
     """What buckets hold.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Bucket:
         return set.intersection(*ends)
 
 
-def cut(config: GPTConfig, arguments: Mapping[str, Any], kind: str, tensors: Mapping[str, TorchTensor]) -> Cut:
+def cut(config: GPTConfig, arguments: Mapping[str, Any], kind: str, tensors: Mapping[str, TorchTensor]) -> BucketBoxes:
     """Return what the buckets of a folder hold, or why that is not known. Nothing is read.
 
     Args:
@@ -101,7 +101,7 @@ def cut(config: GPTConfig, arguments: Mapping[str, Any], kind: str, tensors: Map
         kind: their name of the format.
         tensors: their tensors by key.
     """
-    result = Cut()
+    result = BucketBoxes()
     found = [(match, tensor) for key, tensor in tensors.items() if (match := KEY.fullmatch(key))]
     if not found:
         return result
@@ -109,7 +109,7 @@ def cut(config: GPTConfig, arguments: Mapping[str, Any], kind: str, tensors: Map
     if others:
         result.problems.append(f"the order of its parameters is not known: {'; '.join(others)}")
         return result
-    layout = Layout.of(arguments)
+    layout = MegatronDegrees.of(arguments)
     keys = {plain(key): key for key in tensors}
     weights = {name: tensors[key] for name, key in keys.items()}
     try:
@@ -127,7 +127,7 @@ def cut(config: GPTConfig, arguments: Mapping[str, Any], kind: str, tensors: Map
         by_name = {bucket.name: bucket for each in buffers.values() for bucket in each}
         result.tensors = _shaped(result.ranges, by_name, tensors)
     except ValueError as error:
-        return Cut(problems=[str(error)])
+        return BucketBoxes(problems=[str(error)])
     return result
 
 
@@ -143,8 +143,8 @@ def verify(folder: TorchFolder, ranges: Sequence[Range]) -> None:
         key = f"{each.bucket}.{MASTERS}"
         masters = torch.empty(each.end - each.begin, dtype=torch.float32)
         weights = [torch.empty(part.size, dtype=_dtype(each.held.dtype)) for part in each.held.parts]
-        parts = (Wanted(part.key, part.offset, data) for part, data in zip(each.held.parts, weights, strict=True))
-        folder.fill([Wanted(key, (each.begin,), masters), *parts])
+        parts = (WantedBox(part.key, part.offset, data) for part, data in zip(each.held.parts, weights, strict=True))
+        folder.fill([WantedBox(key, (each.begin,), masters), *parts])
         flat = torch.cat([data.flatten() for data in weights])
         wrong = ~_rounds(masters, flat)
         if wrong.any():
@@ -211,12 +211,12 @@ def _buffers(found: Sequence[tuple[re.Match[str], TorchTensor]]) -> dict[tuple[b
     return buffers
 
 
-def _expected(order: Order) -> dict[tuple[bool, int, int], list[Held]]:
+def _expected(order: Order) -> dict[tuple[bool, int, int], list[HeldParameter]]:
     """Return the parameters of each buffer in their order there: from the last module to the first one."""
     layout = order.layout
-    expected: dict[tuple[bool, int, int], list[Held]] = {}
+    expected: dict[tuple[bool, int, int], list[HeldParameter]] = {}
 
-    def add(expert: bool, group: int, chunks: list[list[Held]]) -> None:
+    def add(expert: bool, group: int, chunks: list[list[HeldParameter]]) -> None:
         number = 0
         for chunk in chunks:
             # Buffers stand in the order in which their dtypes come first.
@@ -235,7 +235,7 @@ def _expected(order: Order) -> dict[tuple[bool, int, int], list[Held]]:
     return expected
 
 
-def _ranges(name: str, buckets: Sequence[_Bucket], held: Sequence[Held], most: int | None) -> list[Range]:
+def _ranges(name: str, buckets: Sequence[_Bucket], held: Sequence[HeldParameter], most: int | None) -> list[Range]:
     """Return where parameters lie in the buckets of a buffer, if there is just one way.
 
     Args:
@@ -287,7 +287,7 @@ def _closes(length: int, end: int, most: int | None) -> bool:
     return length in (end, -(-end // START) * START)
 
 
-def _renamed(held: Held, keys: Mapping[str, str]) -> Held:
+def _renamed(held: HeldParameter, keys: Mapping[str, str]) -> HeldParameter:
     return replace(held, parts=tuple(replace(part, key=keys[part.key]) for part in held.parts))
 
 
@@ -321,7 +321,7 @@ def _shaped(
     return made
 
 
-def _boxes(shards: Sequence[Shard], begin: int, end: int, part: Part) -> Iterator[Shard]:
+def _boxes(shards: Sequence[Shard], begin: int, end: int, part: ParamBox) -> Iterator[Shard]:
     """Yield the boxes of a weight that lie in ``[begin, end)`` of a bucket, whose shards are sorted."""
     number = max(0, bisect_right(shards, begin, key=lambda shard: shard.offset[0]) - 1)
     while number < len(shards) and shards[number].offset[0] < end:

@@ -14,7 +14,7 @@ from megalight.checkpoint.foreign.pickles import Record
 from megalight.checkpoint.foreign.torch_dcp import Shard, TorchTensor
 from megalight.errors import CheckpointError
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.megatron.param_mapping import OPTIMIZER, Place, places_in, plain
+from megalight.models.gpt.megatron.param_mapping import OPTIMIZER, ParamPlace, places_in, plain
 from megalight.parallel.shard import boxes
 
 KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
@@ -29,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def places_of_states(
     config: GPTConfig, tensors: Mapping[str, TorchTensor], objects: Iterable[str], prefix: str
-) -> tuple[dict[str, Place], list[str]]:
+) -> tuple[dict[str, ParamPlace], list[str]]:
     """Return the place of each state by our name, and why there is none, as lines for a message.
 
     Nothing is returned unless all is there: moments of some parameters alone would mislead training.
@@ -75,7 +75,7 @@ def kind_of(common: Any) -> str:
     return next((name for name in names if isinstance(name, str)), "")
 
 
-def entries_of(common: Any, places: Mapping[str, Place]) -> dict[str, Any]:
+def entries_of(common: Any, places: Mapping[str, ParamPlace]) -> dict[str, Any]:
     """Return the entries of a checkpoint with these states, which any parameter groups resume from.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megalight.checkpoint.foreign.torch_dcp import TorchTensor, Wanted
+from megalight.checkpoint.foreign.torch_dcp import TorchTensor, WantedBox
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn.canonical import canonical_tensors
@@ -82,7 +82,7 @@ OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamPlace:
     """Where a canonical tensor is in one of theirs.
 
     Attributes:
@@ -101,7 +101,7 @@ class Place:
     dtype: str
     depthwise: bool = False
 
-    def wanted(self, box: Target) -> Iterator[Wanted]:
+    def wanted(self, box: Target) -> Iterator[WantedBox]:
         """Yield the boxes of their tensor that a box of ours is made of."""
         first, last = box.offset[0], box.offset[0] + len(box.data)
         for ours, theirs, rows in self.runs:
@@ -112,7 +112,7 @@ class Place:
                 data = data[:, None] if self.depthwise else data
                 offset = (*self.index, theirs + low - ours, *(0,) * self.depthwise, *box.offset[1:])
                 # Theirs may have dims for layer and expert, where a box of ours has none.
-                yield Wanted(self.key, offset, data.view((1,) * len(self.index) + tuple(data.shape)))
+                yield WantedBox(self.key, offset, data.view((1,) * len(self.index) + tuple(data.shape)))
 
 
 def plain(key: str) -> str:
@@ -122,7 +122,7 @@ def plain(key: str) -> str:
 
 def places_in(
     config: GPTConfig, found: Mapping[str, TorchTensor], *, buffers: bool = True
-) -> tuple[dict[str, Place], list[str]]:
+) -> tuple[dict[str, ParamPlace], list[str]]:
     """Return the place of each canonical tensor, and what does not fit, as lines for a message.
 
     Args:
@@ -140,7 +140,7 @@ def places_in(
         shapes |= {f"{module}.mlp.router.expert_bias": (config.moe.num_experts,) for module in modules}
     if not buffers:
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".expert_bias")}
-    places: dict[str, Place] = {}
+    places: dict[str, ParamPlace] = {}
     problems, used = [], set()
     for name, shape in shapes.items():
         options = list(_options(name, config))
@@ -160,7 +160,7 @@ def places_in(
         if stored.shape != expected and not (padded and stored.shape[0] >= rows):
             shards = ", ".join(f"{list(shard.size)} at {list(shard.offset)}" for shard in stored.shards[:4])
             problems.append(f"{key} has shape {list(stored.shape)}, expected {list(expected)} (shards: {shards})")
-        places[name] = Place(key, index, runs, shape, stored.dtype, depthwise)
+        places[name] = ParamPlace(key, index, runs, shape, stored.dtype, depthwise)
     others = (key for key in found if key not in used and not OPTIMIZER.match(key) and not key.startswith("rng_state"))
     problems += [f"{key} of shape {list(found[key].shape)} has no counterpart" for key in sorted(others)]
     return places, problems

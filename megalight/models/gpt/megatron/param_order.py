@@ -64,7 +64,7 @@ OTHERS = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class MegatronDegrees:
     """Degrees of parallelism, from Megatron-LM's arguments.
 
     Attributes:
@@ -85,7 +85,7 @@ class Layout:
     fused: bool
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Layout:
+    def of(cls, arguments: Mapping[str, Any]) -> MegatronDegrees:
         """Return the layout that arguments describe."""
 
         def degree(name: str, default: int = 1) -> int:
@@ -106,7 +106,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParamBox:
     """A box of a weight: its key, where it begins, and its extent, per dim of the stored tensor."""
 
     key: str
@@ -115,7 +115,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A parameter as a rank holds it.
 
     Attributes:
@@ -124,7 +124,7 @@ class Held:
         first: whether no rank before has the same elements.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ParamBox, ...]
     dtype: str
     first: bool
 
@@ -141,7 +141,7 @@ class Order:
         ValueError: the rule for this model or layout is not known; the message says why.
     """
 
-    def __init__(self, config: GPTConfig, tensors: Mapping[str, TorchTensor], layout: Layout) -> None:
+    def __init__(self, config: GPTConfig, tensors: Mapping[str, TorchTensor], layout: MegatronDegrees) -> None:
         self.config, self.tensors, self.layout = config, tensors, layout
         if config.layer_pattern or config.mtp is not None:
             raise ValueError("the order of parameters is known without Mamba-2 and multi-token prediction alone")
@@ -152,17 +152,17 @@ class Order:
                 f"{config.num_layers} layers cannot be divided over {layout.pipeline} stages of {layout.chunks} chunks"
             )
 
-    def dense(self, tensor: int, stage: int, chunk: int) -> list[Held]:
+    def dense(self, tensor: int, stage: int, chunk: int) -> list[HeldParameter]:
         """Return the parameters that data-parallel ranks of all kinds share."""
         return [held for expert, held in self._held(tensor, 0, tensor, stage, chunk) if not expert]
 
-    def experts(self, tensor: int, expert: int, stage: int, chunk: int) -> list[Held]:
+    def experts(self, tensor: int, expert: int, stage: int, chunk: int) -> list[HeldParameter]:
         """Return the parameters of experts, where these are divided."""
         return [held for of_expert, held in self._held(0, expert, tensor, stage, chunk) if of_expert]
 
     def _held(
         self, tensor: int, expert: int, expert_tensor: int, stage: int, chunk: int
-    ) -> Iterator[tuple[bool, Held]]:
+    ) -> Iterator[tuple[bool, HeldParameter]]:
         """Yield each parameter, and whether it lies in the buffers of experts."""
         layout, count = self.layout, self.config.num_layers
         starts = stage == 0 and chunk == 0
@@ -187,17 +187,17 @@ class Order:
         if ends and not starts and self.config.tie_embeddings:
             # A copy of the embedding, which ranks of the first stage have too.
             for expert_, held in self._plain(FIRST[0][0], (), ROWS, tensor):
-                yield expert_, Held(held.parts, held.dtype, False)
+                yield expert_, HeldParameter(held.parts, held.dtype, False)
 
     def _of_layer(self, layer: int, name: str) -> tuple[str, tuple[int, ...]]:
         own = f"decoder.layers.{layer}.{name}"
         return (own, ()) if own in self.tensors else (f"decoder.layers.{name}", (layer,))
 
-    def _plain(self, key: str, index: tuple[int, ...], kind: str, rank: int) -> Iterator[tuple[bool, Held]]:
+    def _plain(self, key: str, index: tuple[int, ...], kind: str, rank: int) -> Iterator[tuple[bool, HeldParameter]]:
         if key in self.tensors:
             yield False, self._divided([(key, index)], kind, rank, self.layout.tensor)
 
-    def _experts(self, layer: int, expert: int, rank: int) -> Iterator[Held]:
+    def _experts(self, layer: int, expert: int, rank: int) -> Iterator[HeldParameter]:
         assert self.config.moe is not None
         each, rest = divmod(self.config.moe.num_experts, self.layout.expert)
         if rest:
@@ -229,7 +229,7 @@ class Order:
                 return [(key[: -len(ending)] + half, index) for half in HALVES.values()]
         return []
 
-    def _divided(self, keys: list[tuple[str, tuple[int, ...]]], kind: str, rank: int, degree: int) -> Held:
+    def _divided(self, keys: list[tuple[str, tuple[int, ...]]], kind: str, rank: int, degree: int) -> HeldParameter:
         halves = kind == HALVED and len(keys) == 1 and is_gated(self.config.activation)
         parts = []
         for key, index in keys:
@@ -237,7 +237,7 @@ class Order:
             dim = 1 if kind == COLUMNS else 0
             blocks = 2 if halves else 1
             if kind == WHOLE:
-                parts.append(Part(key, (*index, *(0,) * len(shape)), (*(1,) * len(index), *shape)))
+                parts.append(ParamBox(key, (*index, *(0,) * len(shape)), (*(1,) * len(index), *shape)))
                 continue
             size, rest = divmod(shape[dim], blocks * degree)
             if rest:
@@ -246,5 +246,5 @@ class Order:
                 begin = (block * degree + rank) * size
                 offset = tuple(begin if d == dim else 0 for d in range(len(shape)))
                 extent = tuple(size if d == dim else n for d, n in enumerate(shape))
-                parts.append(Part(key, (*index, *offset), (*(1,) * len(index), *extent)))
-        return Held(tuple(parts), self.tensors[keys[0][0]].dtype, rank == 0 or kind != WHOLE)
+                parts.append(ParamBox(key, (*index, *offset), (*(1,) * len(index), *extent)))
+        return HeldParameter(tuple(parts), self.tensors[keys[0][0]].dtype, rank == 0 or kind != WHOLE)

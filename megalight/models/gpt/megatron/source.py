@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from megalight.checkpoint.disk.files import TORCH_METADATA, Place, parse_json
+from megalight.checkpoint.disk.files import TORCH_METADATA, PathLike, parse_json
 from megalight.checkpoint.disk.publish import place
 from megalight.checkpoint.foreign import pickles
 from megalight.checkpoint.foreign.torch_dcp import TorchFolder
@@ -33,7 +33,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     return (located(path) / COMMON).is_file()
 
 
-def located(path: str | os.PathLike[str]) -> Place:
+def located(path: str | os.PathLike[str]) -> PathLike:
     """Return the newest checkpoint in a folder that Megatron-LM saves to. Other paths stay as they are."""
     folder = place(path)
     if not (folder / NEWEST).is_file():
@@ -116,7 +116,7 @@ class MegatronFolder:
         return filled
 
 
-def _arguments(common: Any, path: Place) -> dict[str, Any]:
+def _arguments(common: Any, path: PathLike) -> dict[str, Any]:
     arguments = common.get("args") if isinstance(common, dict) else None
     state = arguments.state if isinstance(arguments, pickles.Record) else arguments
     if not isinstance(state, dict):
@@ -124,7 +124,7 @@ def _arguments(common: Any, path: Place) -> dict[str, Any]:
     return state
 
 
-def _check_backend(path: Place) -> None:
+def _check_backend(path: PathLike) -> None:
     """Refuse folders of another format of Megatron-core."""
     if (path / BACKEND).is_file():
         values = parse_json((path / BACKEND).read_bytes(), str(path / BACKEND))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalight.models.gpt.hugging_face import settings as language_settings
-from megalight.models.hugging_face.kinds import Kinds
+from megalight.models.hugging_face.kinds import ModelKinds
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.hugging_face import gemma3, internvl, llava
 from megalight.models.vlm.hugging_face import qwen as qwen2_5
@@ -22,7 +22,9 @@ def settings(config: VLMConfig) -> dict[str, Any]:
     return values
 
 
-FAMILY = Kinds((*gemma3.KINDS, *internvl.KINDS, *qwen3.QWEN3_KINDS, *qwen2_5.QWEN2_5_KINDS, *llava.KINDS), settings)
+FAMILY = ModelKinds(
+    (*gemma3.KINDS, *internvl.KINDS, *qwen3.QWEN3_KINDS, *qwen2_5.QWEN2_5_KINDS, *llava.KINDS), settings
+)
 weight_map = FAMILY.weight_map
 config_from_transformers = FAMILY.read
 config_to_transformers = FAMILY.write

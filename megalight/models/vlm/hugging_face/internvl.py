@@ -11,7 +11,7 @@ from megalight.models.gpt.hugging_face import config_from_transformers as gpt_fr
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
 from megalight.models.gpt.hugging_face.common import refuse_others
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.models.vision import hugging_face as towers
 from megalight.models.vision.config import VisionConfig
@@ -171,4 +171,4 @@ def _suits(config: VLMConfig) -> bool:
     return config.vision.layer_scale is not None
 
 
-KINDS = (Kind(MODEL_TYPE, "InternVLForConditionalGeneration", _suits, weight_map, _read, _write),)
+KINDS = (ModelKind(MODEL_TYPE, "InternVLForConditionalGeneration", _suits, weight_map, _read, _write),)

@@ -11,7 +11,7 @@ from megalight.models.config import require
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.models.vision import hugging_face as towers
 from megalight.models.vision.config import AnyResConfig, VisionConfig
@@ -229,7 +229,9 @@ def _write(config: VLMConfig) -> dict[str, Any]:
 
 
 KINDS = (
-    Kind("llava_onevision", "LlavaOnevisionForConditionalGeneration", _newline, weight_map, _onevision, _to_onevision),
-    Kind("llava_next", "LlavaNextForConditionalGeneration", _newline, weight_map, _next, _to_next),
-    Kind("llava", "LlavaForConditionalGeneration", _always, weight_map, _llava, _to_llava),
+    ModelKind(
+        "llava_onevision", "LlavaOnevisionForConditionalGeneration", _newline, weight_map, _onevision, _to_onevision
+    ),
+    ModelKind("llava_next", "LlavaNextForConditionalGeneration", _newline, weight_map, _next, _to_next),
+    ModelKind("llava", "LlavaForConditionalGeneration", _always, weight_map, _llava, _to_llava),
 )

@@ -12,7 +12,7 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
-from megalight.models.hugging_face.kinds import Kind
+from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
 from megalight.models.vision import hugging_face as towers
 from megalight.models.vision.config import DynamicConfig, VisionConfig
@@ -244,7 +244,7 @@ def _qwen2_5_suits(config: VLMConfig) -> bool:
 
 
 QWEN2_5_KINDS = (
-    Kind(
+    ModelKind(
         QWEN2_5_MODEL_TYPE,
         "Qwen2_5_VLForConditionalGeneration",
         _qwen2_5_suits,
@@ -356,7 +356,7 @@ def _qwen3_suits(config: VLMConfig) -> bool:
 
 
 QWEN3_KINDS = (
-    Kind(
+    ModelKind(
         QWEN3_MODEL_TYPE, "Qwen3VLForConditionalGeneration", _qwen3_suits, qwen3_weight_map, _qwen3_read, _qwen3_write
     ),
 )

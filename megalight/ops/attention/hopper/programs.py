@@ -55,7 +55,7 @@ Turn: TypeAlias = tuple[int, int, int]
 """The number of a block, its head of keys, and into how many programs it is divided."""
 
 
-class Plan(NamedTuple):
+class BackwardPrograms(NamedTuple):
     """The programs of a pass, on the host.
 
     Attributes:
@@ -114,7 +114,7 @@ def plan(
     key_heads: int,
     group: int,
     slots: int,
-) -> Plan:
+) -> BackwardPrograms:
     """Return the programs for ``slots`` multiprocessors. Blocks are divided if that makes the fullest one less full.
 
     With windows nearly all blocks are equally long, so that some multiprocessors have one more than others. Without,
@@ -143,7 +143,7 @@ def plan(
     for block, head, parts in best:
         rows += [(*blocks[block][1], head, part, parts, slot if parts > 1 else 0) for part in range(parts)]
         slot += parts > 1
-    return Plan(rows, least / mean)
+    return BackwardPrograms(rows, least / mean)
 
 
 def _in_turns(blocks: list[Any], key_heads: int, parts: int, share: float) -> list[Turn]:

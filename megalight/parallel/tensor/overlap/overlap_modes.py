@@ -41,7 +41,7 @@ def _pipelined(links: Links) -> Overlap:
 OVERLAPS: BackendRegistry[OverlapSpec, Make] = BackendRegistry("tensor-parallel overlap")
 
 # The numbers are priorities for a list of reasons; `auto` is decided below, by the layer and its recording.
-OVERLAPS.register(Backend("plain", lambda links: spec.Plain(links.tp_group), 20, spec.why_not))
+OVERLAPS.register(Backend("plain", lambda links: spec.NoOverlap(links.tp_group), 20, spec.why_not))
 OVERLAPS.register(Backend("pipelined", _pipelined, 10, pieces_why_not))
 OVERLAPS.register(
     Backend("symmetric", lambda links: symmetric.Symmetric(links.tp_group, links.tensor.pieces), 0, symmetric.why_not)

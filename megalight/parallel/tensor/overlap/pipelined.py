@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.parallel.collectives import Pending, check_divides, start_all_reduce
-from megalight.parallel.tensor.overlap.spec import OverlapSpec, Own, Plain, Product, Round, rounds_of
+from megalight.parallel.collectives import PendingCollective, check_divides, start_all_reduce
+from megalight.parallel.tensor.overlap.spec import ExchangeRound, NoOverlap, OverlapSpec, Own, Product, rounds_of
 
 # Choose the number of pieces of a product, with a model of the time that product and messages take together.
 #
@@ -162,16 +162,16 @@ class Scattering(Protocol):
 class Carrier(Protocol):
     """Moves shares between the ranks."""
 
-    def gather(self, share: Tensor, rounds: tuple[Round, ...], own: Own) -> Gathering:
+    def gather(self, share: Tensor, rounds: tuple[ExchangeRound, ...], own: Own) -> Gathering:
         """Start to gather all shares ``[n, h]``."""
         ...
 
-    def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> Scattering:
+    def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[ExchangeRound, ...]) -> Scattering:
         """Prepare to receive partial sums of ``rows`` rows per rank, with the dtype and device of ``like``."""
         ...
 
 
-class Pipelined(Plain):
+class Pipelined(NoOverlap):
     """Cuts products into pieces. A piece holds the tokens of neighboring ranks, so it is contiguous in memory.
 
     If it does not pay to cut a product, or the caller covers the collective with other work, it works like ``plain``.
@@ -228,7 +228,7 @@ class Pipelined(Plain):
         arriving.finish()
         return y, arriving.whole
 
-    def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
+    def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> PendingCollective:
         """Send each block's sums while the next block is computed, the own block last."""
         check_divides(x, self.group, dim)
         flat, back = as_rows(x, dim)
@@ -237,7 +237,7 @@ class Pipelined(Plain):
         if pieces == 1:
             return super().start_product_scatter(x, product, dim, covered=covered)
         leaving = self.scatter_in_pieces(flat, product, pieces)
-        return Pending(None, lambda: back(leaving.finish()))
+        return PendingCollective(None, lambda: back(leaving.finish()))
 
     def scatter_in_pieces(self, x: Tensor, product: Product, pieces: int) -> Scattering:
         """Start the product of ``[tp * n, inner]`` and its reduction to sums ``[n, width]``."""
@@ -259,7 +259,7 @@ class Pipelined(Plain):
                 leaving.keep(piece[rank % run * rows :][:rows])
         return leaving
 
-    def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
+    def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> PendingCollective:
         """All-reduce each piece of rows while the next one is computed; pieces may differ in size."""
         flat, back = as_rows(x, dim)
         # Not more pieces than rows: a piece without rows would be an empty collective.
@@ -279,7 +279,7 @@ class Pipelined(Plain):
                 each.wait()
             return back(y)
 
-        return Pending(None, finish)
+        return PendingCollective(None, finish)
 
     def pieces_of(self, way: str, rows: int, product: Product, x: Tensor) -> int:
         """Return the requested number of pieces, or the best one for these sizes."""
@@ -313,11 +313,11 @@ class Messages:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
-    def gather(self, share: Tensor, rounds: tuple[Round, ...], own: Own) -> GatheringMessages:
+    def gather(self, share: Tensor, rounds: tuple[ExchangeRound, ...], own: Own) -> GatheringMessages:
         """Start to gather all shares."""
         return GatheringMessages(self.group, share, rounds, own != "absent")
 
-    def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringMessages:
+    def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[ExchangeRound, ...]) -> ScatteringMessages:
         """Prepare to receive partial sums."""
         return ScatteringMessages(self.group, like.new_empty(self.group.size(), rows, width), rounds)
 
@@ -325,7 +325,7 @@ class Messages:
 class GatheringMessages:
     """A gather whose messages are all posted at the beginning."""
 
-    def __init__(self, group: ProcessGroup, share: Tensor, rounds: tuple[Round, ...], place_own: bool) -> None:
+    def __init__(self, group: ProcessGroup, share: Tensor, rounds: tuple[ExchangeRound, ...], place_own: bool) -> None:
         self.share = share  # keeps the memory until it has been sent
         self.whole = share.new_empty(group.size() * len(share), *share.shape[1:])
         shares = self.whole.view(group.size(), *share.shape)
@@ -349,7 +349,7 @@ class GatheringMessages:
 class ScatteringMessages:
     """Partial sums, ordered by sender."""
 
-    def __init__(self, group: ProcessGroup, parts: Tensor, rounds: tuple[Round, ...]) -> None:
+    def __init__(self, group: ProcessGroup, parts: Tensor, rounds: tuple[ExchangeRound, ...]) -> None:
         self.group = group
         self.parts = parts
         self.rounds = rounds

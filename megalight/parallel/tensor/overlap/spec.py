@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.linear import input_gradient, product
-from megalight.parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from megalight.parallel.collectives import PendingCollective, start_all_gather, start_all_reduce, start_reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Product:
 class Overlap(Protocol):
     """Runs products and their collectives. ``dim`` counts tokens; all ranks make the same calls with equal shapes."""
 
-    def start_gather(self, share: Tensor, dim: int) -> Pending:
+    def start_gather(self, share: Tensor, dim: int) -> PendingCollective:
         """Start to gather all ranks' shares along ``dim``."""
         ...
 
@@ -102,7 +102,7 @@ class Overlap(Protocol):
         """
         ...
 
-    def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
+    def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> PendingCollective:
         """Start to compute this rank's slice of the sum over ranks of their products.
 
         Args:
@@ -110,7 +110,7 @@ class Overlap(Protocol):
         """
         ...
 
-    def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
+    def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> PendingCollective:
         """Start to compute the whole sum over ranks of their products."""
         ...
 
@@ -127,7 +127,7 @@ def why_not(spec: OverlapSpec) -> str | None:
     return None
 
 
-class Plain:
+class NoOverlap:
     """Overlaps collectives only with the work that callers do before they wait.
 
     Args:
@@ -137,7 +137,7 @@ class Plain:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
-    def start_gather(self, share: Tensor, dim: int) -> Pending:
+    def start_gather(self, share: Tensor, dim: int) -> PendingCollective:
         """See :class:`~megalight.parallel.tensor.overlap.spec.Overlap`, for this method and those below."""
         return start_all_gather(share, self.group, dim)
 
@@ -157,11 +157,11 @@ class Plain:
         """Compute it now: the next collective would take multiprocessors from it."""
         return compute()
 
-    def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
+    def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> PendingCollective:
         """Start a reduce-scatter, which runs until the caller waits."""
         return start_reduce_scatter(product.call(x, None), self.group, dim)
 
-    def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
+    def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> PendingCollective:
         """Start an all-reduce, which runs until the caller waits."""
         return start_all_reduce(product.call(x, None), self.group)
 
@@ -181,7 +181,7 @@ Own: TypeAlias = Literal["absent", "early", "late"]
 
 
 @dataclass(frozen=True)
-class Round:
+class ExchangeRound:
     """One product and its messages.
 
     Attributes:
@@ -197,7 +197,7 @@ class Round:
 
 
 @lru_cache(maxsize=64)
-def rounds_of(rank: int, size: int, pieces: int) -> tuple[Round, ...]:
+def rounds_of(rank: int, size: int, pieces: int) -> tuple[ExchangeRound, ...]:
     """Return the rounds of ``rank`` among ``size`` ranks, its own block first; ``pieces`` divides ``size``."""
     run = size // pieces
     block, place = divmod(rank, run)
@@ -207,7 +207,7 @@ def rounds_of(rank: int, size: int, pieces: int) -> tuple[Round, ...]:
         return (block + blocks) % pieces * run + (place + places) % run
 
     return tuple(
-        Round(
+        ExchangeRound(
             (block + s) % pieces,
             # (0, 0) is the rank itself, which needs no message.
             tuple((neighbor(s, t), neighbor(-s, -t)) for t in range(run) if (s, t) != (0, 0)),

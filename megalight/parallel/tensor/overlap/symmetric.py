@@ -21,9 +21,9 @@ from megalight.ops.common import HALF
 from megalight.ops.linear.weight_gradient import queue_for
 from megalight.ops.parameter import do_nothing, state_of
 from megalight.ops.sum_terms import sum_terms
-from megalight.parallel.collectives import Pending, check_divides
+from megalight.parallel.collectives import PendingCollective, check_divides
 from megalight.parallel.peers import driver, memory
-from megalight.parallel.peers.memory import Copies, Flag, PeerMemory, Slot
+from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
 from megalight.parallel.peers.watch import Watch
 from megalight.parallel.tensor.overlap.pipelined import (
     Pipelined,
@@ -32,7 +32,7 @@ from megalight.parallel.tensor.overlap.pipelined import (
     pieces_why_not,
     product_seconds,
 )
-from megalight.parallel.tensor.overlap.spec import OverlapSpec, Own, Plain, Product, Round, rounds_of
+from megalight.parallel.tensor.overlap.spec import ExchangeRound, NoOverlap, OverlapSpec, Own, Product, rounds_of
 
 # Weight gradients that wait for the next message of a backward pass, and are computed while it travels.
 #
@@ -152,7 +152,7 @@ class Symmetric(Pipelined):
         super().__init__(group, PeerCopies(group), pieces)
         self.cover = Cover()
 
-    def start_gather(self, share: Tensor, dim: int) -> Pending:
+    def start_gather(self, share: Tensor, dim: int) -> PendingCollective:
         """Start the copies, which run until the caller waits."""
         # With one round, as the caller waits for all shares at once.
         if share.nbytes < LEAST_BYTES:
@@ -165,13 +165,13 @@ class Symmetric(Pipelined):
             arriving.finish()
             return self._whole(arriving.whole, back)
 
-        return Pending(None, finish)
+        return PendingCollective(None, finish)
 
     def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
         """Multiply pieces as the shares arrive, or all at once under a weight gradient; small shares use ``plain``."""
         if share.nbytes < LEAST_BYTES:
             # Small shares skip the slots, whose flags and copies would take longer than the bytes.
-            return Plain.gather_product(self, share, product, dim, keep=keep)
+            return NoOverlap.gather_product(self, share, product, dim, keep=keep)
         flat, back = as_rows(share, dim)
         if self.cover.seconds and self.cover.seconds >= self._seconds(len(flat), flat.shape[1], flat.itemsize):
             gathering = self.start_gather(share, dim)
@@ -209,19 +209,19 @@ class Symmetric(Pipelined):
         if (slot := self.carrier.open.pop(whole.data_ptr(), None)) is not None:
             self.carrier.free(slot)
 
-    def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
+    def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> PendingCollective:
         """Send in pieces, or all at once if the caller covers the copies; small ones use ``plain``."""
         check_divides(x, self.group, dim)
         flat, back = as_rows(x, dim)
         rows = len(flat) // self.group.size()
         if rows * product.width * x.itemsize < LEAST_BYTES:
-            return Plain.start_product_scatter(self, x, product, dim, covered=covered)
+            return NoOverlap.start_product_scatter(self, x, product, dim, covered=covered)
         # The caller covers the copies, so cutting would only make the product slower.
         pieces = 1 if covered else self.pieces_of("scatter", rows, product, flat)
         leaving = self.scatter_in_pieces(flat, product, pieces)
         if covered:
             self.cover.under(self._seconds(rows, product.width, x.itemsize))
-        return Pending(None, lambda: back(leaving.finish()))
+        return PendingCollective(None, lambda: back(leaving.finish()))
 
     def restart(self) -> None:
         """Begin with the first slots of the peers again."""
@@ -241,7 +241,7 @@ class Symmetric(Pipelined):
         return message_seconds(self.group.size() - 1, rows, width, itemsize)
 
 
-class PeerCopies(Copies):
+class PeerCopies(PeerCopyStream):
     """A carrier that uses copy engines.
 
     Args:
@@ -261,7 +261,7 @@ class PeerCopies(Copies):
         # must wait for the other.
         self.shares, self.sums = PeerMemory(group, SLOTS), PeerMemory(group, SLOTS)
         self.watch = Watch(self.shares, also=self.sums)
-        self.open: dict[int, Slot] = {}
+        self.open: dict[int, PeerSlot] = {}
 
     def restart(self) -> None:
         """Begin with the first slots again, on all ranks together, while nothing is gathered."""
@@ -269,19 +269,19 @@ class PeerCopies(Copies):
         self.shares.restart()
         self.sums.restart()
 
-    def await_ready(self, slot: Slot, peers: Iterable[int]) -> None:
+    def await_ready(self, slot: PeerSlot, peers: Iterable[int]) -> None:
         """Let the current stream wait until peers have pushed, or are known to be gone.
 
         Wait for own copies after this, never before: they may wait for a peer that is gone, and this wait ends that.
         """
         self.spin.wait_with(self.watch, slot.flags(Flag.READY, peers), slot.memory)
 
-    def gather(self, share: Tensor, rounds: tuple[Round, ...], own: Own) -> GatheringCopies:
+    def gather(self, share: Tensor, rounds: tuple[ExchangeRound, ...], own: Own) -> GatheringCopies:
         """Start to gather all shares."""
         self.watch.check()
         return GatheringCopies(self, share, rounds, own)
 
-    def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringCopies:
+    def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[ExchangeRound, ...]) -> ScatteringCopies:
         """Prepare to receive partial sums."""
         self.watch.check()
         return ScatteringCopies(self, (rows, width), like, rounds)
@@ -290,7 +290,7 @@ class PeerCopies(Copies):
 class GatheringCopies:
     """A gather in which each rank pushes its share into a slot of every other rank."""
 
-    def __init__(self, carrier: PeerCopies, share: Tensor, rounds: tuple[Round, ...], own: Own) -> None:
+    def __init__(self, carrier: PeerCopies, share: Tensor, rounds: tuple[ExchangeRound, ...], own: Own) -> None:
         rank, size, shape = carrier.shares.rank, carrier.shares.size, tuple(share.shape)
         self.carrier, self.rounds = carrier, rounds
         self.share = share  # keeps the memory until it has been copied
@@ -324,7 +324,9 @@ class GatheringCopies:
 class ScatteringCopies:
     """A scatter in which each rank pushes partial sums into the slots of the ranks that own their rows."""
 
-    def __init__(self, carrier: PeerCopies, shape: tuple[int, int], like: Tensor, rounds: tuple[Round, ...]) -> None:
+    def __init__(
+        self, carrier: PeerCopies, shape: tuple[int, int], like: Tensor, rounds: tuple[ExchangeRound, ...]
+    ) -> None:
         self.carrier, self.shape, self.like, self.rounds = carrier, shape, like, rounds
         self.rank, self.size = carrier.sums.rank, carrier.sums.size
         self.slot = carrier.sums.slot((self.size - 1) * prod(shape) * like.itemsize)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.parallel.collectives import Pending
+from megalight.parallel.collectives import PendingCollective
 from megalight.parallel.tensor.overlap import pipelined
 from megalight.parallel.tensor.overlap.pipelined import Pipelined
 from megalight.parallel.tensor.overlap.spec import Product, rounds_of
@@ -114,7 +114,7 @@ def test_what_the_caller_covers_stays_whole(monkeypatch: pytest.MonkeyPatch) -> 
     started: list[Any] = []
     monkeypatch.setattr(
         "megalight.parallel.tensor.overlap.spec.start_reduce_scatter",
-        lambda x, group, dim: started.append(x) or Pending(None, lambda: x),
+        lambda x, group, dim: started.append(x) or PendingCollective(None, lambda: x),
     )
     overlap.start_product_scatter(torch.zeros(4 * ROWS, 4), carrier.product(), 0, covered=True)
     assert carrier.events == [f"multiply {4 * ROWS}"]
@@ -125,9 +125,9 @@ def test_what_the_caller_covers_stays_whole(monkeypatch: pytest.MonkeyPatch) -> 
 def test_pieces_are_reduced_under_the_next_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     overlap, carrier = way(0, 2, 3)
 
-    def start(x: Tensor, group: Any) -> Pending:
+    def start(x: Tensor, group: Any) -> PendingCollective:
         carrier.events.append(f"reduce {len(x)}")
-        return Pending(None, lambda: carrier.events.append("wait") or x)  # type: ignore[func-returns-value]
+        return PendingCollective(None, lambda: carrier.events.append("wait") or x)  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(pipelined, "start_all_reduce", start)
     y = overlap.start_product_reduce(torch.zeros(rows, 4), carrier.product(), 0, covered=False).wait()
