@@ -37,7 +37,7 @@ from benchmarks.peers.megalight import train
 from benchmarks.step import Step
 from megalight.imports import has
 from megalight.nn.side_losses import AttachedSideLosses, collecting
-from megalight.ops.grouped_linear import low_precision as together
+from megalight.ops.grouped_linear import low_precision_stacks as together
 from megalight.parallel import trace
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences

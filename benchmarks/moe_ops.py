@@ -33,7 +33,8 @@ from megalight.errors import MegalightError
 from megalight.imports import has, version
 from megalight.ops.activation import gated
 from megalight.ops.grouped_linear import PRODUCT, WGRAD, GroupedLinearSpec, grouped_linear
-from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision, Together
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
+from megalight.ops.grouped_linear.low_precision_stacks import Together
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.permute import permutation, permute, unpermute

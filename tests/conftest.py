@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.summary import Summary
+from tests.support.summary import Summary
 
 HERE = Path(__file__).parent
 # No test depends on speed: on a busy machine an example may take any time. `pytest-timeout` ends tests that hang.
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["RES_OPTIONS"] = "attempts:0"
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns that there was no answer
     if not torch.cuda.is_available():
-        importlib.import_module("tests.seeds")
+        importlib.import_module("tests.support.seeds")
     # Of each tensor that is read alone, torch's checkpoints write debug records, which pytest would keep.
     logging.disable(logging.DEBUG)
     # Collecting tests makes a million objects and no garbage. Looking for some takes a quarter of the time.
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Let Lightning search for installed callbacks only once, if a test has imported it; let garbage be collected."""
     if "lightning.pytorch" in sys.modules:
-        importlib.import_module("tests.installed")
+        importlib.import_module("tests.support.installed")
     # What is there now stays. Each full collection would look at all of it, for half a second.
     gc.enable()
     gc.collect()
@@ -98,14 +98,19 @@ def pytest_collection_finish() -> None:
 def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
     """Fork the server of ranks from here, if a test needs it; outside of what pytest does with warnings and logs."""
     # A fork of a process that has asked for GPUs cannot use them. There, it is an interpreter of its own.
-    if "tests.workers" in sys.modules and not session.config.option.collectonly and not torch.cuda.device_count():
+    if (
+        "tests.support.workers" in sys.modules
+        and not session.config.option.collectonly
+        and not torch.cuda.device_count()
+    ):
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # ranks print to where tests do
-        for name in importlib.import_module("tests.workers").PRELOAD:  # once for both; many tests need them here too
+        # Once for both; many tests need them here too.
+        for name in importlib.import_module("tests.support.workers").PRELOAD:
             importlib.import_module(name)
-        if "tests.programs" in sys.modules:
-            importlib.import_module("tests.read_once")
-        importlib.import_module("tests.forks").start()
+        if "tests.support.programs" in sys.modules:
+            importlib.import_module("tests.support.read_once")
+        importlib.import_module("tests.support.forks").start()
         capture.suspend_global_capture(in_=True)
     return (yield)
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import conftest, summary
-from tests.programs import forked
-from tests.summary import Summary, commit
-from tests.workers import run
+from tests import conftest
+from tests.support import summary
+from tests.support.programs import forked
+from tests.support.summary import Summary, commit
+from tests.support.workers import run
 
 
 def unanswered() -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import Block, blocks, execute
-from tests.source import ROOT
+from tests.support.pages import Block, blocks, execute
+from tests.support.source import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")

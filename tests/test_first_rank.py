@@ -6,7 +6,7 @@ import pytest
 
 import megalight.data.module
 from megalight.first_rank import is_first, launch_rank
-from tests.workers import run
+from tests.support.workers import run
 
 
 @pytest.mark.parametrize(

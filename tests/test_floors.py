@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source import PACKAGE, ROOT, Import, Source, room, sources
+from tests.support.source import PACKAGE, ROOT, Import, Source, room, sources
 
 FLOORS = (
     {"errors", "registry", "types", "imports", "first_rank"},

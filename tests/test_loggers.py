@@ -10,8 +10,8 @@ from megalight.errors import ConfigurationError
 from megalight.loggers import JSONLogger
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import Tiny
-from tests.environment import PoolEnvironment
-from tests.workers import run
+from tests.support.environment import PoolEnvironment
+from tests.support.workers import run
 
 
 def rows(logger):

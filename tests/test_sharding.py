@@ -21,7 +21,7 @@ from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
 from megalight.sharding import _device_of
 from tests.parallel.test_transformers import llama
-from tests.workers import run
+from tests.support.workers import run
 
 STEPS, WORLD = 3, 2
 

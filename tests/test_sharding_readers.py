@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 import megalight
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallel
-from tests.workers import run
+from tests.support.workers import run
 
 LEVELS = ["no_shard", "optim_grads", "optim_grads_params"]
 

@@ -25,7 +25,7 @@ from transformers import (
 import megalight
 from megalight.errors import ConfigurationError
 from tests.parallel.test_transformers import llama
-from tests.workers import run
+from tests.support.workers import run
 
 WORLD, STEPS, MICRO = 2, 2, 2
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

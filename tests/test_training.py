@@ -22,7 +22,7 @@ from megalight.parallel.styles import Column
 from megalight.parallel.transform import ModelTransform
 from tests.parallel.test_step import Weighted, micro_batches
 from tests.strategies.training import BASE
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _training(seed: int = 0, **options: Any) -> megalight.Training:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from megalight.errors import BackendError
-from megalight.ops.adam import ADAM
-from megalight.ops.adam import AdamSpec as Spec_of_adam
+from megalight.ops.adam import ADAM, AdamSpec
 from megalight.ops.common import HALF, whole_why_not
-from megalight.ops.linear.weight_gradient import WGRAD
-from megalight.ops.linear.weight_gradient import WeightGradientSpec as Spec_of_weight_gradient
+from megalight.ops.linear.weight_gradient import WGRAD, WeightGradientSpec
 from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM, NormSpec
 from megalight.ops.norm.reference import of_sum
 from megalight.plugins.multi_tensor import MultiTensorAdam
@@ -90,7 +88,7 @@ def _kernel(dtype: torch.dtype) -> str:
     return f"{WEIGHT_GRADIENT_EXTENSION}:wgrad_gemm_accum_{'fp32' if dtype == torch.float32 else 'fp16'}"
 
 
-def weight_gradient_why_not(spec: Spec_of_weight_gradient) -> str | None:
+def weight_gradient_why_not(spec: WeightGradientSpec) -> str | None:
     """Return why it cannot serve an accumulation, or None."""
     if spec.dtype not in HALF or spec.main_dtype not in (torch.float32, spec.dtype):
         return "needs half operands, and a main gradient in float32 or their type"
@@ -122,7 +120,7 @@ APPLY = "apex.multi_tensor_apply:multi_tensor_applier"
 ADAM_EXTENSION = "amp_C"
 
 
-def adam_why_not(spec: Spec_of_adam) -> str | None:
+def adam_why_not(spec: AdamSpec) -> str | None:
     """Return why it cannot serve a step, or None."""
     if not spec.contiguous:
         return "needs contiguous tensors"

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention import ATTENTION, AttentionSpec
-from megalight.ops.attention_block import ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD
-from megalight.ops.attention_block import AttentionBlockSpec as Spec_of_attention_block
+from megalight.ops.attention_block import ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD, AttentionBlockSpec
 from megalight.ops.common import heads_why_not
 from megalight.plugins.package import Package
 from megalight.registry import Backend
@@ -195,7 +194,7 @@ BLOCKS_ARGUMENTS = {FORWARD: (*COMMON, *LENGTHS, "return_lse"), BACKWARD: (*COMM
 """Arguments that the functions must have: they are private, and may change in any release."""
 
 
-def blocks_why_not(spec: Spec_of_attention_block) -> str | None:
+def blocks_why_not(spec: AttentionBlockSpec) -> str | None:
     """Return why it cannot serve a block, or None."""
     if (reason := heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, WIDEST)) is not None:
         return reason

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megalight.ops.causal_conv import CAUSAL_CONV, CausalConvSpec
 from megalight.ops.common import HALF
-from megalight.ops.ssd import SSD
-from megalight.ops.ssd import SSDSpec as Spec_of_ssd
+from megalight.ops.ssd import SSD, SSDSpec
 from megalight.plugins.package import Package
 from megalight.registry import Backend
 
@@ -69,7 +68,7 @@ CHUNK = 256
 WIDEST = 256
 
 
-def scan_why_not(spec: Spec_of_ssd) -> str | None:
+def scan_why_not(spec: SSDSpec) -> str | None:
     """Return why it cannot serve, or None."""
     if spec.dtype not in HALF:
         return f"serves bfloat16 and float16, not {spec.dtype}"

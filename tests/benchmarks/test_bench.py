@@ -14,7 +14,7 @@ from benchmarks.rows import ROWS
 from megalight.cli.main import main
 from megalight.cli.verbs.bench import benchmarks
 from megalight.errors import ConfigurationError
-from tests.interpreters import environment
+from tests.support.interpreters import environment
 
 
 def run(words, folder):

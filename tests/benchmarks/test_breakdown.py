@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks.breakdown import PARTS, between_flags, divide, gaps, longest, part_of, union, waits
-from tests.source import ROOT
+from tests.support.source import ROOT
 
 NAMES = {
     "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "gemm",

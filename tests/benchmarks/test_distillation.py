@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks import distillation
 from megalight.cli.curves import find_logs, read_runs
-from tests.source import ROOT
+from tests.support.source import ROOT
 
 
 def test_the_committed_student_beats_the_same_student_alone() -> None:

@@ -16,7 +16,7 @@ from benchmarks.peers import fsdp2, sharded_llama
 from benchmarks.peers.fsdp2 import Runner
 from benchmarks.step import Step
 from tests.strategies.test_launch import processes, torchrun
-from tests.workers import run
+from tests.support.workers import run
 
 SHAPE = "layers=2 hidden=32 ffn=64 heads=2 seq=16 vocab=64 steps=1 warmup=1"
 HOST = "fully-shard sharding=optimizer_offload_fraction:1.0"

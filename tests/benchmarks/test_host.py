@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks import gpu_path, host
 from megalight.imports import has
-from tests.environment import trainer
 from tests.strategies.regression import strategy
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CALLS = 410
 """Functions that Python calls in one layer's forward and backward on the CPU: 400 with torch 2.13 and Python 3.11, a

@@ -14,7 +14,7 @@ from benchmarks.peers import load
 from benchmarks.peers.megalight import one_device
 from benchmarks.rows import ROWS
 from benchmarks.step import Step
-from tests.interpreters import environment
+from tests.support.interpreters import environment
 
 SMALL = Step(layers=3, hidden=8, ffn=20, heads=4, kv=2, vocab=50, seq=16, rank=2, device="cpu")
 

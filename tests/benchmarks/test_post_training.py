@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import post_training
-from tests.source import ROOT
+from tests.support.source import ROOT
 
 RESULT = ROOT / "benchmarks" / "results" / "h100_post_training.json"
 

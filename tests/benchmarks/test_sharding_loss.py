@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import sharding_loss
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _losses(path: str) -> int:

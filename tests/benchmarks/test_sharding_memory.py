@@ -9,7 +9,7 @@ import pytest
 from benchmarks import sharding_memory
 from benchmarks.full_sharding import FULL, SHAPES, TIMED
 from benchmarks.step import Step
-from tests.source import ROOT
+from tests.support.source import ROOT
 
 STEP = Step().but(f"{SHAPES['llama3']} {TIMED} layers=16 level={FULL}")
 BF16 = "sharding=gradient_dtype:bfloat16,reduce_scatter_with_fp32_accumulation:true"

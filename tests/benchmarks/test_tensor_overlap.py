@@ -13,7 +13,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.overlap.pipelined import Pipelined
 from megalight.parallel.tensor.shared import Shared
-from tests.workers import run
+from tests.support.workers import run
 
 LAYERS = [Layer("qkv", 16, 24, column=True), Layer("proj", 16, 16, column=False)]
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks import towers
 from benchmarks.peers.megalight import Wrong
 from megalight.models.vlm.module import Trained
-from tests.interpreters import environment
+from tests.support.interpreters import environment
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,8 +19,8 @@ from benchmarks.image_text.shapes import shape_of
 from benchmarks.in_turn import in_turn
 from benchmarks.peers.megalight import Wrong
 from megalight.models.vlm.module import Trained, flops_of_images
-from tests.interpreters import environment
-from tests.workers import run
+from tests.support.interpreters import environment
+from tests.support.workers import run
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

@@ -12,7 +12,7 @@ from megalight.callbacks import ActivationOffload, CUDAGraph
 from megalight.errors import ConfigurationError
 from megalight.parallel.recompute import Recompute
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
-from tests.workers import run
+from tests.support.workers import run
 
 CONFIG = replace(CONFIGS["gqa"], num_layers=4)
 ONE_SIDED = "E|t*4L"

@@ -30,7 +30,6 @@ from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline, load_weights
 from megalight.types import PackedSequences
-from tests.environment import trainer
 from tests.parallel.graphs.tape import Tape
 from tests.strategies.training import (
     ADAM,
@@ -46,7 +45,8 @@ from tests.strategies.training import (
     fit,
     gathered,
 )
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 LORA = {"rank": 3, "targets": ["layers.*"], "alpha": 6.0}
 UPPER = {"rank": 3, "targets": ["layers.1.*"], "alpha": 6.0}

@@ -21,9 +21,9 @@ from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.presets import modelopt
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_modelopt_search import BATCHES, FULLY_SHARDED, MODELS, int4
-from tests.environment import trainer
 from tests.strategies.training import SEED, WithData, global_batch
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 pytest.importorskip("modelopt")
 SP = {"tensor_parallel": 2, "sequence_parallel": True}

@@ -20,10 +20,10 @@ from megalight.strategies import MegatronStrategy
 from megalight.strategies.micro_batches import Usage
 from tests.callbacks.test_cuda_graph import Quiet
 from tests.callbacks.test_cuda_graph import Reading as ReadsOnTheHost
-from tests.environment import trainer
 from tests.parallel.graphs.tape import Tape
 from tests.strategies.regression import Plain, batches, samples, weights
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS = 2 * SETTLING + 2 * TIMED + 4
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

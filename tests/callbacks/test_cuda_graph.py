@@ -30,13 +30,13 @@ from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.types import Loss, TokenBatch
-from tests.environment import trainer
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.graphs.tape import Tape
 from tests.strategies.test_low_precision import CONFIG as WIDE
 from tests.strategies.toy import Kept, ToyModule
 from tests.strategies.training import ADAM, BASE, SEED, WithData, assert_same_run, fit, gathered
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS = 4
 """Two of them warm up; the third is recorded and replayed, and the fourth replays what that replay has left."""

@@ -32,7 +32,7 @@ from tests.parallel.data_parallel.stale import stale_gradients
 from tests.strategies.test_gpu import Batches, Watch
 from tests.strategies.test_low_precision import CONFIG as WIDE
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, fit
-from tests.workers import meeting
+from tests.support.workers import meeting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

@@ -30,7 +30,7 @@ from tests.models.vlm_samples import HUGE, batch
 from tests.parallel.graphs.tape import Tape
 from tests.strategies.test_towers import joined
 from tests.strategies.training import assert_same_gradients, assert_same_run
-from tests.workers import run
+from tests.support.workers import run
 
 STEPS = 4
 SP = {"tensor_parallel": 2, "sequence_parallel": True}

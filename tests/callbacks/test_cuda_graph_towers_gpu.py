@@ -10,10 +10,10 @@ import pytest
 
 from megalight.callbacks import CUDAGraph
 from megalight.strategies import MegatronStrategy, MegatronTowersBesideStrategy, MegatronTowersStrategy, Side
-from tests.environment import trainer
 from tests.models.test_vlm_strategy import CONFIGS, WithData
-from tests.nccl import runs_of
 from tests.strategies.training import ADAM, CLIP, SEED
+from tests.support.environment import trainer
+from tests.support.nccl import runs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

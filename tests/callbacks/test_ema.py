@@ -10,9 +10,9 @@ from megalight.callbacks import EMA, Adapters
 from megalight.errors import ConfigurationError
 from megalight.strategies import DataParallel, MegatronStrategy
 from tests.callbacks.tiny import Tiny, tiny_trainer
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData, gathered
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 DECAY = 0.8
 Weights = dict[str, np.ndarray[Any, Any]]

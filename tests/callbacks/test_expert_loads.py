@@ -16,7 +16,7 @@ from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from tests.strategies.training import BASE, SEED, WithData, fit, global_batch
-from tests.workers import run
+from tests.support.workers import run
 
 MOE = MoEConfig(
     num_experts=4,

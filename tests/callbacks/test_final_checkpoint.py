@@ -16,9 +16,9 @@ from torch import nn
 from megalight import checkpoint
 from megalight.callbacks import FinalCheckpoint, Preemption
 from tests.callbacks.tiny import Tiny, tiny_trainer
-from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, strategy, weights
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 NEWEST = {"save_top_k": 2, "monitor": "step", "mode": "max"}
 

@@ -17,13 +17,13 @@ from megalight.models.module import Carry, MegalightModule
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from megalight.types import Loss
 from tests.callbacks.test_automatic_graph import FAST, SLOW, StandIn
-from tests.environment import trainer
 from tests.examples.test_llama_pipeline import batches, config
 from tests.models.test_fused import SIZES
 from tests.parallel.graphs.tape import Tape
 from tests.strategies.regression import Plain
 from tests.strategies.training import Losses
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 transformers = pytest.importorskip("transformers")
 

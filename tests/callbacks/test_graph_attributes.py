@@ -16,9 +16,9 @@ from megalight.parallel.graphs.fingerprint import REMEMBERED, AttributeWatcher
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
 from tests.callbacks.test_cuda_graph import NEVER, Quiet
-from tests.environment import trainer
 from tests.parallel.graphs.tape import Tape
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS = 12
 

@@ -37,10 +37,10 @@ from megalight.plugins.modelopt.places import places
 from megalight.plugins.modelopt.presets import HEAD, modelopt
 from megalight.plugins.modelopt.quantizers import NAMED
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.training import BASE, CONFIGS, SEED, WithData, by_hand, fit, global_batch
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 pytest.importorskip("modelopt")
 KV = "FP8_KV_CFG"

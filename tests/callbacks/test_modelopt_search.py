@@ -26,9 +26,9 @@ from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.presets import HEAD, modelopt
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.training import CONFIGS, SEED, WithData, global_batch
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 pytest.importorskip("modelopt")
 CONFIG = replace(CONFIGS["gqa"], hidden_size=256, ffn_hidden_size=256, head_dim=64)

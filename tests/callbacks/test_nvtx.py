@@ -13,9 +13,9 @@ from megalight.parallel.recompute import Recompute
 from megalight.parallel.trace import SILENCE, SPANS, span
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import BATCHES, Tiny, tiny_trainer
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, STEPS, WithData, assert_same_run, by_hand, fit
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 class Recording:

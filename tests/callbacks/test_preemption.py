@@ -12,9 +12,9 @@ from megalight.callbacks import Preemption
 from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import Tiny, tiny_trainer
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*not resumable:UserWarning",

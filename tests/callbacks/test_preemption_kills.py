@@ -22,9 +22,9 @@ from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.verify import verify
 from megalight.strategies import Checkpoints, MegatronStrategy
 from tests.checkpoint.beside import workers_of
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS = 8
 

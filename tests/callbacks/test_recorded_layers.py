@@ -19,7 +19,7 @@ from tests.callbacks.test_cuda_graph import DROPPING, NEVER
 from tests.parallel.graphs.tape import Tape
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.training import assert_same_run, fit
-from tests.workers import run
+from tests.support.workers import run
 
 STEPS = 6
 LAYOUT: dict[str, Any] = {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True}

@@ -12,9 +12,9 @@ import torch
 from megalight.callbacks import CUDAGraph
 from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from tests.nccl import runs_of
 from tests.strategies.test_layouts_gpu import Strict
 from tests.strategies.training import CONFIGS, fit
+from tests.support.nccl import runs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

@@ -24,9 +24,9 @@ from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_transformers_export import pl_trainer
 from tests.checkpoint import simple
-from tests.objects import BUCKET, server  # noqa: F401 (a fixture)
 from tests.strategies.test_weights import OPTIONS
 from tests.strategies.training import ADAM, BASE, WithData
+from tests.support.objects import BUCKET, server  # noqa: F401 (a fixture)
 
 METRICS = {1: 5.0, 2: 3.0, 3: 4.0, 4: float("nan"), 5: None, 6: 6.0, 7: 2.0, 8: 9.0}
 

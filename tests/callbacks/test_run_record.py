@@ -6,8 +6,8 @@ from megalight.callbacks import RunRecord
 from megalight.callbacks.run_record import cpu_name, describe
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import Tiny, tiny_trainer
-from tests.environment import trainer
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def test_the_record_lies_beside_the_logs(tmp_path):

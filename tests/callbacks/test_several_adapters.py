@@ -28,9 +28,9 @@ from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import Target
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import PackedSequences
-from tests.environment import trainer
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CODE = {"rank": 3, "targets": ["layers.*"], "alpha": 6.0, "name": "code"}
 CHAT = {"rank": 2, "targets": ["attention.*"], "alpha": 4.0, "name": "chat", "dora": True}

@@ -31,11 +31,11 @@ from megalight.parallel.peers import memory
 from megalight.parallel.transform import ModelTransform
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import PackedSequences
-from tests.environment import trainer
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, WithData, assert_same_gradients, by_hand
 from tests.strategies.training import Gradients as Kept
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 LORA: dict[str, Any] = {"rank": 3, "targets": ["q", "v", "down"], "alpha": 6.0}
 BLOCK = 4

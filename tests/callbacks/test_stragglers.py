@@ -11,9 +11,9 @@ from megalight.strategies import MegatronStrategy
 from tests.callbacks.clock import by_hand
 from tests.callbacks.rows import Rows
 from tests.callbacks.tiny import Tiny, tiny_trainer
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def workers(*seconds, stages=None):

@@ -22,7 +22,7 @@ from tests.callbacks.tiny import Tiny, tiny_trainer
 from tests.strategies.regression import Plain, batches
 from tests.strategies.regression import fit as fit_plain
 from tests.strategies.training import fit
-from tests.workers import run
+from tests.support.workers import run
 
 CONFIG = GPTConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=101, max_sequence_length=24)
 SERIAL = SimpleNamespace(strategy=SimpleNamespace())

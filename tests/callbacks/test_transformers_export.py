@@ -19,10 +19,10 @@ from megalight.checkpoint.disk.publish import delete, place
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.hugging_face.export import export
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.test_weights import GPT2, LLAMA, OPTIONS, SIZES
 from tests.strategies.training import ADAM, BASE, Losses, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,7 +14,7 @@ import torch
 
 from megalight.checkpoint import boxes
 from megalight.checkpoint.disk.datafile import OpenFile
-from tests.programs import forked
+from tests.support.programs import forked
 
 SHAPES = [(), (40,), (12, 9), (5, 1, 7), (4, 6, 3, 5)]
 

@@ -13,7 +13,7 @@ from megalight import checkpoint
 from megalight.checkpoint import View
 from megalight.errors import CheckpointError
 from tests.checkpoint.layouts import LAYOUTS, SHAPES, STATES, Layout, Model, full
-from tests.workers import run
+from tests.support.workers import run
 
 NAMES = {f"model.{name}" for name in SHAPES} | {f"optimizer.{state}.{name}" for state in STATES for name in SHAPES}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalight import checkpoint
 from megalight.checkpoint.run import MAGNITUDES, TrainingRun
 from megalight.errors import CheckpointError
-from tests.workers import run
+from tests.support.workers import run
 
 
 class Streams:

@@ -16,7 +16,7 @@ from megalight import checkpoint
 from megalight.checkpoint.saving import HostCopies
 from tests.checkpoint import simple
 from tests.checkpoint.layouts import Layout, Model
-from tests.workers import run
+from tests.support.workers import run
 
 
 def test_what_changes_after_staging_is_not_written(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
-from tests.source import ROOT
+from tests.support.source import ROOT
 
 
 def rows(page: str) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
 from megalight.cli.schema import Schema
 from megalight.cli.verbs import TRAINER_VERBS, VERBS
-from tests.source import ROOT
+from tests.support.source import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 DEMO = (ROOT / "recipes" / "demo.yaml").read_text()

@@ -11,7 +11,7 @@ import pytest
 
 from megalight.data.cache import Arrays, build_once
 from megalight.errors import DataError
-from tests.workers import SERVER
+from tests.support.workers import SERVER
 
 FACTS = {"seed": 1}
 

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.interpreters import environment
-from tests.source import ROOT
+from tests.support.interpreters import environment
+from tests.support.source import ROOT
 
 EXAMPLE = str(ROOT / "examples" / "bridge.py")
 LEARNED = 0.1

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.source import ROOT
-from tests.workers import run
+from tests.support.source import ROOT
+from tests.support.workers import run
 
 pytest.importorskip("transformers")
 

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.training import Losses, gathered
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS, ROWS, LENGTH, CLIP = 3, 4, 10, 0.5
 ENDS = {"embed": "model.embed_tokens", "head.norm": "model.norm", "head.lm_head": "lm_head"}

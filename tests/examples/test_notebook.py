@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.source import ROOT
+from tests.support.source import ROOT
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")

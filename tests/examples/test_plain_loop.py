@@ -13,9 +13,9 @@ import torch
 
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
-from tests.source import ROOT
 from tests.strategies.training import whole
-from tests.workers import run
+from tests.support.source import ROOT
+from tests.support.workers import run
 
 STEPS = 3
 

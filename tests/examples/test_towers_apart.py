@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.interpreters import environment
-from tests.source import ROOT
+from tests.support.interpreters import environment
+from tests.support.source import ROOT
 
 EXAMPLE = str(ROOT / "examples" / "towers_apart.py")
 

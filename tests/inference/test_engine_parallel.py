@@ -13,7 +13,7 @@ from megalight.nn.init import initialize
 from tests.inference.test_engine import raising
 from tests.inference.test_generate_parallel import LAYOUTS, PP, PROMPTS, divided, one_device
 from tests.parallel.expert.model import build
-from tests.workers import run
+from tests.support.workers import run
 
 
 def ask(model: Any) -> Any:

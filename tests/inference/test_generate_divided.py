@@ -16,7 +16,7 @@ from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
 from megalight.nn.moe import Experts, MoEConfig, SharedConfig
 from megalight.parallel.mesh import ParallelMesh
-from tests.workers import run
+from tests.support.workers import run
 
 CONFIG = GPTConfig(
     num_layers=5,

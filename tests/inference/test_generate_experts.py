@@ -10,7 +10,7 @@ import megalight
 from megalight.inference import ParallelGPT, generate
 from megalight.nn.init import initialize
 from tests.parallel.expert.model import build
-from tests.workers import run
+from tests.support.workers import run
 
 REQUESTS: list[tuple[list[list[int]], int]] = [
     ([[5, 6, 7], [8]], 3),

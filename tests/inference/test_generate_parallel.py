@@ -16,9 +16,9 @@ from megalight.models.gpt import GPT, InitConfig, LatentConfig
 from megalight.nn.init import initialize
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
-from tests.environment import trainer
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 MODELS = {name: replace(CONFIGS[name], num_layers=4, init=InitConfig(std=0.4)) for name in ("gqa", "gpt2", "tied")}
 MODELS["hybrid"] = replace(MODELS["gqa"], mixer_pattern=("conv", "attention", "conv"))

@@ -34,12 +34,12 @@ from megalight.nn.init import initialize
 from megalight.strategies import MegatronStrategy, MegatronTowersBesideStrategy, MegatronTowersStrategy, Side
 from megalight.types import PackedSequences
 from tests.data.multimodal.conftest import TEMPLATE, png
-from tests.environment import trainer
 from tests.inference.test_text import TEXT
 from tests.models import vlm_samples as samples
 from tests.models.vlm_samples import IMAGE, LANGUAGE, VISION, batch, small
 from tests.strategies.training import SEED
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CONFIG = replace(small(init=InitConfig(std=0.4)), language=replace(LANGUAGE, num_layers=4, init=InitConfig(std=0.4)))
 PROMPTS = [[5, IMAGE, 6], [7, 8], [IMAGE, 9, IMAGE, 3, 4], [5, IMAGE, 6]]

@@ -20,8 +20,8 @@ from megalight.models.gpt.hugging_face import (
 )
 from megalight.nn.canonical import canonical_tensors
 from megalight.types import PackedSequences
-from tests.canonical import load_canonical
-from tests.reference_gpt import relative_error
+from tests.support.canonical import load_canonical
+from tests.support.reference_gpt import relative_error
 
 
 def files_of(model: Any, folder: Path) -> dict[str, Tensor]:

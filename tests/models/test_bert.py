@@ -12,7 +12,7 @@ from megalight.models.bert.presets import preset
 from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 from tests.models.bert_samples import SIZES, build, packed
-from tests.reference_gpt import canonical_params, relative_error
+from tests.support.reference_gpt import canonical_params, relative_error
 
 LENGTHS = [1, 7, 12, 2, 11]
 

@@ -9,7 +9,7 @@ from megalight.data.bert.batch import BertBatch
 from megalight.models.bert import Bert, BertConfig, InitConfig
 from megalight.models.bert.module import BertModule
 from megalight.nn.init import initialize
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -27,7 +27,7 @@ from megalight.models.stored import held_model, open_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.source import model_targets
 from megalight.types import PackedSequences
-from tests.reference_gpt import canonical_gradients, relative_error
+from tests.support.reference_gpt import canonical_gradients, relative_error
 
 transformers = pytest.importorskip("transformers")
 

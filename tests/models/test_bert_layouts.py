@@ -15,8 +15,8 @@ from megalight.models.stored import open_model
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.types import PackedSequences
-from tests.reference_gpt import relative_error
-from tests.workers import run
+from tests.support.reference_gpt import relative_error
+from tests.support.workers import run
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,10 +15,10 @@ from megalight.models.bert import BertModule
 from megalight.models.hugging_face.export import export
 from megalight.models.stored import diff, open_model
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.models.test_bert_hugging_face import theirs
 from tests.strategies.training import ADAM
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 transformers = pytest.importorskip("transformers")
 

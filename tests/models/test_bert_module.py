@@ -18,7 +18,7 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.types import Loss
 from tests.models.bert_samples import SIZES, build, packed
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 LENGTHS = (9, 5, 12, 16, 11)
 

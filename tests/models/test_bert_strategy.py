@@ -23,9 +23,9 @@ from megalight.nn.init import initialize
 from megalight.parallel.context.options import ContextOptions
 from megalight.strategies import DataParallel, MegatronStrategy
 from tests.data.bert.conftest import SPECIALS, texts
-from tests.environment import trainer
 from tests.strategies.training import ADAM, CLIP, SEED, From, Losses, assert_same_run, gathered, whole
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 BASE = BertConfig(
     num_layers=2,

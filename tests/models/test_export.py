@@ -30,8 +30,8 @@ from megalight.models.hugging_face import export as exporting
 from megalight.models.hugging_face.export import export
 from megalight.models.stored import averaged, open_model, save_model
 from tests.models.test_gpt_hugging_face import LLAMA3, MODELS, SIZES
-from tests.programs import forked
-from tests.workers import run
+from tests.support.programs import forked
+from tests.support.workers import run
 
 transformers = pytest.importorskip("transformers")
 

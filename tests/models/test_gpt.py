@@ -16,7 +16,7 @@ from megalight.models.gpt import (
 )
 from megalight.nn.init import initialize
 from megalight.types import PackedSequences
-from tests.reference_gpt import (
+from tests.support.reference_gpt import (
     canonical_gradients,
     canonical_params,
     reference_logits,

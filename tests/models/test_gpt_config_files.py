@@ -20,7 +20,7 @@ from megalight.models.hugging_face.kinds import NULLABLE, TYPES
 from megalight.models.saved import transformers_model
 from megalight.models.stored import open_model
 from megalight.types import PackedSequences
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,7 +6,7 @@ import torch
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, InitConfig, NormConfig, PositionConfig
 from megalight.nn.init import initialize
 from megalight.types import PackedSequences
-from tests.reference_gpt import canonical_gradients, canonical_params, reference_losses, relative_error
+from tests.support.reference_gpt import canonical_gradients, canonical_params, reference_losses, relative_error
 
 pytestmark = pytest.mark.gpu
 

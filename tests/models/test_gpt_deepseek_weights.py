@@ -25,7 +25,7 @@ from megalight.models.hugging_face.export import export
 from megalight.models.stored import held_model, open_model
 from megalight.types import PackedSequences
 from tests.models.beside_transformers import files_of, ours_of
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 transformers = pytest.importorskip("transformers")
 

@@ -23,7 +23,7 @@ from megalight.models.stored import StoredModel, open_model
 from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 from tests.models.beside_transformers import ours_of
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,8 +18,8 @@ from megalight.models.gpt.presets import preset
 from megalight.nn.canonical import canonical_tensors
 from megalight.ops.rotary import RotaryScaling
 from megalight.types import PackedSequences
-from tests.canonical import load_canonical
-from tests.reference_gpt import canonical_gradients, relative_error
+from tests.support.canonical import load_canonical
+from tests.support.reference_gpt import canonical_gradients, relative_error
 
 transformers = pytest.importorskip("transformers")
 

@@ -20,7 +20,7 @@ from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.types import PackedSequences
 from tests.models.beside_transformers import ours_of
 from tests.models.test_gpt_hugging_face import SIZES
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 transformers = pytest.importorskip("transformers")
 

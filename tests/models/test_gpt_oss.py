@@ -34,8 +34,8 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Target, parameter_targets
 from megalight.types import PackedSequences
-from tests.canonical import load_canonical
-from tests.reference_gpt import canonical_gradients, relative_error
+from tests.support.canonical import load_canonical
+from tests.support.reference_gpt import canonical_gradients, relative_error
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402

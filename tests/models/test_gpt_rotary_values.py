@@ -11,8 +11,8 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt import PositionConfig
 from megalight.models.gpt.hugging_face.common import rotary_from, rotary_to
 from megalight.ops.rotary import RotaryAxes, RotaryScaling
-from tests.reference_gpt import relative_error
 from tests.strategies.training import CONFIGS
+from tests.support.reference_gpt import relative_error
 
 
 def test_axes_are_read_and_written() -> None:

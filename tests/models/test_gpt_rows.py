@@ -14,9 +14,9 @@ from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.types import TokenBatch
-from tests.reference_gpt import relative_error
 from tests.strategies.training import BASE, SEED, global_batch
 from tests.strategies.training import CONFIGS as DENSE
+from tests.support.reference_gpt import relative_error
 
 MTP = replace(BASE, mtp=MultiTokenConfig())
 CONFIGS = DENSE | {

@@ -15,7 +15,7 @@ from megalight.nn.init import initialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
 from tests.models.vlm_samples import CONFIG, INTERN, RADIO, batch
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from megalight.models.vision.model import PositionTable, normalized
 from megalight.models.vlm import ProjectorConfig, VLMConfig
 from megalight.models.vlm.task import pictures_of
 from tests.models.vlm_samples import CONFIG, NAFLEX
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 transformers = pytest.importorskip("transformers")
 

@@ -23,7 +23,7 @@ from megalight.models.vlm.task import pictures_of
 from megalight.nn.init import initialize
 from megalight.types import TokenBatch
 from tests.models.vlm_samples import CONFIG, IMAGE, QWEN, QWEN3, VISION, batch, small
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 
 def build(config: VLMConfig = CONFIG) -> VLM:

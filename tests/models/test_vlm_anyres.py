@@ -30,7 +30,7 @@ from megalight.types import TokenBatch
 from tests.models.test_vlm_hugging_face import QWEN, TEXT, VISION
 from tests.models.vlm_referee import check_outputs_and_gradients
 from tests.models.vlm_samples import TILES
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 transformers = pytest.importorskip("transformers")
 

@@ -30,7 +30,7 @@ from megalight.parallel.source import model_targets
 from megalight.types import TokenBatch
 from tests.models.vlm_referee import check_outputs_and_gradients
 from tests.models.vlm_samples import CONFIG
-from tests.reference_gpt import canonical_gradients
+from tests.support.reference_gpt import canonical_gradients
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from megalight.strategies import MegatronTowersBesideStrategy, Side
 from tests.models.test_vlm_strategy import COUNTS, SP, by_hand, fit
 from tests.models.vlm_samples import HUGE
 from tests.strategies.training import assert_same_gradients
-from tests.workers import run
+from tests.support.workers import run
 
 ODD = {
     "in no step": [(0, 0, 0, 0)],

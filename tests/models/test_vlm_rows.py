@@ -17,7 +17,7 @@ from megalight.nn.moe import MoEConfig
 from megalight.ops.rows import put_rows, take_rows
 from tests.models.test_vlm import losses, module
 from tests.models.vlm_samples import CONFIG, GEMMA, INTERN, LANGUAGE, QWEN, QWEN3, TILES, batch
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 EXPERTS = replace(CONFIG, language=replace(LANGUAGE, moe=MoEConfig(num_experts=4, ffn_hidden_size=12)))
 CONFIGS = {

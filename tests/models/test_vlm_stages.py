@@ -10,12 +10,12 @@ import torch
 
 from megalight.errors import CheckpointError
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.models.test_vlm_strategy import SP, WithData
 from tests.models.vlm_samples import CONFIG
 from tests.strategies.test_checkpoint_formats import contents
 from tests.strategies.training import ADAM, SEED, Losses
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 ALL_BUT_THE_PROJECTOR = ("*.tower.*", "model.layers.*", "model.head.*", "model.embed.word.*")
 

@@ -33,7 +33,6 @@ from megalight.parallel.recompute import Recompute
 from megalight.parallel.transform import apply_transforms
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
-from tests.environment import trainer
 from tests.models.vlm_samples import (
     CONFIG,
     GEMMA,
@@ -61,7 +60,8 @@ from tests.strategies.training import (
     gathered,
     whole,
 )
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CONFIGS = {
     "llava": CONFIG,

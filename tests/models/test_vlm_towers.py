@@ -34,7 +34,7 @@ from megalight.strategies import DataParallel, MegatronTowersBesideStrategy, Sid
 from tests.models.test_vlm_strategy import CONFIGS, SP, fit
 from tests.models.vlm_samples import LANGUAGE, QWEN, batch
 from tests.strategies.training import assert_same_gradients
-from tests.workers import run
+from tests.support.workers import run
 
 WIDE = CONFIGS["wide"]
 """Its matrices divide by 16, as products in 8 bits need it, also over two ranks."""

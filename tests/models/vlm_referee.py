@@ -10,7 +10,7 @@ from megalight.models.vlm import VLM
 from megalight.models.vlm.hugging_face import weight_map
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.task import pictures_of
-from tests.reference_gpt import canonical_gradients, relative_error
+from tests.support.reference_gpt import canonical_gradients, relative_error
 
 
 def check_outputs_and_gradients(

@@ -18,9 +18,9 @@ from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
 from megalight.types import PackedSequences
-from tests.canonical import load_canonical
 from tests.nn.continued import assert_continued
-from tests.reference_gpt import relative_error
+from tests.support.canonical import load_canonical
+from tests.support.reference_gpt import relative_error
 
 LENGTHS = [5, 1, 40, 9]
 DELTA: dict[str, Any] = {"num_heads": 4, "num_key_heads": 2, "head_dim": 3, "key_dim": 5}

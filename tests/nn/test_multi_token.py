@@ -14,7 +14,7 @@ from megalight.models.gpt.flops import flops_per_token, num_parameters
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialize
 from megalight.types import TokenBatch
-from tests.reference_gpt import (
+from tests.support.reference_gpt import (
     canonical_gradients,
     canonical_params,
     reference_depths,

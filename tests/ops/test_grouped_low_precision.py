@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megalight.ops.grouped_linear import grouped_linear
-from megalight.ops.grouped_linear import low_precision as apart_trial
-from megalight.ops.grouped_linear import low_precision as together
-from megalight.ops.grouped_linear.low_precision import Apart, OneByOne, StackPrecision, Together
+from megalight.ops.grouped_linear import low_precision_stacks as apart_trial
+from megalight.ops.grouped_linear import low_precision_stacks as together
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
+from megalight.ops.grouped_linear.low_precision_stacks import Apart, Together
 from megalight.ops.linear import linear
 from megalight.ops.linear.inputs import RecomputeRecipe, attach_recipe
 from megalight.ops.linear.low_precision import LowPrecision, Session

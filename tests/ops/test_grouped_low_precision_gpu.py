@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from megalight.ops.grouped_linear import grouped_linear
-from megalight.ops.grouped_linear import low_precision as together
-from megalight.ops.grouped_linear.low_precision import OneByOne, Together
+from megalight.ops.grouped_linear import low_precision_stacks as together
+from megalight.ops.grouped_linear.low_precision import OneByOne
+from megalight.ops.grouped_linear.low_precision_stacks import Together
 from megalight.ops.grouped_scaled import LINE, columns_of_groups, columns_of_stack
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of

@@ -18,7 +18,7 @@ from megalight.errors import ConfigurationError
 from megalight.optim import Adam, AdamConfig, offload_to_cpu, restore_from_cpu, shard_optimizer
 from megalight.parallel.data_parallel import DataParallel
 from tests.parallel.data_parallel.helpers import accumulate, batches, infos, mesh
-from tests.workers import run
+from tests.support.workers import run
 
 STEPS = 4
 KINDS = [("bfloat16", "bfloat16"), ("float8", "float8"), ("float8", "bfloat16"), ("float32", "float8")]

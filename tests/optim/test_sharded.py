@@ -13,7 +13,7 @@ from megalight.optim.sharded import ELEMENTWISE, sharding_of
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import accumulate, assert_models_close, batches, build, infos, loss, mesh
-from tests.workers import run
+from tests.support.workers import run
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "nesterov": True},

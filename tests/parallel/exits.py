@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megalight.parallel import groups as ending
-from tests.workers import meeting
+from tests.support.workers import meeting
 
 KEPT: list[object] = []
 

@@ -24,7 +24,7 @@ from megalight.parallel.styles import Column, HeadRegion, Replicated, Row, Seque
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error
-from tests.workers import run
+from tests.support.workers import run
 
 BASE = {
     "num_layers": 2,

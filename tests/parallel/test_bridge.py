@@ -17,7 +17,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from tests.parallel.gathering import gather_canonical, relative_error
-from tests.workers import run
+from tests.support.workers import run
 
 HIDDEN, LENGTH, MICRO_BATCHES = 6, 3, 3
 

@@ -7,7 +7,7 @@ import torch.multiprocessing as mp
 
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.mesh import ParallelMesh
-from tests.workers import meeting
+from tests.support.workers import meeting
 
 pytestmark = pytest.mark.gpu
 COUNT, ROWS, HIDDEN = 4, 3, 1 << 20

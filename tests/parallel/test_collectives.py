@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megalight.errors import LayoutError
 from megalight.parallel import collectives
 from megalight.parallel.mesh import ParallelMesh
-from tests.workers import run
+from tests.support.workers import run
 
 
 def world() -> list[torch.Tensor]:

@@ -24,8 +24,8 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import mesh
 from tests.parallel.data_parallel.test_unit_memory import Model
-from tests.source import ROOT
-from tests.workers import run
+from tests.support.source import ROOT
+from tests.support.workers import run
 
 FULL: dict[str, Any] = {"level": "optim_grads_params", "prefetch": 1, "reduce_each_micro_batch": True}
 CASES: list[tuple[int, dict[str, Any]]] = [

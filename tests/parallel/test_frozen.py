@@ -15,7 +15,7 @@ from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry
-from tests.workers import run
+from tests.support.workers import run
 
 
 class Doubling:

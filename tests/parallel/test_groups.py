@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from megalight.parallel.groups import new_group, speaks
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.shared import Shared
-from tests.workers import run
+from tests.support.workers import run
 
 CHANGED = "torch names groups in another way: see megalight/parallel/groups.py, _named"
 

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalight.errors import LayoutError
 from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import DENSE_AXES, EXPERT_AXES, ParallelMesh
-from tests.workers import run
+from tests.support.workers import run
 
 LAYOUTS = [
     {"world_size": 1},

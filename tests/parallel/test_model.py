@@ -26,7 +26,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.source import Filled, Target
 from tests.strategies.training import BASE, canonical
-from tests.workers import run
+from tests.support.workers import run
 
 SMALL = replace(BASE, hidden_size=16, ffn_hidden_size=24)
 

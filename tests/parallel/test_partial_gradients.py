@@ -16,7 +16,7 @@ from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import BASE, batch, canonical, jitter, twin
-from tests.workers import run
+from tests.support.workers import run
 
 
 def step(tp: int, sequence_parallel: bool, tied: bool) -> dict[str, float]:

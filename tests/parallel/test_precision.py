@@ -14,8 +14,8 @@ from megalight.errors import ConfigurationError
 from megalight.nn import Linear
 from megalight.nn.init import initialize
 from megalight.nn.moe import Dispatcher, Experts, SharedConfig
-from megalight.ops.grouped_linear import low_precision as together
-from megalight.ops.grouped_linear.low_precision import Apart
+from megalight.ops.grouped_linear import low_precision_stacks as together
+from megalight.ops.grouped_linear.low_precision_stacks import Apart
 from megalight.ops.parameter import cast_of, precision_of
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.expert import ExpertOptions
@@ -31,7 +31,7 @@ from tests.parallel.expert.model import CONFIG, build
 from tests.parallel.expert.test_coupling import Task, micro_batches
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
-from tests.workers import run
+from tests.support.workers import run
 
 OPTIONS = LowPrecisionOptions("delayed", history=2, emulate=True)
 WIDE = replace(CONFIG, hidden_size=64, head_dim=16, ffn_hidden_size=64)

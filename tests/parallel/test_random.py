@@ -18,7 +18,7 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.dropout import OwnStream, ParallelDropout
 from megalight.parallel.tensor.shared import Shared
 from megalight.types import PackedSequences
-from tests.workers import run
+from tests.support.workers import run
 
 
 def mesh(rank: int, **degrees: int) -> ParallelMesh:

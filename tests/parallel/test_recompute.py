@@ -24,7 +24,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
 from megalight.parallel.recompute.regions import Draws
 from tests.parallel.test_apply import BASE, batch, jitter, twin
-from tests.workers import run
+from tests.support.workers import run
 
 T, H, F, LAYERS = 21, 24, 20, 5
 DROPOUT = DropoutConfig(attention=0.2, hidden=0.3, embedding=0.1)

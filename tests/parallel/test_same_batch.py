@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from megalight.parallel.coupling import checksum
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
-from tests.environment import trainer
 from tests.strategies.toy import ToyModule
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 class Rows(Dataset[dict[str, Tensor]]):

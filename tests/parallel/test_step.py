@@ -16,7 +16,7 @@ from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.types import Loss
-from tests.workers import run
+from tests.support.workers import run
 
 Rows = tuple[Tensor, Tensor]
 """``[n, 3]`` inputs and ``[n]`` weights."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.step import GlobalTotals
-from tests.workers import run
+from tests.support.workers import run
 
 
 def number(value: float) -> Tensor:

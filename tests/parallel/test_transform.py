@@ -26,7 +26,7 @@ from megalight.parallel.styles import Row
 from megalight.parallel.tensor.linear import RowLinear
 from megalight.parallel.transform import TRANSFORMS, ModelTransform, apply_transforms, register
 from tests.parallel.test_apply import BASE
-from tests.workers import run
+from tests.support.workers import run
 
 
 @dataclass(frozen=True)

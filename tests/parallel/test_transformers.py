@@ -13,7 +13,7 @@ from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plans import plan_for
 from tests.parallel.gathering import gather_canonical, relative_error
-from tests.workers import run
+from tests.support.workers import run
 
 
 def llama(layers: int, kv_heads: int, tied: bool, **options):

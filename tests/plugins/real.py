@@ -17,7 +17,7 @@ from megalight.ops.choice import use_backends
 from megalight.types import PackedSequences
 from tests.models.test_gpt_cuda import SIZES, STYLES, batch
 from tests.ops.checks import check, error
-from tests.reference_gpt import canonical_gradients
+from tests.support.reference_gpt import canonical_gradients
 
 MARKS = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 """What the packages warn of is no failure of ours."""

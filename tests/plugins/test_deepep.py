@@ -34,7 +34,7 @@ from tests.parallel.expert.model import build
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
 from tests.plugins import deep_ep
-from tests.workers import run
+from tests.support.workers import run
 
 NAMES = ("deepep", "hybridep")
 WIDTH, EXPERTS = 8, 4

@@ -23,9 +23,9 @@ from megalight.plugins.modelopt.export import export_quantized, plain_weights
 from megalight.plugins.modelopt.presets import modelopt
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
-from tests.environment import trainer
 from tests.plugins.modelopt_schema import check_folder
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 pytest.importorskip("modelopt")
 transformers = pytest.importorskip("transformers")

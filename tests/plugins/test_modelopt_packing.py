@@ -20,7 +20,7 @@ from megalight.plugins.modelopt.export import decode, export_quantized, plain_we
 from megalight.plugins.modelopt.presets import modelopt
 from tests.plugins.test_modelopt_export import calibrate, theirs
 from tests.strategies.training import BASE
-from tests.workers import run
+from tests.support.workers import run
 
 pytest.importorskip("modelopt")
 pytest.importorskip("transformers")

@@ -21,7 +21,7 @@ from megalight.errors import MissingPackageError
 from megalight.plugins import package, resiliency
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault
-from tests.workers import free_port
+from tests.support.workers import free_port
 
 
 class Abort(abc.ABC):

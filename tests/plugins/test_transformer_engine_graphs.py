@@ -20,7 +20,7 @@ from tests.plugins import quantizers
 from tests.plugins.fakes import Fakes, pretend_cuda
 from tests.plugins.graphed import make_graphed_callables
 from tests.strategies.training import BASE, assert_same_run, fit
-from tests.workers import run
+from tests.support.workers import run
 
 STEPS = 4
 NEVER = 1000

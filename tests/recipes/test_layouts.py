@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megalight.cli.main import main
-from tests.programs import run_program
-from tests.source import ROOT
+from tests.support.programs import run_program
+from tests.support.source import ROOT
 
 RECIPES = ROOT / "recipes"
 SHORT = [

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program
-from tests.source import ROOT
+from tests.support.programs import run_program
+from tests.support.source import ROOT
 
 EXAMPLES, RECIPE = ROOT / "examples", ROOT / "recipes" / "vlm.yaml"
 PICTURES, DATA, CHECKPOINTS = "runs/vlm/pictures", "runs/vlm/data", "runs/vlm/checkpoints"

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from megalight.errors import ConfigurationError
 from megalight.rl.answer_log import AnswerLog
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.rl.helpers import PROMPTS, ROLLOUTS, Policy
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def logged(root: str) -> list[Any]:

@@ -29,8 +29,8 @@ from megalight.rl.rollouts import Rollouts
 from megalight.strategies import MegatronStrategy
 from tests.data.chat.conftest import chat_tokenizer as chat_tokenizer
 from tests.data.gpt.test_module import Reader, every_step, trainer
-from tests.environment import PoolEnvironment
-from tests.workers import run
+from tests.support.environment import PoolEnvironment
+from tests.support.workers import run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec:FutureWarning", "ignore:.*when using `ckpt_path`, callbacks used:UserWarning"

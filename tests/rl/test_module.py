@@ -31,10 +31,10 @@ from megalight.rl.loss import PolicyLoss
 from megalight.rl.rollouts import _draw
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import PackedSequences
-from tests.environment import trainer
 from tests.rl.helpers import CONFIG, END, LR, ROLLOUTS, Policy, environment, prompts_of
 from tests.strategies.training import SEED, gathered, global_batch, whole
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def log_probs_of(model: GPT, prompt: tuple[int, ...], answer: list[int]) -> Tensor:

@@ -16,9 +16,9 @@ from megalight.rl.module import GRPOModule
 from megalight.rl.rollouts import Rollouts
 from megalight.strategies import MegatronStrategy
 from tests.data.chat.conftest import chat_tokenizer as chat_tokenizer
-from tests.environment import trainer
 from tests.rl.test_data import write
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 SMALL = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=512, max_sequence_length=64)
 

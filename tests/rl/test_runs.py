@@ -17,10 +17,10 @@ from megalight.nn.init import initialize
 from megalight.parallel.recompute import Recompute
 from megalight.rl.loss import PolicyLoss
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.rl.helpers import CONFIG, Policy
 from tests.strategies.training import SEED
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def figures_of(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from megalight.strategies import DataParallel, MegatronStrategy
-from tests.environment import trainer
+from tests.support.environment import trainer
 
 
 def samples(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -35,9 +35,9 @@ from megalight.strategies.checkpoints.async_save import SavesBeside
 from megalight.strategies.checkpoints.options import Checkpoints
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, workers_of
-from tests.environment import trainer
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS = 4
 GQA = CONFIGS["gqa"]

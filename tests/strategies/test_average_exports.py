@@ -16,10 +16,10 @@ from megalight.cli.main import main
 from megalight.models.gpt.hugging_face import from_transformers
 from megalight.nn.canonical import canonical_tensors
 from megalight.strategies import Checkpoints, DataParallel, MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.test_weights import OPTIONS
 from tests.strategies.training import ADAM, BASE, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 FORMATS = ("fully_reshardable", "dp_reshardable", "fsdp_dtensor")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

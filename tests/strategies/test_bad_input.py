@@ -15,9 +15,9 @@ import torch.distributed as dist
 import yaml
 
 from megalight.cli.main import main
-from tests.environment import trainer
 from tests.strategies.training import BASE, WithData, by_hand
-from tests.workers import run as run_on_ranks
+from tests.support.environment import trainer
+from tests.support.workers import run as run_on_ranks
 
 CONFIG = {
     "num_layers": 1,

@@ -23,10 +23,10 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.stored import open_model
 from megalight.nn.moe import MoEConfig
 from megalight.strategies import Checkpoints, DataParallel, MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.test_layout_changes import CONFIG, Again
 from tests.strategies.training import ADAM, CLIP, SEED, Losses, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 AT, STEPS = 1, 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

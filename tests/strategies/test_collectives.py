@@ -12,9 +12,9 @@ from megalight.errors import ConfigurationError
 from megalight.models.module import Carry
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
-from tests.environment import trainer
 from tests.strategies.toy import ToyModule
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CALLS = ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")
 

@@ -24,7 +24,6 @@ from megalight.models.module import Carry
 from megalight.models.stored import open_model
 from megalight.strategies import DataParallel, MegatronStrategy, load_weights
 from megalight.types import Loss, TokenBatch
-from tests.environment import trainer
 from tests.strategies.toy import Kept, ToyModule
 from tests.strategies.training import (
     ADAM,
@@ -39,7 +38,8 @@ from tests.strategies.training import (
     global_batch,
     whole,
 )
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 class Auxiliary(WithData):

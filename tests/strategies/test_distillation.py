@@ -30,9 +30,9 @@ from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
-from tests.environment import trainer
 from tests.strategies.training import BASE, SEED, assert_weights, global_batch, whole
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS, LENGTH, LR = 2, 11, 1e-2
 STUDENT = replace(BASE, num_layers=4)

@@ -34,7 +34,6 @@ from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.test_distillation import (
     CONTEXT,
     HYBRIDS,
@@ -51,7 +50,8 @@ from tests.strategies.test_distillation import (
     teacher_of,
 )
 from tests.strategies.training import BASE, SEED, assert_weights, whole
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 WIDE = replace(BASE, num_layers=3)
 """A teacher of the student's width."""

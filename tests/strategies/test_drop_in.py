@@ -22,10 +22,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from megalight import checkpoint
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, by_hand, dealt, fit, samples, strategy, weights
 from tests.strategies.training import ADAM, CONFIGS, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def close(found: list[list[float]], expected: list[list[float]], tolerance: float = 1e-9) -> None:

@@ -13,7 +13,7 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import Pipeline
 from tests.strategies.training import CONFIGS, fit
-from tests.workers import run
+from tests.support.workers import run
 
 PLAIN = replace(CONFIGS["gqa"], num_layers=4)
 DROPPED = replace(PLAIN, dropout=DropoutConfig(attention=0.2, hidden=0.3, embedding=0.1))

@@ -33,9 +33,9 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
 from megalight.strategies import DataParallel, MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.training import BASE, SEED, assert_weights, global_batch
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS, LR, DECAY, AHEAD = 2, 1e-2, 0.7, 3
 SERVED = {"dense": replace(BASE, num_layers=4, logit_softcap=9.0)}

@@ -19,8 +19,8 @@ from megalight.nn.init import initialize
 from megalight.optim import AdamConfig
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
-from tests.environment import trainer
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 SMALL = GPTConfig(num_layers=3, hidden_size=32, num_heads=2, vocab_size=31, max_sequence_length=64)
 ADAM = AdamConfig(lr=1e-2)

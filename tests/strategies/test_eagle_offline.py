@@ -20,10 +20,10 @@ from megalight.models.eagle import EagleConfig, EagleModule
 from megalight.models.eagle.base import BaseModel
 from megalight.models.stored import held_model, save_model
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.test_eagle import CP, KIMI, LR, SERVED, SP, config, served
 from tests.strategies.training import SEED, gathered
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS, ROWS, LENGTH = 2, 4, 12
 V = SERVED["dense"].vocab_size

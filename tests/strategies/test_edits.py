@@ -14,10 +14,10 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, fit, strategy, weights
 from tests.strategies.test_plain import Wide
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 class Saving(Plain):

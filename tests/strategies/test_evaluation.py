@@ -19,9 +19,9 @@ from megalight.parallel.styles import Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch
-from tests.environment import trainer
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData, global_batch, loader
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 LAYOUTS = [(1, {}), (2, {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_size": 1}), (2, {})]
 

@@ -25,7 +25,6 @@ from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.strategies.step import Stepper
 from megalight.types import Loss, TokenBatch
-from tests.environment import trainer
 from tests.strategies.test_layout_changes import Again, contents
 from tests.strategies.training import (
     ADAM,
@@ -42,7 +41,8 @@ from tests.strategies.training import (
     global_batch,
 )
 from tests.strategies.training import Gradients as FirstGradients
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 MOE = MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True))
 """Experts in the last of two layers."""

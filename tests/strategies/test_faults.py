@@ -19,7 +19,7 @@ from megalight.checkpoint.async_save.saves import KINDS
 from megalight.errors import CheckpointError
 from tests.checkpoint.beside import fault
 from tests.strategies.test_async_saves import STEPS, fit
-from tests.workers import run
+from tests.support.workers import run
 
 ERRORS = (errno.ENOSPC, errno.EIO)
 

@@ -21,7 +21,6 @@ from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialize
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences, TokenBatch
-from tests.environment import trainer
 from tests.strategies.training import (
     ADAM,
     BASE,
@@ -34,7 +33,8 @@ from tests.strategies.training import (
     by_hand,
     gathered,
 )
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS, ROWS, LENGTH = 2, 4, 32
 CONFIG = replace(BASE, max_sequence_length=LENGTH)

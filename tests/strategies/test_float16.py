@@ -19,12 +19,12 @@ from megalight.optim import Adam
 from megalight.plugins.precision import MegatronPrecision
 from megalight.plugins.precision.megatron import LossScale
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, dealt, strategy, weights
 from tests.strategies.test_drop_in import close
 from tests.strategies.test_ordinary import Newton
 from tests.strategies.toy import ToyModule
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def plugin(dtype: torch.dtype | None = torch.float64, scale: float = 2.0**10) -> MegatronPrecision:

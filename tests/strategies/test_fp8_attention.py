@@ -26,7 +26,7 @@ from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.types import PackedSequences
 from tests.strategies.training import BASE, assert_same_run, fit
-from tests.workers import run
+from tests.support.workers import run
 
 CONFIG = replace(BASE, hidden_size=64, ffn_hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 STEPS = 3

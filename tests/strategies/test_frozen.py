@@ -23,9 +23,9 @@ from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.options import ParallelOptions
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch, WithResults
-from tests.environment import trainer
 from tests.strategies.training import BASE, SEED, assert_weights, global_batch, whole
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS, LENGTH = 2, 11
 TEACHER = replace(BASE, hidden_size=16, num_kv_heads=4, ffn_hidden_size=40, num_layers=3)

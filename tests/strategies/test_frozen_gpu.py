@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.nccl import runs_of
 from tests.strategies.test_frozen import SHARES, WHOLE, check
+from tests.support.nccl import runs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -24,7 +24,6 @@ from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.test_layout_changes import contents
 from tests.strategies.training import (
     ADAM,
@@ -42,7 +41,8 @@ from tests.strategies.training import (
     gathered,
     global_batch,
 )
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 FULL, GRADS = "optim_grads_params", "optim_grads"
 EACH = Recompute(granularity="full", num_layers=1)

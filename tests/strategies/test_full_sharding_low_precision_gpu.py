@@ -14,9 +14,9 @@ from megalight.ops.quantize.recipes import recipe as quantize_recipe
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.plugins.transformer_engine.low_precision import why_not
-from tests.nccl import runs_of
 from tests.strategies.test_low_precision import CONFIG as WIDE
 from tests.strategies.training import ADAM, fit
+from tests.support.nccl import runs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

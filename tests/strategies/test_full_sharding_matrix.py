@@ -27,7 +27,7 @@ from tests.strategies.training import (
     by_hand,
     fit,
 )
-from tests.workers import run
+from tests.support.workers import run
 
 GPT = replace(CONFIGS["tied"], num_layers=3)
 """Three layers between an embedding and a head that share a weight."""

@@ -30,7 +30,7 @@ from tests.strategies.training import (
     by_hand,
     fit,
 )
-from tests.workers import run
+from tests.support.workers import run
 
 STEPS = 3
 FULL, GRADS = "optim_grads_params", "optim_grads"

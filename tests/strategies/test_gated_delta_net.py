@@ -17,7 +17,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import Pipeline
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
-from tests.workers import run
+from tests.support.workers import run
 
 HYBRID = replace(
     CONFIGS["gqa"],

@@ -36,10 +36,10 @@ from torch.utils.data import DataLoader
 from megalight import checkpoint
 from megalight.strategies import DataParallel, MegatronStrategy, _lightning
 from megalight.strategies.user_module import defines, reads_weights_between_steps
-from tests.environment import PoolEnvironment, trainer
 from tests.strategies.regression import Plain, batches, samples, strategy, weights
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
-from tests.workers import run
+from tests.support.environment import PoolEnvironment, trainer
+from tests.support.workers import run
 
 LOOP = [
     "on_train_batch_start",

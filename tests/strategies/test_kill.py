@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megalight import checkpoint
-from tests.interpreters import environment
 from tests.strategies.test_launch import STARTED
 from tests.strategies.test_resume import STEPS, ranks
-from tests.workers import meeting
+from tests.support.interpreters import environment
+from tests.support.workers import meeting
 
 LAYOUT = {"tensor_parallel": 2, "sequence_parallel": True}
 RANKS = 2

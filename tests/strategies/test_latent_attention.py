@@ -14,7 +14,7 @@ from megalight.ops.rotary import RotaryScaling
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
-from tests.workers import run
+from tests.support.workers import run
 
 LATENT = replace(
     CONFIGS["mha"],

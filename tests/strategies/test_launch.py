@@ -21,11 +21,11 @@ from megalight import checkpoint
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, MegalightError
 from megalight.models.vlm.module import VLMModule
 from megalight.strategies import MegatronStrategy, launchers, load_weights
-from tests.interpreters import environment
 from tests.models.vlm_samples import CONFIG
 from tests.strategies import training
 from tests.strategies.launched import STEPS
-from tests.workers import free_port
+from tests.support.interpreters import environment
+from tests.support.workers import free_port
 
 SCRIPT = "tests.strategies.launched"
 STARTED = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")

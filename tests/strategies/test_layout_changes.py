@@ -20,9 +20,9 @@ from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
-from tests.environment import trainer
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 EXPERTS = replace(CONFIGS["gqa"], num_layers=4, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True)))
 CONFIG = replace(CONFIGS["tied"], num_layers=4)  # tied across the ends; 101 tokens: two ranks hold a padded vocabulary

@@ -16,7 +16,7 @@ from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.strategies import Pipeline
 from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
-from tests.workers import run
+from tests.support.workers import run
 
 MODELS = {
     **CONFIGS,

@@ -12,12 +12,12 @@ from torch import nn
 
 from megalight.parallel.pipeline.options import Pipeline
 from megalight.strategies import MegatronFSDPStrategy
-from tests.nccl import runs_of
 from tests.strategies import regression
 from tests.strategies.regression import batches, dealt, make_optimizer, weights
 from tests.strategies.test_layouts import MODELS, WHOLE, ZERO_BUBBLE, Row, options_of
 from tests.strategies.test_plain import Normed, close
 from tests.strategies.training import assert_same_run, by_hand, fit
+from tests.support.nccl import runs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -19,10 +19,10 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, strategy, weights
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def model(cls: type[WithData] = WithData) -> WithData:

@@ -14,7 +14,7 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import Pipeline
 from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
-from tests.workers import run
+from tests.support.workers import run
 
 MODELS = {
     "gemma": replace(

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.toy import ToyModule
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 class Zero(nn.Linear):

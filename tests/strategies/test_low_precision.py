@@ -32,9 +32,9 @@ from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
 from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.types import TokenBatch
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, CLIP, SEED, Losses, WithData, assert_same_run, fit
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CONFIG = replace(BASE, hidden_size=64, ffn_hidden_size=64, num_layers=2)
 STEPS = 3

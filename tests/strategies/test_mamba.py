@@ -25,7 +25,7 @@ from megalight.parallel.recompute import Recompute
 from megalight.strategies import Pipeline
 from tests.strategies.test_layout_changes import Again
 from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
-from tests.workers import run
+from tests.support.workers import run
 
 HYBRID = replace(
     CONFIGS["gqa"],

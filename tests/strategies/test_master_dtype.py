@@ -20,9 +20,9 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.random import RandomStreams
 from megalight.strategies import Checkpoints, MegatronFSDPStrategy, MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS = 3
 

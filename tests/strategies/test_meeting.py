@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.strategies import process_group as meeting
-from tests.workers import free_port
+from tests.support.workers import free_port
 
 
 def strategy(rank: int = 0, nodes: int = 1) -> Any:

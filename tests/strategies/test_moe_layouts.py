@@ -26,7 +26,7 @@ from tests.strategies.training import (
     by_hand,
     fit,
 )
-from tests.workers import run
+from tests.support.workers import run
 
 CONFIG = replace(
     BASE,

@@ -21,7 +21,7 @@ from megalight.parallel.recompute import Recompute
 from megalight.strategies import Pipeline
 from tests.strategies.test_mamba import HYBRID
 from tests.strategies.training import CONFIGS, Gradients, WithData, assert_same_gradients, assert_same_run, by_hand, fit
-from tests.workers import run
+from tests.support.workers import run
 
 TWO = MultiTokenConfig(num_layers=2, loss_scale=0.7)
 MODELS = {

@@ -13,9 +13,9 @@ from torch import Tensor
 from megalight import checkpoint
 from megalight.parallel.data_parallel import DataParallel
 from megalight.strategies import Checkpoints, MegatronFSDPStrategy, MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 HALF, STEPS = 2, 4
 Strategy = MegatronStrategy | MegatronFSDPStrategy

@@ -21,7 +21,6 @@ from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.transform import ModelTransform
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from megalight.types import TokenBatch
-from tests.environment import trainer
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.strategies.training import (
     ADAM,
@@ -36,7 +35,8 @@ from tests.strategies.training import (
     gathered,
     whole,
 )
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS = 2
 LENGTH = 13

@@ -17,10 +17,10 @@ from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.strategies.checkpoints.options import Checkpoints
-from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, dealt, fit, samples, strategy, weights
 from tests.strategies.test_drop_in import close, lightnings_own
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 class Adversaries(pl.LightningModule):

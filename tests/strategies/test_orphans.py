@@ -19,7 +19,7 @@ from lightning.pytorch.strategies.launchers import subprocess_script as lightnin
 
 from megalight.strategies import launchers
 from megalight.strategies import launchers as orphans
-from tests.workers import SERVER
+from tests.support.workers import SERVER
 
 LIMIT = 240
 """Seconds."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData, assert_same_run, fit
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CONFIG = replace(
     BASE,

@@ -14,7 +14,7 @@ import torch
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.types import TokenBatch
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit, global_batch
-from tests.workers import run
+from tests.support.workers import run
 
 LAYOUTS = [
     {"tensor_parallel": tp, "sequence_parallel": sp, "data": dp, "level": level}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.strategies.toy import ToyModule, fit
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _toy(layers: int, rows: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from megalight.callbacks import EMA, Throughput
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch
 from tests.callbacks.test_throughput import Rows
-from tests.environment import trainer
 from tests.strategies.test_evaluation import Counting
 from tests.strategies.training import ADAM, CONFIGS, SEED, global_batch
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CONFIG = replace(CONFIGS["tied"], num_layers=4)
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [

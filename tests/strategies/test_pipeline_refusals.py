@@ -23,11 +23,11 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.types import Loss
-from tests.environment import trainer
 from tests.strategies.regression import Plain
 from tests.strategies.toy import Toy, ToyModule
 from tests.strategies.training import ADAM, BASE, CONFIGS, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
 

@@ -11,9 +11,9 @@ import pytest
 
 from megalight.parallel.pipeline import executor
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
-from tests.environment import trainer
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def _log(config: str, schedule: str, bucket_size: int | None) -> list[tuple[str, int]]:

@@ -20,9 +20,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 
 from megalight.strategies import MegatronStrategy, Pipeline
-from tests.environment import trainer
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"pipeline_parallel": 2}),

@@ -17,10 +17,10 @@ from torchmetrics import MeanSquaredError
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy
-from tests.environment import trainer
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.regression import Plain, Turns, batches, by_hand, dealt, fit, samples, strategy, weights
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def close(found: list[list[float]], expected: list[list[float]], tolerance: float = 1e-9) -> None:

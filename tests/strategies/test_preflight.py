@@ -34,7 +34,7 @@ from megalight.strategies.refusals import check_tuners
 from tests.strategies.regression import Plain, batches
 from tests.strategies.toy import ToyModule
 from tests.strategies.training import CONFIGS, WithData
-from tests.workers import run
+from tests.support.workers import run
 
 WHOLE = AttentionConfig(qk_norm=True, qk_norm_whole=True)
 MAMBA = MambaConfig(num_heads=4, head_dim=8, state_size=4, num_groups=2)

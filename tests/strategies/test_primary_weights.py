@@ -23,9 +23,9 @@ from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.source import Target
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronStrategy
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData, gathered
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CONFIG = replace(BASE, hidden_size=64, ffn_hidden_size=64, num_layers=3)
 EIGHT_BITS = torch.float8_e4m3fn

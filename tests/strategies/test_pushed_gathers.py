@@ -17,7 +17,7 @@ from megalight.strategies import Pipeline
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.test_full_sharding import CASES, FULL, _beside, _expected, _trained
 from tests.strategies.training import assert_same_gradients, assert_same_run
-from tests.workers import run
+from tests.support.workers import run
 
 NAMES = ("two layers", "tied", "three ranks", "whole gradients", "host", "full recompute", "tp", "hybrid")
 MORE: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {

@@ -17,7 +17,7 @@ from tests.strategies.test_full_sharding import _trained as _whole
 from tests.strategies.test_full_sharding_matrix import LAYOUTS, MOE, _expected, _trained
 from tests.strategies.test_pushed_gathers import _counted, check_beside
 from tests.strategies.training import assert_same_gradients, assert_same_run
-from tests.workers import run
+from tests.support.workers import run
 
 COVER = {
     ("dp2", "optim", 0.0),

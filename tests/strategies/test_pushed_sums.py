@@ -21,7 +21,7 @@ from tests.parallel.data_parallel.helpers import infos
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.test_full_sharding_matrix import LAYOUTS, MOE, _expected, _trained
 from tests.strategies.training import assert_same_gradients, assert_same_run
-from tests.workers import run
+from tests.support.workers import run
 
 FULL = "optim_grads_params"
 COVER = {

@@ -22,7 +22,6 @@ from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.presets import modelopt
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
-from tests.environment import trainer
 from tests.strategies.test_distillation import (
     LR,
     PIPELINE,
@@ -36,7 +35,8 @@ from tests.strategies.test_distillation import (
     teacher_of,
 )
 from tests.strategies.training import SEED
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 pytest.importorskip("modelopt")
 CALIBRATION = 2

@@ -26,10 +26,10 @@ from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
-from tests.environment import trainer
 from tests.strategies.test_distillation import LR, STUDENT, TEACHERS, Student, teacher_of
 from tests.strategies.training import SEED, assert_weights, whole
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS, ROWS, LENGTH, K, TEMPERATURE = 2, 4, 12, 7, 1.5
 V = STUDENT.vocab_size

@@ -20,9 +20,9 @@ from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from megalight.types import Loss
-from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, fit, strategy
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from megalight.callbacks import Retention
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.errors import CheckpointError, StorageError
 from megalight.strategies.checkpoints import hooks
-from tests.objects import BUCKET, server, use  # noqa: F401 (a fixture)
 from tests.strategies.test_async_saves import fit
-from tests.workers import run
+from tests.support.objects import BUCKET, server, use  # noqa: F401 (a fixture)
+from tests.support.workers import run
 
 
 def _runs(folder: str, url: str, address: str, kind: str | None) -> list[list[float]]:

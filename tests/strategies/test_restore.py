@@ -21,9 +21,9 @@ from megalight.models.gpt.module import GPTModule
 from megalight.models.module import MegalightModule
 from megalight.strategies import MegatronStrategy, load_weights
 from megalight.types import Loss
-from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, CONFIGS, SEED, WithData, gathered, global_batch, whole
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 def _trained(path: str, config: str, precision: str) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.strategies.checkpoints.options import Checkpoints
-from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, samples, weights
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 STEPS = 4
 

@@ -34,11 +34,11 @@ from megalight.strategies import (
     Pipeline,
     Side,
 )
-from tests.environment import trainer
 from tests.models.test_vlm_strategy import CONFIGS as VLMS
 from tests.models.test_vlm_strategy import WithData as VLMWithData
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 # dropout draws from the random streams of every rank, so those must be restored too
 CONFIG = replace(CONFIGS["tied"], num_layers=4, dropout=DropoutConfig(hidden=0.1))

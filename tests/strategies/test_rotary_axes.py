@@ -14,7 +14,7 @@ from megalight.models.gpt import PositionConfig
 from megalight.ops.rotary import RotaryAxes
 from megalight.types import TokenBatch
 from tests.strategies.training import CONFIGS, Shares, WithData, assert_same_run, by_hand, fit, global_batch
-from tests.workers import run
+from tests.support.workers import run
 
 # Padding gets positions too: 24 tokens of documents do not divide by 2 * cp * tp.
 MODEL = replace(CONFIGS["gqa"], position=PositionConfig(axes=RotaryAxes((2, 1, 1), interleaved=True)))

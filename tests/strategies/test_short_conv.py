@@ -16,7 +16,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
-from tests.workers import run
+from tests.support.workers import run
 
 HYBRID = replace(CONFIGS["gqa"], num_layers=4, mixer_pattern=("conv", "attention", "conv"), conv_kernel=4)
 PP = {"pipeline_parallel": 2, "micro_batch_size": 1}

@@ -21,7 +21,6 @@ from megalight.nn import LayerContext
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.types import Loss, TokenBatch
-from tests.environment import trainer
 from tests.parallel.graphs.tape import Tape
 from tests.plugins.fakes import Fakes, pretend_cuda
 from tests.plugins.graphed import make_graphed_callables
@@ -35,7 +34,8 @@ from tests.strategies.training import (
     global_batch,
     whole,
 )
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CONFIG = replace(CONFIGS["gqa"], num_layers=4)
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from megalight.errors import CheckpointError
 from megalight.strategies import DataParallel, MegatronStrategy, load_weights
-from tests.environment import trainer
 from tests.strategies.regression import Plain, Turns, batches, samples, weights
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, From, Shares, WithData, gathered, whole
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 

@@ -12,7 +12,7 @@ from megalight.models.gpt import AttentionConfig, PositionConfig, TemperatureCon
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
-from tests.workers import run
+from tests.support.workers import run
 
 LEARNED = replace(
     CONFIGS["gqa"], attention=AttentionConfig(softmax="learnable", window=3, window_pattern=2, qkv_bias=True)

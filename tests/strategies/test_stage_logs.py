@@ -18,9 +18,9 @@ from megalight.models.module import Carry
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.stage_logs import StageLogs
 from megalight.types import Loss
-from tests.environment import trainer
 from tests.strategies.toy import Kept, ToyModule
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 
 class Logs(ToyModule):

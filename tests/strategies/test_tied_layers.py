@@ -13,9 +13,9 @@ from megalight import nn as mnn
 from megalight.models.module import Carry, MegalightModule
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch
-from tests.environment import trainer
 from tests.strategies.training import Losses, assert_same_run, gathered, loader
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 VOCABULARY, WIDTH = 101, 8
 

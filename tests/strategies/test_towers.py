@@ -36,7 +36,6 @@ from megalight.strategies import (
 from megalight.towers.disjoint import FeatureReceiver
 from megalight.types import Loss
 from tests.data.multimodal.conftest import png
-from tests.environment import trainer
 from tests.models.test_vlm_strategy import CONFIGS, Shares, WithData, by_hand, fit
 from tests.models.vlm_samples import CONFIG, IMAGE, QWEN, batch
 from tests.strategies.test_checkpoint_formats import contents
@@ -50,7 +49,8 @@ from tests.strategies.training import (
     assert_same_run,
     gathered,
 )
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 TP = {"tensor_parallel": 2}
 SP = {**TP, "sequence_parallel": True}

@@ -18,11 +18,11 @@ from megalight.models.hugging_face.export import export
 from megalight.models.stored import open_model
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences, TokenBatch
-from tests.environment import trainer
-from tests.reference_gpt import relative_error
 from tests.strategies.test_layout_changes import Again
 from tests.strategies.training import ADAM, CLIP, Losses
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.reference_gpt import relative_error
+from tests.support.workers import run
 
 transformers = pytest.importorskip("transformers")
 

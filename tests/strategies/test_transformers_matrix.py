@@ -15,16 +15,16 @@ from megalight.models.hugging_face.export import export
 from megalight.models.stored import diff, open_model
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
-from tests.environment import trainer
 from tests.models import test_gpt_deepseek_weights as deepseek
 from tests.models import test_gpt_gemma_llama4 as gemma_llama4
 from tests.models import test_gpt_mamba_weights as mamba
 from tests.models import test_gpt_oss as oss
-from tests.reference_gpt import relative_error
 from tests.strategies.test_transformers_layouts import KINDS, Fixed, batch
 from tests.strategies.test_transformers_layouts import LAYOUTS as DIVIDED
 from tests.strategies.training import ADAM
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.reference_gpt import relative_error
+from tests.support.workers import run
 
 transformers = pytest.importorskip("transformers")
 

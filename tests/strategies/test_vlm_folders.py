@@ -24,14 +24,14 @@ from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.task import pictures_of
 from megalight.strategies import MegatronStrategy
-from tests.environment import trainer
 from tests.models import test_vlm_families as families
 from tests.models import test_vlm_hugging_face as llava
 from tests.models import test_vlm_qwen as qwen
-from tests.reference_gpt import relative_error
 from tests.strategies.test_transformers_matrix import LAYOUTS
 from tests.strategies.training import ADAM
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.reference_gpt import relative_error
+from tests.support.workers import run
 
 MODELS: dict[str, Callable[[], Any]] = {
     # Its last layer's features: a folder keeps no layers behind those that are read.

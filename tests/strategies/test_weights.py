@@ -19,9 +19,9 @@ from megalight.models.gpt.hugging_face import from_transformers
 from megalight.models.hugging_face.folder import Folder
 from megalight.parallel.source import parameter_targets, shard_targets
 from megalight.strategies import MegatronStrategy, load_weights
-from tests.environment import trainer
 from tests.strategies.training import ADAM, CLIP, Losses, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 transformers = pytest.importorskip("transformers")
 

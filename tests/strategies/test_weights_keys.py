@@ -30,10 +30,10 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.source import Target
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
-from tests.environment import trainer
 from tests.strategies.test_weights import LLAMA, OPTIONS, SIZES, Masters
 from tests.strategies.training import ADAM, Losses, WithData
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,7 +18,7 @@ from tests.strategies.training import (
     by_hand,
     fit,
 )
-from tests.workers import run
+from tests.support.workers import run
 
 WHOLE = AttentionConfig(qk_norm=True, qk_norm_whole=True)
 MODELS = {

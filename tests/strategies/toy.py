@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from megalight.models.module import Carry, MegalightModule
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
-from tests.environment import trainer
+from tests.support.environment import trainer
 
 
 class Toy(nn.Module):

@@ -25,9 +25,9 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.transform import ModelTransform
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import Loss, TokenBatch
-from tests.environment import trainer
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.gathering import gather_canonical
+from tests.support.environment import trainer
 
 BASE = GPTConfig(
     num_layers=2,

@@ -23,7 +23,7 @@ from tests.models.test_vlm_strategy import ADAPTERS, CONFIGS, COUNTS, FREEZE, by
 from tests.models.vlm_samples import batch
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.training import ADAM, CLIP, SEED, assert_same_gradients
-from tests.workers import run
+from tests.support.workers import run
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -20,8 +20,8 @@ from tests.models.test_vlm_strategy import CONFIGS, COUNTS, by_hand, rows_of
 from tests.models.vlm_samples import batch
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.training import CLIP, SEED, assert_same_gradients
+from tests.support.workers import run
 from tests.towers.test_apart import adam, of_case
-from tests.workers import run
 
 TP = {"tensor_parallel": 2}
 SP = {**TP, "sequence_parallel": True}

@@ -38,7 +38,7 @@ from megalight.checkpoint.disk.files import (
     write_file,
 )
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
-from megalight.checkpoint.disk.rank_files import Archive as Archive_of_rank_files
+from megalight.checkpoint.disk.rank_files import Archive as TorchArchive
 from megalight.checkpoint.disk.rank_files import WrittenBox
 from megalight.checkpoint.foreign import pickles
 from megalight.errors import CheckpointError
@@ -235,11 +235,11 @@ def _tensor(key: str, stored: pickles.Record, places: dict[Any, pickles.Record],
 
 def write_data(
     folder: PathLike, name: str, pieces: Sequence[WrittenBox], blocks: Iterable[Iterable[memoryview]]
-) -> tuple[FileRecord, list[TensorInfo], list[Archive_of_rank_files]]:
+) -> tuple[FileRecord, list[TensorInfo], list[TorchArchive]]:
     """Write a data file of archives, and say where the tensors and the archives lie."""
     position, frames = 0, bytearray()
     tensors: list[TensorInfo] = []
-    archives: list[Archive_of_rank_files] = []
+    archives: list[TorchArchive] = []
     with created(folder / name) as write:
         for piece, parts in zip(pieces, blocks, strict=True):
             # The whole piece in memory, as `torch.save` takes a tensor and not a stream.
@@ -258,7 +258,7 @@ def write_data(
 
 
 def write_metadata(
-    folder: PathLike, tensors: Mapping[str, TensorInfo], archives: Iterable[Archive_of_rank_files]
+    folder: PathLike, tensors: Mapping[str, TensorInfo], archives: Iterable[TorchArchive]
 ) -> dict[str, FileRecord]:
     """Write DCP's own index."""
     paths = {name: torch_path(name) for name in tensors}

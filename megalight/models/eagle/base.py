@@ -13,7 +13,7 @@ from torch import nn
 
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.data.cached_outputs import BEGUN, MANIFEST, StatesStore
-from megalight.data.cached_outputs import ENDS as ENDS_of_cached_outputs
+from megalight.data.cached_outputs import ENDS as RECORD_ENDS
 from megalight.data.cached_outputs import ENDS as STORED_ENDS
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.distillation import OUTPUT, SAVED, Teacher, TeacherLayout, check_tokenizer
@@ -37,7 +37,7 @@ from megalight.types import BaseStates
 def is_states(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder holds hidden states, perhaps not all yet."""
     folder = Path(path)
-    return (folder / ENDS_of_cached_outputs).is_dir() and any((folder / name).is_file() for name in (MANIFEST, BEGUN))
+    return (folder / RECORD_ENDS).is_dir() and any((folder / name).is_file() for name in (MANIFEST, BEGUN))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.nn.attention.flex_attention import flex_attention as flex_attention_of_flex_attention
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from megalight.ops.common import mask
 from megalight.types import PackedSequences, to_device
@@ -181,8 +181,8 @@ def flex_attention(
 def _on(device: str) -> tuple[Callable[..., BlockMask], Callable[..., Any]]:
     """Return what makes masks, and the kernel; compiled on a GPU. Elsewhere it stores all scores, as for tests."""
     if device != "cuda":
-        return create_block_mask, flex_attention_of_flex_attention
-    return torch.compile(create_block_mask), torch.compile(flex_attention_of_flex_attention)
+        return create_block_mask, torch_flex_attention
+    return torch.compile(create_block_mask), torch.compile(torch_flex_attention)
 
 
 @lru_cache(maxsize=16)

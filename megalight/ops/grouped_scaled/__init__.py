@@ -15,24 +15,10 @@ from torch import Tensor
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.grouped_linear.backends import groups
 from megalight.ops.parameter import put
-from megalight.ops.permute import most_rows
-from megalight.ops.quantize import Quantized as Quantized_of_quantize
-from megalight.ops.quantize import Scheme as Scheme_of_quantize
+from megalight.ops.permute import GROUP, most_columns
 from megalight.ops.quantize.formats import Quantized, Scheme
 from megalight.ops.quantize.reference import quantize, tile_amax
 from megalight.registry import Backend, BackendRegistry, remembered
-
-# Where the tokens of each group stand among the columns of a transposed cast.
-
-
-GROUP = 128
-"""Groups begin at multiples of so many columns: a weight gradient takes as many at once, so none has two groups."""
-
-
-def most_columns(rows: int, num_experts: int) -> int:
-    """Return how many columns ``rows`` in so many groups can need at most. It is a multiple of :data:`GROUP`."""
-    return most_rows(rows, num_experts, GROUP)
-
 
 # Grouped products of codes in plain torch, one group after the other, in float64. The host waits for the offsets.
 
@@ -85,21 +71,19 @@ class GroupedScaledSpec(NamedTuple):
     """
 
     device: str
-    a: Scheme_of_quantize
-    b: Scheme_of_quantize
     dtype: torch.dtype
 
 
-COLUMNS: BackendRegistry[GroupedScaledSpec, Callable[..., Quantized_of_quantize]] = BackendRegistry("grouped_columns")
+COLUMNS: BackendRegistry[GroupedScaledSpec, Callable[..., Quantized]] = BackendRegistry("grouped_columns")
 PRODUCT: BackendRegistry[GroupedScaledSpec, Callable[..., Tensor]] = BackendRegistry("grouped_scaled_product")
 WGRAD: BackendRegistry[GroupedScaledSpec, Callable[..., None]] = BackendRegistry("grouped_scaled_weight_gradient")
 REGISTRIES: tuple[BackendRegistry[GroupedScaledSpec, Any], ...] = (COLUMNS, PRODUCT, WGRAD)
-EXAMPLE = GroupedScaledSpec("cpu", Scheme_of_quantize("e4m3", LINE), Scheme_of_quantize("e4m3", LINE), torch.bfloat16)
+EXAMPLE = GroupedScaledSpec("cpu", Scheme("e4m3", LINE), Scheme("e4m3", LINE), torch.bfloat16)
 
 
 def columns_of_groups(
-    x: Tensor, scheme: Scheme_of_quantize, offsets: Tensor, amax: Tensor | None = None, backend: str = "auto"
-) -> Quantized_of_quantize:
+    x: Tensor, scheme: Scheme, offsets: Tensor, amax: Tensor | None = None, backend: str = "auto"
+) -> Quantized:
     """Quantize the transpose of each group of ``x [R, F]``, for a product that contracts tokens.
 
     Args:
@@ -112,15 +96,15 @@ def columns_of_groups(
         codes ``[F, L]`` with scales ``[E, F]``. Each group begins at a multiple of :data:`GROUP` columns, and is filled
         up with zeros to the next. ``L`` is the most that can be needed; the columns after the last group are not set.
     """
-    cast: Quantized_of_quantize = _choose(COLUMNS, GroupedScaledSpec(x.device.type, scheme, scheme, x.dtype), backend)(
+    cast: Quantized = _choose(COLUMNS, GroupedScaledSpec(x.device.type, scheme, scheme, x.dtype), backend)(
         x, scheme, offsets, amax
     )
     return cast
 
 
 def columns_of_stack(
-    weight: Tensor, scheme: Scheme_of_quantize, amax: Tensor | None = None, backend: str = "auto"
-) -> Quantized_of_quantize:
+    weight: Tensor, scheme: Scheme, amax: Tensor | None = None, backend: str = "auto"
+) -> Quantized:
     """Quantize the transpose of each matrix of ``weight [E, out, in]``.
 
     ``scheme`` and ``amax [E, in]`` are those of :func:`columns_of_groups`.
@@ -129,13 +113,13 @@ def columns_of_stack(
         codes ``[E * in, out]`` with scales ``[E * in, 1]``.
     """
     spec = GroupedScaledSpec(weight.device.type, scheme, scheme, weight.dtype)
-    cast: Quantized_of_quantize = _choose(COLUMNS, spec, backend)(weight, scheme, None, amax)
+    cast: Quantized = _choose(COLUMNS, spec, backend)(weight, scheme, None, amax)
     return cast
 
 
 def product(
-    x: Quantized_of_quantize,
-    weight: Quantized_of_quantize,
+    x: Quantized,
+    weight: Quantized,
     offsets: Tensor,
     dtype: torch.dtype,
     *,
@@ -160,8 +144,8 @@ def product(
 
 def add_weight_gradient(
     main_grad: Tensor,
-    grad: Quantized_of_quantize,
-    x: Quantized_of_quantize,
+    grad: Quantized,
+    x: Quantized,
     offsets: Tensor,
     write: bool,
     backend: str = "auto",
@@ -194,7 +178,7 @@ def _choose(
     return found
 
 
-def scheme_why_not(scheme: Scheme_of_quantize) -> str | None:
+def scheme_why_not(scheme: Scheme) -> str | None:
     """Return why codes of a scheme cannot be grouped, or None."""
     if scheme.tile in ((0, 0), LINE) and scheme.scale in ("fp32", "power") and scheme.format != "e2m1":
         return None

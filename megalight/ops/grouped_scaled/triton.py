@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megalight.ops.grouped_linear.triton import described, launch_product, programs, tile_of
-from megalight.ops.grouped_scaled import GROUP, most_columns
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
+from megalight.ops.permute import GROUP, most_columns
 from megalight.ops.quantize.formats import DTYPES, LARGEST, Quantized, Scheme
 from megalight.ops.quantize.reference import TINY
 

@@ -151,3 +151,12 @@ def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None, bac
     spec = PermuteSpec(rows.device.type, rows.dtype, probs_dtype, where.sizes.shape[0])
     out: Tensor = _choose(UNPERMUTE, spec, backend)(rows, where, probs)
     return out
+
+
+GROUP = 128
+"""Groups begin at multiples of so many columns: a weight gradient takes as many at once, so none has two groups."""
+
+
+def most_columns(rows: int, num_experts: int) -> int:
+    """Return how many columns ``rows`` in so many groups can need at most. It is a multiple of :data:`GROUP`."""
+    return most_rows(rows, num_experts, GROUP)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
-from megalight.ops.grouped_scaled import GROUP
 from megalight.ops.parameter import put
+from megalight.ops.permute import GROUP
 from megalight.ops.quantize import Quantized, Scheme
 from megalight.ops.scaled_accumulate import cublaslt
 from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec, multiply_into, writes_products
@@ -124,7 +124,7 @@ def accumulate_groups(
     Args:
         out: the matrices to add to.
         a: ``[M, L]`` with scales ``[E, M]``: each group of columns begins at a multiple of
-            :data:`~megalight.ops.grouped_scaled.GROUP`, and zeros fill it up to the next.
+            :data:`~megalight.ops.permute.GROUP`, and zeros fill it up to the next.
         b: ``[N, L]`` with scales ``[E, N]``, the same.
         schemes: those of the factors of a single product. With one scale per matrix, the scales of a group are equal.
         sizes: number of columns of each group, without the zeros.

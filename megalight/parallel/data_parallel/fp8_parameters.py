@@ -15,8 +15,7 @@ from megalight.ops.linear.low_precision import LowPrecision
 from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import scales_of
 from megalight.ops.quantize.formats import Format
-from megalight.ops.quantized_weight import QuantizedWeight as Codes_of_quantized_weight
-from megalight.ops.quantized_weight import stored_of
+from megalight.ops.quantized_weight import QuantizedWeight, stored_of
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.layout import SHARD_ALIGNMENT, BucketKey, BucketLayout, ParamInfo, align
 
@@ -226,7 +225,7 @@ class FlatCodes:
     def __init__(self, kind: BucketKey, infos: Sequence[ParamInfo], group: ProcessGroup | None) -> None:
         self.infos = list(infos)
         self.unit_group = group
-        self._codes: list[Codes_of_quantized_weight] = []
+        self._codes: list[QuantizedWeight] = []
         self._places: list[dict[str, _Place]] = []
         size = 0
         for info in infos:

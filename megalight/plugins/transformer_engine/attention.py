@@ -11,8 +11,7 @@ from torch import Tensor
 from megalight.errors import LayoutError, MissingPackageError
 from megalight.ops.attention import AttentionSpec
 from megalight.ops.common import HALF
-from megalight.ops.fp8_attention import Attend, sizes_why_not
-from megalight.ops.fp8_attention import FP8AttentionSpec as Spec_of_fp8_attention
+from megalight.ops.fp8_attention import Attend, FP8AttentionSpec, sizes_why_not
 from megalight.plugins.transformer_engine.package import PACKAGE, TORCH
 from megalight.plugins.transformer_engine.package import why_not as package_why_not
 from megalight.types import PackedSequences
@@ -108,7 +107,7 @@ FP8_ATTENTION_MINIMUM = "2.8"
 """The first release whose attention takes scales by current values."""
 
 
-def fp8_attention_why_not(spec: Spec_of_fp8_attention) -> str | None:
+def fp8_attention_why_not(spec: FP8AttentionSpec) -> str | None:
     """Return why it cannot serve, or None."""
     if spec.power:
         return "its attention has no scales that are powers of two"
@@ -132,7 +131,7 @@ def _autocast(recipe: Any) -> Any:
         return PACKAGE.load(f"{TORCH}:fp8_autocast")(enabled=True, fp8_recipe=recipe)
 
 
-def make(spec: Spec_of_fp8_attention) -> Attend:
+def make(spec: FP8AttentionSpec) -> Attend:
     """Make the attention of one layer. Its module has no parameters, but a scale of the gradients of scores."""
     formats = PACKAGE.load(FORMATS)
     recipe = PACKAGE.load(RECIPE)(fp8_format=formats.HYBRID if spec.gradient == "e5m2" else formats.E4M3, fp8_dpa=True)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megalight.ops.activation import ActivationSpec
-from megalight.ops.adam import AdamSpec as Spec_of_adam
+from megalight.ops.adam import AdamSpec
 from megalight.ops.common import HALF, once_differentiable, whole_why_not
-from megalight.ops.linear.weight_gradient import WeightGradientSpec as Spec_of_weight_gradient
-from megalight.ops.norm import NormSpec as Spec_of_norm
+from megalight.ops.linear.weight_gradient import WeightGradientSpec
+from megalight.ops.norm import NormSpec
 from megalight.ops.norm.reference import of_sum
 from megalight.plugins.multi_tensor import MultiTensorAdam
 from megalight.plugins.transformer_engine.package import KERNELS, PACKAGE, dtype_code, kernel
@@ -89,7 +89,7 @@ NO_MARGIN, NOT_CENTERED = 0, False
 """Use all multiprocessors, and a weight that is the factor itself, not the factor minus one."""
 
 
-def _norm_why_not(spec: Spec_of_norm, kind: str) -> str | None:
+def _norm_why_not(spec: NormSpec, kind: str) -> str | None:
     if spec.dtype not in (*HALF, torch.float32):
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"
     if spec.dtype != spec.weight_dtype:
@@ -99,12 +99,12 @@ def _norm_why_not(spec: Spec_of_norm, kind: str) -> str | None:
     return reason or package_why_not(spec.device, f"the norm ({kind})", NORM_MINIMUM, *kernels)
 
 
-def rms_why_not(spec: Spec_of_norm) -> str | None:
+def rms_why_not(spec: NormSpec) -> str | None:
     """Return why it cannot serve RMS norm, or None."""
     return _norm_why_not(spec, "rmsnorm")
 
 
-def layer_why_not(spec: Spec_of_norm) -> str | None:
+def layer_why_not(spec: NormSpec) -> str | None:
     """Return why it cannot serve layer norm, or None."""
     return _norm_why_not(spec, "layernorm")
 
@@ -178,7 +178,7 @@ ADAM_MINIMUM = "2.1"
 APPLY = "transformer_engine.pytorch.optimizers:multi_tensor_applier"
 
 
-def adam_why_not(spec: Spec_of_adam) -> str | None:
+def adam_why_not(spec: AdamSpec) -> str | None:
     """Return why it cannot serve a step, or None."""
     if not spec.contiguous:
         return "needs contiguous tensors"
@@ -205,7 +205,7 @@ GEMM = "transformer_engine.pytorch.cpp_extensions:general_gemm"
 WORKSPACE = "transformer_engine.pytorch.module.base:get_workspace"
 
 
-def weight_gradient_why_not(spec: Spec_of_weight_gradient) -> str | None:
+def weight_gradient_why_not(spec: WeightGradientSpec) -> str | None:
     """Return why it cannot serve an accumulation, or None."""
     if spec.dtype not in (*HALF, torch.float32):
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"

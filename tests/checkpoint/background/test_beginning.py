@@ -24,7 +24,7 @@ from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 from tests.checkpoint.beside import workers_of
 from tests.checkpoint.layouts import Layout, Model
-from tests.workers import run
+from tests.support.workers import run
 
 LIMIT = 60.0
 """Seconds for what must not hang."""

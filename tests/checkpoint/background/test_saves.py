@@ -32,7 +32,7 @@ from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, wait_until_gone, workers_of
 from tests.checkpoint.layouts import Layout, Model
-from tests.workers import run
+from tests.support.workers import run
 
 
 @pytest.fixture(params=KINDS)

@@ -21,7 +21,7 @@ from megalight.checkpoint.disk import files, manifest, publish
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 from tests.checkpoint.faults import Faults
-from tests.workers import meeting, run
+from tests.support.workers import meeting, run
 
 ERRORS = [OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EIO, errno.EROFS)]
 

@@ -35,8 +35,8 @@ from megalight.errors import CheckpointError, MegalightError, StorageError
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, workers_of
 from tests.checkpoint.layouts import Layout, Model
-from tests.objects import BUCKET, server, use  # noqa: F401 (a fixture)
-from tests.workers import run
+from tests.support.objects import BUCKET, server, use  # noqa: F401 (a fixture)
+from tests.support.workers import run
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from megalight.checkpoint.foreign.torch_dcp import torch_path, write_data
 from megalight.checkpoint.inspection.verify import verify
 from megalight.errors import CheckpointError
 from tests.checkpoint.layouts import SHAPES, STATES, Layout, Model, full
-from tests.workers import run
+from tests.support.workers import run
 
 SAVED = Layout(4, 2, "optim")
 PLAIN = """

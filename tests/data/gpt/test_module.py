@@ -20,8 +20,8 @@ from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.data.conftest import documents
 from tests.data.corpora import write
-from tests.environment import PoolEnvironment
-from tests.workers import run
+from tests.support.environment import PoolEnvironment
+from tests.support.workers import run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec:FutureWarning",

@@ -34,9 +34,9 @@ from tests.data.chat.test_module import Rows
 from tests.data.gpt.test_module import every_step
 from tests.data.gpt.test_module import trainer as reading
 from tests.data.multimodal.conftest import png, row
-from tests.environment import trainer
 from tests.models.vlm_samples import CONFIG, LANGUAGE, QWEN, TILES
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 FORM = ImageForm(size=8, patch=4)
 

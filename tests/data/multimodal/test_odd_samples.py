@@ -28,9 +28,9 @@ from megalight.strategies import (
 )
 from tests.data.multimodal.conftest import png, row
 from tests.data.multimodal.test_module import dataset
-from tests.environment import trainer
 from tests.models.vlm_samples import CONFIG, QWEN
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 LENGTH, VOCABULARY = 96, 280
 

@@ -11,7 +11,7 @@ from megalight.models.transforms.lora import merge
 from megalight.nn import Linear, Section
 from megalight.nn.init import initialize
 from tests.models.transforms.test_lora import VARIANTS, parity
-from tests.workers import run
+from tests.support.workers import run
 
 
 @pytest.mark.parametrize("bias", [False, True])

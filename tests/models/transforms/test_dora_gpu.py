@@ -10,7 +10,7 @@ from torch import nn
 from megalight.models.transforms import DoRA
 from megalight.nn import Linear, Section
 from megalight.nn.init import initialize
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 pytestmark = pytest.mark.gpu
 

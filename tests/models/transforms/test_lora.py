@@ -28,7 +28,7 @@ from megalight.parallel.transform import TRANSFORMS, ModelTransform
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import BASE, VARIANTS, batch, canonical, jitter, twin
-from tests.workers import run
+from tests.support.workers import run
 
 
 def adapted(config: GPTConfig, lora: LoRA) -> GPT:

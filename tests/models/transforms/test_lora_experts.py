@@ -30,7 +30,6 @@ from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, adapters
 from megalight.parallel.expert import ExpertOptions
 from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.types import PackedSequences
-from tests.environment import trainer
 from tests.parallel.test_apply import jitter
 from tests.strategies.training import (
     ADAM,
@@ -45,7 +44,8 @@ from tests.strategies.training import (
     canonical,
     fit,
 )
-from tests.workers import run
+from tests.support.environment import trainer
+from tests.support.workers import run
 
 CONFIG = replace(
     BASE,

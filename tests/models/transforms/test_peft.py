@@ -37,7 +37,7 @@ from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize
 from megalight.parallel.source import Target
 from megalight.types import PackedSequences
-from tests.reference_gpt import relative_error
+from tests.support.reference_gpt import relative_error
 
 peft = pytest.importorskip("peft")
 

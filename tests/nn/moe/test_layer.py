@@ -13,8 +13,8 @@ from megalight.nn.canonical import canonical_tensors
 from megalight.nn.moe import RouterConfig
 from megalight.nn.moe.dispatch import Grouped, LocalDispatcher
 from megalight.ops.router import Routes
-from tests.canonical import load_canonical
 from tests.nn.moe.loops import WIDTH, context, layer, looped
+from tests.support.canonical import load_canonical
 
 
 def after(logits: Tensor, top_k: int) -> dict[int, Tensor]:

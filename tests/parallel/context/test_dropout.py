@@ -10,7 +10,7 @@ from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
 from megalight.types import PackedSequences
-from tests.workers import run
+from tests.support.workers import run
 
 
 def dropped(kind: str) -> tuple[float, float, list[float]]:

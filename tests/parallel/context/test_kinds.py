@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parallel.context.parity import attention_errors, check
-from tests.workers import run
+from tests.support.workers import run
 
 PACKS = {"uniform": [8, 8, 8], "uniform_odd": [13, 13], "ragged": [19, 1, 8, 30, 3]}
 PLAIN = [{}, {"causal": False, "scale": 0.3}]

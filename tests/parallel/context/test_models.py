@@ -6,7 +6,7 @@ from megalight.models.gpt.config import GPTBackendConfig, NormConfig
 from megalight.models.gpt.mixer_config import AttentionConfig, PositionConfig
 from megalight.parallel.context.options import ContextOptions
 from tests.parallel.context.parity import check, gpt_errors
-from tests.workers import run
+from tests.support.workers import run
 
 PACKED = (2, 21, ((3, 14, 4), (20, 1)))
 ROWS = (2, 16, None)

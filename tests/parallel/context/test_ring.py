@@ -14,7 +14,7 @@ from megalight.parallel.context.ring_blocks import blocks_of
 from megalight.parallel.context.spec import ContextSpec
 from megalight.types import PackedSequences
 from tests.parallel.gathering import relative_error
-from tests.workers import run
+from tests.support.workers import run
 
 CASES: dict[str, list[int]] = {
     "one sequence": [24],

@@ -12,7 +12,7 @@ from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec, check_cover
 from tests.parallel.data_parallel.helpers import assert_close, mesh, split_spec
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _values(name: str, rank: int, *shape: int) -> Tensor:

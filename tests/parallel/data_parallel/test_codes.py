@@ -21,7 +21,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import mesh
-from tests.workers import run
+from tests.support.workers import run
 
 SHAPES = {"up": (48, 16), "down": (16, 48), "norm": (16,)}
 

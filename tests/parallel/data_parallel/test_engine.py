@@ -30,7 +30,7 @@ from tests.parallel.data_parallel.helpers import (
     loss,
     mesh,
 )
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _edges_and_limits() -> list[int]:

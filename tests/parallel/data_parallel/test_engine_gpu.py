@@ -13,7 +13,7 @@ from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import accumulate, assert_close, infos, loss
-from tests.workers import meeting
+from tests.support.workers import meeting
 
 pytestmark = pytest.mark.gpu
 WIDTH = 512

@@ -10,7 +10,7 @@ from megalight.errors import MegalightError
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.data_parallel.grad_norm import check_finite
 from tests.parallel.data_parallel.helpers import accumulate, batches, build, infos, mesh
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _spoilt(level: str, bad: float) -> list[str]:

@@ -19,7 +19,7 @@ from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import assert_close, infos, mesh
 from tests.parallel.data_parallel.stale import stale_gradients
-from tests.workers import run
+from tests.support.workers import run
 
 WIDTH, VOCABULARY = 5, 11
 

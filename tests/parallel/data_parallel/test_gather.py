@@ -12,7 +12,7 @@ from megalight.optim import Adam
 from megalight.optim.sharded import shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, gather
 from tests.parallel.data_parallel.helpers import accumulate, assert_close, batches, build, infos, loss, mesh
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _hooks_wait_for_their_own_parameters() -> None:

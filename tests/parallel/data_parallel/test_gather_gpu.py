@@ -26,7 +26,7 @@ from megalight.parallel.graphs.recorder import CUDARecorder
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.step import GlobalTotals
-from tests.nccl import runs_of
+from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 WIDTH, LAYERS, STEPS, NEVER = 1024, 6, 8, 1000

@@ -16,7 +16,7 @@ from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, c
 from megalight.parallel.data_parallel.host_masters import offloaded
 from megalight.parallel.data_parallel.layout import BucketKey, plan_buckets
 from tests.parallel.data_parallel.helpers import accumulate, assert_models_close, batches, build, infos, loss, mesh
-from tests.workers import run
+from tests.support.workers import run
 
 STEPS = 3
 

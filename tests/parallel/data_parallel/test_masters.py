@@ -17,7 +17,7 @@ from megalight.parallel.data_parallel.masters import check_masters
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.helpers import accumulate, batches, build, loss, mesh
-from tests.workers import run
+from tests.support.workers import run
 
 STEPS, LR, DECAY, BETAS, EPS = 4, 0.02, 0.1, (0.9, 0.95), 1e-8
 

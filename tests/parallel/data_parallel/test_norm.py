@@ -14,7 +14,7 @@ from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close, mesh, split_spec
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _whole(name: str, *shape: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalight.parallel.data_parallel import reduce as pushed_sums
 from megalight.parallel.data_parallel.communication import side_stream
 from megalight.parallel.data_parallel.reduce import PushedSums
-from tests.nccl import runs_of
+from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1 << 10, (1 << 20) + 24, 3 << 19, 8)

@@ -13,7 +13,7 @@ from megalight.parallel.data_parallel.reduce import partial_runs
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close, infos, mesh, split_spec
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _flat_gradient(size: int, rank: int) -> torch.Tensor:

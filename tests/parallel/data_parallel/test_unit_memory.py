@@ -16,7 +16,7 @@ from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import mesh
-from tests.workers import run
+from tests.support.workers import run
 
 WIDTH, WORDS, LAYERS, WORLD = 128, 2048, 8, 2
 LARGEST = WIDTH * WORDS

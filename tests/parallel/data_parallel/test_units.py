@@ -23,7 +23,7 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import assert_close, assert_models_close, mesh
 from tests.parallel.data_parallel.stale import stale_gradients
-from tests.workers import run
+from tests.support.workers import run
 
 WIDTH = 6
 STEPS = 2

@@ -16,8 +16,8 @@ from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
-from tests.nccl import runs_of
 from tests.parallel.data_parallel.helpers import assert_close
+from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 WIDTH, LAYERS = 2048, 6

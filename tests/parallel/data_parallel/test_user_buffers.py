@@ -22,7 +22,7 @@ from megalight.parallel.data_parallel import communication as user_buffers
 from megalight.parallel.data_parallel.communication import why_not
 from tests.parallel.data_parallel.helpers import assert_models_close
 from tests.parallel.data_parallel.test_units import Net, _reference, _train, engine_of
-from tests.workers import run
+from tests.support.workers import run
 
 CUDA = torch.device("cuda")
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megalight.parallel.data_parallel.communication import Registration, why_not
-from tests.nccl import runs_of
 from tests.parallel.data_parallel.helpers import assert_close
 from tests.parallel.data_parallel.test_units_gpu import train
+from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ from megalight.types import Loss, PackedSequences
 from tests.parallel.expert.model import build
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
-from tests.workers import run
+from tests.support.workers import run
 
 
 @dataclass

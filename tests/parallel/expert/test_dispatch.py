@@ -40,7 +40,7 @@ from megalight.types import PackedSequences
 from tests.parallel.expert.model import CONFIG, MOE, build
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
-from tests.workers import run
+from tests.support.workers import run
 
 
 def tokens_of(replica: int, lengths: list[int], multiple: int):

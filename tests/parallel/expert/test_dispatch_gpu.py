@@ -20,7 +20,7 @@ from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Expert
-from tests.nccl import runs_of
+from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 WIDTH, INNER, EXPERTS, TOP_K = 64, 96, 8, 3

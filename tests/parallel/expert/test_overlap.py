@@ -33,7 +33,7 @@ from tests.parallel.expert.model import CONFIG, build
 from tests.parallel.expert.test_coupling import Task
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
-from tests.workers import run
+from tests.support.workers import run
 
 DEEP = replace(CONFIG, num_layers=4)
 VARIANT: dict[str, Any] = {

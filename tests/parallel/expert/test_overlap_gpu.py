@@ -21,10 +21,10 @@ from megalight.parallel.recompute import Recompute
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.types import Loss, PackedSequences
-from tests.nccl import runs_of
 from tests.parallel.expert.model import build
 from tests.parallel.expert.test_coupling import Task
 from tests.parallel.expert.test_overlap import BESIDE, COMBINED, DEEP, FULL, VARIANT, micro_batches
+from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {

@@ -28,7 +28,7 @@ from megalight.parallel.tensor.shared import Shared
 from tests.parallel.expert import test_dispatch, test_overlap
 from tests.parallel.expert.model import build
 from tests.parallel.peers.shared_files import symmetric_on_cpu
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _step(degrees: dict[str, int]) -> dict[str, float]:

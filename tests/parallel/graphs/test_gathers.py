@@ -23,7 +23,7 @@ from megalight.parallel.graphs.iteration import IterationGraphs
 from tests.parallel.data_parallel.helpers import assert_close, infos, mesh
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.graphs.tape import Recorded, Tape
-from tests.workers import run
+from tests.support.workers import run
 
 FORGOTTEN = 3
 """The bucket that one run does not wait for, in the order of the forward pass: the second bias."""

@@ -9,7 +9,7 @@ from megalight.parallel.graphs.inspection import Inspection
 from megalight.parallel.groups import shared_group
 from megalight.parallel.peers.memory import MEETINGS, PeerMemory
 from tests.parallel.peers.shared_files import symmetric_on_cpu
-from tests.workers import run
+from tests.support.workers import run
 
 
 def _meet() -> tuple[int, list[str]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megalight.errors import MegalightError
 from megalight.parallel.peers.memory import SLOTS, Flag, PeerMemory
 from megalight.parallel.peers.watch import DEFAULT_LIMIT, Watch, limit_of
-from tests.workers import run
+from tests.support.workers import run
 
 
 class Flags(PeerMemory):

@@ -25,7 +25,7 @@ from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.schedules import Action, ActionKind
 from megalight.parallel.pipeline.timeline import simulate
 from megalight.types import Loss
-from tests.workers import run
+from tests.support.workers import run
 
 WIDTH, ROWS = 6, 3
 

@@ -21,7 +21,7 @@ from megalight.parallel.pipeline.options import Messages, Pipeline
 from megalight.types import Loss
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.pipeline.test_executor import WIDTH, Chunk
-from tests.workers import run
+from tests.support.workers import run
 
 ROWS = ((3, 3, 3), (3, 3, 3), (7, 1, 2, 5))
 """Rows of the micro-batches of each step: the last one has other shapes, and more of them than fit a slot."""

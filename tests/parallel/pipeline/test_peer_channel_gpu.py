@@ -14,7 +14,7 @@ from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.peers.memory import PeerMemory
 from megalight.parallel.pipeline.channels import Edges, Message, PeerChannel
-from tests.nccl import runs_of
+from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 SIZES = (1 << 10, 1 << 20, (1 << 22) + 3, 12345)

@@ -19,7 +19,7 @@ from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import STYLES, Column
 from tests.parallel.gathering import gather_canonical
 from tests.parallel.styles.foreign import ContextPair, Pair, SplitPair, plugin
-from tests.workers import run
+from tests.support.workers import run
 
 
 def parity(axis: str) -> bool:

@@ -22,7 +22,7 @@ from megalight.parallel.tensor.overlap import spec as plain
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.shared import Shared
 from tests.ops.test_linear import Parameter, with_main_grad
-from tests.workers import run
+from tests.support.workers import run
 
 IN, OUT = 32, 48
 

@@ -15,7 +15,7 @@ from megalight.parallel.tensor.linear import ColumnLinear
 from megalight.parallel.tensor.overlap import spec
 from megalight.parallel.tensor.overlap import spec as plain
 from megalight.parallel.tensor.shared import Shared
-from tests.workers import run
+from tests.support.workers import run
 
 
 def layer(sequence_parallel: bool) -> tuple[ColumnLinear, Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute, apply_recompute
 from tests.parallel.test_apply import BASE, batch, jitter, twin
-from tests.workers import run
+from tests.support.workers import run
 
 KINDS = [
     Recompute(),

@@ -10,7 +10,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Vocab
 from tests.parallel.gathering import gather_canonical
-from tests.workers import run
+from tests.support.workers import run
 
 
 def lookup(padding_idx: int | None) -> bool:

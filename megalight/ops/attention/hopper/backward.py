@@ -29,8 +29,8 @@ from megalight.ops.attention.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from megalight.ops.attention.hopper.gluon import constexpr as constexpr_of_gluon
-from megalight.ops.attention.hopper.gluon import jit as jit_of_gluon
+from megalight.ops.attention.hopper.gluon import constexpr as gluon_constexpr
+from megalight.ops.attention.hopper.gluon import jit as gluon_jit
 from megalight.ops.attention.hopper.programs import ROWS, programs, together
 from megalight.ops.attention.triton_blocks import factors, flags, queries_of, table_of, tanh, visible
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
@@ -147,13 +147,13 @@ FLAT = gl.NVMMASharedLayout(0, 32, 2)
 """How sums lie in shared memory: as in memory."""
 
 
-@jit_of_gluon
+@gluon_jit
 def _turn(step: Value, count: Value) -> Any:
     """Return the block of queries, and the head of the group, of a step: head by head, from the last block down."""
     return count - 1 - step % count, step // count
 
 
-@jit_of_gluon
+@gluon_jit
 def _load(
     q: Value, grad: Value, lse: Value, delta: Value, k: Value, v: Value, q_blocks: Value, grad_blocks: Value,
     lse_rows: Value, delta_rows: Value, k_block: Value, v_block: Value, ready: Value, q_full: Value, grad_full: Value,
@@ -188,7 +188,7 @@ def _load(
         tma.async_copy_global_to_shared(grad, [row, (head + member) * 128], bar, grad_blocks.index(stage))
 
 
-@jit_of_gluon
+@gluon_jit
 def _add(
     sums: Value, sum_blocks: Value, sum_full: Value, sum_empty: Value, count: Value, head: Value, members: Value,
     base: Value, blocks: Value,
@@ -208,21 +208,21 @@ def _add(
         mbarrier.arrive(sum_empty.index(1), count=1)
 
 
-@jit_of_gluon
+@gluon_jit
 def _multiply(
-    PART: constexpr_of_gluon, q_blocks: Value, grad_blocks: Value, lse_rows: Value, delta_rows: Value, k_block: Value,
+    PART: gluon_constexpr, q_blocks: Value, grad_blocks: Value, lse_rows: Value, delta_rows: Value, k_block: Value,
     v_block: Value, slope_blocks: Value, sum_blocks: Value, ready: Value, q_full: Value,
     grad_full: Value, sum_full: Value, sum_empty: Value, met: Value,
     key_out: Value, value_out: Value, length: Value, key_start: Value, num_keys: Value, first: Value, begin: Value,
     edge: Value, whole: Value, count: Value, scale: Value, cap: Value, slope: Value, window: Value, key_head: Value,
     key_heads: Value, members: Value, slot: Value, part: Value, parts: Value, partial: Value, tickets: Value,
-    CAUSAL: constexpr_of_gluon, WINDOW: constexpr_of_gluon, CAPPED: constexpr_of_gluon, FAST: constexpr_of_gluon,
+    CAUSAL: gluon_constexpr, WINDOW: gluon_constexpr, CAPPED: gluon_constexpr, FAST: gluon_constexpr,
 ) -> None:  # fmt: skip
     """Compute the gradients of half of the keys, and what all keys give to half of the features of queries."""
-    scores_layout: constexpr_of_gluon = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    layout: constexpr_of_gluon = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    left_layout: constexpr_of_gluon = gl.DotOperandLayout(0, layout, 2)
-    across: constexpr_of_gluon = gl.SliceLayout(0, scores_layout)
+    scores_layout: gluon_constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    layout: gluon_constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    left_layout: gluon_constexpr = gl.DotOperandLayout(0, layout, 2)
+    across: gluon_constexpr = gl.SliceLayout(0, scores_layout)
     keys = first + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, scores_layout))
     key_total = gl.zeros([64, 128], gl.float32, layout)
     value_total = gl.zeros([64, 128], gl.float32, layout)
@@ -325,7 +325,7 @@ def _attention_backward(
     q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, sums: Value, key_out: Value, value_out: Value,
     table: Value, scale: Value, cap: Value, slope: Value, window: Value, tokens: Value, blocks: Value, key_heads: Value,
     head_step: Value, key_step: Value, value_step: Value, partial: Value, tickets: Value,
-    GROUP: constexpr_of_gluon, CAUSAL: constexpr_of_gluon, WINDOW: constexpr_of_gluon, CAPPED: constexpr_of_gluon, FAST: constexpr_of_gluon, REGISTERS: constexpr_of_gluon,
+    GROUP: gluon_constexpr, CAUSAL: gluon_constexpr, WINDOW: gluon_constexpr, CAPPED: gluon_constexpr, FAST: gluon_constexpr, REGISTERS: gluon_constexpr,
 ) -> None:  # fmt: skip
     entry = table + 10 * gl.program_id(0)
     start = gl.load(entry)

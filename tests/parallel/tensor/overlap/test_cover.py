@@ -26,7 +26,7 @@ from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.overlap.symmetric import Cover
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.test_apply import BASE, batch, jitter, twin
-from tests.workers import run
+from tests.support.workers import run
 
 
 class _Then(torch.autograd.Function):

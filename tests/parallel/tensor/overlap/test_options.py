@@ -27,7 +27,7 @@ from megalight.parallel.tensor.overlap.overlap_modes import OVERLAPS, choose
 from megalight.parallel.tensor.overlap.spec import OverlapSpec
 from megalight.parallel.tensor.shared import Shared, gains_by_recording, steps_recorded
 from tests.parallel.test_apply import BASE
-from tests.workers import run
+from tests.support.workers import run
 
 SPEC = OverlapSpec(2, True, "cuda", torch.bfloat16, torch.bfloat16, low_precision=False, autocast=False)
 

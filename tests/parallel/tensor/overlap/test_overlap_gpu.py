@@ -15,7 +15,7 @@ from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.shared import Shared
-from tests.nccl import runs_of
+from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.shared import Shared
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.test_apply import BASE, VARIANTS, batch, jitter, parity, twin
-from tests.workers import run
+from tests.support.workers import run
 
 CASES = [
     (2, "gpt2", True, TensorOptions(overlap="pipelined", pieces=2)),

@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.workers import Forked
+from tests.support.workers import Forked
 
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -64,7 +64,7 @@ def environment() -> dict[str, str]:
     """Return variables for a process to find the commands; also for ranks that torchrun starts."""
     import torch
 
-    from tests.programs import STARTED
+    from tests.support.programs import STARTED
 
     kept = {name: value for name, value in os.environ.items() if name not in STARTED} | {"OMP_NUM_THREADS": "1"}
     places = [str(Path(sys.executable).parent), os.environ["PATH"]]

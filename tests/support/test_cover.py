@@ -9,7 +9,6 @@ import pytest
 
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import DataParallel, Side
-from tests.cover import Row, idle, missing, rows_of
 from tests.models import test_gpt_megatron, test_vlm_strategy
 from tests.strategies import (
     test_full_sharding_matrix,
@@ -18,6 +17,7 @@ from tests.strategies import (
     test_parity,
     test_towers,
 )
+from tests.support.cover import Row, idle, missing, rows_of
 
 AXES = {
     "tensor_parallel": "tp",

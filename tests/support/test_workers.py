@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import workers
-from tests.workers import free_port, meeting, run
+from tests.support import workers
+from tests.support.workers import free_port, meeting, run
 
 
 def _sum_of_ranks(offset: int) -> int:
@@ -90,7 +90,7 @@ def test_free_ports_are_none_that_the_system_gives_to_others() -> None:
 
 def test_only_tests_of_ports_ask_for_one() -> None:
     """All other processes meet at a file: another test may take a port before it is used."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     found = {path.name for path in here.rglob("*.py") if "free_port" in path.read_text()}
     assert found == {"workers.py", "test_workers.py", "test_launch.py", "test_meeting.py", "test_resiliency.py"}
 
@@ -167,7 +167,7 @@ def test_ranks_that_did_not_meet_try_again(monkeypatch: pytest.MonkeyPatch) -> N
 
     def once(*arguments: Any) -> tuple[dict[int, Any], dict[int, str]]:
         calls.append(collect(*arguments))
-        return ({}, {0: "tests.workers.NotMet"}) if len(calls) == 1 else calls[-1]
+        return ({}, {0: "tests.support.workers.NotMet"}) if len(calls) == 1 else calls[-1]
 
     monkeypatch.setattr(workers, "_collect", once)
     assert workers.run(os.getpid, 2) == [calls[1][0][0], calls[1][0][1]] != [calls[0][0][0], calls[0][0][1]]

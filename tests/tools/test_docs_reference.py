@@ -26,7 +26,7 @@ from megalight.strategies import (
     MegatronTowersStrategy,
 )
 from megalight.types import TokenBatch
-from tests.source import ROOT
+from tests.support.source import ROOT
 
 reference = import_module("docs_reference")
 
@@ -73,7 +73,7 @@ HELPERS = {
     "mean",
     "to_device",
     "sample",
-    "Blocks",
+    "BlockPool",
     "Cache",
     "ParallelGPT",
     "silence",

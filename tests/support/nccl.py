@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.workers import meeting
+from tests.support.workers import meeting
 
 PATIENCE = 240.0
 """Maximum seconds for one job. On a new machine its kernels are compiled first, beside those of other tests."""

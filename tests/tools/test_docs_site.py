@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import yaml
 
-from tests.pages import blocks
-from tests.source import ROOT
+from tests.support.pages import blocks
+from tests.support.source import ROOT
 
 docs_site = import_module("docs_site")
 

@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation anew.
 
-make demo && python docs_pictures.py    # curves of the demo, its bar in a terminal, a pipeline's timeline
+make demo && python tools/docs_pictures.py    # curves of the demo, its bar in a terminal, a pipeline's timeline
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from html import escape
 from pathlib import Path
 
-ASSETS = Path(__file__).parent / "docs" / "assets"
+ASSETS = Path(__file__).parents[1] / "docs" / "assets"
 DEMO = Path("runs/demo")
 COLUMNS = 136
 FIT = """megalight fit -c recipes/demo.yaml --trainer.devices=1 --trainer.strategy.tensor_parallel=1

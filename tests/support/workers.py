@@ -29,20 +29,20 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from tests.cores import roam, stay
+from tests.support.cores import roam, stay
 
 GRACE = 5.0
 """Seconds for other ranks to end after one has failed. They may hang in a collective that it never joins."""
 POLL = 0.2
 PRELOAD = [
-    *("torch", "lightning.pytorch", "megalight.models.gpt", "megalight.strategies", "tests.installed"),
+    *("torch", "lightning.pytorch", "megalight.models.gpt", "megalight.strategies", "tests.support.installed"),
     # What a command imports besides.
     *("megalight.cli.lightning", "megalight.callbacks", "omegaconf", "torch.utils.tensorboard"),
     # Lightning's ModelCheckpoint imports it to ask whether a folder is in a store: half a second.
     "s3fs",
     # Four seconds in each rank that quantizes, and so many objects that each full collection of garbage takes long.
-    "tests.quantizing",
-    "tests.frozen",
+    "tests.support.quantizing",
+    "tests.support.frozen",
 ]
 """What almost all ranks and commands need, which takes seconds to import."""
 SERVER = mp.get_context("forkserver")
@@ -117,7 +117,7 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank))
     rank_zero_only.rank = rank  # Lightning reads the variable when it is imported, which was before
     stay(rank)  # also the thread that waits for messages, which starts now
-    importlib.import_module("tests.one_loop")  # here, as threads do not survive a fork
+    importlib.import_module("tests.support.one_loop")  # here, as threads do not survive a fork
     tests = mp.parent_process()  # not the server that forks ranks, which does not end as long as they live
     while True:
         try:

@@ -10,9 +10,9 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import interpreters
-from tests.programs import SECONDS, forked
-from tests.source import ROOT
+from tests.support import interpreters
+from tests.support.programs import SECONDS, forked
+from tests.support.source import ROOT
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]+)\n(?P<text>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 SHARED = ("recipes", "examples")

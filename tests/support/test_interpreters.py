@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.interpreters import environment
+from tests.support.interpreters import environment
 
 
 def started(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalight.cli.checks import early
 from megalight.cli.lightning import MegalightCLI, _prepare
-from tests.source import ROOT
+from tests.support.source import ROOT
 
 WORDS = ["--config", str(ROOT / "recipes" / "demo.yaml")]
 
