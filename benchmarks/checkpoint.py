@@ -28,12 +28,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from megalight.checkpoint import boxes
+from megalight.checkpoint.disk import rank_files
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalight import checkpoint
-from megalight.checkpoint import boxes as memory
 from megalight.checkpoint.disk import datafile
-from megalight.checkpoint.disk import rank_files as parts
 from megalight.checkpoint.disk.files import blocks, checksum
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -83,7 +84,7 @@ def load_ours(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def save_unsummed(tensors: dict[str, Tensor], path: Path) -> None:
-    with patch.object(parts, "checksum", lambda _: "0" * 16):
+    with patch.object(rank_files, "checksum", lambda _: "0" * 16):
         checkpoint.save(path, views(tensors))
 
 
@@ -94,7 +95,7 @@ def load_unsummed(tensors: dict[str, Tensor], path: Path) -> None:
 
 def summing(tensors: dict[str, Tensor]) -> float:
     """Return the processor seconds for the checksums of all tensors, block by block, in host memory."""
-    staged = [memory.as_bytes(tensor.cpu()).numpy().data for tensor in tensors.values()]
+    staged = [boxes.as_bytes(tensor.cpu()).numpy().data for tensor in tensors.values()]
     start = time.process_time()
     for data in staged:
         for low, high in blocks(len(data)):
@@ -125,7 +126,7 @@ def save_dcp(tensors: dict[str, Tensor], path: Path) -> None:
 def write_plainly(tensors: dict[str, Tensor], path: Path) -> None:
     with path.open("wb", buffering=0) as file:
         for tensor in tensors.values():
-            file.write(memory.as_bytes(tensor).cpu().numpy().data)
+            file.write(boxes.as_bytes(tensor).cpu().numpy().data)
         os.fsync(file.fileno())
 
 

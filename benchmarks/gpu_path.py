@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalight.ops.linear import weight_gradient
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import host
 from megalight import registry
 from megalight.nn.moe.dispatch import HostCounts
-from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.scaled_accumulate import cublaslt
 from megalight.registry import BackendRegistry
 
@@ -144,8 +145,8 @@ def gpu_path() -> Iterator[None]:
             (torch, "empty_like", torch.zeros_like),
             (Tensor, "new_empty", Tensor.new_zeros),
             (torch.cuda, "current_stream", lambda device=None: stream),
-            (wgrad, "_addmm_fp32", half_to_fp32),
-            (wgrad, "_baddbmm_fp32", half_to_fp32),
+            (weight_gradient, "_addmm_fp32", half_to_fp32),
+            (weight_gradient, "_baddbmm_fp32", half_to_fp32),
             (cublaslt, "_library", lambda: Library()),
             (cublaslt, "_plan", lambda *args: cublaslt._Plan(*[cublaslt.c_void_p()] * 4, cublaslt.c_int())),
             (cublaslt, "_handle", lambda device: cublaslt.c_void_p()),

@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalight.ops.grouped_linear import low_precision_stacks
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.meter import device_name, synchronize
@@ -37,7 +39,6 @@ from benchmarks.peers.megalight import train
 from benchmarks.step import Step
 from megalight.imports import has
 from megalight.nn.side_losses import AttachedSideLosses, collecting
-from megalight.ops.grouped_linear import low_precision_stacks as together
 from megalight.parallel import trace
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
@@ -90,7 +91,7 @@ class Spans:
 
 def of_kind(kind: str, device: str, calls: int = CALLS) -> dict[str, float]:
     """Time a layer of a kind, with the strategy's gradient buffers."""
-    with patch.object(together, "LARGE_ONE_SCALE", 1):
+    with patch.object(low_precision_stacks, "LARGE_ONE_SCALE", 1):
         return ours(replace(KINDS[kind], device=device), calls)[1]
 
 

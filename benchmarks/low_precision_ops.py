@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalight.ops.linear import weight_gradient
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.ops import median_seconds, setting
@@ -32,7 +34,6 @@ from megalight.imports import version
 from megalight.ops.activation import gated
 from megalight.ops.activation.quantized import cast_activation, cast_activation_gradient
 from megalight.ops.common import measuring
-from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.norm import add_rms_norm
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, transpose
 from megalight.ops.quantize.amax_history import known_amax
@@ -175,12 +176,12 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
             return error(main, expected)
 
         yield Way("weight gradient", label, name, run_tile, wrong_tile, operations=work)
-    spec = wgrad.WeightGradientSpec(x.device.type, x.dtype, main.dtype)
+    spec = weight_gradient.WeightGradientSpec(x.device.type, x.dtype, main.dtype)
     yield Way(
         "weight gradient",
         label,
         "bf16",
-        lambda: wgrad.choose(spec)(main, grad_y, x, False),
+        lambda: weight_gradient.choose(spec)(main, grad_y, x, False),
         lambda: 0.0,
         operations=work,
     )

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalight.ops.linear import weight_gradient
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalight.errors import BackendError
@@ -38,7 +40,6 @@ from megalight.ops.adam import ADAM, adam_step
 from megalight.ops.attention import ATTENTION, attention
 from megalight.ops.choice import use_backends
 from megalight.ops.cross_entropy import CROSS_ENTROPY, linear_cross_entropy
-from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.linear.aligned import ROUNDS
 from megalight.ops.norm import (
     ADD_LAYER_NORM,
@@ -193,14 +194,14 @@ class Shapes:
                 def fn(backend: str, grad_y: Tensor, x: Tensor) -> Tensor:
                     exact = grad_y.dtype == torch.float64
                     target = torch.zeros_like(main, dtype=torch.float64) if exact else main
-                    wgrad.choose(wgrad.WeightGradientSpec(self.device, grad_y.dtype, target.dtype), backend)(
-                        target, grad_y, x, False
-                    )
+                    weight_gradient.choose(
+                        weight_gradient.WeightGradientSpec(self.device, grad_y.dtype, target.dtype), backend
+                    )(target, grad_y, x, False)
                     return target
 
                 return [grad_y, x], fn
 
-            yield Case("weight_gradient", f"{self.tokens} x {out} x {width}", names(wgrad.WGRAD), make, self.tokens,
+            yield Case("weight_gradient", f"{self.tokens} x {out} x {width}", names(weight_gradient.WGRAD), make, self.tokens,
                        (2.0 * self.tokens * out * width,) * 2, "operations", backward=False,
                        knobs={"megalight.ops.linear.weight_gradient": {"TILE": tiles}})  # fmt: skip
 

@@ -32,6 +32,8 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor
 
+from megalight.checkpoint import boxes
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.dense_step import PACKAGES
@@ -39,7 +41,6 @@ from benchmarks.meter import device_name, synchronize
 from benchmarks.peers.megalight import train
 from benchmarks.step import Step
 from megalight import checkpoint
-from megalight.checkpoint import boxes as memory
 from megalight.imports import version
 from megalight.strategies.checkpoints.options import Checkpoints
 
@@ -232,7 +233,7 @@ def peers(names: list[str]) -> Callable[[Any], list[Way]]:
         def disk(path: Path) -> None:
             with path.open("wb", buffering=0) as file:
                 for tensor in tensors_of(strategy).values():
-                    file.write(memory.as_bytes(tensor.contiguous()).cpu().numpy().data)
+                    file.write(boxes.as_bytes(tensor.contiguous()).cpu().numpy().data)
                 os.fsync(file.fileno())
 
         def read(path: Path) -> None:

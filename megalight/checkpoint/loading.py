@@ -30,9 +30,7 @@ from torch.futures import Future
 
 from megalight.checkpoint import json_values
 from megalight.checkpoint.boxes import host_buffer, hull, in_threads, read_box
-from megalight.checkpoint.disk import index as indices
-from megalight.checkpoint.disk import manifest as manifests
-from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk import index, manifest, publish
 from megalight.checkpoint.disk.datafile import DataFile, Pinned
 from megalight.checkpoint.disk.files import CODES, FileRecord, PathLike, blocks, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
@@ -265,16 +263,16 @@ class Checkpoint:
         # Also when the object is dropped without `release`: a lock that stays would keep
         # the checkpoint for ever.
         self._unlock = weakref.finalize(self, _close, lock)
-        self.manifest = manifests.read(self._root)
+        self.manifest = manifest.read(self._root)
         if self.manifest.scheme not in SCHEMES:
             raise CheckpointError(
                 f"checkpoint {path} was written by the scheme {self.manifest.scheme!r}; known: {', '.join(SCHEMES)}. "
                 "Install the plugin that has it, or upgrade Megalight."
             )
         # Sizes only: contents are verified where they are read.
-        manifests.check_files(self._root, self.manifest)
-        what = f"{path}/{indices.NAME}"
-        self.tensors: dict[str, TensorInfo] = indices.from_json(parse_json(self._bytes(indices.NAME), what), what)
+        manifest.check_files(self._root, self.manifest)
+        what = f"{path}/{index.NAME}"
+        self.tensors: dict[str, TensorInfo] = index.from_json(parse_json(self._bytes(index.NAME), what), what)
 
     def release(self) -> None:
         """Let others remove the checkpoint. Until this is called, or the object is gone, they wait."""

@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 from megalight import __version__
 from megalight.checkpoint import json_values
 from megalight.checkpoint.boxes import as_bytes, dtype_name, host_buffer, host_memory
-from megalight.checkpoint.disk import manifest as manifests
-from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk import manifest, publish
 from megalight.checkpoint.disk.files import PathLike, blocks, checked_name
 from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
 from megalight.checkpoint.disk.rank_files import RankFiles, Seal, WrittenBox, WrittenFiles, write_part
@@ -240,7 +239,7 @@ def save(
     rank_state: Mapping[str, Any] | None = None,
     other_ranks: Mapping[int, Mapping[str, Any]] | None = None,
     files: Mapping[str, bytes | Path] | None = None,
-    scheme: str = manifests.FULLY_RESHARDABLE,
+    scheme: str = manifest.FULLY_RESHARDABLE,
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Save a checkpoint as the folder ``path``, atomically. All ranks of the group call it together.

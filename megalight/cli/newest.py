@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from megalight.checkpoint.disk import manifest as manifests
-from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk import manifest, publish
 from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.latest_checkpoint import another, newest_first, newest_in
 from megalight.checkpoint.inspection.verify import verify
@@ -62,7 +61,7 @@ def check_there_is_one(folders: Iterable[str | os.PathLike[str]]) -> None:
 def check_is_one(path: PathLike) -> None:
     """Raise :class:`CheckpointError` if a path is no finished checkpoint. This takes no torch, unlike opening it."""
     try:
-        manifests.read(publish.resolve(path))
+        manifest.read(publish.resolve(path))
     except CheckpointError as error:
         raise type(error)(f"{error}{another(path)}") from error
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokenizers import Tokenizer as Model
+from tokenizers import Tokenizer as Model  # type: ignore[import-untyped]
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalight.errors import DataError, decode_utf8, hub_hint

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.linear import weight_gradient as wgrad
+from megalight.ops.linear import weight_gradient
 from megalight.ops.parameter import main_grad_of, state_of
 
 
@@ -80,7 +80,9 @@ def _up_gradient(rows: Tensor, narrow: Tensor, up: Tensor, parts: list[tuple[sli
         return torch.cat([rows[:, features].t() @ narrow[:, few] for features, few, _ in parts]).to(up.dtype)
     state = state_of(up)
     write = state.touch()
-    accumulate = wgrad.choose(wgrad.WeightGradientSpec(rows.device.type, rows.dtype, main_grad.dtype))
+    accumulate = weight_gradient.choose(
+        weight_gradient.WeightGradientSpec(rows.device.type, rows.dtype, main_grad.dtype)
+    )
     for features, few, own in parts:
         accumulate(main_grad[own], rows[:, features], narrow[:, few], write)
     state.mark_grad_ready()

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
-from megalight.ops.adam import Coded, adam_step
-from megalight.ops.adam import low_precision_moments as narrow
+from megalight.ops.adam import Coded, adam_step, low_precision_moments
 from megalight.ops.adam.reference import piece
 from megalight.ops.common import wide
 
@@ -178,7 +177,7 @@ class Adam(Optimizer):
             return
         # So are codes. Each weight has a scale of its own; what lies between weights is zero, and stays so.
         for start, stop, coded in parts:
-            blocks = slice(start // narrow.BLOCK, -(-stop // narrow.BLOCK))
+            blocks = slice(start // low_precision_moments.BLOCK, -(-stop // low_precision_moments.BLOCK))
             first, second = (None if each is None else each[blocks] for each in exponents)
             adam_step(*(each[start:stop] for each in tensors), exponents=(first, second), coded=coded, **options)
 
@@ -207,7 +206,7 @@ class Adam(Optimizer):
         for state in self.state.values():
             for second, name in enumerate(MOMENTS):
                 if (exponents := state.pop(name + EXPONENTS, None)) is not None:
-                    state[name] = narrow.decode(state[name], exponents, bool(second)).to(torch.bfloat16)
+                    state[name] = low_precision_moments.decode(state[name], exponents, bool(second)).to(torch.bfloat16)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's own optimizers have it; moments in 8 bits are bfloat16 there."""
@@ -225,10 +224,10 @@ class Adam(Optimizer):
             if stored is not None and stored.dtype == dtype:
                 continue
             room = torch.zeros_like(parameter, dtype=dtype)
-            own = narrow.exponents_like(room) if kind == "float8" else None
+            own = low_precision_moments.exponents_like(room) if kind == "float8" else None
             if stored is not None:
-                values = narrow.read(stored, exponents, bool(second))
-                narrow.write(room, own, values.to(parameter.device), bool(second))
+                values = low_precision_moments.read(stored, exponents, bool(second))
+                low_precision_moments.write(room, own, values.to(parameter.device), bool(second))
             state.pop(name + EXPONENTS, None)
             state[name] = room
             if own is not None:
@@ -249,6 +248,6 @@ def _decoded(codes: Tensor, exponents: Tensor, second: bool) -> Tensor:
     flat, room = codes.view(-1), found.view(-1)
     size = piece()
     for start in range(0, codes.numel(), size):
-        blocks = slice(start // narrow.BLOCK, (start + size) // narrow.BLOCK)
-        room[start : start + size] = narrow.decode(flat[start : start + size], exponents[blocks], second)
+        blocks = slice(start // low_precision_moments.BLOCK, (start + size) // low_precision_moments.BLOCK)
+        room[start : start + size] = low_precision_moments.decode(flat[start : start + size], exponents[blocks], second)
     return found

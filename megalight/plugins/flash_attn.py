@@ -8,7 +8,7 @@ Importing this folder imports nothing of the packages; a backend does when its n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from megalight.types import PackedSequences
 
 DENSE, PACKED = "flash_attn_func", "flash_attn_varlen_func"
 WIDEST = 256
-RELEASE_ARGUMENTS = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
+ARGUMENTS = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 """Arguments that the functions must have. Releases 3 and 4 have no reliable version numbers to check instead."""
 
@@ -62,6 +62,7 @@ class Release:
         unlimited: the value for a window without a limit.
         dropout: whether it can drop attention weights.
         sink: the argument that takes sinks. None: it has none.
+        gpu_why_not: says why this GPU cannot serve a request, or None. It is asked last: other reasons need no GPU.
     """
 
     package: Package
@@ -70,6 +71,7 @@ class Release:
     unlimited: int | None = -1
     dropout: bool = False
     sink: str | None = None
+    gpu_why_not: Callable[[AttentionSpec], str | None] = lambda spec: None
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Return why this release cannot serve, or None."""
@@ -84,8 +86,8 @@ class Release:
         if (reason := self.package.why_not(spec.device, "attention", *paths, minimum=self.minimum)) is not None:
             return reason
         more = (self.sink,) if spec.sink and self.sink else ()
-        wanted = {paths[0]: (*RELEASE_ARGUMENTS, *more), paths[1]: (*RELEASE_ARGUMENTS, *LENGTHS, *more)}
-        return lacks_arguments(self.package, wanted)
+        wanted = {paths[0]: (*ARGUMENTS, *more), paths[1]: (*ARGUMENTS, *LENGTHS, *more)}
+        return lacks_arguments(self.package, wanted) or self.gpu_why_not(spec)
 
     def attention(
         self,
@@ -128,58 +130,42 @@ class Release:
         return out.reshape(sequences.num_tokens, -1, v.shape[-1])
 
 
-# flash-attn 2 (https://arxiv.org/abs/2307.08691). It has all features of the op.
-
-
-VERSION_2_PACKAGE = Package("flash_attn", "flash-attn", "pip install --no-build-isolation 'megalight[flash-attn]'")
-MINIMUM = "2.6"
-"""The first version with a soft cap on scores."""
-VERSION_2_RELEASE = Release(VERSION_2_PACKAGE, "flash_attn", MINIMUM, dropout=True)
-version_2_why_not = VERSION_2_RELEASE.why_not
-attention = VERSION_2_RELEASE.attention
-
-
-# flash-attn 3, for Hopper (https://arxiv.org/abs/2407.08608).
-
-
-VERSION_3_MODULE = "flash_attn_interface"
-VERSION_3_PACKAGE = Package(
-    VERSION_3_MODULE, "flash-attn-3", "build the folder hopper/ of https://github.com/Dao-AILab/flash-attention"
-)
 ARCHITECTURES = (8, 9)
-"""Major compute capabilities that it serves."""
-VERSION_3_RELEASE = Release(VERSION_3_PACKAGE, VERSION_3_MODULE)
-attention = VERSION_3_RELEASE.attention
+"""Major compute capabilities that release 3 serves."""
 
 
-def version_3_why_not(spec: AttentionSpec) -> str | None:
-    """Return why it cannot serve attention, or None."""
-    reason = VERSION_3_RELEASE.why_not(spec)
-    # Asked last: it needs a GPU, and the other reasons do not.
-    if reason is None and (major := torch.cuda.get_device_capability()[0]) not in ARCHITECTURES:
-        return f"serves sm_80 to sm_90, not sm_{major}x"
-    return reason
-
-
-# flash-attn 4, for Hopper and Blackwell. It is written in CuTe and compiled at its first use.
-
-
-VERSION_4_MODULE = "flash_attn.cute"
-VERSION_4_PACKAGE = Package(VERSION_4_MODULE, "flash-attn-4", "pip install --pre flash-attn-4")
-VERSION_4_RELEASE = Release(VERSION_4_PACKAGE, VERSION_4_MODULE, unlimited=None, sink="learnable_sink")
-attention = VERSION_4_RELEASE.attention
-
-
-def version_4_why_not(spec: AttentionSpec) -> str | None:
-    """Return why it cannot serve attention, or None."""
-    return VERSION_4_RELEASE.why_not(spec) or too_wide(spec.head_dim)
+def _architecture_why_not(spec: AttentionSpec) -> str | None:
+    major = torch.cuda.get_device_capability()[0]
+    return None if major in ARCHITECTURES else f"serves sm_80 to sm_90, not sm_{major}x"
 
 
 def too_wide(head_dim: int) -> str | None:
-    """Return why heads are too wide for this GPU, or None."""
+    """Return why heads are too wide for release 4 on this GPU, or None."""
     if head_dim > 128 and torch.cuda.get_device_capability()[0] > 9:
         return f"serves heads up to 128 on this device, not {head_dim}"
     return None
+
+
+_BUILD = "build the folder hopper/ of https://github.com/Dao-AILab/flash-attention"
+VERSION_2 = Release(
+    Package("flash_attn", "flash-attn", "pip install --no-build-isolation 'megalight[flash-attn]'"),
+    "flash_attn",
+    minimum="2.6",  # the first version with a soft cap on scores
+    dropout=True,
+)
+"""flash-attn 2 (https://arxiv.org/abs/2307.08691). It has all features of the op but sinks."""
+VERSION_3 = Release(
+    Package("flash_attn_interface", "flash-attn-3", _BUILD), "flash_attn_interface", gpu_why_not=_architecture_why_not
+)
+"""flash-attn 3, for Hopper (https://arxiv.org/abs/2407.08608)."""
+VERSION_4 = Release(
+    Package("flash_attn.cute", "flash-attn-4", "pip install --pre flash-attn-4"),
+    "flash_attn.cute",
+    unlimited=None,
+    sink="learnable_sink",
+    gpu_why_not=lambda spec: too_wide(spec.head_dim),
+)
+"""flash-attn 4, for Hopper and Blackwell. It is written in CuTe and compiled at its first use."""
 
 
 # Blocks of ring attention by flash-attn 4: its forward pass returns the log-sum-exp, its backward pass takes it.
@@ -190,7 +176,7 @@ def too_wide(head_dim: int) -> str | None:
 BLOCKS_MODULE = "flash_attn.cute.interface"
 FORWARD, BACKWARD = f"{BLOCKS_MODULE}:_flash_attn_fwd", f"{BLOCKS_MODULE}:_flash_attn_bwd"
 COMMON = ("softmax_scale", "causal", "window_size_left", "window_size_right")
-BLOCKS_ARGUMENTS = {FORWARD: (*COMMON, *LENGTHS, "return_lse"), BACKWARD: (*COMMON, *LENGTHS, "deterministic")}
+BLOCK_ARGUMENTS = {FORWARD: (*COMMON, *LENGTHS, "return_lse"), BACKWARD: (*COMMON, *LENGTHS, "deterministic")}
 """Arguments that the functions must have: they are private, and may change in any release."""
 
 
@@ -198,9 +184,9 @@ def blocks_why_not(spec: AttentionBlockSpec) -> str | None:
     """Return why it cannot serve a block, or None."""
     if (reason := heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, WIDEST)) is not None:
         return reason
-    if (reason := VERSION_4_PACKAGE.why_not(spec.device, "attention of blocks", FORWARD, BACKWARD)) is not None:
+    if (reason := VERSION_4.package.why_not(spec.device, "attention of blocks", FORWARD, BACKWARD)) is not None:
         return reason
-    return lacks_arguments(VERSION_4_PACKAGE, BLOCKS_ARGUMENTS) or too_wide(spec.head_dim)
+    return lacks_arguments(VERSION_4.package, BLOCK_ARGUMENTS) or too_wide(spec.head_dim)
 
 
 def _options(
@@ -226,7 +212,7 @@ def forward(
     """Output and log-sum-exp of a block. It aligns masks bottom-right, as the op does."""
     packed = sequences is not None
     tensors = [t[0] if packed else t for t in (q, k, v)]  # packed tensors are `[T, H, D]` for the package
-    out, lse, *_ = VERSION_4_PACKAGE.load(FORWARD)(
+    out, lse, *_ = VERSION_4.package.load(FORWARD)(
         *tensors, return_lse=True, **_options(sequences, causal, scale, window)
     )
     return (out[None], lse[None]) if packed else (out, lse)
@@ -251,7 +237,7 @@ def backward(
     options = _options(sequences, causal, scale, window)
     # Its sums of gradients of queries are atomic unless asked for an order.
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    grads = VERSION_4_PACKAGE.load(BACKWARD)(*tensors, **options)[:3]
+    grads = VERSION_4.package.load(BACKWARD)(*tensors, **options)[:3]
     grad_q, grad_k, grad_v = (t[None] for t in grads) if packed else grads
     return grad_q, grad_k, grad_v
 
@@ -263,8 +249,8 @@ PRIORITY = 0
 def register() -> None:
     """Add the backends."""
     # One name for each release: their numerics differ, and a run should not change with what is installed.
-    ATTENTION.register(Backend("flash_attn", attention, PRIORITY, version_2_why_not))
-    ATTENTION.register(Backend("flash_attn_3", attention, PRIORITY, version_3_why_not))
-    ATTENTION.register(Backend("flash_attn_4", attention, PRIORITY, version_4_why_not))
+    releases = {"flash_attn": VERSION_2, "flash_attn_3": VERSION_3, "flash_attn_4": VERSION_4}
+    for name, release in releases.items():
+        ATTENTION.register(Backend(name, release.attention, PRIORITY, release.why_not))
     ATTENTION_BLOCK.register(Backend("flash_attn_4", forward, PRIORITY, blocks_why_not))
     ATTENTION_BLOCK_BACKWARD.register(Backend("flash_attn_4", backward, PRIORITY, blocks_why_not))

@@ -32,8 +32,7 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.step import StepRunner, run_passes
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.strategies import _lightning, launchers, lost_values, micro_batches, refusals, setup
-from megalight.strategies import unsharded_optimizer as ordinary
+from megalight.strategies import _lightning, launchers, lost_values, micro_batches, refusals, setup, unsharded_optimizer
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.checkpoints.resuming import Resumed
@@ -182,7 +181,7 @@ class MegatronStrategy(FolderCheckpoints):
         self._accumulating = False
         self._ended = False
         self._resumed: Resumed | None = None
-        self._averages = ordinary.BackwardAverages(None, self.mesh)
+        self._averages = unsharded_optimizer.BackwardAverages(None, self.mesh)
         self._sigterm: _lightning.SigtermAgreement | None = None
         self._whole_between_steps = False
         self._whole_before_update = False
@@ -232,7 +231,7 @@ class MegatronStrategy(FolderCheckpoints):
         if trainer is not None:  # without one there is nothing to check yet
             if trainer.state.fn == TrainerFn.FITTING:
                 mesh = self.grid(self.num_nodes * self.num_processes)
-                ordinary.check_early(self, trainer, model, mesh)
+                unsharded_optimizer.check_early(self, trainer, model, mesh)
                 refusals.check_pruning(trainer, model, mesh)
             refusals.check_callbacks(trainer)
             if not self.divides_data:
@@ -246,7 +245,9 @@ class MegatronStrategy(FolderCheckpoints):
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether checkpoints are read after :meth:`setup`: ``WeightAveraging`` writes weights when it is read."""
         # Not for StochasticWeightAveraging: read by then, it would come too late to take the schedule away.
-        averaging = None if self.lightning_module is None else ordinary.averager(self.lightning_module.trainer)
+        averaging = (
+            None if self.lightning_module is None else unsharded_optimizer.averager(self.lightning_module.trainer)
+        )
         return isinstance(averaging, WeightAveraging)
 
     @contextmanager
@@ -314,7 +315,7 @@ class MegatronStrategy(FolderCheckpoints):
         assert self.lightning_module is not None and self.parallel_model is not None
         with refusals.optimizer_of_stage(self.lightning_module, self.parallel_model):
             self.setup_optimizers(trainer)
-        on_shards = not ordinary.is_needed(self.lightning_module, self.optimizers)
+        on_shards = not unsharded_optimizer.is_needed(self.lightning_module, self.optimizers)
         # The backward is part of `training_step`, so Lightning must not run it again.
         _lightning.skip_backward(trainer, on_shards)
         self._sigterm = _lightning.SigtermAgreement(
@@ -326,11 +327,11 @@ class MegatronStrategy(FolderCheckpoints):
         _lightning.summarize(trainer, divided, shown_by)
         self.begin_saving(trainer)
         if not on_shards:
-            ordinary.check(self, self.lightning_module, self.optimizers)
+            unsharded_optimizer.check(self, self.lightning_module, self.optimizers)
             # No engine will bring the values, so the parameters get memory of their own.
             self.parallel_model.fill()
             self.engine = self.precision.clip_by_norm = self.precision.clip_by_value = None
-            self._averages = ordinary.BackwardAverages(self.lightning_module, self.mesh)
+            self._averages = unsharded_optimizer.BackwardAverages(self.lightning_module, self.mesh)
             return
         bar = trainer.progress_bar_callback
         self._foreign_bar = bar is not None and not bar.__module__.startswith("megalight.")
@@ -468,7 +469,7 @@ class MegatronStrategy(FolderCheckpoints):
         """Run the closure (step, hooks, clipping), update this rank's shards, and start gathering the parameters."""
         if self.engine is None:
             # Lightning clips after the closure, so the closure must already average the gradients.
-            averaging = ordinary.averaging(optimizer, closure, self.mesh)
+            averaging = unsharded_optimizer.averaging(optimizer, closure, self.mesh)
             output = super().optimizer_step(optimizer, averaging, model, **kwargs)
             self._equal_buffers()
             return output

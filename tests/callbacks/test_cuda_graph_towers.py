@@ -23,8 +23,7 @@ from megalight.strategies import (
     MegatronTowersStrategy,
     Side,
 )
-from megalight.types import PackedSequences
-from megalight.types import packed_sequences as packed
+from megalight.types import PackedSequences, packed_sequences
 from tests.models.test_vlm_strategy import CONFIGS, by_hand, fit
 from tests.models.vlm_samples import HUGE, batch
 from tests.parallel.graphs.tape import Tape
@@ -122,13 +121,13 @@ def test_other_images_run_eagerly() -> None:
 @pytest.mark.parametrize("name", ["qwen", "llava"])
 def test_images_of_known_sizes_bring_no_copies_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such copies in a step would keep it from being recorded. Evaluation, which keeps no graph, may come first."""
-    copies, plain = list[Any](), packed.to_device
+    copies, plain = list[Any](), packed_sequences.to_device
 
     def watched(values: Any, *more: Any) -> Any:
         copies.append(values)
         return plain(values, *more)
 
-    monkeypatch.setattr(packed, "to_device", watched)
+    monkeypatch.setattr(packed_sequences, "to_device", watched)
     task._kept_sequences.cache_clear()
     config: Any = CONFIGS[name]
     model: Any = VLM(config)

@@ -18,8 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from megalight import checkpoint
 from megalight.callbacks import Retention
 from megalight.callbacks.retention import ENTRY
-from megalight.checkpoint.disk import manifest as manifests
-from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk import manifest, publish
 from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_transformers_export import pl_trainer
@@ -74,9 +73,9 @@ sys.stdin.read()
 
 def test_a_checkpoint_that_another_run_removes_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules are applied on one rank, which must not stop alone. The other run is at any point of its removal."""
-    real, asked = manifests.read, 0
+    real, asked = manifest.read, 0
 
-    def removes_first(root: Path) -> manifests.Manifest:
+    def removes_first(root: Path) -> manifest.Manifest:
         nonlocal asked
         asked += 1
         if asked == at:
@@ -84,7 +83,7 @@ def test_a_checkpoint_that_another_run_removes_is_no_error(folder: Path, monkeyp
             raise FileNotFoundError(2, "No such file or directory", str(root))
         return real(root)
 
-    monkeypatch.setattr(manifests, "read", removes_first)
+    monkeypatch.setattr(manifest, "read", removes_first)
     for at in (1, len(METRICS) + 2):  # while all are listed, and while they are opened
         asked = 0
         assert Retention(last=1).removable(folder)

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from megalight import checkpoint
 from megalight.checkpoint import Box, View, boxes
-from megalight.checkpoint import boxes as memory
-from megalight.checkpoint.disk import datafile, index
-from megalight.checkpoint.disk import files as checksum
-from megalight.checkpoint.disk import rank_files as part
+from megalight.checkpoint.disk import datafile, files, index, rank_files
 from megalight.errors import CheckpointError
 
 SHAPE = (37, 5, 11)
@@ -22,9 +19,9 @@ SHAPE = (37, 5, 11)
 @pytest.fixture(params=[64, 72, 4096])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Small blocks and files, so that small tensors have many."""
-    for module in (boxes, checksum, datafile, index, memory):
+    for module in (boxes, files, datafile, index, boxes):
         monkeypatch.setattr(module, "BLOCK", request.param)
-    monkeypatch.setattr(part, "MAX_FILE", 3000)
+    monkeypatch.setattr(rank_files, "MAX_FILE", 3000)
     return request.param
 
 
@@ -66,8 +63,8 @@ def test_a_rank_verifies_what_it_reads_and_no_more(block: int, tmp_path: Path) -
     file.write_bytes(data)
     if block < 4096:
         part = torch.zeros(1000 - block)
-        opened.fill(checkpoint.targets_of({"x": View("x", (1000,), [Box((block,), part)])}))
-        assert torch.equal(part, whole[block:])
+        opened.fill(checkpoint.targets_of({"x": View("x", (1000,), [Box((block,), rank_files)])}))
+        assert torch.equal(rank_files, whole[block:])
     part = torch.zeros(20)
     with pytest.raises(CheckpointError, match="torn: bytes"):
         opened.fill(checkpoint.targets_of({"x": View("x", (1000,), [Box((5,), part)])}))

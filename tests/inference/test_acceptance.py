@@ -16,8 +16,7 @@ from torch import Tensor
 from megalight.cli.main import main
 from megalight.data.tokenizer import FILE, Tokenizer
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference import acceptance as interviewing
-from megalight.inference import generate, speculative, stream
+from megalight.inference import acceptance, generate, speculative, stream
 from megalight.inference.acceptance import Acceptance, Interview, Question, acceptance_length, measure, read_questions
 from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, LatentConfig
@@ -251,7 +250,7 @@ def test_the_command_tells_the_length_of_each_category(tmp_path: Path, capsys: p
     marked = replace(interview, start=tuple(ours.encode("\n")), max_new_tokens=64)
     assert len(marked.start) == 1
     prompts = list[list[int]]()
-    with patch.object(interviewing, "measure", lambda base, draft, asked, **more: _noted(prompts, asked)):
+    with patch.object(acceptance, "measure", lambda base, draft, asked, **more: _noted(prompts, asked)):
         marked.ask(Question("", ("some words",)))
         marked.ask(Question("", ("\nsome words",)))
     assert prompts == [[*marked.start, *ours.encode("some words")]] * 2

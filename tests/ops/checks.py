@@ -15,24 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops import causal_conv as conv_reference
-from megalight.ops import gated_norm as gated_norm_reference
-from megalight.ops import latent_heads as heads_reference
-from megalight.ops import quantized_weight as stored_reference
+from megalight.ops import causal_conv, gated_norm, latent_heads, quantized_weight, sum_rows, sum_terms
 from megalight.ops import rotary as rotary_reference
-from megalight.ops import sum_rows as sum_rows_reference
-from megalight.ops import sum_terms as sum_terms_reference
 from megalight.ops.activation import reference as activation_reference
-from megalight.ops.adam import Coded
-from megalight.ops.adam import low_precision_moments as narrow
+from megalight.ops.adam import Coded, low_precision_moments
 from megalight.ops.adam import reference as adam_reference
 from megalight.ops.attention import reference as attention_reference
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
 from megalight.ops.delta_rule import reference as rule_reference
-from megalight.ops.divergence import Projection
-from megalight.ops.divergence import chunked as chunked_divergence
-from megalight.ops.divergence import chunked as native_divergence
+from megalight.ops.divergence import Projection, chunked
 from megalight.ops.divergence.spec import DivergenceKernels, Measure
 from megalight.ops.norm import reference as norm_reference
 from megalight.ops.parameter import collect
@@ -200,7 +192,7 @@ def check_causal_conv(
             out: Tensor = fn(x[:, 3 : 3 + channels], weight, bias, positions, silu)
             return out
 
-        own, exact = partial(run, module.causal_conv), partial(run, conv_reference.reference_causal_conv)
+        own, exact = partial(run, module.causal_conv), partial(run, causal_conv.reference_causal_conv)
         check(own, exact, (wider, weight, bias))
         check(own, exact, (wider, weight))
 
@@ -215,7 +207,7 @@ def check_gated_norm(module: Any, device: str, dtype: torch.dtype, rows: int, gr
         return out
 
     for last, features in ((False, size), (True, size), (True, group)):
-        own, exact = (partial(run, fn, last) for fn in (module.gated_norm, gated_norm_reference.reference_gated_norm))
+        own, exact = (partial(run, fn, last) for fn in (module.gated_norm, gated_norm.reference_gated_norm))
         check(own, exact, (y, wider, torch.randn(features, device=device).to(dtype)))
 
 
@@ -231,10 +223,10 @@ def check_sum_terms(module: Any, device: str, dtype: torch.dtype, out_dtype: tor
         for add in (False, True):
             found, exact = (torch.randn(size, device=device).to(out_dtype).copy_(own) for _ in range(2))
             module.sum_terms(found, own, others, place, add)
-            sum_terms_reference.reference_sum_terms(exact, own, others, place, add)
+            sum_terms.reference_sum_terms(exact, own, others, place, add)
             assert torch.equal(found, exact)
         if dtype == out_dtype:
-            sum_terms_reference.reference_sum_terms(exact, own, others, place, False)
+            sum_terms.reference_sum_terms(exact, own, others, place, False)
             module.sum_terms(own, own, others, place, False)
             assert torch.equal(own, exact)
 
@@ -249,7 +241,7 @@ def check_sum_rows(module: Any, device: str, dtype: torch.dtype, count: int, siz
     torch.testing.assert_close(found.double(), 3 * exact, rtol=1e-5, atol=1e-5 * max(1, count) ** 0.5)
     own, of_torch = (torch.ones(size, device=device, dtype=dtype) for _ in range(2))
     module.sum_rows(own, rows, True)
-    sum_rows_reference.reference_sum_rows(of_torch, rows, True)
+    sum_rows.reference_sum_rows(of_torch, rows, True)
     torch.testing.assert_close(own, of_torch, rtol=TOLERANCE[dtype], atol=1e-5 * max(1, count) ** 0.5)
     again = torch.ones_like(own)
     module.sum_rows(again, rows, True)
@@ -316,14 +308,14 @@ def check_latent_heads(
         out: tuple[Tensor, Tensor] = fn(rows[..., : own + values], key[:, 1:], own)
         return out
 
-    check(partial(keys, module.join_keys), partial(keys, heads_reference.reference_join_keys), (rows, key))
+    check(partial(keys, module.join_keys), partial(keys, latent_heads.reference_join_keys), (rows, key))
     for interleaved in (False, True):
 
         def tails(fn: Any, q: Tensor, interleaved: bool = interleaved) -> Tensor:
             out: Tensor = fn(q[..., 2:], cos.to(wide(q.dtype)), sin.to(wide(q.dtype)), interleaved)
             return out
 
-        check(partial(tails, module.rotate_tail), partial(tails, heads_reference.reference_rotate_tail), (q,))
+        check(partial(tails, module.rotate_tail), partial(tails, latent_heads.reference_rotate_tail), (q,))
 
 
 def check_attention(
@@ -525,12 +517,12 @@ def check_divergence(
         def both(hidden: Tensor, weight: Tensor) -> Any:
             student = Projection(hidden, weight, None, caps[0])
             teacher = Projection(theirs.to(hidden.dtype), layer.to(hidden.dtype), None, caps[1])
-            found = chunked_divergence.linear_divergence(rows, student, teacher, labels, measure, 4, 0, None)
+            found = chunked.linear_divergence(rows, student, teacher, labels, measure, 4, 0, None)
             return found if own else found[0]
 
         return both
 
-    exact = DivergenceKernels(native_divergence.statistics, native_divergence.sums, native_divergence.gradient_)
+    exact = DivergenceKernels(chunked.statistics, chunked.sums, chunked.gradient_)
     check(run(rows), run(exact), [hidden, weight])
 
 
@@ -543,7 +535,7 @@ def check_decode(fn: Callable[..., Tensor], device: str, form: str, dtype: torch
         with poisoned():
             found = fn(codes.data, scales, form, dtype)
         assert found.dtype == dtype
-        assert torch.equal(found, stored_reference.reference_decode(codes.data, scales, form, dtype))
+        assert torch.equal(found, quantized_weight.reference_decode(codes.data, scales, form, dtype))
 
 
 def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = False, **options: Any) -> None:
@@ -634,7 +626,9 @@ def check_narrow_adam(
         assert torch.equal(out, ours[0].half())
         assert error(ours[0], theirs[0]) <= 3e-6, "the update is computed before moments are rounded"
         for number, kind in enumerate((first, second)):
-            found, right = (narrow.read(s[1 + number], s[3][number], bool(number)).double() for s in (ours, theirs))
+            found, right = (
+                low_precision_moments.read(s[1 + number], s[3][number], bool(number)).double() for s in (ours, theirs)
+            )
             apart = {"float32": 1e-5, "bfloat16": 2**-7, "float8": (9 / 8) ** 2 - 1 if number else 1 / 8}[kind]
             least = right.abs().max() * {"float32": 1e-6, "bfloat16": 1e-6, "float8": 2**-14}[kind]
             assert ((found - right).abs() <= apart * torch.maximum(found.abs(), right.abs()) + least).all()
@@ -647,7 +641,9 @@ def _narrow_state(n: int, first: torch.dtype, second: torch.dtype, dtype: torch.
     """Return parameters and moments, and the exponents of moments that are codes."""
     param = torch.randn(n, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(2))
     moments = [torch.zeros(n, dtype=kind, device=device) for kind in (first, second)]
-    exponents = tuple(narrow.exponents_like(each) if each.dtype == torch.uint8 else None for each in moments)
+    exponents = tuple(
+        low_precision_moments.exponents_like(each) if each.dtype == torch.uint8 else None for each in moments
+    )
     return param, *moments, exponents
 
 

@@ -7,7 +7,6 @@ import torch
 
 from megalight.errors import BackendError, ConfigurationError
 from megalight.ops.adam import Coded, adam_step, reference
-from megalight.ops.adam import reference as native
 from megalight.ops.quantize.formats import Scheme
 from tests.ops.checks import check_adam, check_coded_adam, error
 
@@ -17,7 +16,7 @@ from tests.ops.checks import check_adam, check_coded_adam, error
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_torch_equals_the_reference(decoupled: bool, tensors: bool, dtype: torch.dtype) -> None:
     check_adam(
-        native.native_adam_step,
+        reference.native_adam_step,
         "cpu",
         1003,
         decoupled=decoupled,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import BackendError, LayoutError
-from megalight.ops import attention_block as ops
+from megalight.ops import attention_block
 from megalight.ops.attention import hopper
 from megalight.ops.attention import reference as whole
 from megalight.ops.attention_block import (
@@ -19,8 +19,8 @@ from megalight.ops.attention_block import (
     block_attention,
     block_attention_backward,
     reference,
+    torch_kernels,
 )
-from megalight.ops.attention_block import torch_kernels as varlen
 from megalight.ops.attention_merge import merge
 from megalight.types import PackedSequences
 from tests.ops.checks import error
@@ -148,13 +148,13 @@ class EqualHeads:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_varlen_cuts_what_it_padded(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "aten", EqualHeads())
+    monkeypatch.setattr(torch_kernels, "aten", EqualHeads())
     sequences = PackedSequences.of_lengths([4, 1, 2]) if packed else None
     q, k, v = (t.detach() for t in leaves(1 if packed else 2, 7, 7))
     v = v[..., :4]
-    found, expected = (kind.forward(q, k, v, sequences, True, None) for kind in (varlen, reference))
+    found, expected = (kind.forward(q, k, v, sequences, True, None) for kind in (torch_kernels, reference))
     grad = torch.randn_like(expected[0])
-    found += varlen.varlen_backward(grad, q, k, v, *found, sequences, True, None)
+    found += torch_kernels.varlen_backward(grad, q, k, v, *found, sequences, True, None)
     expected += reference.backward(grad, q, k, v, *expected, sequences, True, None)
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
@@ -177,7 +177,7 @@ def test_cudnn_says_what_it_lacks(change: dict[str, object], reason: str) -> Non
 
 def test_auto_takes_the_kernels_for_hopper_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda_why_not", "triton_heads_why_not"):
-        monkeypatch.setattr(ops, name, lambda *_: None)
+        monkeypatch.setattr(attention_block, name, lambda *_: None)
     monkeypatch.setattr(torch._C, "_get_cudnn_sdp_enabled", lambda: True)
     dense = EXAMPLE._replace(device="cuda")
     for registry, swift in ((ATTENTION_BLOCK, "cudnn"), (ATTENTION_BLOCK_BACKWARD, "triton")):
@@ -196,10 +196,10 @@ def test_backends_are_told_of_fast_kernels(fast: bool, monkeypatch: pytest.Monke
 
     def serves(q: Tensor, v: Tensor, sequences: PackedSequences, *options: Any) -> bool:
         asked.append((sequences.lengths, (sequences.keys or sequences).lengths))
-        return fast and options == (False, None, ops.LONG)
+        return fast and options == (False, None, attention_block.LONG)
 
     found: list[Any] = []
-    monkeypatch.setattr(ops, "_choose", lambda _, spec, __: found.append(spec) or reference.forward)
+    monkeypatch.setattr(attention_block, "_choose", lambda _, spec, __: found.append(spec) or reference.forward)
     monkeypatch.setattr(hopper, "serves_backward", serves)
     monkeypatch.setattr(hopper, "fills", lambda *_: True)
     monkeypatch.setattr(hopper, "DEVICES", ("cpu",))

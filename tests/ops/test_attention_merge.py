@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from megalight.errors import LayoutError
-from megalight.ops import attention_merge as reference
+from megalight.ops import attention_merge
 from megalight.ops.attention_merge import merge
 from tests.ops.checks import check_merge, error
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_reference_is_the_formula(dtype: torch.dtype) -> None:
-    check_merge(reference.reference_merge, "cpu", dtype, dtype, (2, 5, 3, 8))
+    check_merge(attention_merge.reference_merge, "cpu", dtype, dtype, (2, 5, 3, 8))
 
 
 def test_new_tensors_have_the_type_of_sums() -> None:

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops import cross_entropy as room
+from megalight.ops import cross_entropy
 from megalight.ops.cross_entropy import chunked
 from tests.ops.checks import check_cross_entropy
 
 pytestmark = pytest.mark.gpu
 
-TRITON = room.CROSS_ENTROPY.table(room.EXAMPLE)[0][0].fn
+TRITON = cross_entropy.CROSS_ENTROPY.table(cross_entropy.EXAMPLE)[0][0].fn
 
 
 @pytest.mark.parametrize("tokens", [63, 1000])
@@ -38,9 +38,9 @@ def test_no_float32_logits() -> None:
     hidden = torch.randn(tokens, 256, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(size, 256, device="cuda") * 0.05).bfloat16().requires_grad_()
     labels = torch.randint(0, size, (tokens,), device="cuda")
-    room.linear_cross_entropy(hidden, weight, labels, backend="triton").sum().backward()
+    cross_entropy.linear_cross_entropy(hidden, weight, labels, backend="triton").sum().backward()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    room.linear_cross_entropy(hidden, weight, labels, backend="triton").sum().backward()
+    cross_entropy.linear_cross_entropy(hidden, weight, labels, backend="triton").sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 1.5 * tokens * size * 2

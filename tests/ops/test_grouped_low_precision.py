@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.grouped_linear import grouped_linear
-from megalight.ops.grouped_linear import low_precision_stacks as apart_trial
-from megalight.ops.grouped_linear import low_precision_stacks as together
+from megalight.ops.grouped_linear import grouped_linear, low_precision_stacks
 from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
 from megalight.ops.grouped_linear.low_precision_stacks import Apart, Together
 from megalight.ops.linear import linear
@@ -116,8 +114,8 @@ def test_large_experts_run_one_by_one_where_the_host_knows_their_rows(
     """A run may change from one way to the other, also inside of a step: values and histories are the same."""
     mean = sum(SIZES) * IN * OUT / len(SIZES)
     limits = ("LARGE_ONE_SCALE", "LARGE") if name != "rowwise" else ("LARGE", "LARGE_ONE_SCALE")
-    monkeypatch.setattr(together, limits[0], mean)
-    monkeypatch.setattr(together, limits[1], torch.inf)
+    monkeypatch.setattr(low_precision_stacks, limits[0], mean)
+    monkeypatch.setattr(low_precision_stacks, limits[1], torch.inf)
     ours, theirs = Session(seed=5), Session(seed=5)
     weight, plain = stack("together", name, ours), stack("one by one", name, theirs)
     both, alone = stack_precision_of(weight), stack_precision_of(plain)
@@ -150,10 +148,10 @@ def test_large_experts_run_one_by_one_where_the_host_knows_their_rows(
 
 
 def test_both_ways_multiply_by_one_cast_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "LARGE_ONE_SCALE", 1.0)
+    monkeypatch.setattr(low_precision_stacks, "LARGE_ONE_SCALE", 1.0)
     weight, offsets = stack("together", "tensorwise", Session()), torch.tensor(SIZES).cumsum(0).int()
     both, x = stack_precision_of(weight), rows(IN, 1)
-    assert isinstance(both, together.Together)
+    assert isinstance(both, low_precision_stacks.Together)
     both.refresh(weight)
     kept = both._kept
     expected = grouped_linear(x, weight, offsets, SIZES)
@@ -170,9 +168,9 @@ def test_both_ways_multiply_by_one_cast_of_the_weights(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_trial_finds_devices_without_the_products_of_one_expert(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device, weight = torch.device("cpu"), draw(len(SIZES), OUT, IN)
-    monkeypatch.setattr(together, "LARGE_ONE_SCALE", 1.0)
-    monkeypatch.setattr(together, "LARGE", 1.0)
-    exact = apart_trial.products(recipe(name), device, emulate=True)
+    monkeypatch.setattr(low_precision_stacks, "LARGE_ONE_SCALE", 1.0)
+    monkeypatch.setattr(low_precision_stacks, "LARGE", 1.0)
+    exact = low_precision_stacks.products(recipe(name), device, emulate=True)
 
     def refusing(*_: object, emulate: bool) -> list[Tensor]:
         if not emulate:
@@ -180,18 +178,18 @@ def test_a_trial_finds_devices_without_the_products_of_one_expert(name: str, mon
         return exact
 
     for products, expected in (
-        (apart_trial.products, None),  # on a CPU, the reference serves
+        (low_precision_stacks.products, None),  # on a CPU, the reference serves
         (lambda *_, emulate: exact if emulate else [tensor + 1 for tensor in exact], "gives wrong products here"),
         (refusing, "refuses it here: CUBLAS_STATUS_NOT_SUPPORTED"),
     ):
-        monkeypatch.setattr(apart_trial, "products", products)
-        apart_trial.one_by_one_why_not.cache_clear()
-        found = apart_trial.one_by_one_why_not(recipe(name), device)
+        monkeypatch.setattr(low_precision_stacks, "products", products)
+        low_precision_stacks.one_by_one_why_not.cache_clear()
+        found = low_precision_stacks.one_by_one_why_not(recipe(name), device)
         assert found is None if expected is None else expected in str(found)
         stacked = Together(recipe(name), Session(), count=len(SIZES))
         assert stacked.wants_sizes(weight) == (expected is None)
         assert (stacked.way(weight, SIZES) is stacked) == (expected is not None)
-    apart_trial.one_by_one_why_not.cache_clear()
+    low_precision_stacks.one_by_one_why_not.cache_clear()
 
 
 def once(way: str, name: str, x: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.grouped_linear import grouped_linear
-from megalight.ops.grouped_linear import low_precision_stacks as together
+from megalight.ops.grouped_linear import grouped_linear, low_precision_stacks
 from megalight.ops.grouped_linear.low_precision import OneByOne
 from megalight.ops.grouped_linear.low_precision_stacks import Together
 from megalight.ops.grouped_scaled import LINE, columns_of_groups, columns_of_stack
@@ -65,8 +64,8 @@ def test_products_of_the_device_equal_emulated_ones(
     name: str, way: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "cast together":  # all experts are large then, and run one by one where their rows are known
-        monkeypatch.setattr(together, "LARGE_ONE_SCALE", 0.0)
-        monkeypatch.setattr(together, "LARGE", 0.0)
+        monkeypatch.setattr(low_precision_stacks, "LARGE_ONE_SCALE", 0.0)
+        monkeypatch.setattr(low_precision_stacks, "LARGE", 0.0)
     for found, expected in zip(products(name, way, known), products(name, "emulated", known), strict=True):
         assert error(found, expected) < 1e-2
 

@@ -16,8 +16,7 @@ from megalight.ops.delta_rule import reference as rule_reference
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
-from megalight.ops.quantize import Scheme, amax_of
-from megalight.ops.quantize import amax_history as known
+from megalight.ops.quantize import Scheme, amax_history, amax_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.rotary import rotary_table
 from megalight.ops.rows import split
@@ -316,7 +315,7 @@ def test_layers_look_for_no_magnitude_that_is_known(monkeypatch: pytest.MonkeyPa
         passes.append(x.shape)
         return amax_of(x)
 
-    monkeypatch.setattr(known, "amax_of", counted)
+    monkeypatch.setattr(amax_history, "amax_of", counted)
     found = []
     for measure in (True, False):
         passes.clear()

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
-from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear
-from megalight.ops.linear import weight_gradient as wgrad
+from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, weight_gradient
 from megalight.ops.parameter import collect
 from tests.ops.checks import check_weight_gradient, error
 
@@ -145,7 +144,7 @@ def test_pieces_for_overlap() -> None:
 )
 def test_every_backend_that_serves_is_right(dtype: torch.dtype, main_dtype: torch.dtype) -> None:
     served: list[str] = []
-    for backend, reason in wgrad.WGRAD.table(wgrad.WeightGradientSpec("cpu", dtype, main_dtype)):
+    for backend, reason in weight_gradient.WGRAD.table(weight_gradient.WeightGradientSpec("cpu", dtype, main_dtype)):
         if reason is None and backend.name != "matmul_add":
             check_weight_gradient(backend.fn, "cpu", dtype, main_dtype, 63, 20, 30)
             served.append(backend.name)
@@ -154,9 +153,9 @@ def test_every_backend_that_serves_is_right(dtype: torch.dtype, main_dtype: torc
 
 def test_the_choice_keeps_float32_sums() -> None:
     def chosen(*spec: Any) -> str:
-        return wgrad.WGRAD.select(wgrad.WeightGradientSpec(*spec)).name
+        return weight_gradient.WGRAD.select(weight_gradient.WeightGradientSpec(*spec)).name
 
     assert chosen("cpu", torch.float64, torch.float64) == "addmm"
     assert chosen("cpu", torch.bfloat16, torch.float32) == "reference"
     with pytest.raises(BackendError, match="needs tensors on cuda"):
-        wgrad.choose(wgrad.WeightGradientSpec("cpu", torch.bfloat16, torch.float32), "addmm_fp32")
+        weight_gradient.choose(weight_gradient.WeightGradientSpec("cpu", torch.bfloat16, torch.float32), "addmm_fp32")

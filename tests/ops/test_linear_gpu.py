@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.linear import linear
-from megalight.ops.linear import weight_gradient as wgrad
+from megalight.ops.linear import linear, weight_gradient
 from megalight.ops.linear.aligned import ROUNDS, MeasuredChoice
 from tests.ops.checks import check_weight_gradient, error
 from tests.ops.test_linear import with_main_grad
@@ -23,8 +22,8 @@ SHAPES = [(63, 64, 128), (500, 300, 1000), (1000, 4096, 320), (8192, 512, 256)]
 def test_half_products_are_added_in_float32(
     backend: str, dtype: torch.dtype, tokens: int, out: int, width: int
 ) -> None:
-    spec = wgrad.WeightGradientSpec("cuda", dtype, torch.float32)
-    table = {candidate.name: (candidate.fn, reason) for candidate, reason in wgrad.WGRAD.table(spec)}
+    spec = weight_gradient.WeightGradientSpec("cuda", dtype, torch.float32)
+    table = {candidate.name: (candidate.fn, reason) for candidate, reason in weight_gradient.WGRAD.table(spec)}
     fn, reason = table[backend]
     if reason is not None:
         pytest.skip(reason)
@@ -32,11 +31,11 @@ def test_half_products_are_added_in_float32(
 
 
 def test_a_kernel_without_temporary_serves_training() -> None:
-    spec = wgrad.WeightGradientSpec("cuda", torch.bfloat16, torch.float32)
-    assert wgrad.WGRAD.select(spec).name in ("shaped_fp32", "addmm_fp32", "baddbmm_fp32", "triton")
+    spec = weight_gradient.WeightGradientSpec("cuda", torch.bfloat16, torch.float32)
+    assert weight_gradient.WGRAD.select(spec).name in ("shaped_fp32", "addmm_fp32", "baddbmm_fp32", "triton")
     main_grad = torch.zeros(4096, 4096, device="cuda")
     grad_y, x = (torch.randn(512, 4096, device="cuda").bfloat16() for _ in range(2))
-    accumulate = wgrad.choose(spec)
+    accumulate = weight_gradient.choose(spec)
     accumulate(main_grad, grad_y, x, False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -50,7 +49,7 @@ def test_the_faster_way_is_found_without_waiting() -> None:
         for _ in range(20):
             main_grad.addmm_(grad_y.T.float(), x.float(), alpha=0.05)
 
-    fast = {b.name: b.fn for b, _ in wgrad.WGRAD.table(wgrad.EXAMPLE)}["mm_fp32_add"]
+    fast = {b.name: b.fn for b, _ in weight_gradient.WGRAD.table(weight_gradient.EXAMPLE)}["mm_fp32_add"]
     measured = MeasuredChoice(slow, fast)
     grad_y, x = torch.randn(512, 1024, device="cuda").bfloat16(), torch.randn(512, 768, device="cuda").bfloat16()
     expected = grad_y.double().T @ x.double()

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.cross_entropy import reference as native
-from megalight.ops.divergence import Projection, linear_divergence
-from megalight.ops.divergence import top_k as top
+from megalight.ops.divergence import Projection, linear_divergence, top_k
 from megalight.types import TopTokens
 
 TOKENS, ROWS, REAL, TEMPERATURE = 13, 33, 31, 1.7
@@ -45,7 +44,7 @@ def by_hand(student: Tensor, teacher: TopTokens, kind: str) -> Tensor:
 def test_values_and_gradients(
     kind: str, k: int, softcap: float | None, chunk: int | None, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(top, "SHARE", share)  # with 0, no logits are kept
+    monkeypatch.setattr(top_k, "SHARE", share)  # with 0, no logits are kept
     monkeypatch.setattr(native, "BLOCK", 3 * ROWS)
     torch.manual_seed(0)
     leaves = [draw(TOKENS, 6), draw(ROWS, 6), draw(ROWS)]

@@ -18,7 +18,7 @@ from torch import nn
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
-from megalight.parallel import initial_values as initialize_module
+from megalight.parallel import initial_values
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -105,7 +105,7 @@ def test_storage_is_laid_out_before_values_which_are_drawn_once() -> None:
     assert all(parameter.isnan().all() for parameter in model.parameters()), "whoever reads them too early sees NaN"
     model.begin_from(7)
     optimizer = torch.optim.SGD(_trainable(model), lr=0.1)
-    with patch.object(initialize_module, "draw", wraps=initialize_module.draw) as draws:
+    with patch.object(initial_values, "draw", wraps=initial_values.draw) as draws:
         engine = engine_over([model], [optimizer.param_groups[0]["params"]], DataParallel())
     names = [piece.name for name in dict(model.root.named_parameters()) for piece in model.specs[name].pieces]
     assert sorted(call.args[1] for call in draws.call_args_list) == sorted(names), "each tensor once"

@@ -14,7 +14,7 @@ from megalight.errors import ConfigurationError
 from megalight.nn import Linear
 from megalight.nn.init import initialize
 from megalight.nn.moe import Dispatcher, Experts, SharedConfig
-from megalight.ops.grouped_linear import low_precision_stacks as together
+from megalight.ops.grouped_linear import low_precision_stacks
 from megalight.ops.grouped_linear.low_precision_stacks import Apart
 from megalight.ops.parameter import cast_of, precision_of
 from megalight.parallel.data_parallel import DataParallel
@@ -217,7 +217,7 @@ def test_the_host_learns_numbers_of_rows_where_products_gain(monkeypatch: pytest
     assert tells("blockwise")  # its products take one expert at a time
     assert not tells("blockwise", modules=("attention.*",))
     assert not tells("tensorwise")  # small experts
-    monkeypatch.setattr(together, "LARGE_ONE_SCALE", together.ROWS * 2 * 64.0 * 64)
+    monkeypatch.setattr(low_precision_stacks, "LARGE_ONE_SCALE", low_precision_stacks.ROWS * 2 * 64.0 * 64)
     assert tells("tensorwise")
     assert tells("delayed")
     assert not tells("rowwise")
@@ -226,10 +226,10 @@ def test_the_host_learns_numbers_of_rows_where_products_gain(monkeypatch: pytest
 
 
 def test_experts_one_by_one_train_like_experts_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "LARGE_ONE_SCALE", 1.0)
+    monkeypatch.setattr(low_precision_stacks, "LARGE_ONE_SCALE", 1.0)
     ways: list[type] = []
     found = []
-    for cls in (Apart, together.Together):
+    for cls in (Apart, low_precision_stacks.Together):
         original = cls.product
 
         def noted(self: Any, *args: Any, cls: type = cls, original: Any = original, **more: Any) -> Any:
@@ -240,7 +240,7 @@ def test_experts_one_by_one_train_like_experts_together(monkeypatch: pytest.Monk
     for option in (False, True):
         ways.clear()
         found.append(_experts_on_one_device(1, replace(OPTIONS, experts_together=option)))
-        assert set(ways) == {together.Together if option else Apart}
+        assert set(ways) == {low_precision_stacks.Together if option else Apart}
     (losses, gradients), (others, other_gradients) = found
     assert losses == others
     for name, gradient in gradients.items():

@@ -15,16 +15,14 @@ from megalight.ops import norm as norm_op
 from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.norm import reference
 from megalight.plugins import apex as adam
-from megalight.plugins import apex as norm
-from megalight.plugins import apex as weight_gradient
 from tests.ops.checks import check_adam, check_norms, check_weight_gradient
 from tests.plugins import fakes, kernels
 from tests.plugins.fakes import Fakes
 
 WHY_NOT: dict[str, tuple[Callable[[Any], str | None], Any, str]] = {
-    "rms": (norm.rms_why_not, norm_op.EXAMPLE, "fused_layer_norm_cuda"),
-    "layer": (norm.layer_why_not, norm_op.EXAMPLE, "fused_layer_norm_cuda"),
-    "weight gradient": (weight_gradient.weight_gradient_why_not, wgrad.EXAMPLE, "fused_weight_gradient_mlp_cuda"),
+    "rms": (adam.rms_why_not, norm_op.EXAMPLE, "fused_layer_norm_cuda"),
+    "layer": (adam.layer_why_not, norm_op.EXAMPLE, "fused_layer_norm_cuda"),
+    "weight gradient": (adam.weight_gradient_why_not, wgrad.EXAMPLE, "fused_weight_gradient_mlp_cuda"),
     "adam": (adam.adam_why_not, adam_op.EXAMPLE._replace(out_dtype=torch.bfloat16), "amp_C"),
 }
 
@@ -101,22 +99,22 @@ def test_the_other_apex_is_a_reason(packages: Fakes) -> None:
 
 
 def test_what_it_does_not_serve(apex: Fakes) -> None:
-    assert "weight in the dtype of the input" in norm.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
-    assert "half operands" in weight_gradient.weight_gradient_why_not(wgrad.EXAMPLE._replace(dtype=torch.float32))
+    assert "weight in the dtype of the input" in adam.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
+    assert "half operands" in adam.weight_gradient_why_not(wgrad.EXAMPLE._replace(dtype=torch.float32))
     assert "in float32" in adam.adam_why_not(adam_op.EXAMPLE._replace(grad_dtype=torch.bfloat16))
     assert "contiguous" in adam.adam_why_not(adam_op.EXAMPLE._replace(contiguous=False))
     main_grad = torch.zeros(4, 6).T
     with pytest.raises(BackendError, match="contiguous main gradients"):
-        weight_gradient.accumulate(main_grad, torch.ones(2, 6).bfloat16(), torch.ones(2, 4).bfloat16(), False)
+        adam.accumulate(main_grad, torch.ones(2, 6).bfloat16(), torch.ones(2, 4).bfloat16(), False)
 
 
 def test_norms(apex: Fakes) -> None:
-    check_norms(norm, "cpu", torch.float64, (5, 3, 24))
+    check_norms(adam, "cpu", torch.float64, (5, 3, 24))
 
 
 @pytest.mark.parametrize(("main_dtype", "kernel"), [(torch.float32, "fp32"), (torch.bfloat16, "fp16")])
 def test_weight_gradient(apex: Fakes, main_dtype: torch.dtype, kernel: str) -> None:
-    check_weight_gradient(weight_gradient.accumulate, "cpu", torch.bfloat16, main_dtype, 63, 12, 20)
+    check_weight_gradient(adam.accumulate, "cpu", torch.bfloat16, main_dtype, 63, 12, 20)
     assert apex.called(f"wgrad_gemm_accum_{kernel}")
 
 

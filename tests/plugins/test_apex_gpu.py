@@ -9,9 +9,6 @@ from megalight.ops import adam as adam_op
 from megalight.ops import norm as norm_op
 from megalight.ops.linear import weight_gradient as wgrad
 from megalight.plugins import apex
-from megalight.plugins import apex as adam
-from megalight.plugins import apex as norm
-from megalight.plugins import apex as weight_gradient
 from tests.ops.checks import check_adam, check_norms, check_weight_gradient
 from tests.plugins.real import MARKS, need, serve
 
@@ -28,22 +25,20 @@ def _apex() -> None:
 @pytest.mark.parametrize("shape", [(64, 64), (500, 3, 128), (500, 4096)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    serve(norm.rms_why_not, norm_op.NormSpec("cuda", dtype, dtype, shape[-1]), NOT_BUILT)
-    check_norms(norm, "cuda", dtype, shape)
+    serve(apex.rms_why_not, norm_op.NormSpec("cuda", dtype, dtype, shape[-1]), NOT_BUILT)
+    check_norms(apex, "cuda", dtype, shape)
 
 
 @pytest.mark.parametrize(("tokens", "out", "width"), [(64, 64, 128), (500, 304, 1000), (8192, 512, 256)])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradient(main_dtype: torch.dtype, tokens: int, out: int, width: int) -> None:
-    serve(
-        weight_gradient.weight_gradient_why_not, wgrad.WeightGradientSpec("cuda", torch.bfloat16, main_dtype), NOT_BUILT
-    )
-    check_weight_gradient(weight_gradient.accumulate, "cuda", torch.bfloat16, main_dtype, tokens, out, width)
+    serve(apex.weight_gradient_why_not, wgrad.WeightGradientSpec("cuda", torch.bfloat16, main_dtype), NOT_BUILT)
+    check_weight_gradient(apex.accumulate, "cuda", torch.bfloat16, main_dtype, tokens, out, width)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
 def test_adam(decoupled: bool, tensors: bool, out_dtype: torch.dtype | None) -> None:
-    serve(adam.adam_why_not, adam_op.EXAMPLE._replace(device="cuda", out_dtype=out_dtype), NOT_BUILT)
-    check_adam(adam.adam_step, "cuda", 100_003, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)
+    serve(apex.adam_why_not, adam_op.EXAMPLE._replace(device="cuda", out_dtype=out_dtype), NOT_BUILT)
+    check_adam(apex.adam_step, "cuda", 100_003, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)

@@ -9,22 +9,20 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention import EXAMPLE, reference
-from megalight.plugins import flash_attn as version_2
-from megalight.plugins import flash_attn as version_3
-from megalight.plugins import flash_attn as version_4
+from megalight.plugins.flash_attn import VERSION_2, VERSION_3, VERSION_4
 from megalight.types import PackedSequences
 from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
 
-MODULES = {version_2: "flash_attn", version_3: "flash_attn_interface", version_4: "flash_attn.cute"}
+VERSIONS = (VERSION_2, VERSION_3, VERSION_4)
 GOOD = EXAMPLE._replace(device="cuda")
 
 
 def functions(version: Any) -> dict[str, Any]:
     """The two functions with the names and defaults that the release really has."""
-    unlimited = None if version is version_4 else -1
-    wraps = (lambda out: (out, None)) if version is version_4 else (lambda out: out)
-    own = {version_2: {"dropout_p"}, version_3: set[str](), version_4: {"learnable_sink"}}[version]
+    unlimited = None if version is VERSION_4 else -1
+    wraps = (lambda out: (out, None)) if version is VERSION_4 else (lambda out: out)
+    own = ({"dropout_p"} if version.dropout else set()) | ({version.sink} if version.sink else set())
 
     def window(size: tuple[int | None, int | None]) -> tuple[int, int]:
         assert all(side is unlimited or (side is not None and side >= 0) for side in size)
@@ -56,9 +54,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return Fakes(tmp_path, monkeypatch)
 
 
-@pytest.fixture(params=list(MODULES), ids=["2", "3", "4"])
+@pytest.fixture(params=VERSIONS, ids=["2", "3", "4"])
 def version(request: pytest.FixtureRequest, packages: Fakes) -> Any:
-    packages.add(MODULES[request.param], "2.8.3", **functions(request.param))
+    packages.add(request.param.module, "2.8.3", **functions(request.param))
     return request.param
 
 
@@ -112,7 +110,7 @@ def test_deterministic_algorithms_are_handed_on(version: Any, packages: Fakes) -
 
 def test_only_release_2_drops_weights(version: Any, packages: Fakes) -> None:
     spec = GOOD._replace(dropout=True)
-    if version is not version_2:
+    if version is not VERSION_2:
         assert version.why_not(spec) == "has no dropout"
         return
     assert version.why_not(spec) is None
@@ -124,7 +122,7 @@ def test_only_release_2_drops_weights(version: Any, packages: Fakes) -> None:
 @pytest.mark.parametrize("layout", ["uniform", "ragged"])
 def test_only_release_4_has_sinks(version: Any, packages: Fakes, layout: str) -> None:
     spec = GOOD._replace(sink=True)
-    if version is not version_4:
+    if version is not VERSION_4:
         assert version.why_not(spec) == "has no sinks"
         return
     q, sink = torch.randn(12, 4, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
@@ -149,23 +147,21 @@ def test_what_none_serves(version: Any, change: dict[str, Any], reason: str) -> 
 
 
 def test_versions_and_symbols(packages: Fakes) -> None:
-    packages.add("flash_attn", "2.5.9.post1", **functions(version_2))
-    assert version_2.version_2_why_not(GOOD) == (
+    packages.add("flash_attn", "2.5.9.post1", **functions(VERSION_2))
+    assert VERSION_2.why_not(GOOD) == (
         "attention needs flash_attn >= 2.6, found 2.5.9.post1. Next: pip install --no-build-isolation "
         "'megalight[flash-attn]'"
     )
-    assert "flash_attn.cute could not be imported (ModuleNotFoundError" in version_4.version_4_why_not(GOOD)
-    assert "needs the package flash_attn_interface, which is not installed. Next: build" in version_3.version_3_why_not(
-        GOOD
-    )
-    packages.add("flash_attn_interface", flash_attn_func=functions(version_3)["flash_attn_func"])
-    assert "flash_attn_interface has no flash_attn_varlen_func" in version_3.version_3_why_not(GOOD)
+    assert "flash_attn.cute could not be imported (ModuleNotFoundError" in VERSION_4.why_not(GOOD)
+    assert "needs the package flash_attn_interface, which is not installed. Next: build" in VERSION_3.why_not(GOOD)
+    packages.add("flash_attn_interface", flash_attn_func=functions(VERSION_3)["flash_attn_func"])
+    assert "flash_attn_interface has no flash_attn_varlen_func" in VERSION_3.why_not(GOOD)
     packages.add(
         "flash_attn.cute",
         flash_attn_func=lambda q, k, v, softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0: q,
-        flash_attn_varlen_func=functions(version_4)["flash_attn_varlen_func"],
+        flash_attn_varlen_func=functions(VERSION_4)["flash_attn_varlen_func"],
     )
-    assert version_4.version_4_why_not(GOOD) == (
+    assert VERSION_4.why_not(GOOD) == (
         "flash_attn.cute:flash_attn_func takes no deterministic in this release. Next: pip install --pre flash-attn-4"
     )
 
@@ -175,15 +171,15 @@ def test_versions_and_symbols(packages: Fakes) -> None:
 )
 def test_a_broken_package_is_a_reason(packages: Fakes, line: str) -> None:
     packages.broken("flash_attn_interface", line)
-    reason = version_3.version_3_why_not(GOOD)
+    reason = VERSION_3.why_not(GOOD)
     assert "flash_attn_interface could not be imported" in reason
     assert line.split("'")[1] in reason
 
 
 def test_what_blackwell_changes(packages: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
-    packages.add("flash_attn_interface", **functions(version_3))
+    packages.add("flash_attn_interface", **functions(VERSION_3))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
-    assert version_3.version_3_why_not(GOOD) == "serves sm_80 to sm_90, not sm_10x"
-    packages.add("flash_attn.cute", **functions(version_4))
-    assert version_4.version_4_why_not(GOOD) is None
-    assert version_4.version_4_why_not(GOOD._replace(head_dim=256, value_dim=256)).startswith("serves heads up to 128")
+    assert VERSION_3.why_not(GOOD) == "serves sm_80 to sm_90, not sm_10x"
+    packages.add("flash_attn.cute", **functions(VERSION_4))
+    assert VERSION_4.why_not(GOOD) is None
+    assert VERSION_4.why_not(GOOD._replace(head_dim=256, value_dim=256)).startswith("serves heads up to 128")

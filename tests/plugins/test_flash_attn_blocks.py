@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention_block import EXAMPLE, reference
-from megalight.plugins import flash_attn as blocks
+from megalight.plugins import flash_attn
 from megalight.types import PackedSequences
 from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
@@ -61,7 +61,7 @@ def _flash_attn_bwd(
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     fakes.pretend_cuda(monkeypatch)
     packages = Fakes(tmp_path, monkeypatch)
-    packages.add(blocks.BLOCKS_MODULE, _flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
+    packages.add(flash_attn.BLOCKS_MODULE, _flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
     return packages
 
 
@@ -82,28 +82,28 @@ def test_arguments_mean_what_the_op_means(packages: Fakes, layout: str, causal: 
     shapes = (batch, queries, 4, 8), (batch, keys, 2, 8), (batch, keys, 2, 8)
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     options = (sequences, causal, 0.3, window)
-    out, lse = blocks.forward(*tensors, *options)
+    out, lse = flash_attn.forward(*tensors, *options)
     wanted, wanted_lse = reference.forward(*tensors, *options)
     torch.testing.assert_close((out, lse), (wanted, wanted_lse))
     grad = torch.randn_like(out)
     # The merged log-sum-exp is larger than the block's own.
-    found = blocks.backward(grad, *tensors, out, lse + 0.5, *options)
+    found = flash_attn.backward(grad, *tensors, out, lse + 0.5, *options)
     torch.testing.assert_close(found, reference.backward(grad, *tensors, wanted, wanted_lse + 0.5, *options))
     assert packages.called("_flash_attn_bwd")[1]["deterministic"] is False
 
 
 def test_what_it_cannot_serve(packages: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert blocks.blocks_why_not(GOOD) is None
-    assert "equal key and value heads" in str(blocks.blocks_why_not(GOOD._replace(value_dim=64)))
-    assert "serves bfloat16" in str(blocks.blocks_why_not(GOOD._replace(dtype=torch.float32)))
+    assert flash_attn.blocks_why_not(GOOD) is None
+    assert "equal key and value heads" in str(flash_attn.blocks_why_not(GOOD._replace(value_dim=64)))
+    assert "serves bfloat16" in str(flash_attn.blocks_why_not(GOOD._replace(dtype=torch.float32)))
     wide = GOOD._replace(head_dim=256, value_dim=256)
-    assert blocks.blocks_why_not(wide) is None
+    assert flash_attn.blocks_why_not(wide) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
-    assert blocks.blocks_why_not(wide) == "serves heads up to 128 on this device, not 256"
+    assert flash_attn.blocks_why_not(wide) == "serves heads up to 128 on this device, not 256"
 
 
 def test_a_release_with_other_arguments_is_told(packages: Fakes) -> None:
     def changed(q: Tensor, *, softmax_scale: Any = None) -> None: ...
 
-    packages.add(blocks.BLOCKS_MODULE, _flash_attn_bwd=changed)
-    assert "_flash_attn_bwd takes no causal, window_size_left" in str(blocks.blocks_why_not(GOOD))
+    packages.add(flash_attn.BLOCKS_MODULE, _flash_attn_bwd=changed)
+    assert "_flash_attn_bwd takes no causal, window_size_left" in str(flash_attn.blocks_why_not(GOOD))

@@ -12,16 +12,13 @@ from megalight import imports
 from megalight.models.gpt import GPTBackendConfig
 from megalight.ops.attention_block import EXAMPLE
 from megalight.plugins import flash_attn
-from megalight.plugins import flash_attn as blocks
-from megalight.plugins import flash_attn as version_2
-from megalight.plugins import flash_attn as version_3
-from megalight.plugins import flash_attn as version_4
+from megalight.plugins.flash_attn import VERSION_2, VERSION_3, VERSION_4
 from tests.ops.test_attention_block_gpu import check_block, check_merged_blocks, inputs
 from tests.plugins.real import GOOD, MARKS, check_attention, check_model, need, ragged, serve, uniform
 
 pytestmark = MARKS
 BLOCK = EXAMPLE._replace(device="cuda")
-VERSIONS: dict[str, Any] = {"flash_attn": version_2, "flash_attn_3": version_3, "flash_attn_4": version_4}
+VERSIONS: dict[str, Any] = {"flash_attn": VERSION_2, "flash_attn_3": VERSION_3, "flash_attn_4": VERSION_4}
 
 
 @pytest.fixture(params=VERSIONS)
@@ -30,7 +27,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     version = VERSIONS[name]
     if name == "flash_attn" and not imports.version("flash-attn"):
         pytest.skip("flash-attn is not installed")  # release 4 alone makes the package's name importable
-    need(version.PACKAGE.name, "flash_attn", flash_attn.register)
+    need(version.package.name, "flash_attn", flash_attn.register)
     absent = "No module named" if name == "flash_attn_4" else "is not installed"  # 2 and 4 share a name
     serve(version.why_not, GOOD, absent)
     return name
@@ -72,8 +69,8 @@ def test_a_model_by_name(backend: str) -> None:
 
 @pytest.fixture
 def of_blocks() -> None:
-    need(version_4.VERSION_4_PACKAGE.name, "flash_attn", flash_attn.register)
-    serve(blocks.blocks_why_not, BLOCK, "No module named")
+    need(VERSION_4.package.name, "flash_attn", flash_attn.register)
+    serve(flash_attn.blocks_why_not, BLOCK, "No module named")
 
 
 @pytest.mark.usefixtures("of_blocks")

@@ -10,12 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops import causal_conv as convolutions
-from megalight.ops import delta_rule as rules
-from megalight.ops import ssd as scans
-from megalight.plugins import fla as rule
-from megalight.plugins import mamba_ssm as conv
-from megalight.plugins import mamba_ssm as scan
+from megalight.ops import causal_conv, delta_rule, ssd
+from megalight.plugins import fla, mamba_ssm
 from megalight.types import PackedSequences
 from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
@@ -123,14 +119,14 @@ def test_scan_of_mamba_ssm(packages: Fakes, first: int) -> None:
     positions = begins(first)
     steps = [doubles(10, 4).abs(), -doubles(4).abs()]
     inputs = [doubles(10, 4, 8), *steps, doubles(10, 2, 3), doubles(10, 2, 3), doubles(4)]
-    own, exact = scan.ssd, scans.reference.ssd
+    own, exact = mamba_ssm.ssd, ssd.reference.ssd
     same_as_the_reference(lambda *t: own(*t, positions), lambda *t: exact(*t, positions), inputs)
     inputs = [inputs[0], doubles(10, 4), *inputs[2:], doubles(4)]
     same_as_the_reference(lambda *t: own(*t[:6], positions, t[6]), lambda *t: exact(*t[:6], positions, t[6]), inputs)
-    good = scans.EXAMPLE._replace(device="cuda")
-    assert scan.scan_why_not(good) is None
-    assert "bfloat16 and float16" in str(scan.scan_why_not(good._replace(dtype=torch.float32)))
-    assert "not 20 and 128" in str(scan.scan_why_not(good._replace(head_dim=20)))
+    good = ssd.EXAMPLE._replace(device="cuda")
+    assert mamba_ssm.scan_why_not(good) is None
+    assert "bfloat16 and float16" in str(mamba_ssm.scan_why_not(good._replace(dtype=torch.float32)))
+    assert "not 20 and 128" in str(mamba_ssm.scan_why_not(good._replace(head_dim=20)))
 
 
 @pytest.mark.parametrize("silu", [True, False])
@@ -139,16 +135,16 @@ def test_convolution_of_causal_conv1d(packages: Fakes, silu: bool, width: int, f
     packages.add("causal_conv1d", "1.5", causal_conv1d_fn=causal_conv1d_fn)
     positions = begins(first)
     same_as_the_reference(
-        lambda x, w, b: conv.causal_conv(x[:, :8], w, b, positions, silu),
-        lambda x, w, b: convolutions.reference.causal_conv(x[:, :8], w, b, positions, silu),
+        lambda x, w, b: mamba_ssm.causal_conv(x[:, :8], w, b, positions, silu),
+        lambda x, w, b: causal_conv.reference.causal_conv(x[:, :8], w, b, positions, silu),
         [doubles(10, width), doubles(8, 4), doubles(8)],
     )
-    good = convolutions.EXAMPLE._replace(device="cuda")
-    assert conv.conv_why_not(good) is None
+    good = causal_conv.EXAMPLE._replace(device="cuda")
+    assert mamba_ssm.conv_why_not(good) is None
     for change, reason in (({"taps": 5}, "2 to 4 taps, not 5"), ({"channels": 12}, "multiple of 8 channels")):
-        assert reason in str(conv.conv_why_not(good._replace(**change)))
+        assert reason in str(mamba_ssm.conv_why_not(good._replace(**change)))
     packages.add("causal_conv1d", "1.1", causal_conv1d_fn=causal_conv1d_fn)
-    assert "causal_conv1d >= 1.2, found 1.1" in str(conv.conv_why_not(good))
+    assert "causal_conv1d >= 1.2, found 1.1" in str(mamba_ssm.conv_why_not(good))
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [5, 5]])
@@ -159,14 +155,14 @@ def test_rule_of_flash_linear_attention(packages: Fakes, lengths: list[int], gro
     keys = F.normalize(doubles(10, groups, 3), dim=-1)
     inputs = [doubles(10, groups, 3), keys, doubles(10, 4, 2), -doubles(10, 4).abs(), doubles(10, 4).sigmoid()]
     same_as_the_reference(
-        lambda *t: rule.delta_rule(*t, sequences), lambda *t: rules.reference.delta_rule(*t, sequences), inputs
+        lambda *t: fla.delta_rule(*t, sequences), lambda *t: delta_rule.reference.delta_rule(*t, sequences), inputs
     )
-    good = rules.EXAMPLE._replace(device="cuda")
-    assert rule.why_not(good) is None
-    assert "at most 256 features, not 512" in str(rule.why_not(good._replace(key_dim=512)))
+    good = delta_rule.EXAMPLE._replace(device="cuda")
+    assert fla.why_not(good) is None
+    assert "at most 256 features, not 512" in str(fla.why_not(good._replace(key_dim=512)))
 
 
 def test_none_serves_where_it_is_not_installed() -> None:
-    for why_not, example in ((scan.scan_why_not, scans.EXAMPLE), (conv.conv_why_not, convolutions.EXAMPLE)):
+    for why_not, example in ((mamba_ssm.scan_why_not, ssd.EXAMPLE), (mamba_ssm.conv_why_not, causal_conv.EXAMPLE)):
         assert "which is not installed. Next: pip install" in str(why_not(example))
-    assert "needs the package fla, which is not installed" in str(rule.why_not(rules.EXAMPLE))
+    assert "needs the package fla, which is not installed" in str(fla.why_not(delta_rule.EXAMPLE))

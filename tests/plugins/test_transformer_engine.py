@@ -15,9 +15,6 @@ from megalight.ops import norm as norm_op
 from megalight.ops.linear import weight_gradient as wgrad
 from megalight.plugins.transformer_engine import attention
 from megalight.plugins.transformer_engine import kernels as activation
-from megalight.plugins.transformer_engine import kernels as adam
-from megalight.plugins.transformer_engine import kernels as norm
-from megalight.plugins.transformer_engine import kernels as weight_gradient
 from megalight.types import PackedSequences
 from tests.ops.checks import check_activations, check_adam, check_norms, check_weight_gradient
 from tests.plugins import fakes, kernels
@@ -26,12 +23,12 @@ from tests.plugins.test_flash_attn import LAYOUTS
 
 WHY_NOT: dict[str, tuple[Callable[[Any], str | None], Any]] = {
     "attention": (attention.why_not, attention_op.EXAMPLE),
-    "rms": (norm.rms_why_not, norm_op.EXAMPLE),
-    "layer": (norm.layer_why_not, norm_op.EXAMPLE),
+    "rms": (activation.rms_why_not, norm_op.EXAMPLE),
+    "layer": (activation.layer_why_not, norm_op.EXAMPLE),
     "gated": (activation.gated_why_not, activation_op.EXAMPLE),
     "activation": (activation.activation_why_not, activation_op.EXAMPLE),
-    "weight gradient": (weight_gradient.weight_gradient_why_not, wgrad.EXAMPLE),
-    "adam": (adam.adam_why_not, adam_op.EXAMPLE),
+    "weight gradient": (activation.weight_gradient_why_not, wgrad.EXAMPLE),
+    "adam": (activation.adam_why_not, adam_op.EXAMPLE),
 }
 
 
@@ -156,14 +153,16 @@ def test_what_it_does_not_serve(te: Fakes) -> None:
     assert "causal attention only" in attention.why_not(spec._replace(causal=False, window=True))
     assert "bfloat16 and float16" in attention.why_not(spec._replace(dtype=torch.float32))
     assert "up to 256" in attention.why_not(spec._replace(head_dim=320))
-    assert "weight in the dtype of the input" in norm.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
-    assert "not torch.float64" in norm.rms_why_not(norm_op.EXAMPLE._replace(dtype=torch.float64))
+    assert "weight in the dtype of the input" in activation.rms_why_not(
+        norm_op.EXAMPLE._replace(weight_dtype=torch.float32)
+    )
+    assert "not torch.float64" in activation.rms_why_not(norm_op.EXAMPLE._replace(dtype=torch.float64))
     assert activation.gated_why_not(activation_op.EXAMPLE._replace(kind="gelu")).startswith("has no gelu; it has silu")
-    assert "main gradient in float32" in weight_gradient.weight_gradient_why_not(
+    assert "main gradient in float32" in activation.weight_gradient_why_not(
         wgrad.EXAMPLE._replace(main_dtype=torch.float16)
     )
-    assert "moments in float32" in adam.adam_why_not(adam_op.EXAMPLE._replace(dtype=torch.bfloat16))
-    assert "contiguous" in adam.adam_why_not(adam_op.EXAMPLE._replace(contiguous=False))
+    assert "moments in float32" in activation.adam_why_not(adam_op.EXAMPLE._replace(dtype=torch.bfloat16))
+    assert "contiguous" in activation.adam_why_not(adam_op.EXAMPLE._replace(contiguous=False))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -201,7 +200,7 @@ def test_layers_of_one_kind_share_a_module(te: Fakes) -> None:
 
 def test_norms(te: Fakes) -> None:
     for dtype in (torch.float64, torch.float32):
-        check_norms(norm, "cpu", dtype, (5, 3, 24))
+        check_norms(activation, "cpu", dtype, (5, 3, 24))
 
 
 @pytest.mark.parametrize("kind", activation.KINDS)
@@ -211,7 +210,7 @@ def test_activations(te: Fakes, kind: str) -> None:
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradient(te: Fakes, main_dtype: torch.dtype) -> None:
-    check_weight_gradient(weight_gradient.accumulate, "cpu", torch.bfloat16, main_dtype, 63, 12, 20)
+    check_weight_gradient(activation.accumulate, "cpu", torch.bfloat16, main_dtype, 63, 12, 20)
     assert "workspace" not in te.called("general_gemm")[1]
 
 
@@ -225,17 +224,17 @@ def test_older_releases_get_their_workspace(packages: Fakes) -> None:
     import transformer_engine.pytorch.cpp_extensions as extensions
 
     extensions.general_gemm = general_gemm
-    check_weight_gradient(weight_gradient.accumulate, "cpu", torch.bfloat16, torch.float32, 63, 12, 20)
+    check_weight_gradient(activation.accumulate, "cpu", torch.bfloat16, torch.float32, 63, 12, 20)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
 def test_adam(te: Fakes, decoupled: bool, tensors: bool, out_dtype: torch.dtype | None) -> None:
-    check_adam(adam.adam_step, "cpu", 103, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)
+    check_adam(activation.adam_step, "cpu", 103, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)
     kernel = "multi_tensor_adam_capturable" if tensors else "multi_tensor_adam"
     assert len(te.called(kernel)[0][2]) == (5 if out_dtype and not tensors else 4)
 
 
 def test_adam_takes_half_gradients(te: Fakes) -> None:
-    check_adam(adam.adam_step, "cpu", 103, grad_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
+    check_adam(activation.adam_step, "cpu", 103, grad_dtype=torch.bfloat16, out_dtype=torch.bfloat16)

@@ -15,11 +15,7 @@ from megalight.ops.choice import use_backends
 from megalight.ops.linear import linear
 from megalight.ops.linear import weight_gradient as wgrad
 from megalight.plugins import transformer_engine
-from megalight.plugins.transformer_engine import attention
-from megalight.plugins.transformer_engine import kernels as activation
-from megalight.plugins.transformer_engine import kernels as adam
-from megalight.plugins.transformer_engine import kernels as norm
-from megalight.plugins.transformer_engine import kernels as weight_gradient
+from megalight.plugins.transformer_engine import attention, kernels
 from tests.ops.checks import check_activations, check_adam, check_norms, check_weight_gradient, error
 from tests.ops.test_linear import with_main_grad
 from tests.plugins.real import GOOD, MARKS, check_attention, check_model, need, ragged, serve, uniform
@@ -71,24 +67,24 @@ def test_views_of_a_packed_projection() -> None:
 @pytest.mark.parametrize("shape", [(64, 64), (500, 3, 128), (1000, 1000), (500, 4096)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    for why_not in (norm.rms_why_not, norm.layer_why_not):
+    for why_not in (kernels.rms_why_not, kernels.layer_why_not):
         serve(why_not, norm_op.NormSpec("cuda", dtype, dtype, shape[-1]))
-    check_norms(norm, "cuda", dtype, shape)
+    check_norms(kernels, "cuda", dtype, shape)
 
 
-@pytest.mark.parametrize("kind", activation.KINDS)
+@pytest.mark.parametrize("kind", kernels.KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations(kind: str, dtype: torch.dtype) -> None:
-    for why_not in (activation.gated_why_not, activation.activation_why_not):
+    for why_not in (kernels.gated_why_not, kernels.activation_why_not):
         serve(why_not, activation_op.ActivationSpec("cuda", dtype, kind))
-    check_activations(activation, "cuda", dtype, (500, 1024), kind)
+    check_activations(kernels, "cuda", dtype, (500, 1024), kind)
 
 
 @pytest.mark.parametrize(("tokens", "out", "width"), [(64, 64, 128), (500, 304, 1000), (8192, 512, 256)])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradient(main_dtype: torch.dtype, tokens: int, out: int, width: int) -> None:
-    serve(weight_gradient.weight_gradient_why_not, wgrad.WeightGradientSpec("cuda", torch.bfloat16, main_dtype))
-    check_weight_gradient(weight_gradient.accumulate, "cuda", torch.bfloat16, main_dtype, tokens, out, width)
+    serve(kernels.weight_gradient_why_not, wgrad.WeightGradientSpec("cuda", torch.bfloat16, main_dtype))
+    check_weight_gradient(kernels.accumulate, "cuda", torch.bfloat16, main_dtype, tokens, out, width)
 
 
 def test_linear_adds_to_the_main_gradient() -> None:
@@ -107,11 +103,11 @@ def test_linear_adds_to_the_main_gradient() -> None:
 def test_the_product_makes_no_temporary() -> None:
     main_grad = torch.zeros(4096, 4096, device="cuda")
     grad_y, x = (torch.randn(512, 4096, device="cuda").bfloat16() for _ in range(2))
-    weight_gradient.accumulate(main_grad, grad_y, x, False)
+    kernels.accumulate(main_grad, grad_y, x, False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    weight_gradient.accumulate(main_grad, grad_y, x, False)
+    kernels.accumulate(main_grad, grad_y, x, False)
     assert torch.cuda.max_memory_allocated() - before < main_grad.nbytes // 2
 
 
@@ -120,12 +116,12 @@ def test_the_product_makes_no_temporary() -> None:
 @pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
 def test_adam(n: int, decoupled: bool, tensors: bool, out_dtype: torch.dtype | None) -> None:
-    serve(adam.adam_why_not, adam_op.EXAMPLE._replace(device="cuda", out_dtype=out_dtype))
-    check_adam(adam.adam_step, "cuda", n, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)
+    serve(kernels.adam_why_not, adam_op.EXAMPLE._replace(device="cuda", out_dtype=out_dtype))
+    check_adam(kernels.adam_step, "cuda", n, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)
 
 
 def test_adam_takes_half_gradients() -> None:
-    check_adam(adam.adam_step, "cuda", 1003, grad_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
+    check_adam(kernels.adam_step, "cuda", 1003, grad_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])

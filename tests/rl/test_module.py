@@ -25,7 +25,7 @@ from megalight.models.gpt.config import MultiTokenConfig
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
 from megalight.nn.moe.config import MoEConfig
-from megalight.rl import rollouts as rl_policy
+from megalight.rl import rollouts
 from megalight.rl.environment import PromptBatch, RLTask
 from megalight.rl.loss import PolicyLoss
 from megalight.rl.rollouts import _draw
@@ -336,7 +336,7 @@ def test_what_cannot_be_a_policy_is_refused(folder: Path) -> None:
     module = Policy()
     module.configure_model()
     with pytest.raises(ConfigurationError, match="FSDPStrategy"):
-        rl_policy.Policy(module.model, FSDPStrategy())
+        rollouts.Policy(module.model, FSDPStrategy())
     rows = global_batch(0)
     with pytest.raises(DataError, match="has no answers"):
         module.loss_step({"losses": torch.zeros(48)}, rows)

@@ -30,7 +30,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
-from megalight.strategies.checkpoints import async_save as module
+from megalight.strategies.checkpoints import async_save
 from megalight.strategies.checkpoints.async_save import SavesBeside
 from megalight.strategies.checkpoints.options import Checkpoints
 from tests.checkpoint import simple
@@ -201,7 +201,7 @@ def test_what_is_replaced_stays_while_a_save_waits_for_the_one_before(tmp_path: 
 
 def test_the_log_says_that_a_save_began_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(module, "rank_zero_info", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(async_save, "rank_zero_info", lambda text, *values: told.append(text % values))
     beside = SavesBeside("persistent", False, None, True, lambda path: None, lambda path: None)
     one, two, three = (str(tmp_path / f"{name}.ckpt") for name in "123")
     beside.begin(one, simple.views(simple.tensors(1)))

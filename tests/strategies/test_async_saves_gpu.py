@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megalight import checkpoint
-from megalight.checkpoint import saving as staging
+from megalight.checkpoint import saving
 from megalight.checkpoint.view import Box, View
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
@@ -60,12 +60,12 @@ def read(path: Path, like: dict[str, list[Tensor]]) -> dict[str, Tensor]:
 def test_saves_have_the_values_of_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    class Counted(staging.HostCopies):
+    class Counted(saving.HostCopies):
         def __init__(self, sources: Any, into: Any) -> None:
             made.append(len(sources))
             super().__init__(sources, into)
 
-    monkeypatch.setattr(staging, "Copies", Counted)
+    monkeypatch.setattr(saving, "Copies", Counted)
     save = Save(tmp_path)
     runner = pl.Trainer(
         accelerator="gpu",

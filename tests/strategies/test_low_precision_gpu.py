@@ -14,8 +14,7 @@ from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialize
 from megalight.ops.common import measuring
-from megalight.ops.quantize import amax_history as known
-from megalight.ops.quantize import amax_of
+from megalight.ops.quantize import amax_history, amax_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
 from megalight.plugins.precision import MegatronLowPrecision
@@ -80,7 +79,7 @@ def test_passes_for_magnitudes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
         passes.append(x.shape)
         return amax_of(x)
 
-    monkeypatch.setattr(known, "amax_of", counted)
+    monkeypatch.setattr(amax_history, "amax_of", counted)
     ids = torch.randint(0, 101, (2, 25), device="cuda")
     batch = TokenBatch(ids[:, :-1], ids[:, 1:], torch.ones(2, 24, device="cuda"))
     found = []

@@ -18,7 +18,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers import subprocess_script as lightnings
 
 from megalight.strategies import launchers
-from megalight.strategies import launchers as orphans
 from tests.support.workers import SERVER
 
 LIMIT = 240
@@ -62,7 +61,7 @@ def _start(folder: Path, alive: Connection) -> None:
     """Be rank 0, in a process that has the imports. Its children, too, hold the connection while they live."""
     os.chdir(folder)
     os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT), 2)
-    orphans.PERIOD_SECONDS = orphans.ORPHANS_GRACE_SECONDS = 0.1
+    launchers.PERIOD_SECONDS = launchers.ORPHANS_GRACE_SECONDS = 0.1
     launchers.preflight.check = lambda *_, **__: None  # type: ignore[assignment]
     lightnings.subprocess.Popen = subprocess_script.subprocess.Popen = Forked  # type: ignore[assignment,misc]
     _rank()
@@ -87,6 +86,6 @@ def test_a_rank_ends_after_rank_0_was_killed(tmp_path: Path) -> None:
 
 
 def test_processes_that_something_else_has_started_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(orphans.STARTED_BY, f"{os.getpid()}:nowhere")  # not this one's parent
-    monkeypatch.setattr(orphans.threading, "Thread", None)
-    orphans.watch()
+    monkeypatch.setenv(launchers.STARTED_BY, f"{os.getpid()}:nowhere")  # not this one's parent
+    monkeypatch.setattr(launchers.threading, "Thread", None)
+    launchers.watch()

@@ -28,8 +28,7 @@ from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies import DataParallel, MegatronStrategy
-from megalight.strategies import launchers as preflight
+from megalight.strategies import DataParallel, MegatronStrategy, launchers
 from megalight.strategies.refusals import check_tuners
 from tests.strategies.regression import Plain, batches
 from tests.strategies.toy import ToyModule
@@ -52,7 +51,7 @@ def test_overlap_is_chosen_for_weights_of_the_run(
     strategy = MegatronStrategy(
         tensor_parallel=2, precision_plugin=MegatronPrecision(precision), parallel_devices=[torch.device("cpu")] * 2
     )
-    preflight._split_on_meta(strategy, GPTModule(CONFIGS["gqa"]), *strategy.parts(2))
+    launchers._split_on_meta(strategy, GPTModule(CONFIGS["gqa"]), *strategy.parts(2))
     assert seen == [{dtype}]
 
 
@@ -217,7 +216,7 @@ def _one_device_then_two() -> str:
     of_ranks(1).fit(module, batches(8, 2))
     two = MegatronStrategy(parallel_devices=[torch.device("cpu")] * 2, cluster_environment=LightningEnvironment())
     with pytest.raises(LayoutError) as caught:
-        preflight.check(two, None, lambda model: None, module)
+        launchers.check(two, None, lambda model: None, module)
     return str(caught.value)
 
 
@@ -237,7 +236,7 @@ def limited(ctas: int | None, device: str, backend: str | None = None) -> list[M
 
 
 def look(strategy: MegatronStrategy) -> None:
-    preflight.check(strategy, None, lambda model: None, GPTModule(CONFIGS["gqa"]))
+    launchers.check(strategy, None, lambda model: None, GPTModule(CONFIGS["gqa"]))
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", None), ("cuda", "gloo")])

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, reduce
-from megalight.parallel.data_parallel import reduce as pushed_sums
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import infos
 from tests.parallel.peers.shared_files import symmetric_on_cpu
@@ -45,13 +44,13 @@ ROWS = [
 def _counted() -> Iterator[list[int]]:
     """Count the sums of terms from peers, which travel in several pieces; no collective may divide gradients."""
     done: list[int] = []
-    summed = pushed_sums.PushedSums.sum
+    summed = reduce.PushedSums.sum
 
-    def count(self: pushed_sums.PushedSums, terms: Tensor, group: ProcessGroup, out: Tensor, add: bool) -> None:
+    def count(self: reduce.PushedSums, terms: Tensor, group: ProcessGroup, out: Tensor, add: bool) -> None:
         summed(self, terms, group, out, add)
         done.append(out.nbytes // (self._slots[group][0].capacity // (group.size() - 1)))
 
-    with patch.object(pushed_sums.PushedSums, "sum", count), patch.object(pushed_sums, "SLOT_BYTES", 3 << 10):
+    with patch.object(reduce.PushedSums, "sum", count), patch.object(reduce, "SLOT_BYTES", 3 << 10):
         yield done
 
 
@@ -100,8 +99,8 @@ def _sum(dtype: torch.dtype, out_dtype: torch.dtype, add: bool) -> tuple[Tensor,
     exact = torch.stack([term[mine].double() for term in terms]).sum(0)
     found = []
     with symmetric_on_cpu():
-        pushed = pushed_sums.PushedSums(torch.device("cpu"))
-        with patch.object(pushed_sums, "SLOT_BYTES", 2 << 10):
+        pushed = reduce.PushedSums(torch.device("cpu"))
+        with patch.object(reduce, "SLOT_BYTES", 2 << 10):
             pushed.reserve(group, length * dtype.itemsize)
         for _ in range(2):
             out = torch.full((length,), 3.0 if add else torch.nan, dtype=out_dtype)

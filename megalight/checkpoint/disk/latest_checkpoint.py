@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from megalight.checkpoint.disk import manifest as manifests
-from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk import manifest, publish
 from megalight.checkpoint.disk.files import PathLike
 from megalight.errors import MegalightError
 
@@ -40,7 +39,7 @@ def another(path: PathLike) -> str:
         if held != path:
             return f" The newest finished checkpoint in it is {held}."
         # What lies beside a run is another run.
-        if manifests.is_run(path):
+        if manifest.is_run(path):
             return ""
         others = [other for other in publish.finished(path.parent) if other != path]
         return f" The newest finished checkpoint beside it is {others[-1]}." if others else ""
@@ -64,7 +63,7 @@ def _finished(here: PathLike, levels: int = DEPTH) -> Iterator[tuple[int, PathLi
     """
     for path in publish.finished(here):
         if not path.name.startswith("."):
-            yield manifests.read(publish.resolve(path)).saved_at, path
+            yield manifest.read(publish.resolve(path)).saved_at, path
     for entry in sorted(here.iterdir()) if here.is_dir() else ():
         if entry.name.startswith("."):
             continue
@@ -79,4 +78,4 @@ def _finished(here: PathLike, levels: int = DEPTH) -> Iterator[tuple[int, PathLi
 
 def _may_hold(folder: PathLike) -> bool:
     """Whether a folder may hold checkpoints: not if it is one itself."""
-    return not (publish.resolve(folder) / manifests.NAME).exists()
+    return not (publish.resolve(folder) / manifest.NAME).exists()

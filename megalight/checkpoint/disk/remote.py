@@ -17,7 +17,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from fsspec.core import url_to_fs
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from megalight.checkpoint.disk import datafile, files, publish
 from megalight.checkpoint.disk import manifest as manifests

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.checkpoint.disk import index as indices
+from megalight.checkpoint.disk import index, publish
 from megalight.checkpoint.disk import manifest as manifests
-from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.datafile import DataFile
 from megalight.checkpoint.disk.files import CODES, PathLike, blocks, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
@@ -78,7 +77,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Checkpoint
             raise CheckpointError(f"checkpoint {path} is malformed: its manifest does not list {name}.")
         return read_file(root, name, records[name])
 
-    tensors = indices.from_json(parse_json(small(indices.NAME), indices.NAME), f"{path}/{indices.NAME}")
+    tensors = index.from_json(parse_json(small(index.NAME), index.NAME), f"{path}/{index.NAME}")
     common = parse_json(small("common.json"), "common.json")
     found: dict[str, float] = {}
     if norms:
@@ -137,7 +136,7 @@ def _progress(common: Any) -> dict[str, int | float | str]:
 def _norms(root: PathLike, manifest: manifests.Manifest, tensors: Mapping[str, TensorInfo]) -> dict[str, float]:
     """Block by block, file by file, in float64."""
     squares = dict.fromkeys(tensors, 0.0)
-    by_file: dict[str, list[tuple[TensorInfo, indices.Chunk]]] = {}
+    by_file: dict[str, list[tuple[TensorInfo, index.Chunk]]] = {}
     for info in tensors.values():
         for chunk in info.chunks:
             by_file.setdefault(chunk.file, []).append((info, chunk))

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from megalight.checkpoint.disk import index as indices
+from megalight.checkpoint.disk import index, publish
 from megalight.checkpoint.disk import manifest as manifests
-from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.datafile import DataFile
 from megalight.checkpoint.disk.files import CODES, TORCH_SUFFIX, FileRecord, PathLike, blocks, parse_json, read_file
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
@@ -47,13 +46,13 @@ def verify(path: str | os.PathLike[str]) -> list[Damage]:
         return [Damage(manifests.NAME, None, str(error))]
     records = dict(manifest.files)
     found = [damage for name in records if not name.startswith("data/") for damage in _small(root, name, records)]
-    if any(damage.file == indices.NAME for damage in found) or indices.NAME not in records:
-        return [*found, Damage(indices.NAME, None, "tensors cannot be verified without it.")]
+    if any(damage.file == index.NAME for damage in found) or index.NAME not in records:
+        return [*found, Damage(index.NAME, None, "tensors cannot be verified without it.")]
     try:
-        data = read_file(root, indices.NAME, records[indices.NAME])
-        tensors = indices.from_json(parse_json(data, indices.NAME), indices.NAME)
+        data = read_file(root, index.NAME, records[index.NAME])
+        tensors = index.from_json(parse_json(data, index.NAME), index.NAME)
     except CheckpointError as error:
-        return [*found, Damage(indices.NAME, None, str(error))]
+        return [*found, Damage(index.NAME, None, str(error))]
     by_file: dict[str, list[tuple[TensorInfo, Chunk]]] = {name: [] for name in records if name.startswith("data/")}
     for info in tensors.values():
         for chunk in info.chunks:

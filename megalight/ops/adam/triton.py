@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.adam import Coded
-from megalight.ops.adam import low_precision_moments as narrow
+from megalight.ops.adam import Coded, low_precision_moments
 from megalight.ops.cast_flat import TYPES, scaled
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize.formats import LARGEST
@@ -18,10 +17,13 @@ BLOCK = 1024
 
 FLOATS, ROUNDED, CODES = constexpr(0), constexpr(1), constexpr(2)
 """How moments are stored: as floats, as bfloat16 rounded at random, as codes (:mod:`megalight.ops.adam.low_precision_moments`)."""
-SHARING = constexpr(narrow.BLOCK)
-HALF_BITS, CODE_BITS = constexpr(narrow.HALF_BITS), constexpr(narrow.CODE_BITS)
-HALF_MASK, CODE_MASK = constexpr((1 << narrow.HALF_BITS) - 1), constexpr((1 << narrow.CODE_BITS) - 1)
-MULTIPLIER, LOWEST = constexpr(narrow.MULTIPLIER), constexpr(narrow.LOWEST)
+SHARING = constexpr(low_precision_moments.BLOCK)
+HALF_BITS, CODE_BITS = constexpr(low_precision_moments.HALF_BITS), constexpr(low_precision_moments.CODE_BITS)
+HALF_MASK, CODE_MASK = (
+    constexpr((1 << low_precision_moments.HALF_BITS) - 1),
+    constexpr((1 << low_precision_moments.CODE_BITS) - 1),
+)
+MULTIPLIER, LOWEST = constexpr(low_precision_moments.MULTIPLIER), constexpr(low_precision_moments.LOWEST)
 
 
 @jit
@@ -188,9 +190,9 @@ def adam_step(
         rates = torch.as_tensor(lr, dtype=torch.float64, device=param.device)
         count = torch.as_tensor(step, dtype=torch.float64, device=param.device)
         scalars = torch.stack((rates, rates / (1 - beta1**count), (1 - beta2**count).rsqrt(), count)).float()
-        shift = narrow.STEPS
+        shift = low_precision_moments.STEPS
     else:
-        shift = narrow.wrapped(int(step) * narrow.STEPS)
+        shift = low_precision_moments.wrapped(int(step) * low_precision_moments.STEPS)
         rate = float(lr)
         step_size, root_correction = rate / (1 - beta1 ** float(step)), (1 - beta2 ** float(step)) ** -0.5
     if not param.numel():

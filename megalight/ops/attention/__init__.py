@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.ops.attention import hopper, reference
-from megalight.ops.attention import torch_kernels as cudnn
-from megalight.ops.attention import torch_kernels as flex
-from megalight.ops.attention import torch_kernels as sdpa
-from megalight.ops.attention import torch_kernels as varlen
-from megalight.ops.attention import variants as bounded
-from megalight.ops.attention import variants as sink
+from megalight.ops.attention import hopper, reference, torch_kernels, variants
 from megalight.ops.attention.variants import chunked
 from megalight.ops.attention.variants import mutual_attention as mutual_attention
 from megalight.ops.common import (
@@ -168,13 +162,13 @@ def _block_why_not(spec: AttentionSpec) -> str | None:
     return "has no dropout" if spec.dropout else None
 
 
-ATTENTION.register(Backend("cudnn", cudnn.cudnn_attention, 30, _cudnn_why_not, slower=_cudnn_slower))
+ATTENTION.register(Backend("cudnn", torch_kernels.cudnn_attention, 30, _cudnn_why_not, slower=_cudnn_slower))
 _triton = lazy("megalight.ops.attention.triton", "attention")
 ATTENTION.register(Backend("triton", _triton, 25, _triton_why_not, slower=_triton_slower))
-ATTENTION.register(Backend("varlen", varlen.varlen_attention, 20, _varlen_why_not))
-ATTENTION.register(Backend("sdpa", sdpa.sdpa_attention, 10, _sdpa_why_not))
-ATTENTION.register(Backend("flex", flex.flex_attention, 7, _flex_why_not))
-ATTENTION.register(Backend("block", sink.sink_attention, 5, _block_why_not))
+ATTENTION.register(Backend("varlen", torch_kernels.varlen_attention, 20, _varlen_why_not))
+ATTENTION.register(Backend("sdpa", torch_kernels.sdpa_attention, 10, _sdpa_why_not))
+ATTENTION.register(Backend("flex", torch_kernels.flex_attention, 7, _flex_why_not))
+ATTENTION.register(Backend("block", variants.sink_attention, 5, _block_why_not))
 ATTENTION.register(Backend("reference", reference.attention, 0, serve_all))
 
 
@@ -241,7 +235,7 @@ def attention(
                 "the lengths of these keys are known only on the device. Only the reference backend serves them, "
                 f"without dropout; backend is {backend!r}, dropout {dropout}."
             )
-        return bounded.bounded_attention(q, k, v, sequences, causal, scale, window, softcap, sink, chunk)
+        return variants.bounded_attention(q, k, v, sequences, causal, scale, window, softcap, sink, chunk)
     if chunk is not None:
         sequences, rows = chunked(sequences, chunk)
         keys = sequences.keys

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.cross_entropy import chunked, reference
-from megalight.ops.cross_entropy import reference as native
 from megalight.ops.cross_entropy.chunked import Combine, CrossEntropyKernels
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -34,7 +33,7 @@ def _triton_why_not(spec: CrossEntropySpec) -> str | None:
 
 _KERNELS = "megalight.ops.cross_entropy.triton"
 _TRITON = CrossEntropyKernels(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "gradient_"))
-_TORCH = CrossEntropyKernels(native.statistics, native.gradient_)
+_TORCH = CrossEntropyKernels(reference.statistics, reference.gradient_)
 CROSS_ENTROPY.register(Backend("triton", partial(chunked.linear_cross_entropy, _TRITON), 20, _triton_why_not))
 CROSS_ENTROPY.register(Backend("torch", partial(chunked.linear_cross_entropy, _TORCH), 10, serve_all))
 CROSS_ENTROPY.register(Backend("reference", reference.linear_cross_entropy, 0, serve_all))

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.cross_entropy.chunked import Combine
-from megalight.ops.divergence import chunked
-from megalight.ops.divergence import chunked as native
-from megalight.ops.divergence import top_k as top
+from megalight.ops.divergence import chunked, top_k
 from megalight.ops.divergence.spec import KINDS as KINDS
 from megalight.ops.divergence.spec import DivergenceKernels, Measure
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -44,7 +42,7 @@ def _triton_why_not(spec: DivergenceSpec) -> str | None:
 
 _KERNELS = "megalight.ops.divergence.triton"
 _TRITON = DivergenceKernels(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "sums"), lazy(_KERNELS, "gradient_"))
-_TORCH = DivergenceKernels(native.statistics, native.sums, native.gradient_)
+_TORCH = DivergenceKernels(chunked.statistics, chunked.sums, chunked.gradient_)
 DIVERGENCE.register(Backend("triton", partial(chunked.linear_divergence, _TRITON), 20, _triton_why_not))
 DIVERGENCE.register(Backend("reference", partial(chunked.linear_divergence, _TORCH), 0, serve_all))
 
@@ -112,7 +110,9 @@ def linear_divergence(
     student = _as_autocast(student)
     if isinstance(teacher, TopTokens):
         entropy = {"forward_kl": True, "cross_entropy": False}[kind]
-        return top.top_divergence(student, teacher, labels, temperature, own, chunk, first_row, real, combine, entropy)
+        return top_k.top_divergence(
+            student, teacher, labels, temperature, own, chunk, first_row, real, combine, entropy
+        )
     teacher = _as_autocast(teacher)
     fn = _choose(DivergenceSpec(student.hidden.device.type, student.hidden.dtype, teacher.hidden.dtype), backend)
     measure = Measure(kind, temperature, own, real, (student.softcap, teacher.softcap))

@@ -71,6 +71,8 @@ class GroupedScaledSpec(NamedTuple):
     """
 
     device: str
+    a: Scheme
+    b: Scheme
     dtype: torch.dtype
 
 
@@ -102,9 +104,7 @@ def columns_of_groups(
     return cast
 
 
-def columns_of_stack(
-    weight: Tensor, scheme: Scheme, amax: Tensor | None = None, backend: str = "auto"
-) -> Quantized:
+def columns_of_stack(weight: Tensor, scheme: Scheme, amax: Tensor | None = None, backend: str = "auto") -> Quantized:
     """Quantize the transpose of each matrix of ``weight [E, out, in]``.
 
     ``scheme`` and ``amax [E, in]`` are those of :func:`columns_of_groups`.

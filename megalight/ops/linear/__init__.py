@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.linear import aligned
-from megalight.ops.linear import weight_gradient as wgrad
+from megalight.ops.linear import aligned, weight_gradient
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.linear.weight_gradient import queue_for
 from megalight.ops.parameter import ParameterState, main_grad_of, may_hide, precision_of, state_of
@@ -19,8 +18,8 @@ from megalight.ops.quantized_weight import readable
 from megalight.ops.sum_rows import sum_rows
 from megalight.registry import BackendRegistry
 
-REGISTRIES: tuple[BackendRegistry[wgrad.WeightGradientSpec, Any], ...] = (wgrad.WGRAD,)
-EXAMPLE = wgrad.EXAMPLE
+REGISTRIES: tuple[BackendRegistry[weight_gradient.WeightGradientSpec, Any], ...] = (weight_gradient.WGRAD,)
+EXAMPLE = weight_gradient.EXAMPLE
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -118,7 +117,7 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
                 held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor would keep its autograd graph alive
                 queue.put(weight, grad_y, lambda: lambda: held)
             else:
-                wgrad.add_weight_gradient(weight, grad_y, x)
+                weight_gradient.add_weight_gradient(weight, grad_y, x)
             return None
         if state.precision is not None:
             return state.precision.weight_gradient(grad_y, x, weight)

@@ -59,5 +59,5 @@ def native_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-add_rms_norm = of_sum(native_rms_norm)
-add_layer_norm = of_sum(native_layer_norm)
+native_add_rms_norm = of_sum(native_rms_norm)
+native_add_layer_norm = of_sum(native_layer_norm)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalight.errors import LayoutError
-from megalight.parallel.pipeline import layout_string as advice
+from megalight.parallel.pipeline import layout_string
 from megalight.parallel.pipeline.layout_string import compose, parse, picture
 
 
@@ -93,7 +93,7 @@ class PipelineLayout:
             what = " + ".join(parts) + (f" = {counted}" if counted > num_layers else "")
             rule = "do not divide evenly over" if left else "leave a stage without a layer, of"
             raise LayoutError(
-                f"{what} {rule} {_stages(pp, vpp)}. {advice.instead_of_even(num_layers, pp, vpp, counted, num_mtp)}"
+                f"{what} {rule} {_stages(pp, vpp)}. {layout_string.instead_of_even(num_layers, pp, vpp, counted, num_mtp)}"
             )
         return cls._of_symbols(_symbols(counts, num_mtp), pp)
 
@@ -139,7 +139,7 @@ class PipelineLayout:
             raise LayoutError(
                 f"{num_layers} layers with {first=} and {last=} leave {rest} for the {others} other pipeline ranks "
                 f"with {vpp} chunk{'s' * (vpp > 1)} each; this number must be {rule}. "
-                + advice.instead_of_uneven(num_layers, pp, vpp, first, last, num_mtp)
+                + layout_string.instead_of_uneven(num_layers, pp, vpp, first, last, num_mtp)
             )
         # In model order: chunk 0 of every rank, then chunk 1 of every rank.
         counts = [given.get(rank, share * vpp) // vpp for _ in range(vpp) for rank in range(pp)]
@@ -166,7 +166,7 @@ class PipelineLayout:
         _check_degrees(num_layers, pp, vpp if pp > 1 else 1)
         stages = parse(text)
         chunks, left = divmod(len(stages), pp)
-        wrong = advice.wrong_symbols(stages, num_layers, num_mtp)
+        wrong = layout_string.wrong_symbols(stages, num_layers, num_mtp)
         if left:
             low = len(stages) - left
             near = f"{low} or {low + pp}" if low else f"{pp}"

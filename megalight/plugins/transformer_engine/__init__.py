@@ -13,12 +13,7 @@ from megalight.ops.linear.low_precision import LOW_PRECISION
 from megalight.ops.linear.weight_gradient import WGRAD
 from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from megalight.parallel.graphs.backends import GRAPH_BACKENDS, GraphBackend
-from megalight.plugins.transformer_engine import attention, graphs, low_precision
-from megalight.plugins.transformer_engine import attention as fp8_attention
-from megalight.plugins.transformer_engine import kernels as activation
-from megalight.plugins.transformer_engine import kernels as adam
-from megalight.plugins.transformer_engine import kernels as norm
-from megalight.plugins.transformer_engine import kernels as weight_gradient
+from megalight.plugins.transformer_engine import attention, graphs, kernels, low_precision
 from megalight.registry import Backend
 
 NAME = "transformer_engine"
@@ -29,14 +24,14 @@ PRIORITY = 0
 def register() -> None:
     """Add the backends, of ops and of what lies above them."""
     ATTENTION.register(Backend(NAME, attention.attention, PRIORITY, attention.why_not))
-    FP8_ATTENTION.register(Backend(NAME, fp8_attention.make, PRIORITY, fp8_attention.fp8_attention_why_not))
-    RMS_NORM.register(Backend(NAME, norm.rms_norm, PRIORITY, norm.rms_why_not))
-    ADD_RMS_NORM.register(Backend(NAME, norm.add_rms_norm, PRIORITY, norm.rms_why_not))
-    LAYER_NORM.register(Backend(NAME, norm.layer_norm, PRIORITY, norm.layer_why_not))
-    ADD_LAYER_NORM.register(Backend(NAME, norm.add_layer_norm, PRIORITY, norm.layer_why_not))
-    GATED.register(Backend(NAME, activation.gated, PRIORITY, activation.gated_why_not))
-    ACTIVATION.register(Backend(NAME, activation.activation, PRIORITY, activation.activation_why_not))
-    WGRAD.register(Backend(NAME, weight_gradient.accumulate, PRIORITY, weight_gradient.weight_gradient_why_not))
-    ADAM.register(Backend(NAME, adam.adam_step, PRIORITY, adam.adam_why_not))
+    FP8_ATTENTION.register(Backend(NAME, attention.make, PRIORITY, attention.fp8_attention_why_not))
+    RMS_NORM.register(Backend(NAME, kernels.rms_norm, PRIORITY, kernels.rms_why_not))
+    ADD_RMS_NORM.register(Backend(NAME, kernels.add_rms_norm, PRIORITY, kernels.rms_why_not))
+    LAYER_NORM.register(Backend(NAME, kernels.layer_norm, PRIORITY, kernels.layer_why_not))
+    ADD_LAYER_NORM.register(Backend(NAME, kernels.add_layer_norm, PRIORITY, kernels.layer_why_not))
+    GATED.register(Backend(NAME, kernels.gated, PRIORITY, kernels.gated_why_not))
+    ACTIVATION.register(Backend(NAME, kernels.activation, PRIORITY, kernels.activation_why_not))
+    WGRAD.register(Backend(NAME, kernels.accumulate, PRIORITY, kernels.weight_gradient_why_not))
+    ADAM.register(Backend(NAME, kernels.adam_step, PRIORITY, kernels.adam_why_not))
     LOW_PRECISION.register(NAME)(low_precision.TransformerEngineProducts)
     GRAPH_BACKENDS.register(NAME)(GraphBackend(graphs.TransformerEngineGraphs, graphs.graphs_why_not))

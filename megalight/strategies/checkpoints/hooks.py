@@ -153,7 +153,8 @@ class FolderCheckpoints(MeshStrategy):
                 "resumes from it; a ModelCheckpoint saves both while they run.",
                 filepath,
             )
-        if self._is_training and getattr(self._setup_of.trainer, "fast_dev_run", False):
+        training = self._setup_of if self._is_training else None
+        if training is not None and getattr(training.trainer, "fast_dev_run", False):
             return  # ModelCheckpoint(save_last=True) would save at the end, and later runs would take it
         # Weights may still be gathered, and edits are compared with what is there.
         self.sync_parameters()

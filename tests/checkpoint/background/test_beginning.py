@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megalight import checkpoint
-from megalight.checkpoint import saving as staging
+from megalight.checkpoint import saving
 from megalight.checkpoint.async_save import saves
 from megalight.checkpoint.async_save.saves import KINDS, Background, Kind, PendingSave, SaveWorker
 from megalight.checkpoint.async_save.shared_memory import SharedMemory
@@ -47,7 +47,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 FAILURES: dict[str, tuple[object, str, Exception]] = {
     "memory": (SharedMemory, "reserve", OSError(errno.ENOMEM, "Cannot allocate memory")),
-    "device": (staging, "_copied", torch.OutOfMemoryError("out of memory")),
+    "device": (saving, "_copied", torch.OutOfMemoryError("out of memory")),
     "disk": (saves.publish, "begin", OSError(errno.EIO, "Input/output error")),
     "process": (saves, "Worker", OSError(errno.EAGAIN, "Resource temporarily unavailable")),
 }
@@ -122,7 +122,7 @@ class Copying:
 def _copies_of_the_other(path: Path) -> bool:
     """Rank 1 cannot copy; return whether rank 0's copies, which nobody needs, have arrived before memory is reused."""
     background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
-    copied, copies = staging._copied, Copying()
+    copied, copies = saving._copied, Copying()
 
     def with_copies(*arguments: Any) -> Any:
         return copied(*arguments)[0], copies
@@ -130,7 +130,7 @@ def _copies_of_the_other(path: Path) -> bool:
     try:
         with pytest.MonkeyPatch.context() as patch:
             fails = dist.get_rank() == 1
-            patch.setattr(staging, "_copied", raising(MemoryError()) if fails else with_copies)
+            patch.setattr(saving, "_copied", raising(MemoryError()) if fails else with_copies)
             with pytest.raises(CheckpointError, match=r"failed on rank 1: MemoryError\(\)"):
                 background.save(path, model.views())
         return copies.arrived

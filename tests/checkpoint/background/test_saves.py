@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megalight import checkpoint
-from megalight.checkpoint.async_save import saves
-from megalight.checkpoint.async_save import worker as rendezvous
+from megalight.checkpoint.async_save import saves, worker
 from megalight.checkpoint.async_save.saves import KINDS, Background, Kind
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.saving import size_of, stage
@@ -409,13 +408,13 @@ def test_a_lock_that_is_not_seen_on_other_machines_tells_of_no_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on file systems whose locks belong to one machine."""
-    announcement = rendezvous.announcement(tmp_path, 3)
+    announcement = worker.announcement(tmp_path, 3)
     writing = tmp_path / "parts" / "3.json.writing"
-    assert rendezvous._alive(writing, 0.0)
+    assert worker._alive(writing, 0.0)
     announcement.close()
-    assert not rendezvous._alive(writing, 0.0)
-    monkeypatch.setattr(rendezvous, "machine", lambda: "another")
-    assert rendezvous._alive(writing, 0.0)
+    assert not worker._alive(writing, 0.0)
+    monkeypatch.setattr(worker, "machine", lambda: "another")
+    assert worker._alive(writing, 0.0)
 
 
 def _save_until_killed(folder: Path, kind: Kind | None, told: Path) -> None:

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from megalight import checkpoint
-from megalight.checkpoint.async_save import worker as rendezvous
+from megalight.checkpoint.async_save import worker
 from megalight.checkpoint.async_save.saves import KINDS, Background, Kind
-from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk import remote as saves
+from megalight.checkpoint.disk import publish, remote
 from megalight.checkpoint.disk.files import FileRecord, write_file
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.checkpoint.disk.rank_files import WrittenFiles
@@ -215,7 +214,7 @@ def test_leftovers_of_others_go_after_a_day(folder: Address, monkeypatch: pytest
     simple.save(folder / "b.ckpt", 1)
     assert names(folder) == sorted(left + one("b.ckpt"))  # it may be under way
     now = time.time()
-    monkeypatch.setattr(saves.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
     simple.save(folder / "b.ckpt", 2)
     assert names(folder) == one("b.ckpt")
 
@@ -242,7 +241,7 @@ def test_leftovers_do_not_pile_up(folder: Address, monkeypatch: pytest.MonkeyPat
 def test_a_save_that_ends_meanwhile_is_no_leftover(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process publishes it and ends while another looks for leftovers."""
     simple.save(folder / "a.ckpt", 1)
-    (save,) = saves._saves(folder / "a.ckpt")
+    (save,) = remote._saves(folder / "a.ckpt")
     manifest = save / "manifest.json"
     contents = manifest.read_bytes()
     manifest.store.rm_file(manifest.key)  # not published yet
@@ -252,7 +251,7 @@ def test_a_save_that_ends_meanwhile_is_no_leftover(folder: Address, monkeypatch:
             write_file(manifest, contents)
         return found == save
 
-    monkeypatch.setattr(saves, "_dead", ended)
+    monkeypatch.setattr(remote, "_dead", ended)
     simple.save(folder / "b.ckpt", 1)
     assert simple.step_of(folder / "a.ckpt") == 1
 
@@ -266,11 +265,11 @@ def test_a_save_of_the_same_path_may_end_meanwhile(
     path = folder / "a.ckpt"
     for step in (1, 2):
         simple.save(folder / f"{step}", step)
-        (save,) = saves._saves(folder / f"{step}")
+        (save,) = remote._saves(folder / f"{step}")
         path.store.mv(save.key, f"{path.key}/{save.name}", recursive=True)
     other = path / save.name
     manifest = other / "manifest.json"
-    contents, sealed, asked = manifest.read_bytes(), saves._sealed, 0
+    contents, sealed, asked = manifest.read_bytes(), remote._sealed, 0
     answers = {"_dead": lambda save: asked >= at and save == other, "_sealed": sealed}
 
     def ends(found: Address) -> bool:
@@ -282,11 +281,11 @@ def test_a_save_of_the_same_path_may_end_meanwhile(
         return answer
 
     for name, answer in {**answers, question: ends}.items():
-        monkeypatch.setattr(saves, name, answer)
+        monkeypatch.setattr(remote, name, answer)
     for at in range(1, 9):
         manifest.store.rm_file(manifest.key)  # not published yet
         asked = 0
-        saves._clean(path)
+        remote._clean(path)
         if asked < at:
             break
         assert simple.step_of(path) == 2
@@ -299,13 +298,13 @@ def test_a_removal_leaves_what_another_run_is_writing(folder: Address, monkeypat
     simple.save(path, 1)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(publish, "machine", lambda: "another")
-        partial = saves.RemotePartial(path)
+        partial = remote.RemotePartial(path)
     write_file(partial.folder / "data/0-0.safetensors", b"half")
     assert checkpoint.remove(path)
     assert names(folder) == ["a.ckpt/*/data/0-0.safetensors"]
     assert not checkpoint.is_complete(path)
     now = time.time()
-    monkeypatch.setattr(saves.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
     assert checkpoint.remove(path)
     assert not path.exists()
 
@@ -315,7 +314,7 @@ def test_a_save_under_way_costs_others_one_question(folder: Address, monkeypatch
     """Not one for each of its files, which are many on many ranks."""
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(publish, "machine", lambda: "another")
-        partial = saves.RemotePartial(folder / "a.ckpt")
+        partial = remote.RemotePartial(folder / "a.ckpt")
     for rank in range(50):
         write_file(partial.folder / f"data/{rank}-0.safetensors", b"half")
     asked, ask = [], Address.ask
@@ -381,7 +380,7 @@ def test_a_published_save_is_not_discarded(folder: Address) -> None:
     """An abort, or the death of a worker, may come after the manifest, when what was before is gone."""
     path = folder / "a.ckpt"
     simple.save(path, 1)
-    partial = saves.RemotePartial(path)
+    partial = remote.RemotePartial(path)
     saved = publish.resolve(path)
     path.store.mv(saved.key, partial.folder.key, recursive=True)
     partial.discard()
@@ -454,7 +453,7 @@ def test_a_save_of_another_machine_is_a_leftover_after_a_day(folder: Address, mo
     simple.save(folder / "a.ckpt", 1)
     assert names(folder) == sorted(left + one("a.ckpt"))
     now = time.time()
-    monkeypatch.setattr(saves.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
     simple.save(folder / "a.ckpt", 2)
     assert names(folder) == one("a.ckpt")
 
@@ -531,7 +530,7 @@ def test_a_save_deletes_what_was_copied_there(folder: Address, tmp_path: Any, mo
 def test_a_copied_one_that_is_newer_stays(folder: Address, tmp_path: Any) -> None:
     """Two people at one path: what was saved last is the checkpoint."""
     path = folder / "a.ckpt"
-    partial = saves.RemotePartial(path)
+    partial = remote.RemotePartial(path)
     simple.save(folder / "b.ckpt", 1)
     folder.store.mv(publish.resolve(folder / "b.ckpt").key, partial.folder.key, recursive=True)
     simple.save(tmp_path / "a.ckpt", 2)
@@ -591,15 +590,15 @@ def test_workers_of_two_ranks_meet_there(objects: Address, server: str) -> None:
 def test_a_store_tells_what_each_rank_has_written(folder: Address) -> None:
     parts = [WrittenFiles({f"data/{rank}-0": FileRecord(rank, "0")}, (), ()) for rank in range(3)]
     with ThreadPoolExecutor() as pool:
-        found = pool.submit(rendezvous.collect, folder, 3)
+        found = pool.submit(worker.collect, folder, 3)
         for rank in (2, 0, 1):
             assert not found.done()
-            rendezvous.announcement(folder, rank).tell(parts[rank])
+            worker.announcement(folder, rank).tell(parts[rank])
         assert found.result(60) == parts
     assert names(folder) == []
-    rendezvous.announcement(folder, 0).tell("no space left")
+    worker.announcement(folder, 0).tell("no space left")
     with pytest.raises(CheckpointError, match="rank 0: no space left"):
-        rendezvous.collect(folder, 1)
+        worker.collect(folder, 1)
 
 
 def _cannot_begin(url: str, address: str) -> str:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megalight.checkpoint.foreign import pickles, single_file
-from megalight.checkpoint.foreign import pickles as opcodes
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.eagle.architecture import read_vocabulary
 
@@ -96,9 +95,9 @@ def test_random_changes_never_pass_what_would_not_fit() -> None:
 
 def test_every_instruction_is_known() -> None:
     for each in pickletools.opcodes:
-        assert ord(each.code) in opcodes.SIZES
-        argument = opcodes.SIZES[ord(each.code)]
-        assert argument >= 0 or argument == pickletools.UP_TO_NEWLINE or argument in opcodes.LENGTHS, each.name
+        assert ord(each.code) in pickles.SIZES
+        argument = pickles.SIZES[ord(each.code)]
+        assert argument >= 0 or argument == pickletools.UP_TO_NEWLINE or argument in pickles.LENGTHS, each.name
 
 
 def archive(instructions: bytes) -> bytes:

@@ -7,8 +7,7 @@ import torch
 
 from megalight.nn import InnerAttention
 from megalight.ops.attention import attention
-from megalight.parallel.context import all_gather as dense_gather
-from megalight.parallel.context import all_gather as gather
+from megalight.parallel.context import all_gather
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 from megalight.types import PackedSequences
@@ -33,7 +32,7 @@ def test_one_share_is_the_whole(lengths: str, options: dict, device: str, dtype:
     drawn = torch.randn(share.num_tokens, 4 * (8 + 2 + 2 + 8) * 16, generator=generator).to(device, dtype)
     heads = [part.unflatten(1, (-1, 64)) for part in drawn.split([512, 128, 128, 512], 1)]  # strided views
     q, k, v = (x.detach().requires_grad_() for x in heads[:3])
-    out = gather.attend(InnerAttention(**options), q, k, v, share, ContextGroups(ParallelMesh()))
+    out = all_gather.attend(InnerAttention(**options), q, k, v, share, ContextGroups(ParallelMesh()))
     weight = heads[3] * real[:, None, None]
     (out * weight).sum().backward()
 
@@ -53,7 +52,7 @@ def test_where_blocks_are_dense(lengths: list[int], causal: bool, dense: bool) -
     """Padded sequences may be equally long where the real ones are not; without a mask that is not enough."""
     share, _ = PackedSequences.of_lengths(lengths).zigzag(1, 2)
     assert share.context is not None
-    assert (dense_gather.layout_of(share, share.context, causal) is not None) == dense
+    assert (all_gather.layout_of(share, share.context, causal) is not None) == dense
 
 
 @pytest.mark.parametrize(
@@ -68,9 +67,9 @@ def test_where_blocks_are_dense(lengths: list[int], causal: bool, dense: bool) -
 )
 def test_what_blocks_can_do(options: dict, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(dense_gather, "attend", lambda q, *args, **kwargs: asked.append(kwargs) or q)
+    monkeypatch.setattr(all_gather, "attend", lambda q, *args, **kwargs: asked.append(kwargs) or q)
     monkeypatch.setattr(InnerAttention, "forward", lambda self, q, *args: q)
     share, _ = PackedSequences.of_lengths([8, 8]).zigzag(0, 1)
     x = torch.zeros(16, 2, 4)
-    gather.attend(InnerAttention(**options), x, x, x, share, ContextGroups(ParallelMesh()))
+    all_gather.attend(InnerAttention(**options), x, x, x, share, ContextGroups(ParallelMesh()))
     assert bool(asked) == plain

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.parameter import add_gradient
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
-from megalight.parallel.data_parallel import bucket_keys as communicators
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, bucket_keys
 from megalight.parallel.data_parallel import reduce as reduce_module
 from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
@@ -44,7 +43,7 @@ def _edges_and_limits() -> list[int]:
         return made[-1]
 
     model, reference = build(), build()
-    with patch.object(communicators, "new_group", group), patch.object(dist, "get_backend", lambda: "nccl"):
+    with patch.object(bucket_keys, "new_group", group), patch.object(dist, "get_backend", lambda: "nccl"):
         engine = DataParallelEngine(infos(model), mesh(), bucket_size=60, edge_bucket_size=8, max_ctas=3)
     assert asked == [((0, 1), 3)]
     inputs = batches(0, 2, 1)
@@ -426,5 +425,5 @@ class _Mesh(ParallelMesh):
 
 
 def _without_groups(params: list[ParamInfo], world: int, rank: int, level: str) -> DataParallelEngine:
-    with patch.object(communicators, "shared_group", lambda ranks, purpose: None):
+    with patch.object(bucket_keys, "shared_group", lambda ranks, purpose: None):
         return DataParallelEngine(params, _Mesh(world, rank), level=level)

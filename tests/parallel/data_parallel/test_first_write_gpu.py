@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.linear import weight_gradient as wgrad
+from megalight.ops.linear import weight_gradient
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.test_first_write import run_branches
 
@@ -16,7 +16,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "addmm_fp32", "baddbmm_fp32", "measured_fp32", "triton", "mm_fp32_add"])
 def test_every_kind_of_gradient(backend: str, late: bool) -> None:
     reasons = {
-        row.name: why for row, why in wgrad.WGRAD.table(wgrad.WeightGradientSpec("cuda", torch.bfloat16, torch.float32))
+        row.name: why
+        for row, why in weight_gradient.WGRAD.table(
+            weight_gradient.WeightGradientSpec("cuda", torch.bfloat16, torch.float32)
+        )
     }
     if reasons.get(backend) is not None:
         pytest.skip(str(reasons[backend]))

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.optim import Adam, shard_optimizer
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
-from megalight.parallel.data_parallel import gather as gathers
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, gather
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.communication import Way
 from megalight.parallel.data_parallel.fp8_parameters import FlatCodes
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.gpu
 WIDTH, LAYERS, STEPS, NEVER = 1024, 6, 8, 1000
 CYCLES = 3_000_000
 """How late each gather is: about 2 ms. A layer takes less."""
-REAL, PUSHED = gathers.gather_in_line, Pushes.gather
+REAL, PUSHED = gather.gather_in_line, Pushes.gather
 
 
 def _engine(model: nn.Module, **options: Any) -> DataParallelEngine:
@@ -125,7 +124,7 @@ def _losses(warmup: int, way: Way = "plain") -> tuple[list[float], int]:
         [torch.randn(256, WIDTH, generator=draws).to(device, torch.bfloat16) for _ in range(2)] for _ in range(STEPS)
     ]
     losses = []
-    with patch.object(gathers, "gather_in_line", _late), patch.object(Pushes, "gather", _pushed_late):
+    with patch.object(gather, "gather_in_line", _late), patch.object(Pushes, "gather", _pushed_late):
         for batch in batches:
             # The gathers for the next replay begin on the host while this one has not begun on the device.
             torch.cuda._sleep(10 * CYCLES)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalight.parallel.data_parallel import reduce as pushed_sums
+from megalight.parallel.data_parallel import reduce
 from megalight.parallel.data_parallel.communication import side_stream
 from megalight.parallel.data_parallel.reduce import PushedSums
 from tests.support.nccl import runs_of
@@ -34,7 +34,7 @@ def _wrong() -> int:
     device = torch.device("cuda", rank)
     pushed, side = PushedSums(device), side_stream(device)
     assert side is not None
-    with patch.object(pushed_sums, "SLOT_BYTES", 1 << 20):
+    with patch.object(reduce, "SLOT_BYTES", 1 << 20):
         pushed.reserve(group, 2 * max(LENGTHS))
     work = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     wrong = torch.zeros((), device="cuda", dtype=torch.int64)

@@ -8,8 +8,7 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
-from megalight.parallel.data_parallel import unshard as residency_module
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, unshard
 from megalight.parallel.data_parallel.unit_memory import PassOrder, UnitPass
 from megalight.parallel.data_parallel.unshard import Residency
 from megalight.parallel.pipeline.executor import passes_of
@@ -71,7 +70,7 @@ def _late(sizes: tuple[int, ...], schedule: str, rank: int, known: bool) -> tupl
     assert engine.units is not None
     for whole in ([b.params for b in engine.units.buckets], [b.grads for b in engine.buckets]):
         assert len({flat.data_ptr() for flat in whole}) == 2, "all chunks use the same buffers"
-    gathers, late, hold, gather = [0], [0], Residency.hold, residency_module.gather
+    gathers, late, hold, gather = [0], [0], Residency.hold, unshard.gather
 
     def counted(*args: Any) -> Any:
         gathers[0] += 1
@@ -83,7 +82,7 @@ def _late(sizes: tuple[int, ...], schedule: str, rank: int, known: bool) -> tupl
         late[0] += gathers[0] - before
 
     first = {chunk: sum(sizes[:chunk]) for chunk in range(len(sizes))}
-    with patch.object(residency_module, "gather", counted), patch.object(Residency, "hold", held):
+    with patch.object(unshard, "gather", counted), patch.object(Residency, "hold", held):
         for number, (chunk, forward) in enumerate(route.passes):
             engine.units.follow(chunks, route.passes[number + 1 :] if known else ())
             places = range(first[chunk], first[chunk] + sizes[chunk])

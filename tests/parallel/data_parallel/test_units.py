@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.parameter import state_of
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
-from megalight.parallel.data_parallel import unshard as residency_module
+from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo, unshard
 from megalight.parallel.data_parallel.layout import BucketKey, BucketLayout, align, plan_buckets
 from megalight.parallel.data_parallel.unit_memory import choose
 from megalight.parallel.mesh import ParallelMesh
@@ -208,14 +207,14 @@ def _prefetch(depth: int) -> list[int]:
     assert engine.units is not None
     seen: list[int] = []
     unit_of = {b.own_params.data_ptr(): b.layout.kind.unit for b in engine.units.buckets if b.layout.kind.group == 0}
-    gather = residency_module.gather
+    gather = unshard.gather
 
     def noted(whole: Tensor, own: Tensor, group: Any) -> Any:
         if own.data_ptr() in unit_of:
             seen.append(unit_of[own.data_ptr()])
         return gather(whole, own, group)
 
-    with patch.object(residency_module, "gather", noted):
+    with patch.object(unshard, "gather", noted):
         _train(net, engine, micro=1, steps=1)
     return seen
 

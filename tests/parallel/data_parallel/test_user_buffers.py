@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallel
-from megalight.parallel.data_parallel import communication as user_buffers
+from megalight.parallel.data_parallel import DataParallel, communication
 from megalight.parallel.data_parallel.communication import why_not
 from tests.parallel.data_parallel.helpers import assert_models_close
 from tests.parallel.data_parallel.test_units import Net, _reference, _train, engine_of
@@ -78,9 +77,9 @@ def _trained(level: str, kind: str, replicate: int) -> None:
 
     with (
         patch.object(dist, "all_reduce", noted),
-        patch.object(user_buffers, "why_not", lambda *_: None),
-        patch.object(user_buffers, "_backend", lambda group, _: backends.setdefault(group, Backend())),
-        patch.object(user_buffers, "FAILED", threading.Event()),  # not that of earlier tests in this rank
+        patch.object(communication, "why_not", lambda *_: None),
+        patch.object(communication, "_backend", lambda group, _: backends.setdefault(group, Backend())),
+        patch.object(communication, "FAILED", threading.Event()),  # not that of earlier tests in this rank
         patch.object(torch.cuda, "MemPool", Pool),
         patch.object(torch.cuda, "use_mem_pool", Pool.use),
         patch.object(torch.cuda, "synchronize", lambda _: None),

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError, MegalightError
-from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher
-from megalight.parallel.expert import copy_engine as symmetric
+from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher, copy_engine
 from megalight.parallel.expert.all_to_all import Traffic
 from megalight.parallel.expert.copy_engine import BOUNDARY, PeerExchange, Regions
 from megalight.parallel.interleaved_passes import Abandoned, Turns
@@ -94,10 +93,10 @@ def _exchanged() -> list[bool]:
 def _ends_of_turns() -> list[int]:
     """How often an exchange ends its turn, with rows and without."""
     ended: list[int] = []
-    with symmetric_on_cpu(), patch.object(symmetric, "taking_turns", lambda: True):
+    with symmetric_on_cpu(), patch.object(copy_engine, "taking_turns", lambda: True):
         send = PeerExchange(dist.group.WORLD)  # type: ignore[arg-type]
         for rows in (2, 0):
-            with patch.object(symmetric, "pause") as pause:
+            with patch.object(copy_engine, "pause") as pause:
                 send([torch.ones(2 * rows, 3)], Traffic.even(rows, 2))
             ended.append(pause.call_count)
     return ended
@@ -145,8 +144,8 @@ def _after_failures() -> tuple[int, list[tuple[float, float]]]:
         send = PeerExchange(dist.group.WORLD)  # type: ignore[arg-type]
         for _ in range(memory.SLOTS + 1):
             with (
-                patch.object(symmetric, "taking_turns", lambda: True),
-                patch.object(symmetric, "pause", side_effect=Abandoned),
+                patch.object(copy_engine, "taking_turns", lambda: True),
+                patch.object(copy_engine, "pause", side_effect=Abandoned),
                 pytest.raises(Abandoned),
             ):
                 _sums(send, (4,))

@@ -21,7 +21,6 @@ import torch
 
 from megalight.parallel.peers import driver
 from megalight.parallel.peers import memory as copies
-from megalight.parallel.peers import memory as peers
 from megalight.parallel.peers.memory import Flag
 
 Clock = dict[int, int]
@@ -240,8 +239,8 @@ def play(size: int, calls: Callable[[World], None], forgotten: tuple[int, Flag] 
     with (
         patch.multiple(torch.cuda, **fakes),
         patch.multiple(driver, **calls_of),
-        patch.object(peers, "symmetric_memory", lambda: memory),
-        patch.object(peers, "MEETINGS", SimpleNamespace(meet=rendezvous)),
+        patch.object(copies, "symmetric_memory", lambda: memory),
+        patch.object(copies, "MEETINGS", SimpleNamespace(meet=rendezvous)),
         patch.object(
             copies,
             "import_module",

@@ -21,8 +21,6 @@ from torch import Tensor
 from megalight.ops.common import HALF
 from megalight.parallel.peers import driver
 from megalight.parallel.peers import memory as copies
-from megalight.parallel.peers import memory as peers
-from megalight.parallel.peers import memory as rendezvous
 from megalight.parallel.tensor.overlap import symmetric
 from tests.parallel.graphs.tape import act
 
@@ -136,11 +134,11 @@ def symmetric_on_cpu() -> Iterator[None]:
         for module, name, value in (
             (symmetric, "HALF", (*HALF, torch.float32, torch.float64)),
             (symmetric, "LEAST_BYTES", 0),
-            (peers, "why_not", lambda device: None),
-            (peers, "unreachable", lambda group: None),
-            (peers, "symmetric_memory", lambda: memory),
-            (rendezvous, "symmetric_memory", lambda: memory),
-            (rendezvous.MEETINGS, "count", 0),
+            (copies, "why_not", lambda device: None),
+            (copies, "unreachable", lambda group: None),
+            (copies, "symmetric_memory", lambda: memory),
+            (copies, "symmetric_memory", lambda: memory),
+            (copies.MEETINGS, "count", 0),
             (
                 copies,
                 "import_module",

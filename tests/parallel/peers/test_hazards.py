@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalight.parallel.data_parallel import reduce as pushed_sums
+from megalight.parallel.data_parallel import reduce
 from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.reduce import PushedSums
 from megalight.parallel.peers import memory
@@ -155,7 +155,7 @@ def _own(self: Any, numel: int, dtype: Any, offset: int) -> Place:
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "why_not", lambda device: None)
     monkeypatch.setattr(memory, "unreachable", lambda group: None)
-    monkeypatch.setattr(pushed_sums, "sum_terms", note_sum)
+    monkeypatch.setattr(reduce, "sum_terms", note_sum)
     monkeypatch.setattr(memory.PeerMemory, "own", _own)
 
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.tensor import linear as column
+from megalight.parallel.tensor import linear
 from megalight.parallel.tensor.linear import ColumnLinear
 from megalight.parallel.tensor.overlap import spec
-from megalight.parallel.tensor.overlap import spec as plain
 from megalight.parallel.tensor.shared import Shared
 from tests.support.workers import run
 
@@ -87,7 +86,7 @@ def order(sequence_parallel: bool) -> tuple[list[str], int]:
     """The order in which the backward starts and awaits things, and how many numbers the forward keeps."""
     module, own, _, _ = layer(sequence_parallel)
     events: list[str] = []
-    before = {module: dict(vars(module)) for module in (column, plain, spec)}
+    before = {module: dict(vars(module)) for module in (linear, spec, spec)}
 
     def watch(module: Any, name: str, started: bool) -> None:
         def call(*args: Any) -> Any:
@@ -102,9 +101,9 @@ def order(sequence_parallel: bool) -> tuple[list[str], int]:
         y = module(own.requires_grad_())
     try:
         for name in ("start_all_gather", "start_all_reduce", "start_reduce_scatter"):
-            watch(plain, name, True)
+            watch(spec, name, True)
         watch(spec, "input_gradient", False)
-        watch(column, "accumulate_weight_gradient", False)
+        watch(linear, "accumulate_weight_gradient", False)
         y.sum().backward()
     finally:
         for module, names in before.items():

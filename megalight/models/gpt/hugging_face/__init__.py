@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.hugging_face import deepseek, gemma, gpt2, gpt_oss, llama, llama4, mamba, qwen3_next
-from megalight.models.gpt.hugging_face import moe as experts
+from megalight.models.gpt.hugging_face import deepseek, gemma, gpt2, gpt_oss, llama, llama4, mamba, moe, qwen3_next
 from megalight.models.gpt.hugging_face.deepseek import without_missing_depths as without_missing_depths
 from megalight.models.hugging_face.kinds import ModelKind, ModelKinds
 
@@ -24,7 +23,7 @@ KINDS: tuple[ModelKind[GPTConfig], ...] = (
     *gemma.KINDS,
     *llama4.KINDS,
     *gpt_oss.KINDS,
-    *experts.KINDS,
+    *moe.KINDS,
     *gpt2.KINDS,
     *llama.KINDS,
 )

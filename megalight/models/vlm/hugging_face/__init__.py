@@ -7,9 +7,7 @@ from typing import Any
 from megalight.models.gpt.hugging_face import settings as language_settings
 from megalight.models.hugging_face.kinds import ModelKinds
 from megalight.models.vlm.config import VLMConfig
-from megalight.models.vlm.hugging_face import gemma3, internvl, llava
-from megalight.models.vlm.hugging_face import qwen as qwen2_5
-from megalight.models.vlm.hugging_face import qwen as qwen3
+from megalight.models.vlm.hugging_face import gemma3, internvl, llava, qwen
 
 
 def settings(config: VLMConfig) -> dict[str, Any]:
@@ -22,9 +20,7 @@ def settings(config: VLMConfig) -> dict[str, Any]:
     return values
 
 
-FAMILY = ModelKinds(
-    (*gemma3.KINDS, *internvl.KINDS, *qwen3.QWEN3_KINDS, *qwen2_5.QWEN2_5_KINDS, *llava.KINDS), settings
-)
+FAMILY = ModelKinds((*gemma3.KINDS, *internvl.KINDS, *qwen.QWEN3_KINDS, *qwen.QWEN2_5_KINDS, *llava.KINDS), settings)
 weight_map = FAMILY.weight_map
 config_from_transformers = FAMILY.read
 config_to_transformers = FAMILY.write

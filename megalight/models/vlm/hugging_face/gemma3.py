@@ -13,7 +13,7 @@ from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
 from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
-from megalight.models.vision import hugging_face as towers
+from megalight.models.vision import hugging_face
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 
 MODEL_TYPE = "gemma3"
@@ -33,8 +33,8 @@ RENAMED = {
 def weight_map(config: VLMConfig) -> WeightMap:
     """Return where Gemma-3 keeps the tensors of a model."""
     language = gpt_map(config.language)
-    tower = {f"embed.tower.{ours}": Theirs(TOWER + theirs) for ours, theirs in towers.PLACES.items()}
-    tower["embed.tower.output_norm"] = Theirs(TOWER + towers.UNUSED_NORM)  # which this model reads
+    tower = {f"embed.tower.{ours}": Theirs(TOWER + theirs) for ours, theirs in hugging_face.PLACES.items()}
+    tower["embed.tower.output_norm"] = Theirs(TOWER + hugging_face.UNUSED_NORM)  # which this model reads
     return WeightMap(
         tower
         | {
@@ -52,7 +52,7 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
     vision = dict(values.get("vision_config") or {})
     kind = vision.get("model_type", TOWER_TYPE)
     require(kind == TOWER_TYPE, f"vision_config.model_type is {kind!r}; towers of {MODEL_TYPE} are {TOWER_TYPE!r}.")
-    tower = towers.tower_from(vision, kind, -1)
+    tower = hugging_face.tower_from(vision, kind, -1)
     tower = replace(tower, output_norm=True, resize="stretch", resample="bilinear")
     side, tokens = tower.image_size // tower.patch_size, values.get("mm_tokens_per_image", 256)
     merge = side // max(1, isqrt(tokens))
@@ -84,7 +84,7 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
 def _write(config: VLMConfig) -> dict[str, Any]:
     return {
         "text_config": gpt_to(config.language, "gemma3_text"),
-        "vision_config": towers.tower_to(config.vision),
+        "vision_config": hugging_face.tower_to(config.vision),
         "mm_tokens_per_image": config.image_tokens,
         "image_token_index": config.image_token,
         "tie_word_embeddings": config.language.tie_embeddings,

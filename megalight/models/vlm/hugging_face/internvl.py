@@ -13,7 +13,7 @@ from megalight.models.gpt.hugging_face import weight_map as gpt_map
 from megalight.models.gpt.hugging_face.common import refuse_others
 from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
-from megalight.models.vision import hugging_face as towers
+from megalight.models.vision import hugging_face
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 
@@ -110,12 +110,12 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
             hidden_size=vision["hidden_size"],
             num_heads=vision["num_attention_heads"],
             ffn_hidden_size=vision["intermediate_size"],
-            image_size=towers.side_of("image_size", vision),
-            patch_size=towers.side_of("patch_size", vision),
+            image_size=hugging_face.side_of("image_size", vision),
+            patch_size=hugging_face.side_of("patch_size", vision),
             channels=vision["num_channels"],
             tiles=TILES,
             resize="stretch",
-            activation=towers.activation_from("vision_config.hidden_act", vision["hidden_act"]),
+            activation=hugging_face.activation_from("vision_config.hidden_act", vision["hidden_act"]),
             patch_bias=True,
             input_norm=False,
             output_norm=not vision["use_mean_pooling"],
@@ -132,7 +132,7 @@ def _read(values: Mapping[str, Any]) -> VLMConfig:
             norm="layer",
             norm_joined=True,
             norm_eps=EPS,
-            activation=towers.activation_from("projector_hidden_act", values.get("projector_hidden_act", "gelu")),
+            activation=hugging_face.activation_from("projector_hidden_act", values.get("projector_hidden_act", "gelu")),
         ),
         image_token=values.get("image_token_id", values.get("image_token_index", 151667)),  # as older files have it
     )
@@ -150,7 +150,7 @@ def _write(config: VLMConfig) -> dict[str, Any]:
             "attention_bias": vision.qkv_bias,
             "use_qk_norm": vision.qk_norm,
             "intermediate_size": vision.ffn_hidden_size,
-            "hidden_act": towers.activation_to(vision.activation),
+            "hidden_act": hugging_face.activation_to(vision.activation),
             "norm_type": next(theirs for theirs, ours in NORMS.items() if ours == vision.norm),
             "layer_norm_eps": vision.norm_eps,
             "image_size": [vision.image_size] * 2,
@@ -162,7 +162,7 @@ def _write(config: VLMConfig) -> dict[str, Any]:
         "image_token_id": config.image_token,
         "image_seq_length": config.image_tokens,
         "downsample_ratio": 1 / config.projector.merge,
-        "projector_hidden_act": towers.activation_to(config.projector.activation),
+        "projector_hidden_act": hugging_face.activation_to(config.projector.activation),
         "tie_word_embeddings": config.language.tie_embeddings,
     }
 

@@ -13,10 +13,10 @@ from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
 from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
-from megalight.models.vision import hugging_face as towers
+from megalight.models.vision import hugging_face
 from megalight.models.vision.config import AnyResConfig, VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
-from megalight.models.vlm.hugging_face import image_processor as videos
+from megalight.models.vlm.hugging_face import image_processor
 
 PROJECTOR = {
     "embed.projector.up": "multi_modal_projector.linear_1",
@@ -76,18 +76,21 @@ MOST = re.compile(r"anyres_max_(\d+)")
 def weight_map(config: VLMConfig) -> WeightMap:
     """Return where LLaVA keeps the tensors of a model."""
     language = gpt_map(config.language)
-    unused = [TOWER + towers.UNUSED_NORM, TOWER + towers.KINDS[towers.kind_of(config.vision)].like_unused_norm]
-    tower = {f"embed.tower.{ours}": TOWER + theirs for ours, theirs in towers.PLACES.items()}
+    unused = [
+        TOWER + hugging_face.UNUSED_NORM,
+        TOWER + hugging_face.KINDS[hugging_face.kind_of(config.vision)].like_unused_norm,
+    ]
+    tower = {f"embed.tower.{ours}": TOWER + theirs for ours, theirs in hugging_face.PLACES.items()}
     return WeightMap(
         {ours: Theirs(theirs) for ours, theirs in (tower | PROJECTOR).items()}
         | {ours: replace(place, name=LANGUAGE + place.name) for ours, place in language.places.items()},
         copies={LANGUAGE + copy: LANGUAGE + original for copy, original in language.copies.items()},
-        left_out=rf"vision_tower\.({towers.UNUSED})",
+        left_out=rf"vision_tower\.({hugging_face.UNUSED})",
         renamed=RENAMED,
         # The same shape, and nobody reads it.
         doubles={f"{unused[1]}.{leaf}": [f"{unused[0]}.{leaf}"] for leaf in ("weight", "bias")},
         held=_held(config),
-        kept=rf"vision_tower\.(encoder\.layers\.\d+|{towers.UNUSED_NORM}|head)\..*",
+        kept=rf"vision_tower\.(encoder\.layers\.\d+|{hugging_face.UNUSED_NORM}|head)\..*",
     )
 
 
@@ -144,7 +147,7 @@ def _onevision(values: Mapping[str, Any]) -> VLMConfig:
         read,
         vision=replace(read.vision, anyres=tiles, resize="pad"),
         newline=True,
-        video_token=videos.token_from(values, key, 151647, read.vocab_size),
+        video_token=image_processor.token_from(values, key, 151647, read.vocab_size),
     )
 
 
@@ -172,9 +175,9 @@ def _grids(values: Mapping[str, Any], kind: str, vision: VisionConfig) -> tuple[
 
 def _read(values: Mapping[str, Any], tower_kind: str, text_kind: str) -> VLMConfig:
     vision, text = dict(values.get("vision_config") or {}), dict(values.get("text_config") or {})
-    kind, known = vision.get("model_type", tower_kind), ", ".join(towers.KINDS)
-    require(kind in towers.KINDS, f"vision_config.model_type is {kind!r}; towers of {known} are read.")
-    strategy, readable = values["vision_feature_select_strategy"], towers.KINDS[kind].strategy
+    kind, known = vision.get("model_type", tower_kind), ", ".join(hugging_face.KINDS)
+    require(kind in hugging_face.KINDS, f"vision_config.model_type is {kind!r}; towers of {known} are read.")
+    strategy, readable = values["vision_feature_select_strategy"], hugging_face.KINDS[kind].strategy
     require(
         strategy == readable,
         f"vision_feature_select_strategy is {strategy!r}; from {kind} only {readable!r} is read: all patches, and no "
@@ -185,9 +188,9 @@ def _read(values: Mapping[str, Any], tower_kind: str, text_kind: str) -> VLMConf
     tied = any(each.get("tie_word_embeddings", False) for each in (text, values))
     return VLMConfig(
         language=gpt_from({**text, "tie_word_embeddings": tied}),
-        vision=towers.tower_from(vision, kind, values["vision_feature_layer"]),
+        vision=hugging_face.tower_from(vision, kind, values["vision_feature_layer"]),
         projector=ProjectorConfig(
-            activation=towers.activation_from("projector_hidden_act", values.get("projector_hidden_act", "gelu")),
+            activation=hugging_face.activation_from("projector_hidden_act", values.get("projector_hidden_act", "gelu")),
             bias=bool(values.get("multimodal_projector_bias", True)),
         ),
         image_token=values.get("image_token_id", values["image_token_index"]),
@@ -216,14 +219,14 @@ def _to_llava(config: VLMConfig) -> dict[str, Any]:
 def _write(config: VLMConfig) -> dict[str, Any]:
     return {
         "text_config": gpt_to(config.language),
-        "vision_config": towers.tower_to(config.vision),
+        "vision_config": hugging_face.tower_to(config.vision),
         # Layers behind the features are not here, so that they are read from the last one.
         "vision_feature_layer": -1,
-        "vision_feature_select_strategy": towers.KINDS[towers.kind_of(config.vision)].strategy,
-        "projector_hidden_act": towers.activation_to(config.projector.activation),
+        "vision_feature_select_strategy": hugging_face.KINDS[hugging_face.kind_of(config.vision)].strategy,
+        "projector_hidden_act": hugging_face.activation_to(config.projector.activation),
         "multimodal_projector_bias": config.projector.bias,
         "image_token_index": config.image_token,
-        **videos.token_to(config, "video_token_index"),
+        **image_processor.token_to(config, "video_token_index"),
         "tie_word_embeddings": config.language.tie_embeddings,
     }
 

@@ -14,7 +14,7 @@ from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
 from megalight.models.hugging_face.kinds import ModelKind
 from megalight.models.hugging_face.weights import Theirs, WeightMap
-from megalight.models.vision import hugging_face as towers
+from megalight.models.vision import hugging_face
 from megalight.models.vision.config import DynamicConfig, VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 from megalight.models.vlm.hugging_face import image_processor
@@ -63,7 +63,7 @@ def places(config: VisionConfig, named: Mapping[str, str]) -> dict[str, Theirs]:
 def sizes_from(vision: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of ``VisionConfig`` from their ``vision_config``: sizes, and what all of these towers have."""
     return {ours: vision[theirs] for ours, theirs in SIZES.items()} | {
-        "patch_size": towers.side_of("patch_size", vision),
+        "patch_size": hugging_face.side_of("patch_size", vision),
         "image_size": 0,
         "class_token": False,
         "input_norm": False,
@@ -318,7 +318,7 @@ def _qwen3_read(values: Mapping[str, Any]) -> VLMConfig:
         language=language,
         vision=VisionConfig(
             **sizes_from(vision),
-            activation=towers.activation_from("vision_config.hidden_act", vision["hidden_act"]),
+            activation=hugging_face.activation_from("vision_config.hidden_act", vision["hidden_act"]),
             patch_bias=True,
             mean=(0.5, 0.5, 0.5),
             std=(0.5, 0.5, 0.5),
@@ -345,7 +345,7 @@ def _qwen3_write(config: VLMConfig) -> dict[str, Any]:
         config,
         QWEN3_MODEL_TYPE,
         "qwen3",
-        hidden_act=towers.activation_to(vision.activation),
+        hidden_act=hugging_face.activation_to(vision.activation),
         num_position_embeddings=vision.dynamic.table**2,
         deepstack_visual_indexes=list(config.deepstack),
     )

@@ -21,7 +21,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute, apply_recompute
-from megalight.parallel.tensor.overlap import pipelined as pieces
+from megalight.parallel.tensor.overlap import pipelined
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.overlap.symmetric import Cover
 from tests.parallel.peers.shared_files import symmetric_on_cpu
@@ -154,8 +154,8 @@ def covered(size: int, links: float) -> list[str]:
     wrong = []
     with (
         symmetric_on_cpu(),
-        patch.object(pieces, "LINK", links),
-        patch.object(pieces, "LATENCY", 1 / links),
+        patch.object(pipelined, "LINK", links),
+        patch.object(pipelined, "LATENCY", 1 / links),
         patch.object(Cover, "put_off", noted),
     ):
         for recompute in KINDS:

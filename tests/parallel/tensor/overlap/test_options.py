@@ -18,7 +18,7 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.ops.parameter import state_of
 from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.peers import memory as peers
+from megalight.parallel.peers import memory
 from megalight.parallel.tensor import shared as shared_module
 from megalight.parallel.tensor.linear import ColumnLinear
 from megalight.parallel.tensor.overlap import symmetric
@@ -77,8 +77,8 @@ def test_refusals(make: Any, message: str) -> None:
     ],
 )
 def test_reasons(name: str, changes: dict[str, Any], reason: str) -> None:
-    here = peers.why_not if "device" in changes else lambda device: None
-    with patch.object(peers, "why_not", here):
+    here = memory.why_not if "device" in changes else lambda device: None
+    with patch.object(memory, "why_not", here):
         answers = {backend.name: answer for backend, answer in OVERLAPS.table(SPEC)}
         assert answers["pipelined"] is None
         found = {backend.name: answer for backend, answer in OVERLAPS.table(replace(SPEC, **changes))}
@@ -87,14 +87,14 @@ def test_reasons(name: str, changes: dict[str, Any], reason: str) -> None:
 
 
 def test_peers_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "why_not", lambda device: None)
-    monkeypatch.setattr(peers, "unreachable", lambda group: f"{group} is far away")
+    monkeypatch.setattr(memory, "why_not", lambda device: None)
+    monkeypatch.setattr(memory, "unreachable", lambda group: f"{group} is far away")
     assert symmetric.why_not(replace(SPEC, group="somebody")) == "somebody is far away"  # type: ignore[arg-type]
     assert symmetric.why_not(SPEC) is None
 
 
 def test_auto_takes_copy_engines_for_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "why_not", lambda device: None)
+    monkeypatch.setattr(memory, "why_not", lambda device: None)
     assert choose("", SPEC, "auto").name == "plain"
     assert choose("", replace(SPEC, recorded=True), "auto").name == "symmetric"
     assert choose("", replace(SPEC, recorded=True, low_precision=True), "auto").name == "plain"
@@ -116,7 +116,7 @@ def test_all_ways_begin_anew_when_recording_begins_or_ends() -> None:
 
 
 def test_layers_know_whether_recording_would_hide_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "why_not", lambda device: None)
+    monkeypatch.setattr(memory, "why_not", lambda device: None)
     for kind, spec, gains in (
         ("auto", SPEC, True),
         ("auto", replace(SPEC, recorded=True), True),
