@@ -1,4 +1,4 @@
-"""Operations, one folder each: a reference in plain torch, and faster backends."""
+"""Operations, one folder or file each: a reference in plain torch, and faster backends."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ OPS = (
     "ssd",
     "delta_rule",
     "gated_norm",
-    "stored",
+    "quantized_weight",
     "sum_rows",
     "sum_terms",
 )
-"""Names of the packages in this folder, one per op."""
+"""Names of the modules in this folder, one per op."""
 
 
 def tables(device: str) -> dict[str, list[tuple[str, str | None]]]:

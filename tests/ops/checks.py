@@ -39,6 +39,19 @@ from megalight.types import PackedSequences
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 
 
+class Kernels:
+    """The Triton functions of an op that is one file, by the names that they have where an op has a file ``triton``."""
+
+    def __init__(self, module: Any) -> None:
+        self.__dict__["module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, f"triton_{name}" if hasattr(self.module, f"triton_{name}") else name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.module, name, value)
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Uninitialized memory is full of NaN: an element that a kernel forgets to write is found."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops import causal_conv, delta_rule, gated_norm
+from megalight.ops import causal_conv, delta_rule, embedding, gated_norm, latent_heads, sum_rows, sum_terms
 from tests.ops.checks import (
+    Kernels,
     check_causal_conv,
     check_delta_rule,
     check_delta_rule_continued,
@@ -24,9 +25,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("channels", "taps"), [(1000, 4), (70, 2), (64, 5)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_causal_conv(lengths: list[int], channels: int, taps: int, dtype: torch.dtype) -> None:
-    from megalight.ops import causal_conv as triton
-
-    check_causal_conv(triton, "cuda", dtype, lengths, channels, taps)
+    check_causal_conv(Kernels(causal_conv), "cuda", dtype, lengths, channels, taps)
 
 
 @pytest.mark.parametrize("lengths", [[512], [5, 1, 260, 333], [127, 1, 200], [64, 64]])
@@ -41,42 +40,32 @@ def test_delta_rule(lengths: list[int], sizes: tuple[int, int, int, int], dtype:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gradients_of_embeddings(dtype: torch.dtype) -> None:
-    from megalight.ops import embedding as triton
-
-    check_embedding_gradient(triton, "cuda", dtype)
+    check_embedding_gradient(Kernels(embedding), "cuda", dtype)
 
 
 @pytest.mark.parametrize(("count", "size"), [(0, 5), (1, 128), (4616, 4096), (4616, 3072), (999, 1000), (70_001, 24)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sum_rows(dtype: torch.dtype, count: int, size: int) -> None:
-    from megalight.ops import sum_rows as triton
-
-    check_sum_rows(triton, "cuda", dtype, count, size)
+    check_sum_rows(Kernels(sum_rows), "cuda", dtype, count, size)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sum_terms(dtype: torch.dtype, ranks: int) -> None:
-    from megalight.ops import sum_terms as triton
-
-    check_sum_terms(triton, "cuda", dtype, torch.float32, ranks)
-    check_sum_terms(triton, "cuda", dtype, dtype, ranks)
+    check_sum_terms(Kernels(sum_terms), "cuda", dtype, torch.float32, ranks)
+    check_sum_terms(Kernels(sum_terms), "cuda", dtype, dtype, ranks)
 
 
 @pytest.mark.parametrize(("rows", "groups", "group"), [(999, 8, 1024), (4099, 3, 100), (70, 1, 8192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gated_norm(rows: int, groups: int, group: int, dtype: torch.dtype) -> None:
-    from megalight.ops import gated_norm as triton
-
-    check_gated_norm(triton, "cuda", dtype, rows, groups, group)
+    check_gated_norm(Kernels(gated_norm), "cuda", dtype, rows, groups, group)
 
 
 @pytest.mark.parametrize("sizes", [(128, 128, 64, 128), (5, 24, 10, 20), (18, 64, 32, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_latent_heads(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    from megalight.ops import latent_heads as triton
-
-    check_latent_heads(triton, "cuda", dtype, *sizes)
+    check_latent_heads(Kernels(latent_heads), "cuda", dtype, *sizes)
 
 
 def test_triton_is_chosen() -> None:

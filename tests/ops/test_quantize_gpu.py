@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalight.ops import cast_flat
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
@@ -12,7 +13,7 @@ from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.amax_history import record_largest
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec, scaled_mm
-from tests.ops.checks import check_cast, check_cast_flat, check_told, error
+from tests.ops.checks import Kernels, check_cast, check_cast_flat, check_told, error
 from tests.ops.test_linear import with_main_grad
 
 pytestmark = pytest.mark.gpu
@@ -179,9 +180,7 @@ def test_casts_tell_magnitudes() -> None:
 
 @pytest.mark.parametrize("numel", [16, 4096 * 33, 99999])
 def test_flat_casts(numel: int) -> None:
-    from megalight.ops import cast_flat as triton
-
-    check_cast_flat(triton, "cuda", numel)
+    check_cast_flat(Kernels(cast_flat), "cuda", numel)
 
 
 @pytest.mark.parametrize("count", [1, 5, 4096, 20000])

@@ -65,7 +65,7 @@ def test_saves_have_the_values_of_their_step(tmp_path: Path, monkeypatch: pytest
             made.append(len(sources))
             super().__init__(sources, into)
 
-    monkeypatch.setattr(saving, "Copies", Counted)
+    monkeypatch.setattr(saving, "HostCopies", Counted)
     save = Save(tmp_path)
     runner = pl.Trainer(
         accelerator="gpu",

@@ -39,9 +39,6 @@ def triton_record_largest(kept: Tensor, magnitudes: Tensor) -> None:
 # The largest of some magnitudes, kept where an earlier one stands if it is larger.
 
 
-_kernel = triton_record_largest
-
-
 def record_largest(kept: Tensor, magnitudes: Tensor) -> None:
     """``kept = max(kept, largest of magnitudes)`` in place, both float32: ``kept`` 0-dim, ``magnitudes`` of any shape.
 
@@ -53,7 +50,7 @@ def record_largest(kept: Tensor, magnitudes: Tensor) -> None:
 
 @lru_cache
 def _choose(device: str) -> Callable[[Tensor, Tensor], None]:
-    found: Callable[[Tensor, Tensor], None] = _record if triton_why_not(device) else _kernel.imported()  # type: ignore[attr-defined]
+    found: Callable[[Tensor, Tensor], None] = _record if triton_why_not(device) else triton_record_largest
     return found
 
 
