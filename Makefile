@@ -34,12 +34,13 @@ test-full: $(READY) ## also whole matrices, kills and soaks, and GPU tests where
 test-gpu: $(READY) ## the tests that need GPUs, in JOBS processes; writes tests/results/gpu.md (GIT_COMMIT names the commit of a copy)
 	$(BIN)/python -m pytest -m gpu --numprocesses $(JOBS) --dist loadgroup --summary tests/results/gpu.md
 
-checks: $(READY) site ## lint, format, types, floors, the documentation's site
+checks: $(READY) site ## lint, format, types, import levels, the documentation's site; counts files and lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest tests/test_floors.py tests/test_house.py
+	$(BIN)/python -m pytest tests/test_import_levels.py tests/test_package.py
+	$(BIN)/python tools/structure.py
 
 docs-check: $(READY) ## run the commands and code that the documentation shows
 	$(BIN)/python -m pytest tests/test_docs.py
@@ -47,7 +48,7 @@ docs-check: $(READY) ## run the commands and code that the documentation shows
 site: $(READY) ## build the documentation as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-format: $(READY) ## rewrite the code in the house's format
+format: $(READY) ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

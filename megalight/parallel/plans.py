@@ -1,6 +1,6 @@
 """Plans by type of model.
 
-Families in ``models/`` register theirs when they are imported; this room has those of models from other packages,
+Families in ``models/`` register theirs when they are imported; this subpackage has those of models from other packages,
 registered by name, so that no package is imported for it.
 """
 

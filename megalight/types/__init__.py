@@ -1,4 +1,4 @@
-"""Types that all floors share: packed sequences, token batches, losses."""
+"""Types that all import levels share: packed sequences, token batches, losses."""
 
 from megalight.types.batch import BaseStates as BaseStates
 from megalight.types.batch import Loss as Loss

@@ -1,4 +1,4 @@
-"""A corpus and a tokenizer that tests of this room share."""
+"""A corpus and a tokenizer that tests of this folder share."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops import activation as room
+from megalight.ops import activation as op
 from megalight.ops.activation import KINDS, activation, gated, gated_pair, reference
 from tests.ops.checks import check_activations, check_gated_pair, error
 
@@ -47,7 +47,7 @@ def test_unknown_kind_names_the_nearest() -> None:
 
 
 def test_all_backends_know_all_kinds() -> None:
-    assert set(reference.NATIVE_KINDS) == set(reference.KINDS) == set(room.KINDS)
+    assert set(reference.NATIVE_KINDS) == set(reference.KINDS) == set(op.KINDS)
 
 
 @pytest.mark.parametrize("kind", ["silu", "quick_gelu", "gelu_tanh", "squared_relu"])

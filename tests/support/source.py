@@ -1,4 +1,4 @@
-"""The package's source for tests of its structure: files, their top-level folders ("rooms"), and their imports."""
+"""The package's source for tests of its structure: files, their top-level folders "subpackages", and their imports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file. ``module`` is its dotted name, and ``room`` the first part of this name below the package."""
+    """One Python file. ``module`` is its dotted name, and ``subpackage`` the part of it below the package."""
 
     path: Path
     module: str
@@ -42,8 +42,8 @@ class Source:
         return cls(path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
 
     @property
-    def room(self) -> str:
-        return room(self.module)
+    def subpackage(self) -> str:
+        return subpackage(self.module)
 
     @functools.cached_property
     def text(self) -> str:
@@ -90,8 +90,8 @@ class Source:
         return ".".join([*parents, node.module] if node.module else parents)
 
 
-def room(module: str) -> str:
-    """Return the room of a module: ``megalight.nn.linear`` -> ``nn``; the package itself -> an empty string."""
+def subpackage(module: str) -> str:
+    """Return the subpackage of a module: ``megalight.nn.linear`` -> ``nn``; the package itself -> an empty string."""
     return module.split(".")[1] if "." in module else ""
 
 

@@ -78,7 +78,7 @@ HELPERS = {
     "ParallelGPT",
     "silence",
 }
-"""Public names of these packages that are for other floors of the package, not for users."""
+"""Public names of these packages that are for other subpackages, not for users."""
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,4 +1,4 @@
-"""A tokenizer with special tokens, and templates, that tests of this room share."""
+"""A tokenizer with special tokens, and templates, that tests of this folder share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The repository's own order: budgets, versions, what may stand in a file, and what may not."""
+"""The repository's own rules: budgets, versions, what may stand in a file, and what may not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import entry_points, packages_distributions
 from pathlib import Path
+from statistics import median
 
 import pytest
 from packaging.requirements import Requirement
@@ -18,6 +19,7 @@ from tests.support.source import PACKAGE, ROOT, sources
 from tests.test_imports import pyproject
 
 MAX_LINES = 1000
+MIN_MEDIAN_LINES = 80
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".ipynb", ".cfg", ".sh", ""}
 STEMS = ("initialis", "materialis", "normalis", "quantis", "tokenis", "synchronis", "vectoris", "specialis", "utilis")
 BRITISH = (*(f"{stem}{end}" for stem in STEMS for end in ("e", "in", "at")), "neighbour", "colour", "misspelt")
@@ -51,7 +53,17 @@ def constraints() -> dict[str, Requirement]:
 
 def test_no_file_is_long() -> None:
     long = {str(s.path): count for s in sources() if (count := len(s.text.splitlines())) > MAX_LINES}
-    assert not long, f"more than {MAX_LINES} lines; one file holds one idea: {long}"
+    assert not long, f"more than {MAX_LINES} lines; one file tells one concept of the field: {long}"
+
+
+def test_no_folder_is_of_small_files() -> None:
+    lengths: dict[Path, list[int]] = {}
+    for source in sources():
+        lengths.setdefault(source.path.parent.relative_to(ROOT), []).append(len(source.text.splitlines()))
+    small = {str(folder): found for folder, counts in lengths.items() if (found := median(counts)) < MIN_MEDIAN_LINES}
+    assert not small, (
+        f"the median file has fewer than {MIN_MEDIAN_LINES} lines; merge files that are read together: {small}"
+    )
 
 
 def test_no_module_state_is_rebound() -> None:
@@ -97,8 +109,8 @@ def test_tests_mirror_the_tree() -> None:
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     for folder in folders:
         assert (ROOT / "tests" / folder / "__init__.py").exists(), f"tests/{folder} has no __init__.py"
-        room = folder.parts[0] if folder.parts else ""
-        assert (PACKAGE / room).is_dir() or (ROOT / room).is_dir() or room == "support", (
+        subpackage = folder.parts[0] if folder.parts else ""
+        assert (PACKAGE / subpackage).is_dir() or (ROOT / subpackage).is_dir() or subpackage == "support", (
             f"tests/{folder} mirrors nothing"
         )
 

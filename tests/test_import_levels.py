@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.source import PACKAGE, ROOT, Import, Source, room, sources
+from tests.support.source import PACKAGE, ROOT, Import, Source, sources, subpackage
 
-FLOORS = (
+LEVELS = (
     {"errors", "registry", "types", "imports", "first_rank"},
     {"ops", "data"},
     {"nn"},
@@ -32,8 +32,8 @@ FLOORS = (
     {"cli"},
     {"__main__"},
 )
-FLOOR_OF = {name: floor for floor, rooms in enumerate(FLOORS) for name in rooms}
-LIGHTNING_FLOOR = FLOOR_OF["strategies"]
+LEVEL_OF = {name: level for level, subpackages in enumerate(LEVELS) for name in subpackages}
+LIGHTNING_LEVEL = LEVEL_OF["strategies"]
 LIGHTNING_FOLDERS = ("megalight.plugins.precision", "megalight.plugins.checkpoint_io")
 LIGHTNING_FILE = "module"
 OPTIONAL = {"transformers", "pyarrow", "matplotlib", "triton"}
@@ -60,14 +60,14 @@ FORBIDDEN_KEYWORDS = {"trust_remote_code": True, "allow_pickle": True, "shell": 
 
 
 PLUGIN_GROUP = "megalight.plugins"
-"""The entry-point group: a name, not an import of the room of the same name."""
+"""The entry-point group: a name, not an import of the subpackage of the same name."""
 
 
 def uses(source: Source) -> Iterator[tuple[Import, str]]:
-    """What a file takes from the package, with its room: imports, and module names in strings (imported by name)."""
+    """What a file takes from the package, with its subpackage: imports, module names in strings."""
     for found in source.imports():
         if found.module.split(".")[0] == "megalight" and found.module != "megalight.__version__":
-            yield found, room(found.module)
+            yield found, subpackage(found.module)
     for node in source.nodes:
         text = node.value if isinstance(node, ast.Constant) else None
         if (
@@ -75,7 +75,7 @@ def uses(source: Source) -> Iterator[tuple[Import, str]]:
             and text != PLUGIN_GROUP
             and (text in modules() or re.match(r"megalight\.\w+\.$", text))
         ):
-            yield Import(text, node.lineno, lazy=True), room(text)
+            yield Import(text, node.lineno, lazy=True), subpackage(text)
 
 
 @functools.cache
@@ -83,25 +83,25 @@ def modules() -> frozenset[str]:
     return frozenset(source.module for source in sources()) - {"megalight"}
 
 
-def floors(source: Source) -> Iterator[str]:
-    """Downwards only, and no neighbors. The few modules of floor 0 are one room."""
+def import_levels(source: Source) -> Iterator[str]:
+    """Downwards only, and no neighbors. The few modules of level 0 are one subpackage."""
     if source.module == "megalight":
         return
-    if source.room not in FLOOR_OF:
-        yield f"{source.path}: room {source.room!r} has no floor"
+    if source.subpackage not in LEVEL_OF:
+        yield f"{source.path}: subpackage {source.subpackage!r} has no import level"
         return
-    floor = FLOOR_OF[source.room]
+    level = LEVEL_OF[source.subpackage]
     for found, other in uses(source):
         where = f"{source.path}:{found.line}"
-        if other not in FLOOR_OF:
-            yield f"{where}: imports {found.module}; take it from the room that defines it"
-        elif other != source.room and FLOOR_OF[other] >= max(floor, 1):
-            yield f"{where}: floor {floor} ({source.room}) imports floor {FLOOR_OF[other]} ({other})"
+        if other not in LEVEL_OF:
+            yield f"{where}: imports {found.module}; take it from the subpackage that defines it"
+        elif other != source.subpackage and LEVEL_OF[other] >= max(level, 1):
+            yield f"{where}: level {level} ({source.subpackage}) imports level {LEVEL_OF[other]} ({other})"
 
 
 def lazy_imports(source: Source) -> Iterator[str]:
     """Functions import nothing but optional packages; verbs and the package's own lazy names are the exceptions."""
-    if source.room in ("cli", "__main__", ""):
+    if source.subpackage in ("cli", "__main__", ""):
         return
     for found in source.imports():
         if found.lazy and found.module.split(".")[0] not in OPTIONAL:
@@ -110,14 +110,14 @@ def lazy_imports(source: Source) -> Iterator[str]:
 
 def may_use_lightning(source: Source) -> bool:
     return (
-        FLOOR_OF.get(source.room, 0) >= LIGHTNING_FLOOR
+        LEVEL_OF.get(source.subpackage, 0) >= LIGHTNING_LEVEL
         or source.module.startswith(LIGHTNING_FOLDERS)
         or source.module.endswith(f".{LIGHTNING_FILE}")
     )
 
 
 def lightning_line(source: Source) -> Iterator[str]:
-    """Lightning is imported by its floors and by files called module.py, which nothing below imports."""
+    """Lightning is imported by its import levels and by files called module.py, which nothing below imports."""
     for found in source.imports():
         where = f"{source.path}:{found.line}"
         package = found.module.split(".")[0]
@@ -133,8 +133,8 @@ def lightning_line(source: Source) -> Iterator[str]:
 
 def one_device(source: Source) -> Iterator[str]:
     """Layers and models say nothing of other devices, not even in comments."""
-    is_model = source.room == "models" and source.module.endswith(".model")
-    if source.room != "nn" and not is_model:
+    is_model = source.subpackage == "models" and source.module.endswith(".model")
+    if source.subpackage != "nn" and not is_model:
         return
     for number, line in enumerate(source.text.splitlines(), start=1):
         if found := PARALLEL_WORDS.search(line):
@@ -168,7 +168,7 @@ def code_from_data(source: Source) -> Iterator[str]:
                     yield f"{source.path}:{node.lineno}: {keyword.arg} must be {safe}"
 
 
-RULES = (floors, lazy_imports, lightning_line, one_device, code_from_data)
+RULES = (import_levels, lazy_imports, lightning_line, one_device, code_from_data)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -180,19 +180,19 @@ def test_the_package_keeps(rule: type) -> None:
 @pytest.mark.parametrize(
     ("rule", "file", "text"),
     [
-        (floors, "nn/a.py", "import megalight.parallel.mesh"),
-        (floors, "nn/a.py", "from megalight import parallel"),
-        (floors, "nn/deep/a.py", "from ...parallel import mesh"),
-        (floors, "nn/a.py", "from megalight import GPT"),
-        (floors, "nn/a.py", "if TYPE_CHECKING:\n    from megalight.models.gpt import GPT"),
-        (floors, "ops/a.py", "from megalight.data.indexed import x"),
-        (floors, "optim/a.py", "def f():\n    from megalight.checkpoint import save"),
-        (floors, "types.py", "from megalight.ops import attention"),
-        (floors, "novel/a.py", "import torch"),
+        (import_levels, "nn/a.py", "import megalight.parallel.mesh"),
+        (import_levels, "nn/a.py", "from megalight import parallel"),
+        (import_levels, "nn/deep/a.py", "from ...parallel import mesh"),
+        (import_levels, "nn/a.py", "from megalight import GPT"),
+        (import_levels, "nn/a.py", "if TYPE_CHECKING:\n    from megalight.models.gpt import GPT"),
+        (import_levels, "ops/a.py", "from megalight.data.indexed import x"),
+        (import_levels, "optim/a.py", "def f():\n    from megalight.checkpoint import save"),
+        (import_levels, "types.py", "from megalight.ops import attention"),
+        (import_levels, "novel/a.py", "import torch"),
         (lazy_imports, "nn/a.py", "def f():\n    import megalight.ops"),
         (lazy_imports, "nn/a.py", "class A:\n    def f(self):\n        from math import pi"),
-        (floors, "nn/a.py", "importlib.import_module('megalight.cli')"),
-        (floors, "ops/a.py", "importlib.import_module(f'megalight.data.{name}')"),
+        (import_levels, "nn/a.py", "importlib.import_module('megalight.cli')"),
+        (import_levels, "ops/a.py", "importlib.import_module(f'megalight.data.{name}')"),
         (lightning_line, "optim/a.py", "import lightning.pytorch as pl"),
         (lightning_line, "optim/a.py", "from lightning.pytorch import Trainer"),
         (lightning_line, "models/gpt/__init__.py", "from megalight.models.gpt.module import GPTModule"),
@@ -269,9 +269,9 @@ def test_any_module_may_be_imported_first() -> None:
     graphlib.TopologicalSorter({source.module: loaded_by(source, known) for source in sources()}).prepare()
 
 
-def test_every_room_has_a_floor() -> None:
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert rooms - {"__init__"} <= set(FLOOR_OF)
+def test_every_subpackage_has_an_import_level() -> None:
+    subpackages = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert subpackages - {"__init__"} <= set(LEVEL_OF)
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
