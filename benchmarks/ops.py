@@ -201,8 +201,8 @@ class Shapes:
 
                 return [grad_y, x], fn
 
-            yield Case("weight_gradient", f"{self.tokens} x {out} x {width}", names(weight_gradient.WGRAD), make, self.tokens,
-                       (2.0 * self.tokens * out * width,) * 2, "operations", backward=False,
+            yield Case("weight_gradient", f"{self.tokens} x {out} x {width}", names(weight_gradient.WGRAD), make,
+                       self.tokens, (2.0 * self.tokens * out * width,) * 2, "operations", backward=False,
                        knobs={"megalight.ops.linear.weight_gradient": {"TILE": tiles}})  # fmt: skip
 
     def losses(self) -> Iterator[Case]:

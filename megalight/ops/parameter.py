@@ -51,7 +51,7 @@ class ParameterState:
         landing: the autograd hook that adds gradients of autograd to ``main_grad``.
         precision: precision of products with the parameter; None: its own dtype.
         stack_precision: the same for a stack of matrices ``[E, out, in]``.
-        stored: codes that hold a frozen parameter's values (:mod:`megalight.ops.quantized_weight`); None: it holds them itself.
+        stored: quantized values of a frozen parameter (:mod:`megalight.ops.quantized_weight`); None: it holds its own.
         master_copy: the tensor is a separate copy that an optimizer updates instead of the model's parameter.
     """
 

@@ -52,7 +52,7 @@ class Adam(Optimizer):
         capturable: whether to keep step counts on the device, so that a CUDA graph can capture a step.
         exp_avg_dtype: how the first moment is stored. ``float32``: 4 bytes per element (8 for float64 parameters).
             ``bfloat16``: 2 bytes. ``float8``: 1 byte, and one for the exponent of 64 elements. The last two are rounded
-            at random, as :mod:`megalight.ops.adam.low_precision_moments` describes. The update itself is computed in float32.
+            at random (:mod:`megalight.ops.adam.low_precision_moments`). The update itself is computed in float32.
         exp_avg_sq_dtype: the same for the second moment.
         backend: backend of the op ``adam``.
 

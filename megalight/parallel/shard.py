@@ -14,8 +14,8 @@ exactly one of four things:
 - *partial*: ranks hold the same box, and each has one term of its gradient: :attr:`ShardPiece.partial`;
 - *duplicate*: ranks hold the same box and compute the same gradient.
 
-Along partial and duplicate axes, one rank is the owner of the box (:attr:`ShardPiece.owner`). :func:`check_cover` checks all
-of this over the specs of all ranks.
+Along partial and duplicate axes, one rank is the owner of the box (:attr:`ShardPiece.owner`). :func:`check_cover`
+checks all of this over the specs of all ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs of a module or a script, as ``python -m NAME`` and ``python FILE`` would run it, without the time for imports.
 
 The process is forked from one that has made the imports. Ranks that the program starts by ``devices=N`` are forked from
-it, unless it chooses another ``start_method``. Interpreters that it starts are those of :mod:`tests.support.interpreters`.
+it, unless it chooses another ``start_method``. Its interpreters are those of :mod:`tests.support.interpreters`.
 """
 
 from __future__ import annotations

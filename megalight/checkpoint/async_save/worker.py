@@ -1,7 +1,7 @@
-"""A process that writes one rank's part of checkpoints while its trainer goes on. No torch in here: it starts quickly.
+"""A process that writes one rank's part of checkpoints while its trainer goes on. It starts quickly: no torch.
 
-The trainer sends a :class:`Job` for each save and gets a :class:`SaveReport`. The worker of rank 0 also waits for the other
-ranks' parts, seals the folder and publishes it. A worker ends when its trainer does, however that ends.
+The trainer sends a :class:`Job` for each save and gets a :class:`SaveReport`. The worker of rank 0 also waits for the
+other ranks' parts, seals the folder and publishes it. A worker ends when its trainer does, however that ends.
 """
 
 from __future__ import annotations

@@ -153,7 +153,8 @@ def export_draft(
     opened = checkpoint.open(source)
     if not holds_draft(source):
         raise ConfigurationError(
-            f"{source} holds no draft model of the family eagle; for other families, use megalight.models.hugging_face.export."
+            f"{source} holds no draft model of the family eagle; "
+            "for other families, use megalight.models.hugging_face.export."
         )
     model = saved_model(opened).root
     config: EagleConfig = model.config  # type: ignore[assignment]

@@ -34,7 +34,7 @@ DECODED = (Linear, ColumnLinear, RowLinear, Experts)
 @register
 @dataclass(frozen=True)
 class StoredBase(ModelTransform):
-    """Stores the weights of all linear layers in the transformer layers as codes; see :mod:`megalight.ops.quantized_weight`.
+    """Quantizes the weights of all linear layers in transformer layers (:mod:`megalight.ops.quantized_weight`).
 
     Put it after :class:`~megalight.models.transforms.LoRA`, which freezes the weights. It serves training alone:
     whoever loads the adapters uses the weights that they were trained on, in their own dtype.

@@ -82,8 +82,8 @@ def check_newlines(model: nn.Module, batch: ImageTextBatch) -> None:
     if batch.has_newlines and getattr(model.get_submodule("embed"), "newline", None) is None:
         raise DataError(
             "a token stands for the learned row after an image (NEWLINE), and this model has none (newline: false). "
-            "The images were cut for another model: cut them by form_of(config) of megalight.data.multimodal.resolution, "
-            "or leave newline out of with_images."
+            "The images were cut for another model: cut them by form_of(config) of "
+            "megalight.data.multimodal.resolution, or leave newline out of with_images."
         )
 
 

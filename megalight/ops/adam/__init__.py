@@ -142,8 +142,8 @@ def adam_step(
         param: ``[n]``: the (master) parameters.
         grad: ``[n]``: the gradient; it is not written.
         exp_avg: ``[n]``: the first moment, in any floating-point dtype, or codes of 8 bits (uint8).
-        exp_avg_sq: ``[n]``: the second moment, likewise. :mod:`megalight.ops.adam.low_precision_moments` says how moments of fewer
-            than 32 bits are rounded.
+        exp_avg_sq: ``[n]``: the second moment, likewise. :mod:`megalight.ops.adam.low_precision_moments` says how
+            moments of fewer than 32 bits are rounded.
         lr: learning rate. Use a 0-dim device tensor if a CUDA graph captures the step.
         beta1: decay of the first moment.
         beta2: decay of the second moment.

@@ -16,7 +16,7 @@ BLOCK = 1024
 
 
 FLOATS, ROUNDED, CODES = constexpr(0), constexpr(1), constexpr(2)
-"""How moments are stored: as floats, as bfloat16 rounded at random, as codes (:mod:`megalight.ops.adam.low_precision_moments`)."""
+"""How moments are stored: floats, bfloat16 rounded at random, or 8 bits (:mod:`.low_precision_moments`)."""
 SHARING = constexpr(low_precision_moments.BLOCK)
 HALF_BITS, CODE_BITS = constexpr(low_precision_moments.HALF_BITS), constexpr(low_precision_moments.CODE_BITS)
 HALF_MASK, CODE_MASK = (

@@ -44,8 +44,8 @@ def grouped_linear(
 
     If the weight has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, in float32 if that
     is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is
-    kept. A stack that is stored as codes (:mod:`megalight.ops.quantized_weight`) is decoded for each product. If the stack has a
-    precision (:mod:`megalight.ops.grouped_linear.low_precision`), its products use that.
+    kept. A quantized stack (:mod:`megalight.ops.quantized_weight`) is dequantized for each GEMM. If the stack has a
+    precision (:mod:`megalight.ops.grouped_linear.low_precision`), its GEMMs use that.
 
     Args:
         x: ``[R, in]``, rows grouped by expert.

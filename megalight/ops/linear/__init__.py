@@ -29,8 +29,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     gets None. Otherwise it gets an ordinary gradient.
 
     If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is kept, and the backward computes ``x``
-    again. If a weight has a precision (:mod:`megalight.ops.linear.low_precision`), its products use that. If it is
-    stored as codes (:mod:`megalight.ops.quantized_weight`), products decode it, and only the codes are kept for the backward.
+    again. If a weight has a precision (:mod:`megalight.ops.linear.low_precision`), its GEMMs use that. If it is
+    quantized (:mod:`megalight.ops.quantized_weight`), GEMMs dequantize it, and the backward keeps only the quantized
+    values.
     """
     # The state is read here once, and not by a function for each of its parts: every layer comes here several times.
     state: ParameterState | None = getattr(weight, "megalight", None)

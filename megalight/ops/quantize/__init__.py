@@ -63,8 +63,8 @@ def cast(
             per row. None: the largest magnitude of the values.
         amax_t: the same for the transpose.
         generator: random generator for stochastic rounding.
-        tell: whether the largest magnitude of ``x`` will be needed later (:mod:`megalight.ops.quantize.amax_history`). A
-            backend that gets ``amax`` then finds it in the same pass.
+        tell: whether the largest magnitude of ``x`` will be needed later
+            (:mod:`megalight.ops.quantize.amax_history`). A backend that gets ``amax`` then finds it in the same pass.
         fill: pad features with zeros, too, to a multiple of this, in both results. Scales are those of the values.
         backend: name of a backend.
 

@@ -3,9 +3,9 @@
 While a rank computes the block of its queries and the current keys, it receives the next keys. Outputs of blocks are
 merged by their log-sum-exps. In the backward, keys and values go around the ring again, and the sums of their gradients
 follow them; a last step brings these sums home. Only a rank's own share is kept between steps. Shares have the zigzag
-order, so that all ranks have equal work under a causal mask (:mod:`megalight.parallel.context.ring_blocks`). Under a window,
-or chunks of attention, only blocks that a query can see are computed. Keys still go around the whole ring: in the
-zigzag order, the chunk before a rank's second one is on the rank that its keys reach last.
+order, so that all ranks have equal work under a causal mask (:mod:`megalight.parallel.context.ring_blocks`). Under a
+window, or chunks of attention, only blocks that a query can see are computed. Keys still go around the whole ring: in
+the zigzag order, the chunk before a rank's second one is on the rank that its keys reach last.
 """
 
 from __future__ import annotations

@@ -92,9 +92,8 @@ class PipelineLayout:
             parts = [f"{num_layers} layers", *["the embedding"] * count_embedding, *["the loss"] * count_loss]
             what = " + ".join(parts) + (f" = {counted}" if counted > num_layers else "")
             rule = "do not divide evenly over" if left else "leave a stage without a layer, of"
-            raise LayoutError(
-                f"{what} {rule} {_stages(pp, vpp)}. {layout_string.instead_of_even(num_layers, pp, vpp, counted, num_mtp)}"
-            )
+            advice = layout_string.instead_of_even(num_layers, pp, vpp, counted, num_mtp)
+            raise LayoutError(f"{what} {rule} {_stages(pp, vpp)}. {advice}")
         return cls._of_symbols(_symbols(counts, num_mtp), pp)
 
     @classmethod
@@ -147,7 +146,7 @@ class PipelineLayout:
 
     @classmethod
     def of_string(cls, text: str, num_layers: int, pp: int, vpp: int = 1, *, num_mtp: int = 0) -> PipelineLayout:
-        """Create a layout from a string such as ``"Et|tt|tt|tL"``; see :mod:`~megalight.parallel.pipeline.layout_string`.
+        """Create a layout from a string such as ``"Et|tt|tt|tL"`` (:mod:`~megalight.parallel.pipeline.layout_string`).
 
         A stage may hold no layer: only the embedding, only the head, or nothing (``||``).
 

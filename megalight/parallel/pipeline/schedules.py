@@ -195,10 +195,10 @@ def interleaved(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
 # Combined 1F1B: a forward and a backward run together, and each computes while the messages of the other travel.
 #
 # Expert parallelism sends tokens twice in each layer, forward and backward. Alone, a pass waits for them. So each
-# backward is paired with the forward of a later micro-batch, and they take turns (:mod:`megalight.parallel.interleaved_passes`).
-# Weight gradients wait for such pauses too. DeepSeek-V3 does this in both directions of the pipeline at once
-# (https://arxiv.org/abs/2412.19437, section 3.2.1); here the order is that of 1F1B, or of interleaved 1F1B with
-# several chunks per rank.
+# backward is paired with the forward of a later micro-batch, and they take turns
+# (:mod:`megalight.parallel.interleaved_passes`). Weight gradients wait for such pauses too. DeepSeek-V3 does this in
+# both directions of the pipeline at once (https://arxiv.org/abs/2412.19437, section 3.2.1); here the order is that of
+# 1F1B, or of interleaved 1F1B with several chunks per rank.
 #
 # A pair begins when both of its inputs are there, and sends both results at its end. So rank ``p`` starts with ``2
 # (pp - p - 1) + (vpp - 1) * group + 1`` forwards, and holds activations of as many chunks. With one chunk per rank

@@ -35,7 +35,7 @@ WAY_OUT = "Its weights alone can be loaded before fit: module.load_state_dict(to
 
 
 class SingleFile:
-    """An opened single file, with the interface of an opened folder (:class:`megalight.checkpoint.loading.SavedCheckpoint`).
+    """A single file, with the interface of an opened folder (:class:`megalight.checkpoint.loading.SavedCheckpoint`).
 
     Args:
         path: the file.

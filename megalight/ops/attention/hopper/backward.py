@@ -325,7 +325,8 @@ def _attention_backward(
     q: Value, k: Value, v: Value, grad: Value, lse: Value, delta: Value, sums: Value, key_out: Value, value_out: Value,
     table: Value, scale: Value, cap: Value, slope: Value, window: Value, tokens: Value, blocks: Value, key_heads: Value,
     head_step: Value, key_step: Value, value_step: Value, partial: Value, tickets: Value,
-    GROUP: gluon_constexpr, CAUSAL: gluon_constexpr, WINDOW: gluon_constexpr, CAPPED: gluon_constexpr, FAST: gluon_constexpr, REGISTERS: gluon_constexpr,
+    GROUP: gluon_constexpr, CAUSAL: gluon_constexpr, WINDOW: gluon_constexpr, CAPPED: gluon_constexpr,
+    FAST: gluon_constexpr, REGISTERS: gluon_constexpr,
 ) -> None:  # fmt: skip
     entry = table + 10 * gl.program_id(0)
     start = gl.load(entry)

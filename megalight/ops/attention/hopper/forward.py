@@ -89,7 +89,7 @@ def _steps(begin: Value, stop: Value, KEYS: constexpr) -> Any:
 
 @jit
 def _seen(places: Value, keys: Value, num_keys: Value, window: Value, CAUSAL: constexpr, WINDOW: constexpr) -> Any:
-    """Return which queries see which keys, as :func:`megalight.ops.attention.triton_blocks.visible`, by fewer comparisons.
+    """Return which queries see which keys, as :func:`.triton_blocks.visible`, by fewer comparisons.
 
     A query's place is that of its own key, so none sees keys behind the last one if none sees later keys. What rows
     behind the last query see does not matter.

@@ -71,9 +71,9 @@ class Programs(NamedTuple):
     """The programs of a pass.
 
     Attributes:
-        table: ``[n, 10]`` int32: a row of :func:`megalight.ops.attention.triton_blocks.key_blocks`, the number of the first
-            block of queries of the sequence, the head of keys, the part and how many there are, and the number of the
-            divided block.
+        table: ``[n, 10]`` int32: a row of :func:`megalight.ops.attention.triton_blocks.key_blocks`, the number of the
+            first block of queries of the sequence, the head of keys, the part and how many there are, and the number of
+            the divided block.
         split: how many pairs of block and head are divided.
         parts: into how many programs at most.
     """
