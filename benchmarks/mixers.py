@@ -47,7 +47,7 @@ SHAPES: dict[str, Callable[[bool, str], Any]] = {
     "mamba": mamba.Shapes,
 }
 PACKAGES = ("triton", "transformers", "flash-linear-attention", "mamba-ssm", "causal-conv1d", "flash-attn",
-            "nvidia-cudnn-frontend", "transformer_engine")  # fmt: skip
+            "transformer_engine")  # fmt: skip
 OURS = "auto"
 ROUNDS = 5
 ROUND = 40.0

@@ -82,8 +82,7 @@ class Backend(Generic[SpecT, FnT]):
         plugin: the plugin that registered the backend, or None for a built-in one. ``BackendRegistry.register`` sets
             it.
         slower: returns the reason why ``auto`` should not choose this backend for a request that it can serve, or None.
-            Without it ``auto`` never chooses a plugin's backend, as to install a package should not change a run. A
-            plugin has it if its package only calls a library which torch calls itself.
+            ``auto`` never chooses a plugin's backend, as to install a package should not change a run.
     """
 
     name: str
@@ -95,7 +94,7 @@ class Backend(Generic[SpecT, FnT]):
 
     def automatic(self, spec: SpecT) -> bool:
         """Return whether ``auto`` may choose it for a request, if it can serve."""
-        return self.plugin is None if self.slower is None else self.slower(spec) is None
+        return self.plugin is None and (self.slower is None or self.slower(spec) is None)
 
 
 _remembered: list[Callable[[], None]] = []
@@ -188,7 +187,7 @@ class BackendRegistry(Generic[SpecT, FnT]):
         """Choose the backend for ``spec`` and log the choice once.
 
         ``auto`` means the backend that :meth:`prefer` named, or else that of the highest priority that can serve, among
-        the built-in ones and those of plugins that say when they are faster. A backend that is asked for by name is
+        the built-in ones that are not slower for it. A backend that is asked for by name is
         used or raises; there is no silent fallback.
 
         Raises:

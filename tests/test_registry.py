@@ -156,19 +156,6 @@ def test_plugins_add_backends(install: Callable[..., None]) -> None:
         made.select(2, "other")
 
 
-def test_auto_takes_a_plugin_that_says_when_it_is_faster(install: Callable[..., None]) -> None:
-    made = backends()
-    even = Backend("even", lambda: "even", 50, lambda spec: None, slower=lambda spec: "odd" if spec % 2 else None)
-    picky = Backend("picky", lambda: "picky", 60, lambda spec: "no oven", slower=lambda spec: None)
-    install(Entry("bakery", lambda: lambda: [made.register(each) for each in (even, picky)]))
-    assert [made.select(spec).name for spec in (2, 3)] == ["even", "reference"]
-    assert made.select(3, "even").plugin == "bakery", "by name it serves all that it can"
-    with pytest.raises(BackendError, match="picky: no oven; even: can serve if you ask for it by name;"):
-        made.select(3, "picky")
-    with pytest.raises(BackendError, match="picky: no oven; even: can serve;"):
-        made.select(2, "picky")
-
-
 def test_auto_passes_a_built_in_backend_that_says_when_it_is_slower() -> None:
     made = backends()
     made.register(

@@ -32,7 +32,7 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.step import StepRunner, run_passes
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.strategies import _lightning, launchers, lost_values, micro_batches, refusals, setup, unsharded_optimizer
+from megalight.strategies import _lightning, launchers, micro_batches, refusals, setup, unsharded_optimizer
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.checkpoints.resuming import Resumed
@@ -256,7 +256,7 @@ class MegatronStrategy(FolderCheckpoints):
         # A plain module keeps its values. One that was set up before is on its device, and nothing is built here.
         module = self.lightning_module
         meta = isinstance(module, MegalightModule) and self._setup_of is None
-        with lost_values.told(module, self.is_global_zero) if module and meta else nullcontext():
+        with torch.device("meta") if meta else nullcontext():
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:

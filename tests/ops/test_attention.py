@@ -156,14 +156,6 @@ def test_cudnn_serves_latent_heads_on_hopper(
     assert (next(why for backend, why in table if backend.name == "cudnn") is None) == serves
 
 
-def test_backends_are_told_of_short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[ops.AttentionSpec] = []
-    monkeypatch.setattr(ops, "_choose", lambda spec, backend: found.append(spec) or ops.reference.attention)
-    for window in (None, ops.NEAR - 2, ops.NEAR - 1):
-        attention(*inputs(UNIFORM, 2, 2), UNIFORM, window=window)
-    assert [(spec.window, spec.near) for spec in found] == [(False, False), (True, True), (True, False)]
-
-
 def test_auto_takes_the_kernels_for_hopper_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda_why_not", "triton_heads_why_not"):
         monkeypatch.setattr(ops, name, lambda *_: None)

@@ -25,11 +25,10 @@ from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
 from tests.plugins.test_flash_attn import functions, version_2
 
-NAMES = {"apex", "cudnn_frontend", "flash_attn", "transformer_engine"}
+NAMES = {"apex", "flash_attn", "transformer_engine"}
 BACKENDS = {
     "apex": {"rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "weight_gradient", "adam"},
     "flash_attn": {"attention", "attention_block", "attention_block_backward"},
-    "cudnn_frontend": {"attention"},
     "transformer_engine": {
         "attention", "fp8_attention", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated",
         "activation", "weight_gradient", "adam",
@@ -49,7 +48,7 @@ def test_loading_them_imports_no_package() -> None:
         "import sys; from megalight.registry import load_plugins; load_plugins();"
         "import megalight.ops.choice as c; table = c.backends_of('cuda');"
         "assert {b.plugin for rows in table.values() for b, _ in rows if b.name in ('reference', 'triton')} == {None};"
-        "assert not {'transformer_engine', 'apex', 'flash_attn', 'flash_attn_interface', 'cudnn'} & set(sys.modules)"
+        "assert not {'transformer_engine', 'apex', 'flash_attn', 'flash_attn_interface'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -191,7 +191,7 @@ def _print_tables(torch: Any, device: str, backends: Backends) -> None:
     _print_plugins(
         device,
         [
-            (backend.plugin, backend.name, op, reason or f"can serve{', also auto' * (backend.slower is not None)}")
+            (backend.plugin, backend.name, op, reason or "can serve")
             for op, rows in backends.items()
             for backend, reason in rows
             if backend.plugin is not None

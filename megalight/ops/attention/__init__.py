@@ -43,7 +43,6 @@ class AttentionSpec(NamedTuple):
         dropout: whether attention weights are dropped.
         sink: whether the softmax has sinks.
         few: whether there are fewer queries than keys, and only a few of each sequence, as in decoding.
-        near: whether a query sees fewer than ``NEAR`` keys, because of its window.
         swift: whether the kernels for Hopper serve both passes, and are faster than cuDNN's for these lengths and heads
             (:data:`megalight.ops.attention.hopper.LONGER`, :data:`megalight.ops.attention.hopper.UNEVEN`). Not asked
             where cuDNN cannot serve.
@@ -62,15 +61,11 @@ class AttentionSpec(NamedTuple):
     dropout: bool
     sink: bool
     few: bool = False
-    near: bool = False
     swift: bool = False
 
 
 FEW = 64
 """Queries per sequence below which a kernel should divide keys, not queries, over multiprocessors."""
-
-NEAR = 1024
-"""Keys below which the fixed costs of a kernel count as much as its products."""
 
 ATTENTION: BackendRegistry[AttentionSpec, Callable[..., Tensor]] = BackendRegistry("attention")
 REGISTRIES: tuple[BackendRegistry[AttentionSpec, Any], ...] = (ATTENTION,)
@@ -256,7 +251,6 @@ def attention(
         dropout > 0,
         sink is not None,
         keys is not None and sequences.num_tokens < FEW * len(sequences.lengths),
-        window is not None and window + 1 < NEAR,
         uniform and keys is None and not dropout and hopper.beats_cudnn(q, k, v, sequences, causal, window),
     )
     # backends that have no sinks do not take one
