@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalight.ops.linear import weight_gradient
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import host
@@ -33,7 +31,7 @@ from megalight.nn.moe.dispatch import HostCounts
 from megalight.ops.scaled_accumulate import cublaslt
 from megalight.registry import BackendRegistry
 
-NAMES = {"weight_gradient": "shaped_fp32", "scaled_mm": "torch_tensorwise", "scaled_accumulate": "cublaslt"}
+NAMES = {"weight_gradient": "addmm_fp32", "scaled_mm": "torch_tensorwise", "scaled_accumulate": "cublaslt"}
 """What a GPU chooses where it is not ``triton``."""
 CPU = ("attention", "adam", "cross_entropy")
 """Ops whose calls are counted as they are on a CPU (attention), or outside of layers."""
@@ -97,10 +95,11 @@ def scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor | Non
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
 
 
-def half_to_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
-    """Stand in for a product of halves that is added to a float32 matrix."""
-    assert grad_y.T.shape[0] == main_grad.shape[0]
+def half_to_fp32(total: Tensor, a: Tensor, b: Tensor, *, out: Tensor, **options: Any) -> Tensor:
+    """Stand in for ``torch.addmm`` and ``torch.baddbmm`` of halves, which add to a float32 matrix."""
+    assert a.shape[-2] == total.shape[-2]
     LAUNCHES["torch.addmm"] += 1
+    return out
 
 
 class Library:
@@ -145,8 +144,8 @@ def gpu_path() -> Iterator[None]:
             (torch, "empty_like", torch.zeros_like),
             (Tensor, "new_empty", Tensor.new_zeros),
             (torch.cuda, "current_stream", lambda device=None: stream),
-            (weight_gradient, "_addmm_fp32", half_to_fp32),
-            (weight_gradient, "_baddbmm_fp32", half_to_fp32),
+            (torch, "addmm", half_to_fp32),
+            (torch, "baddbmm", half_to_fp32),
             (cublaslt, "_library", lambda: Library()),
             (cublaslt, "_plan", lambda *args: cublaslt._Plan(*[cublaslt.c_void_p()] * 4, cublaslt.c_int())),
             (cublaslt, "_handle", lambda device: cublaslt.c_void_p()),

@@ -210,7 +210,7 @@ class Shapes:
         knobs = {"megalight.ops.cross_entropy.chunked": {"SHARE": [1 / 32, 1 / 80], "CHUNKS": [4, 1]},
                  "megalight.ops.cross_entropy.triton": {"STATISTICS_BLOCK": [4096, 16384],
                                                         "GRADIENT_BLOCK": [2048, 8192]}}  # fmt: skip
-        choices = {"weight_gradient": ["addmm_fp32", "baddbmm_fp32"]}
+        choices = {"weight_gradient": ["addmm_fp32", "triton"]}
         for size in self.vocabularies:
 
             def make(tokens: int, size: int = size) -> Any:

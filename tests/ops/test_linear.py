@@ -145,7 +145,7 @@ def test_pieces_for_overlap() -> None:
 def test_every_backend_that_serves_is_right(dtype: torch.dtype, main_dtype: torch.dtype) -> None:
     served: list[str] = []
     for backend, reason in weight_gradient.WGRAD.table(weight_gradient.WeightGradientSpec("cpu", dtype, main_dtype)):
-        if reason is None and backend.name != "matmul_add":
+        if reason is None:
             check_weight_gradient(backend.fn, "cpu", dtype, main_dtype, 63, 20, 30)
             served.append(backend.name)
     assert "reference" in served

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalight.ops.common import HALF, cuda_why_not, serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.linear import aligned
-from megalight.ops.linear.aligned import Accumulate, MeasuredChoice
+from megalight.ops.linear.aligned import Accumulate
 from megalight.ops.parameter import main_grad_of, put, state_of
 from megalight.ops.quantize import Quantized
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -128,17 +128,13 @@ def _addmm_why_not(spec: WeightGradientSpec) -> str | None:
 
 
 def _addmm_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
-    torch.addmm(main_grad, grad_y.T, x, beta=0 if write else 1, out_dtype=torch.float32, out=main_grad)
-
-
-def _baddbmm_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
-    batch, beta = main_grad.unsqueeze(0), 0 if write else 1
-    torch.baddbmm(batch, grad_y.T.unsqueeze(0), x.unsqueeze(0), beta=beta, out_dtype=torch.float32, out=batch)
-
-
-def _shaped_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
     rows, columns = main_grad.shape
-    (_baddbmm_fp32 if rows >= TALL * columns else _addmm_fp32)(main_grad, grad_y, x, write)
+    beta = 0 if write else 1
+    if rows >= TALL * columns:
+        batch = main_grad.unsqueeze(0)
+        torch.baddbmm(batch, grad_y.T.unsqueeze(0), x.unsqueeze(0), beta=beta, out_dtype=torch.float32, out=batch)
+    else:
+        torch.addmm(main_grad, grad_y.T, x, beta=beta, out_dtype=torch.float32, out=main_grad)
 
 
 def _half_to_fp32_why_not(spec: WeightGradientSpec) -> str | None:
@@ -148,27 +144,25 @@ def _half_to_fp32_why_not(spec: WeightGradientSpec) -> str | None:
 
 
 def _addmm_fp32_why_not(spec: WeightGradientSpec) -> str | None:
-    return _half_to_fp32_why_not(spec) or _probe(_addmm_fp32, spec.dtype)
-
-
-def _baddbmm_fp32_why_not(spec: WeightGradientSpec) -> str | None:
-    return _half_to_fp32_why_not(spec) or _probe(_baddbmm_fp32, spec.dtype)
-
-
-def _both_fp32_why_not(spec: WeightGradientSpec) -> str | None:
-    return _addmm_fp32_why_not(spec) or _baddbmm_fp32_why_not(spec)
+    return _half_to_fp32_why_not(spec) or _probe(spec.dtype, 1) or _probe(spec.dtype, TALL)
 
 
 @lru_cache
-def _probe(accumulate: Accumulate, dtype: torch.dtype) -> str | None:
-    """Test whether this torch release can add a half product to a float32 matrix in place, and overwrite one."""
-    ones = torch.ones(16, 16, dtype=dtype, device="cuda")
-    main_grad = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+def _probe(dtype: torch.dtype, height: int) -> str | None:
+    """Test whether this torch release can add a half GEMM to a float32 matrix in place, and overwrite one.
+
+    Args:
+        dtype: type of the operands.
+        height: rows per column of the matrix.
+    """
+    grad_y = torch.ones(16, 16 * height, dtype=dtype, device="cuda")
+    x = torch.ones(16, 16, dtype=dtype, device="cuda")
+    main_grad = torch.ones(16 * height, 16, dtype=torch.float32, device="cuda")
     # NaN shows whether a write reads the old content.
     written = torch.full_like(main_grad, float("nan"))
     try:
-        accumulate(main_grad, ones, ones, False)
-        accumulate(written, ones, ones, True)
+        _addmm_fp32(main_grad, grad_y, x, False)
+        _addmm_fp32(written, grad_y, x, True)
     except (RuntimeError, TypeError) as error:
         return f"this torch refuses a float32 addend: {str(error).splitlines()[0]}"
     return None if bool(((main_grad == 17) & (written == 16)).all()) else "this torch gives a wrong sum"
@@ -178,23 +172,10 @@ def _triton_why_not(spec: WeightGradientSpec) -> str | None:
     return _half_to_fp32_why_not(spec) or triton_why_not(spec.device, spec.dtype)
 
 
-def _mm_fp32_add(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
-    put(main_grad, torch.mm(grad_y.T, x, out_dtype=torch.float32), write)
-
-
-def _matmul_add(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
-    put(main_grad, grad_y.T @ x, write)
-
-
 WGRAD.register(Backend("addmm", _addmm, 30, _addmm_why_not))
-WGRAD.register(Backend("shaped_fp32", _shaped_fp32, 25, _both_fp32_why_not))
 WGRAD.register(Backend("addmm_fp32", _addmm_fp32, 20, _addmm_fp32_why_not))
-WGRAD.register(Backend("baddbmm_fp32", _baddbmm_fp32, 15, _baddbmm_fp32_why_not))
-WGRAD.register(Backend("measured_fp32", MeasuredChoice(_addmm_fp32, _baddbmm_fp32), 12, _both_fp32_why_not))
 WGRAD.register(Backend("triton", accumulate, 10, _triton_why_not))
-WGRAD.register(Backend("mm_fp32_add", _mm_fp32_add, 5, _half_to_fp32_why_not))
 WGRAD.register(Backend("reference", _reference, 1, serve_all))
-WGRAD.register(Backend("matmul_add", _matmul_add, 0, serve_all))
 
 
 @remembered
