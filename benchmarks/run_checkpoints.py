@@ -42,7 +42,7 @@ from benchmarks.peers.megalight import train
 from benchmarks.step import Step
 from megalight import checkpoint
 from megalight.imports import version
-from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies.checkpoints.options import CheckpointOptions
 
 SHAPE = "layers=22 hidden=2048 ffn=8192 heads=16 kv=8 mbs=2 micro=2"
 WARMUP = 3
@@ -297,7 +297,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         for ways, kind in runs:
             probe = Probe(ways, Path(name), options.patience)
-            train(step, 10**6, probe.tick, checkpoints=Checkpoints(async_save=None if kind == "sync" else kind))  # type: ignore[arg-type]
+            train(step, 10**6, probe.tick, checkpoints=CheckpointOptions(async_save=None if kind == "sync" else kind))  # type: ignore[arg-type]
             rows += probe.rows
             report = {
                 "command": " ".join(["python", "benchmarks/run_checkpoints.py", *sys.argv[2:]]),

@@ -30,7 +30,7 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialize
 from megalight.optim import Adam, shard_optimizer
-from megalight.parallel.data_parallel import DataParallel, ParamInfo, clip_coefficient
+from megalight.parallel.data_parallel import DataParallelOptions, ParamInfo, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
@@ -70,7 +70,7 @@ def train(options: dict[str, Any], size: Size, steps: int, device: str) -> dict[
         ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers.get(id(p)))
         for name, p in model.named_parameters()
     ]
-    engine = DataParallel(**options).engine(infos, ParallelMesh(world, rank), units=units)
+    engine = DataParallelOptions(**options).engine(infos, ParallelMesh(world, rank), units=units)
     optimizer = shard_optimizer(Adam(model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1), engine)
     text, losses, norms = corpus(), list[Tensor](), list[Tensor]()
     for step in range(steps):

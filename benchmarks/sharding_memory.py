@@ -29,7 +29,7 @@ from megalight.models.gpt import GPT
 from megalight.parallel.data_parallel.reduce import SLOT_BYTES
 from megalight.parallel.estimate import estimate
 from megalight.parallel.peers.memory import SLOTS
-from megalight.strategies import DataParallel
+from megalight.strategies import DataParallelOptions
 
 BYTES = 2
 """Of bfloat16."""
@@ -48,7 +48,7 @@ def parts(step: Step, gpus: int) -> dict[str, float]:
         raise ValueError(f"recompute={','.join(sorted(unknown))} is not counted here; use some of {', '.join(CHEAP)}")
     if step.experts:
         raise ValueError(f"experts={step.experts} are not counted here; leave them out")
-    options = DataParallel(level=step.level, **sharding_of(step))  # type: ignore[arg-type]
+    options = DataParallelOptions(level=step.level, **sharding_of(step))  # type: ignore[arg-type]
     with torch.device("meta"):
         model = GPT(config_of(step))
     found = estimate(model, gpus, options)

@@ -24,7 +24,7 @@ class Step:
     as CUDA graphs. With ``experts``, every layer has as many of width ``ffn``, divided over ``ep`` ranks; a token
     passes through ``topk`` of them. Random numbers choose them, so that all are equally busy, unless ``natural``.
     ``dim`` is the size of a head (0: ``hidden / heads``). ``level`` says what data-parallel replicas shard, and
-    ``sharding`` gives further options of ``DataParallel``, as ``prefetch:2``. With ``rank``, only low-rank adapters of
+    ``sharding`` gives further ``DataParallelOptions``, as ``prefetch:2``. With ``rank``, only low-rank adapters of
     that rank are trained, one for each linear layer of the layers, and all else is frozen; ``base`` then stores the
     frozen weights of the layers as codes (``int8``, ``nf4``).
     """

@@ -47,7 +47,7 @@ from megalight.models.vlm.module import Trained
 from megalight.optim import AdamConfig
 from megalight.parallel.groups import end_at_exit
 from megalight.strategies import (
-    DataParallel,
+    DataParallelOptions,
     MegatronStrategy,
     MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
@@ -90,7 +90,7 @@ def train(shape: Shape, way: str, device: str, meter: Meter) -> list[Tensor]:
         losses.append(strategy.report.loss)
         meter.tick()
 
-    strategy = kind(micro_batch_size=shape.mbs, data_parallel=DataParallel(level="optim"), **layout)
+    strategy = kind(micro_batch_size=shape.mbs, data_parallel=DataParallelOptions(level="optim"), **layout)
     precision, adam = "bf16" if device == "cuda" else "fp32", AdamConfig(lr=LEARNING_RATE)
     ours.train(shape, shape.rows, strategy, precision, device, meter.total, tick, meter.start, optimizer=adam)
     meter.close()

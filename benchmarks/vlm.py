@@ -146,7 +146,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpus", type=int, default=1, help="ranks, each with rows of its own")
     parser.add_argument("--level", nargs="+", choices=LEVELS, help="what several ranks shard; the last one by default")
-    parser.add_argument("--sharding", nargs="+", default=[], help="options of our DataParallel, as 'gathers:auto'")
+    parser.add_argument(
+        "--sharding", nargs="+", default=[], help="options of our DataParallelOptions, as 'gathers:auto'"
+    )
     parser.add_argument("--graph", nargs="+", default=[], choices=SCOPES, help="further rows of ours, as CUDA graphs")
     parser.add_argument("--tower", choices=("frozen", "trained"), help="trained on several GPUs by default")
     parser.add_argument("--divisor", type=int, help="have this part of the layers: 2 on one GPU by default, or 1")

@@ -20,7 +20,7 @@ from megalight.models.packing import pack
 from megalight.nn import InnerAttention, Linear, LMHead
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, ContextRegion, Row, SequenceRegion, Vocab, VocabHeadStyle
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 from megalight.types import Loss, PackedSequences, TokenBatch
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 64, 64, 4, 32, 4
@@ -139,7 +139,7 @@ def main() -> None:
         accelerator=options.pop("accelerator"),
         devices=options.pop("devices"),
         strategy=MegatronStrategy(
-            micro_batch_size=8, data_parallel=DataParallel(level=options.pop("level")), **options
+            micro_batch_size=8, data_parallel=DataParallelOptions(level=options.pop("level")), **options
         ),
         max_epochs=3,
         logger=False,

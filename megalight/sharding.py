@@ -29,7 +29,7 @@ from megalight.checkpoint.run import PlainRun
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.optim.sharded import sharding_of
-from megalight.parallel.data_parallel import DataParallel, clip_coefficient
+from megalight.parallel.data_parallel import DataParallelOptions, clip_coefficient
 from megalight.parallel.data_parallel.grad_norm import refuse_clipping
 from megalight.parallel.groups import speaks
 from megalight.parallel.initial_values import broadcast_values
@@ -55,7 +55,7 @@ def fully_shard(
     mesh: ParallelMesh | DeviceMesh | None = None,
     *,
     units: Sequence[str | type[nn.Module]] = (),
-    data_parallel: DataParallel | None = None,
+    data_parallel: DataParallelOptions | None = None,
     average: bool = True,
     broadcast_buffers: bool = True,
     device: torch.device | str | None = None,
@@ -87,7 +87,7 @@ def fully_shard(
         ConfigurationError: the optimizer cannot step on shards, or lacks a trainable parameter; or a mesh that splits
             the module, or lacks ranks.
     """
-    given = data_parallel or DataParallel()
+    given = data_parallel or DataParallelOptions()
     if isinstance(mesh, DeviceMesh):
         given = replace(given, replicate=_replicas(mesh, given.replicate))
         device = device or _device_of(module, mesh.device_type)
@@ -97,10 +97,10 @@ def fully_shard(
     if mesh.tp * mesh.cp * mesh.pp > 1:
         raise ConfigurationError(
             f"fully_shard got the mesh {mesh.describe()}, and splits no module; use megalight.parallelize and "
-            "megalight.Training with data_parallel=DataParallel(level='optim_grads_params')."
+            "megalight.Training with data_parallel=DataParallelOptions(level='optim_grads_params')."
         )
     # The default level shards less than the name of the function promises.
-    level = "optim_grads_params" if given.level == DataParallel.level else given.level
+    level = "optim_grads_params" if given.level == DataParallelOptions.level else given.level
     if level == "optim_grads_params" and given.reduce_each_micro_batch is None:
         # The loop does not say which backward pass is the last one, so whole gradients would be reduced after all of
         # them, with nothing to hide the messages.
@@ -136,7 +136,7 @@ class FullyShard(PlainRun):
         module: nn.Module,
         optimizer: Optimizer,
         mesh: ParallelMesh,
-        options: DataParallel,
+        options: DataParallelOptions,
         average: bool,
         broadcast_buffers: bool,
         device: torch.device,

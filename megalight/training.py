@@ -28,7 +28,7 @@ from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.coupling import check_same
-from megalight.parallel.data_parallel import DataParallel, clip_coefficient
+from megalight.parallel.data_parallel import DataParallelOptions, clip_coefficient
 from megalight.parallel.degrees import check_sequence_parallel
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.frozen_model import FrozenModel
@@ -37,10 +37,10 @@ from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.source import Source
 from megalight.parallel.step import Outcome, StepDriver, TrainingTask
@@ -64,8 +64,8 @@ def parallelize(
     pipeline_parallel: int = 1,
     virtual_pipeline: int = 1,
     pipeline_layout: str | None = None,
-    pipeline: Pipeline | None = None,
-    recompute: Recompute | None = None,
+    pipeline: PipelineOptions | None = None,
+    recompute: RecomputeOptions | None = None,
     transforms: Sequence[ModelTransform] = (),
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -105,7 +105,7 @@ def parallelize(
     )
     # Before anything is made: a mistake should cost no process group.
     check_sequence_parallel(sequence_parallel, tensor_parallel)
-    pipeline = pipeline or Pipeline()
+    pipeline = pipeline or PipelineOptions()
     options = ParallelOptions(
         plan=plan,
         sequence_parallel=sequence_parallel,
@@ -115,7 +115,7 @@ def parallelize(
         pipeline=pipeline,
         virtual_pipeline=pipeline.check(pipeline_parallel, virtual_pipeline, pipeline_layout),
         pipeline_layout=pipeline_layout,
-        recompute=recompute or Recompute(),
+        recompute=recompute or RecomputeOptions(),
         transforms=tuple(transforms),
     )
     place = torch.device(device) if device is not None else _usual_device()
@@ -156,7 +156,7 @@ class Training(PlainRun):
         optimizer: Optimizer,
         task: TrainingTask,
         *,
-        data_parallel: DataParallel | None = None,
+        data_parallel: DataParallelOptions | None = None,
         frozen: Mapping[str, FrozenModel] | None = None,
         varying_carry: bool = False,
         broadcast_buffers: bool = True,
@@ -166,7 +166,7 @@ class Training(PlainRun):
         self.optimizer = optimizer
         self._broadcast_buffers = broadcast_buffers
         # Gathers stay inside the step by default: plain code may read weights right after it.
-        options = (data_parallel or DataParallel(overlap_param_gather=False)).finding_unused(True)
+        options = (data_parallel or DataParallelOptions(overlap_param_gather=False)).finding_unused(True)
         new = not model.filled
         self.engine = engine_over([model], [group["params"] for group in optimizer.param_groups], options)
         # Transforms change values once these exist; masters were made from the values before.

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megalight
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.sharding import _device_of
 from tests.parallel.test_transformers import llama
@@ -104,7 +104,7 @@ def _trained(checkpointing: Any, path: str, fraction: float) -> tuple[list[float
     model = _model(checkpointing)
     if dist.get_rank():
         nn.init.zeros_(model.lm_head.weight)  # rank 0's values count
-    options = DataParallel(optimizer_offload_fraction=fraction)
+    options = DataParallelOptions(optimizer_offload_fraction=fraction)
     units = () if fraction else ("LlamaDecoderLayer", "Embedding", "Linear")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sharded = megalight.fully_shard(model, optimizer, units=units, data_parallel=options)
@@ -145,7 +145,7 @@ def test_steps_without_clipping_reach_masters_on_the_host(kind: Any) -> None:
         model = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 4), nn.Tanh()))
         before = _flat(model.double()).copy()
         optimizer = kind(model.parameters(), lr=0.1)
-        options = DataParallel(level="no_shard", bucket_size=15, optimizer_offload_fraction=fraction)
+        options = DataParallelOptions(level="no_shard", bucket_size=15, optimizer_offload_fraction=fraction)
         sharded = megalight.fully_shard(model, optimizer, data_parallel=options)
         for step in range(2):
             model(torch.full((2, 3), 1.0 + step, dtype=torch.float64)).square().sum().backward()
@@ -214,7 +214,7 @@ def _blocks(level: str | None, kind: Any = torch.optim.SGD) -> tuple[Any, Any, A
     optimizer = kind(model.parameters(), lr=0.1)
     if level is None:
         return model, optimizer, None
-    options = DataParallel(level=level, units=("Pair",) if "grads" in level else ())  # type: ignore[arg-type]
+    options = DataParallelOptions(level=level, units=("Pair",) if "grads" in level else ())  # type: ignore[arg-type]
     sharded = megalight.fully_shard(model, optimizer, data_parallel=options)
     assert dist.get_world_size() == 1 or (sharded.engine.units is None) == (not options.units)
     return model, optimizer, sharded
@@ -290,7 +290,7 @@ def _normed(level: str | None, broadcast: bool = True) -> tuple[np.ndarray[Any, 
     if level is None:
         call = nn.parallel.DistributedDataParallel(model)
     else:
-        options = DataParallel(level=level, units=("Pair",))  # type: ignore[arg-type]
+        options = DataParallelOptions(level=level, units=("Pair",))  # type: ignore[arg-type]
         sharded = megalight.fully_shard(model, optimizer, data_parallel=options, broadcast_buffers=broadcast)
         call = model
     for step in range(3):
@@ -355,7 +355,7 @@ def test_gradients_of_gradients_are_refused_where_parameters_come_and_go() -> No
 def _from_meta(level: str) -> tuple[list[float], np.ndarray[Any, Any], int]:
     with torch.device("meta"):
         model = llama(6, 2, tied=False)
-    options = DataParallel(level=level)  # type: ignore[arg-type]
+    options = DataParallelOptions(level=level)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sharded = megalight.fully_shard(model, optimizer, data_parallel=options, dtype=torch.bfloat16, seed=5)
     with sharded.full_parameters():
@@ -447,7 +447,7 @@ def _stack(way: str, level: str) -> np.ndarray[Any, Any]:
     if level == "alone":
         sharded, rank, world = None, 0, 1
     else:
-        sharded = megalight.fully_shard(model, optimizer, data_parallel=DataParallel(level=level))  # type: ignore[arg-type]
+        sharded = megalight.fully_shard(model, optimizer, data_parallel=DataParallelOptions(level=level))  # type: ignore[arg-type]
         rank, world = dist.get_rank(), dist.get_world_size()
     draws = torch.Generator().manual_seed(1)
     for _ in range(2):
@@ -501,7 +501,7 @@ def _refused_meshes() -> None:
         (DeviceMesh("cpu", [1, 0]), {}, r"over ranks \[1, 0\], and there are 2"),
         (
             DeviceMesh("cpu", [[0], [1]]),
-            {"data_parallel": DataParallel(replicate=4)},
+            {"data_parallel": DataParallelOptions(replicate=4)},
             "replicate=4, and the DeviceMesh",
         ),
     ):
@@ -528,7 +528,9 @@ def _halves(level: str | None) -> np.ndarray[Any, Any]:
     model = Halves("").double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     sharded = (
-        None if level is None else megalight.fully_shard(model, optimizer, data_parallel=DataParallel(level=level))
+        None
+        if level is None
+        else megalight.fully_shard(model, optimizer, data_parallel=DataParallelOptions(level=level))
     )  # type: ignore[arg-type]
     for step in range(4):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)

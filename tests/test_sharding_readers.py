@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 
 import megalight
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from tests.support.workers import run
 
 LEVELS = ["no_shard", "optim_grads", "optim_grads_params"]
@@ -24,7 +24,7 @@ def _sharded(level: str) -> tuple[Any, Any, Any]:
     torch.manual_seed(2)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = DataParallel(level=level)  # type: ignore[arg-type]
+    options = DataParallelOptions(level=level)  # type: ignore[arg-type]
     return model, optimizer, megalight.fully_shard(model, optimizer, units=["Linear"], data_parallel=options)
 
 

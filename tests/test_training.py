@@ -15,7 +15,7 @@ from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.gpt import GPT
 from megalight.parallel import model as parallel_model
 from megalight.parallel import run_engine
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.initial_values import initialize
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column
@@ -39,7 +39,7 @@ def _weights(training: megalight.Training) -> list[float]:
 def _two_steps(how: str) -> list[float]:
     """Two steps over two replicas; the second one's gradients are of two halves of a batch in one of the ways."""
     rank, overlap = dist.get_rank(), how == "overlap"
-    training = _training(seed=rank, data_parallel=DataParallel(overlap_param_gather=True) if overlap else None)
+    training = _training(seed=rank, data_parallel=DataParallelOptions(overlap_param_gather=True) if overlap else None)
     share = micro_batches(3.0)[2 * rank : 2 * rank + 2]
     for step in range(2):
         if how == "accumulate" and step:

@@ -22,17 +22,17 @@ from benchmarks.roofline import RATES
 from benchmarks.step import Step
 from megalight.imports import has
 from megalight.optim import AdamConfig
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 
 CHECKED_STEPS = 4
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 3e-2}
 """Precision -> relative difference of a twin's losses from float32 that rounding may cause."""
 
 
-def data_parallel_of(row: Row) -> DataParallel:
+def data_parallel_of(row: Row) -> DataParallelOptions:
     """Return what the ranks of one of our rows share."""
-    return DataParallel(level=row.level, **sharding_of(Step(sharding=row.sharding)))  # type: ignore[arg-type]
+    return DataParallelOptions(level=row.level, **sharding_of(Step(sharding=row.sharding)))  # type: ignore[arg-type]
 
 
 def train_ours(
@@ -44,7 +44,7 @@ def train_ours(
     **options: Any,
 ) -> None:
     """Train Megalight's model in the layout of a row."""
-    again = Recompute(granularity="selective", modules=row.recompute) if row.recompute else None
+    again = RecomputeOptions(granularity="selective", modules=row.recompute) if row.recompute else None
     strategy = MegatronStrategy(micro_batch_size=shape.mbs, data_parallel=data_parallel_of(row), recompute=again)
     arguments = shape.rows * row.gpus, strategy, row.arithmetic, row.device, steps, tick, begin
     ours.train(shape, *arguments, row.freeze, row.graph, row.recipe, **options)

@@ -24,8 +24,8 @@ class Row:
         way: ``megalight`` or ``transformers``.
         precision: ``bf16`` or ``fp8``; on the CPU ``bf16`` means float32.
         gpus: ranks, of data parallelism.
-        level: what they shard, as in ``DataParallel``.
-        sharding: further options of ``DataParallel``, as ``gathers:auto``.
+        level: what they shard, as in ``DataParallelOptions``.
+        sharding: further options of ``DataParallelOptions``, as ``gathers:auto``.
         trained: whether the tower is trained.
         divisor: the language model has this part of its layers.
         mbs: rows of a micro-batch. None: what an H200 has room for.

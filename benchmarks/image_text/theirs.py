@@ -93,7 +93,7 @@ def sharded(model: Any, level: str, half: bool) -> Callable[[bool], None] | None
 
     Args:
         model: with float32 weights, which are the masters.
-        level: that of ``DataParallel``. Without parameters in it, a step gathers them once for a micro-batch, and they
+        level: as in ``DataParallelOptions``. Without parameters in it, a step gathers them once for a micro-batch, they
             stay whole until its backward pass. Without gradients in it, the last micro-batch of a step sums them over
             ranks; else each does.
         half: compute in bfloat16, and sum gradients over ranks in float32.

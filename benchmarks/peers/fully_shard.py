@@ -12,7 +12,7 @@ import megalight
 from benchmarks.peers.megalight import sharding_of
 from benchmarks.peers.sharded_llama import Sharded, ShardedLlama
 from benchmarks.step import Step
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 
 
 class Runner(ShardedLlama):
@@ -26,6 +26,6 @@ class Runner(ShardedLlama):
             model,
             stepping,
             dtype=torch.bfloat16 if step.precision == "bf16" else None,
-            data_parallel=DataParallel(level="optim_grads_params", **sharding_of(step)),
+            data_parallel=DataParallelOptions(level="optim_grads_params", **sharding_of(step)),
         )
         return Sharded(model, stepping, lambda last: None, lambda: sharded.clip_grad_norm_(1.0))

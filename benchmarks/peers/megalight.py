@@ -33,12 +33,12 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.precision import LowPrecisionOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.plugins.precision.low_precision import MegatronLowPrecision
-from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
-from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
+from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.types import PackedSequences, TokenBatch
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}
@@ -207,7 +207,7 @@ def train(
     *,
     begin: Callable[[], None] = lambda: None,
     fixed: bool = False,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: CheckpointOptions | None = None,
     callbacks: Sequence[pl.Callback] = (),
 ) -> GPTModule:
     """Train ``steps`` steps with the strategy, with ``tick(strategy)`` after each; return the trained module."""
@@ -217,14 +217,14 @@ def train(
         pipeline_parallel=step.pp,
         virtual_pipeline=step.vpp,
         pipeline_layout=step.layout,
-        pipeline=Pipeline(schedule=step.schedule, messages=step.messages),
+        pipeline=PipelineOptions(schedule=step.schedule, messages=step.messages),
         tensor=TensorOptions(overlap=step.overlap, keep_gathered=step.keep),
         expert_parallel=step.ep,
         context_parallel=step.cp,
         context=ContextOptions(step.kind, inner=2 if step.kind == "all_to_all_ring" else None),
-        recompute=Recompute(granularity="selective", modules=step.recompute) if step.recompute else None,
+        recompute=RecomputeOptions(granularity="selective", modules=step.recompute) if step.recompute else None,
         micro_batch_size=step.mbs,
-        data_parallel=DataParallel(level=step.level, **sharding_of(step)),  # type: ignore[arg-type]
+        data_parallel=DataParallelOptions(level=step.level, **sharding_of(step)),  # type: ignore[arg-type]
         checkpoints=checkpoints,
     )
     cuda = step.device == "cuda"
@@ -299,7 +299,7 @@ def backends_of(step: Step) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def sharding_of(step: Step) -> dict[str, Any]:
-    """Return further options of ``DataParallel``."""
+    """Return further options of ``DataParallelOptions``."""
     return {name: yaml.safe_load(value) for name, value in (word.split(":", 1) for word in step.sharding)}
 
 

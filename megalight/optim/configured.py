@@ -204,7 +204,7 @@ def _advanced(
     except ValueError as error:
         raise ConfigurationError(
             f"{type(scheduler).__name__} cannot go on after {steps} steps: {error}. Make the schedule longer, or keep "
-            "that of the checkpoint (Checkpoints(resume_optimizer='saved'), --resume.optimizer=saved)."
+            "that of the checkpoint (CheckpointOptions(resume_optimizer='saved'), --resume.optimizer=saved)."
         ) from error
     state: dict[str, Any] = scheduler.state_dict()
     return state

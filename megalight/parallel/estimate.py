@@ -16,7 +16,7 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.ops.parameter import precision_of
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.data_parallel.fp8_parameters import codes_of
 from megalight.parallel.data_parallel.layout import level_of
 from megalight.parallel.data_parallel.options import DTYPES
@@ -77,7 +77,7 @@ class _Bytes(NamedTuple):
 def estimate(
     model: nn.Module,
     ranks: int,
-    options: DataParallel,
+    options: DataParallelOptions,
     *,
     dtype: torch.dtype = torch.bfloat16,
     moments: float = ADAM,
@@ -147,7 +147,7 @@ def estimate(
     )
 
 
-def _bytes_of(options: DataParallel, dtype: torch.dtype) -> _Bytes:
+def _bytes_of(options: DataParallelOptions, dtype: torch.dtype) -> _Bytes:
     """Return the sizes of one element, by the dtypes that the options choose for parameters of ``dtype``."""
     wanted = DTYPES.get(options.master_dtype or "")
     gradient = DTYPES.get(options.gradient_dtype or "") or torch.promote_types(dtype, torch.float32)
@@ -160,7 +160,7 @@ def _bytes_of(options: DataParallel, dtype: torch.dtype) -> _Bytes:
     return _Bytes(gradient.itemsize, summed.itemsize, master)
 
 
-def _may_be_codes(options: DataParallel) -> bool:
+def _may_be_codes(options: DataParallelOptions) -> bool:
     """Whether codes may be kept: they are cast from masters on the device that hold what the parameters hold."""
     alone = level_of(options.level).state and options.replicate > 1 and not options.replicate_optimizer
     wanted = DTYPES.get(options.master_dtype or "")

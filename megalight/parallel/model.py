@@ -44,7 +44,7 @@ from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.layout import Stage
 from megalight.parallel.pipeline.stages import cut
-from megalight.parallel.recompute import Recompute, apply_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Filled, Source, Target, clear_outside, parameter_targets, shard_targets
 from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to
@@ -411,7 +411,7 @@ class ParallelModel:
             self.origin = None
         return bool(acting)
 
-    def recompute(self, options: Recompute) -> None:
+    def recompute(self, options: RecomputeOptions) -> None:
         """Recompute these activations from now on, and no others.
 
         Raises:

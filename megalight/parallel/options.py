@@ -13,10 +13,10 @@ from megalight.parallel.expert.options import ExpertOptions
 from megalight.parallel.layers import depths_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.transform import ModelTransform
 
@@ -46,10 +46,10 @@ class ParallelOptions:
     tensor: TensorOptions = field(default_factory=TensorOptions)
     context: ContextOptions = field(default_factory=ContextOptions)
     expert: ExpertOptions = field(default_factory=ExpertOptions)
-    pipeline: Pipeline = field(default_factory=Pipeline)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     virtual_pipeline: int = 1
     pipeline_layout: str | None = None
-    recompute: Recompute = field(default_factory=Recompute)
+    recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
     transforms: tuple[ModelTransform, ...] = ()
 
     def __post_init__(self) -> None:

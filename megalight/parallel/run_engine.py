@@ -13,7 +13,7 @@ from megalight.errors import ConfigurationError
 from megalight.first_rank import is_first
 from megalight.nn.moe import MoE
 from megalight.parallel.coupling import Coupling
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.data_parallel.unit_memory import PassOrder, UnitPass
 from megalight.parallel.initial_values import initialize
 from megalight.parallel.model import ParallelModel
@@ -32,7 +32,7 @@ ROUNDS = 4
 def engine_over(
     models: Sequence[ParallelModel],
     groups: Sequence[Iterable[nn.Parameter]],
-    options: DataParallel,
+    options: DataParallelOptions,
     *,
     some: bool = False,
 ) -> DataParallelEngine:
@@ -153,7 +153,7 @@ def _route(models: Sequence[ParallelModel]) -> PassOrder:
     return PassOrder([*chunks, *grafted], passes, phases)
 
 
-def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]:
+def _units(models: Sequence[ParallelModel], options: DataParallelOptions) -> list[Unit]:
     if not options.has_units:
         return []
     units = [unit for model in models for unit in _units_of(model, options)]
@@ -169,7 +169,7 @@ def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]
     return units
 
 
-def _units_of(model: ParallelModel, options: DataParallel) -> list[Unit]:
+def _units_of(model: ParallelModel, options: DataParallelOptions) -> list[Unit]:
     """Return the units of a model on this rank. Each class must be found on some stage of its pipeline.
 
     Raises:

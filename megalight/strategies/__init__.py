@@ -2,9 +2,9 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from megalight.parallel.data_parallel import DataParallel as DataParallel
-from megalight.parallel.pipeline.options import Pipeline as Pipeline
-from megalight.strategies.checkpoints.options import Checkpoints as Checkpoints
+from megalight.parallel.data_parallel import DataParallelOptions as DataParallelOptions
+from megalight.parallel.pipeline.options import PipelineOptions as PipelineOptions
+from megalight.strategies.checkpoints.options import CheckpointOptions as CheckpointOptions
 from megalight.strategies.checkpoints.whole import load_weights as load_weights
 from megalight.strategies.fsdp import MegatronFSDPStrategy as MegatronFSDPStrategy
 from megalight.strategies.megatron import MegatronStrategy as MegatronStrategy

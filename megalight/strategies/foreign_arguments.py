@@ -8,21 +8,25 @@ from collections.abc import Iterable
 from megalight.errors import ConfigurationError, nearest
 
 _NOTHING = "leave it out"
-_RECOMPUTE = "recompute=Recompute(granularity='full', num_layers=1)"
+_RECOMPUTE = "recompute=RecomputeOptions(granularity='full', num_layers=1)"
 _OFFLOAD = (
-    "data_parallel=DataParallel(optimizer_offload_fraction=1.0), which keeps masters and optimizer state in host memory"
+    "data_parallel=DataParallelOptions(optimizer_offload_fraction=1.0), which keeps masters and optimizer state in "
+    "host memory"
 )
 _IN_MEMORY = f"{_NOTHING}: parameters are too slow in host memory or on disk. For optimizer state, {_OFFLOAD}"
 _HOST = f"{_NOTHING}: buffers in host memory are pinned and of the size that is needed"
-_BUCKETS = "data_parallel=DataParallel(bucket_size=...), a number of elements"
+_BUCKETS = "data_parallel=DataParallelOptions(bucket_size=...), a number of elements"
 _FLAT = f"{_NOTHING}: gradients always live in flat buffers"
 _SCALE = f"{_NOTHING}: the scale of Trainer(precision='16-mixed') adapts"
-_HOOK = "data_parallel=DataParallel(reduce_dtype='bfloat16') to send gradients in bfloat16; other hooks are not called"
-_WHOLE = (
-    "data_parallel=DataParallel(units=...), the classes to shard (auto_wrap_policy of MegatronFSDPStrategy); what is "
-    "outside of these stays whole"
+_HOOK = (
+    "data_parallel=DataParallelOptions(reduce_dtype='bfloat16') to send gradients in bfloat16; other hooks are not "
+    "called"
 )
-_PREFETCH = "data_parallel=DataParallel(prefetch=...), the number of units that are gathered ahead"
+_WHOLE = (
+    "data_parallel=DataParallelOptions(units=...), the classes to shard (auto_wrap_policy of MegatronFSDPStrategy); "
+    "what is outside of these stays whole"
+)
+_PREFETCH = "data_parallel=DataParallelOptions(prefetch=...), the number of units that are gathered ahead"
 _FOLDER = f"{_NOTHING}: each checkpoint is a folder that any number of ranks reads, whole or in shards"
 _EQUAL = f"{_NOTHING}: all ranks begin from the same values"
 
@@ -32,7 +36,7 @@ DDP = {
     "ddp_comm_state": _HOOK,
     "ddp_comm_wrapper": _HOOK,
     "find_unused_parameters": (
-        "data_parallel=DataParallel(find_unused_parameters=True), which a plain LightningModule has by default"
+        "data_parallel=DataParallelOptions(find_unused_parameters=True), which a plain LightningModule has by default"
     ),
     "gradient_as_bucket_view": _FLAT,
     "init_sync": _EQUAL,
@@ -51,11 +55,12 @@ FSDP = {
     "ignored_modules": _WHOLE,
     "ignored_states": _WHOLE,
     "limit_all_gathers": f"{_NOTHING}: buffers are fixed, and gathers wait for them",
-    "mixed_precision": "Trainer(precision='bf16-mixed'), and data_parallel=DataParallel(gradient_dtype=...)",
+    "mixed_precision": "Trainer(precision='bf16-mixed'), and data_parallel=DataParallelOptions(gradient_dtype=...)",
     "param_init_fn": f"{_NOTHING}: modules on the meta device are drawn shard by shard",
     "process_group": "tensor_parallel and the like (or device_mesh): the mesh makes all groups",
-    "reduce_scatter_with_fp32_accumulation": "data_parallel=DataParallel(reduce_scatter_with_fp32_accumulation=True)",
-    "sharding_strategy": "MegatronFSDPStrategy(sharding_strategy=...), or data_parallel=DataParallel(level=...)",
+    "reduce_scatter_with_fp32_accumulation": "data_parallel="
+    "DataParallelOptions(reduce_scatter_with_fp32_accumulation=True)",
+    "sharding_strategy": "MegatronFSDPStrategy(sharding_strategy=...), or data_parallel=DataParallelOptions(level=...)",
     "state_dict_type": _FOLDER,
     "sync_module_states": _EQUAL,
     "timeout": "timeout_seconds, a number",
@@ -85,7 +90,7 @@ DEEPSPEED = {
     "offload_parameters": _IN_MEMORY,
     "offload_params_device": _IN_MEMORY,
     "optimizer_buffer_count": _HOST,
-    "overlap_comm": "data_parallel=DataParallel(overlap_grad_reduce=...), which is on by default",
+    "overlap_comm": "data_parallel=DataParallelOptions(overlap_grad_reduce=...), which is on by default",
     "overlap_events": _IN_MEMORY,
     "params_buffer_count": _IN_MEMORY,
     "params_buffer_size": _IN_MEMORY,
@@ -96,12 +101,13 @@ DEEPSPEED = {
     "reduce_scatter": f"{_NOTHING}: each level has the fastest collective",
     "remote_device": _IN_MEMORY,
     "single_submit": _IN_MEMORY,
-    "stage": "data_parallel=DataParallel(level=...): stage 1 is 'optim', 2 'optim_grads', 3 'optim_grads_params'",
+    "stage": "data_parallel=DataParallelOptions(level=...): stage 1 is 'optim', 2 'optim_grads', 3 "
+    "'optim_grads_params'",
     "sub_group_size": _IN_MEMORY,
     "synchronize_checkpoint_boundary": _NOTHING,
     "thread_count": _IN_MEMORY,
     "zero_allow_untested_optimizer": f"{_NOTHING}: any element-wise optimizer is divided",
-    "zero_optimization": "data_parallel=DataParallel(level=...)",
+    "zero_optimization": "data_parallel=DataParallelOptions(level=...)",
 }
 MODEL_PARALLEL = {
     "data_parallel_size": f"{_NOTHING}: replicas are what the other degrees leave of the ranks",
@@ -110,7 +116,7 @@ MODEL_PARALLEL = {
 }
 NEMO = {
     "context_parallel_size": "context_parallel",
-    "ddp": "data_parallel=DataParallel(...)",
+    "ddp": "data_parallel=DataParallelOptions(...)",
     "expert_model_parallel_size": "expert_parallel",
     "expert_tensor_parallel_size": "expert_tensor_parallel",
     "pipeline_dtype": f"{_NOTHING}: messages have the dtype of the activations",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from megalight.errors import ConfigurationError, LayoutError, nearest
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.data_parallel.options import Level
 from megalight.parallel.mesh import ParallelMesh
 from megalight.strategies.megatron import MegatronStrategy
@@ -60,7 +60,7 @@ class MegatronFSDPStrategy(MegatronStrategy):
         auto_wrap_policy: Sequence[str | type[nn.Module]] | None = None,
         reduce_scatter_with_fp32_accumulation: bool = False,
         device_mesh: tuple[int, int] | None = None,
-        data_parallel: DataParallel | None = None,
+        data_parallel: DataParallelOptions | None = None,
         **options: Any,
     ) -> None:
         if sharding_strategy not in LEVELS:
@@ -85,8 +85,8 @@ class MegatronFSDPStrategy(MegatronStrategy):
                 f"device_mesh={device_mesh}; pass two sizes, (number of groups, ranks in each group). The mesh "
                 "itself is made when the ranks are known."
             )
-        given = data_parallel or DataParallel()
-        default = DataParallel()
+        given = data_parallel or DataParallelOptions()
+        default = DataParallelOptions()
         # Only what differs from the defaults was set by the user.
         owned = [name for name in OWNED if getattr(given, name) != getattr(default, name)]
         if owned:

@@ -20,21 +20,21 @@ from megalight.models.module import MegalightModule
 from megalight.optim.sharded import sharding_of
 from megalight.parallel import degrees
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.groups import FAILED
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.pipeline.schedules import Actions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.step import StepRunner, run_passes
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.strategies import _lightning, launchers, micro_batches, refusals, setup, unsharded_optimizer
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
-from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.clipping import clip_by_norm, clip_by_value, unscale
 from megalight.strategies.process_group import join
@@ -106,17 +106,17 @@ class MegatronStrategy(FolderCheckpoints):
         pipeline_parallel: int = 1,
         virtual_pipeline: int = 1,
         pipeline_layout: str | None = None,
-        pipeline: Pipeline | None = None,
+        pipeline: PipelineOptions | None = None,
         context_parallel: int = 1,
         context: ContextOptions | None = None,
         expert_parallel: int = 1,
         expert_tensor_parallel: int = 1,
         expert: ExpertOptions | None = None,
-        recompute: Recompute | None = None,
+        recompute: RecomputeOptions | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
-        data_parallel: DataParallel | None = None,
+        data_parallel: DataParallelOptions | None = None,
         broadcast_buffers: bool = True,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: CheckpointOptions | None = None,
         plan: ParallelizePlan | None = None,
         sigterm_every_n_steps: int = 10,
         process_group_backend: str | None = None,
@@ -154,16 +154,16 @@ class MegatronStrategy(FolderCheckpoints):
         self.expert_parallel = expert_parallel
         self.expert_tensor_parallel = expert_tensor_parallel
         self.expert = expert or ExpertOptions()
-        self.recompute = recompute or Recompute()
+        self.recompute = recompute or RecomputeOptions()
         self.pipeline_parallel = pipeline_parallel
         self.pipeline_layout = pipeline_layout
-        self.pipeline = pipeline or Pipeline()
+        self.pipeline = pipeline or PipelineOptions()
         self.virtual_pipeline = self.pipeline.check(pipeline_parallel, virtual_pipeline, pipeline_layout)
         self.micro_batch_size = micro_batch_size
-        self.data_parallel = data_parallel or DataParallel()
+        self.data_parallel = data_parallel or DataParallelOptions()
         self.data_parallel.check(self.pipeline.schedule)
         self.broadcast_buffers = broadcast_buffers
-        self.checkpoints = checkpoints or Checkpoints()
+        self.checkpoints = checkpoints or CheckpointOptions()
         self.plan = plan
         self.sigterm_every_n_steps = sigterm_every_n_steps
         self.process_group_backend = process_group_backend

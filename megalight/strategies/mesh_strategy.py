@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from megalight.checkpoint.run import TrainingRun
 from megalight.optim.configured import Configured
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.strategies.collectives import Collectives
 from megalight.strategies.foreign_arguments import check_arguments
 from megalight.strategies.micro_batches import MicroBatchSize
@@ -90,11 +90,11 @@ class MeshStrategy(Collectives, ParallelStrategy):
     pipeline_parallel: int
     virtual_pipeline: int
     pipeline_layout: str | None
-    pipeline: Pipeline
-    recompute: Recompute
-    data_parallel: DataParallel
+    pipeline: PipelineOptions
+    recompute: RecomputeOptions
+    data_parallel: DataParallelOptions
     broadcast_buffers: bool
-    checkpoints: Checkpoints
+    checkpoints: CheckpointOptions
     plan: ParallelizePlan | None
     process_group_backend: str | None
     micro_batch_size: int | Literal["auto"] | None

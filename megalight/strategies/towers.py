@@ -21,7 +21,7 @@ from megalight.parallel.coupling import Coupling
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.mesh_strategy import MeshStrategy, ModelPart
 from megalight.strategies.micro_batches import AUTO
@@ -55,10 +55,10 @@ def check_options(strategy: MeshStrategy, what: str) -> None:
             f"micro_batch_size='auto' with {what}: both models must run the same micro-batches, and each rank measures "
             "its own memory. Give a number."
         )
-    if strategy.checkpoints.format != Checkpoints().format:
+    if strategy.checkpoints.format != CheckpointOptions().format:
         raise ConfigurationError(
             f"checkpoints.format={strategy.checkpoints.format!r} with {what}: its names are those of one layout, and "
-            f"there are two. Use {Checkpoints().format!r}."
+            f"there are two. Use {CheckpointOptions().format!r}."
         )
 
 

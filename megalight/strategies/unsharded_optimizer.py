@@ -95,8 +95,8 @@ def _check(
     if mesh.dp > 1 and strategy.data_parallel.level != "no_shard":
         raise ConfigurationError(
             f"{what}, which needs whole gradients and optimizer state on every rank, but data_parallel.level="
-            f"{strategy.data_parallel.level!r} divides them. Pass data_parallel=DataParallel(level='no_shard'), or use "
-            f"{instead}."
+            f"{strategy.data_parallel.level!r} divides them. Pass data_parallel=DataParallelOptions(level='no_shard'), "
+            f"or use {instead}."
         )
     kinds = (nn.Embedding, nn.EmbeddingBag)
     found = [name for name, each in module.named_modules() if isinstance(each, kinds) and each.sparse]

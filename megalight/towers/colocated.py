@@ -23,7 +23,7 @@ from megalight.errors import DataError, LayoutError
 from megalight.models.vlm.config import VLMConfig
 from megalight.optim import shard_optimizer
 from megalight.parallel.coupling import contents
-from megalight.parallel.data_parallel import DataParallel, unit_memory
+from megalight.parallel.data_parallel import DataParallelOptions, unit_memory
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.frozen_model import TensorRoute, exchange
 from megalight.parallel.groups import new_group, speaks
@@ -323,7 +323,7 @@ class TowersBeside(Towers):
         replica: the replica of the language model whose micro-batches this rank reads.
     """
 
-    def _divide(self, tower: Side, language: Side, sharing: DataParallel, world: int, rank: int) -> ParallelMesh:
+    def _divide(self, tower: Side, language: Side, sharing: DataParallelOptions, world: int, rank: int) -> ParallelMesh:
         for name, side in (("tower", tower), ("language model", language)):
             if side.ranks != world:
                 raise LayoutError(
@@ -335,7 +335,7 @@ class TowersBeside(Towers):
         return self._meshes[1]
 
     def _begin(
-        self, tower: Side, language: Side, optimizer: MakeOptimizer, sharing: DataParallel, build: Build
+        self, tower: Side, language: Side, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
     ) -> None:
         self.tower = build(True, self._meshes[0], tower.tower_options())
         self.language = build(False, self._meshes[1], language.options())

@@ -27,7 +27,7 @@ from megalight.errors import DataError
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.data_parallel.unit_memory import UnitPass
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -211,14 +211,14 @@ class TowersApart(Towers):
             :class:`~megalight.towers.run.Towers` raises.
     """
 
-    def _divide(self, tower: Side, language: Side, sharing: DataParallel, world: int, rank: int) -> ParallelMesh:
+    def _divide(self, tower: Side, language: Side, sharing: DataParallelOptions, world: int, rank: int) -> ParallelMesh:
         self._division = Division.of(tower, language, world, rank)
         self.is_tower, self.replicas = self._division.is_tower, self._division.replicas
         self.mesh = self._division.mesh
         return self.mesh
 
     def _begin(
-        self, tower: Side, language: Side, optimizer: MakeOptimizer, sharing: DataParallel, build: Build
+        self, tower: Side, language: Side, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
     ) -> None:
         division = self._division
         options = tower.tower_options() if self.is_tower else language.options()

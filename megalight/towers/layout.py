@@ -12,8 +12,8 @@ from megalight.parallel.degrees import check_sequence_parallel
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.options import Pipeline
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.transform import share_transforms
 
 
@@ -40,8 +40,8 @@ class Side:
     pipeline_parallel: int = 1
     virtual_pipeline: int = 1
     pipeline_layout: str | None = None
-    pipeline: Pipeline | None = None
-    recompute: Recompute | None = None
+    pipeline: PipelineOptions | None = None
+    recompute: RecomputeOptions | None = None
 
     def mesh(self, rank: int, first: int) -> ParallelMesh:
         """Return the mesh of the ranks from ``first`` on, as seen by the global ``rank``.
@@ -67,14 +67,14 @@ class Side:
             LayoutError: they do not go together.
         """
         check_sequence_parallel(self.sequence_parallel, self.tensor_parallel)
-        pipeline = self.pipeline or Pipeline()
+        pipeline = self.pipeline or PipelineOptions()
         return ParallelOptions(
             sequence_parallel=self.sequence_parallel,
             expert=self.expert or ExpertOptions(),
             pipeline=pipeline,
             virtual_pipeline=pipeline.check(self.pipeline_parallel, self.virtual_pipeline, self.pipeline_layout),
             pipeline_layout=self.pipeline_layout,
-            recompute=self.recompute or Recompute(),
+            recompute=self.recompute or RecomputeOptions(),
         )
 
     def tower_options(self) -> ParallelOptions:
@@ -83,7 +83,7 @@ class Side:
         Raises:
             LayoutError: they do not go together.
         """
-        return replace(self.options(), recompute=Recompute(vision=self.recompute))
+        return replace(self.options(), recompute=RecomputeOptions(vision=self.recompute))
 
 
 def check_tower(side: Side) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import VLM
 from megalight.models.vlm.task import freeze as freeze_parameters
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, clip_coefficient
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
@@ -70,13 +70,13 @@ class Towers(ABC):
         source: Source | None = None,
         freeze: Sequence[str] = (),
         transforms: Sequence[ModelTransform] = (),
-        data_parallel: DataParallel | None = None,
+        data_parallel: DataParallelOptions | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self.config, self.transforms = config, tuple(transforms)
-        sharing = data_parallel or DataParallel(overlap_param_gather=False)
+        sharing = data_parallel or DataParallelOptions(overlap_param_gather=False)
         # Before anything is made: a mistake should cost no process group.
         mesh = self._divide(tower, language, sharing, world, rank)
         with torch.device("meta"):
@@ -103,12 +103,12 @@ class Towers(ABC):
         self._fresh = True
 
     @abstractmethod
-    def _divide(self, tower: Side, language: Side, sharing: DataParallel, world: int, rank: int) -> ParallelMesh:
+    def _divide(self, tower: Side, language: Side, sharing: DataParallelOptions, world: int, rank: int) -> ParallelMesh:
         """Check the layouts, and return the mesh whose random streams this rank has."""
 
     @abstractmethod
     def _begin(
-        self, tower: Side, language: Side, optimizer: MakeOptimizer, sharing: DataParallel, build: Build
+        self, tower: Side, language: Side, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
     ) -> None:
         """Build the models of this rank, its engine and its optimizer."""
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megalight.callbacks import ActivationOffload, CUDAGraph
 from megalight.errors import ConfigurationError
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
 from tests.support.workers import run
 
@@ -28,7 +28,7 @@ def _fit(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all() -> list[dict[str, Any]]:
-    norms = Recompute(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act"))
+    norms = RecomputeOptions(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act"))
     ways: list[dict[str, Any]] = [
         {"options": {"level": "optim_grads_params"}, "recompute": norms},
         {"pipeline_parallel": 2},

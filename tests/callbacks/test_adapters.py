@@ -26,9 +26,9 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.precision import LowPrecisionOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import DataParallel, MegatronStrategy, Pipeline, load_weights
+from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions, load_weights
 from megalight.types import PackedSequences
 from tests.parallel.graphs.tape import Tape
 from tests.strategies.training import (
@@ -171,7 +171,7 @@ def saving(
 
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 PP = {"pipeline_parallel": 2}
-FULL = {"data_parallel": DataParallel(level="optim_grads_params")}
+FULL = {"data_parallel": DataParallelOptions(level="optim_grads_params")}
 """The frozen weights of layers are sharded, too."""
 
 
@@ -290,9 +290,9 @@ def test_merged_adapters(saved: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, {**SP, "recompute": Recompute(granularity="full")}),
-        (2, {**SP, "recompute": Recompute(granularity="selective", modules=["mlp.act", "attention_norm"])}),
-        (2, {"pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
+        (2, {**SP, "recompute": RecomputeOptions(granularity="full")}),
+        (2, {**SP, "recompute": RecomputeOptions(granularity="selective", modules=["mlp.act", "attention_norm"])}),
+        (2, {"pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}),
     ],
 )
 def test_with_recompute_and_schedules(world: int, layout: dict[str, Any]) -> None:

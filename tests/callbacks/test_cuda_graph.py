@@ -26,9 +26,9 @@ from megalight.ops.linear.low_precision import LowPrecision
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.precision import LowPrecisionOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.strategies import MegatronStrategy, PipelineOptions
 from megalight.types import Loss, TokenBatch
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.graphs.tape import Tape
@@ -43,7 +43,7 @@ STEPS = 4
 NEVER = 1000
 """Warm-up steps of a run that stays eager."""
 EVALUATING = {"limit_val_batches": 1, "val_check_interval": 1}
-LATER = Pipeline(schedule="zero_bubble")
+LATER = PipelineOptions(schedule="zero_bubble")
 DROPPING = replace(BASE, dropout=DropoutConfig(hidden=0.2, attention=0.1, embedding=0.1))
 FOUR = replace(DROPPING, num_layers=4)
 EXPERTS = replace(
@@ -130,7 +130,7 @@ RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
     "recompute": (
         1,
         BASE,
-        {"recompute": Recompute(granularity="selective", modules=("attention", "mlp_norm"))},
+        {"recompute": RecomputeOptions(granularity="selective", modules=("attention", "mlp_norm"))},
         STEPS - 2,
         1,
     ),
@@ -189,7 +189,7 @@ HYBRID = replace(
     mamba=MambaConfig(num_heads=4, head_dim=4, state_size=8, num_groups=2),
     delta=DeltaNetConfig(num_heads=4, num_key_heads=2, head_dim=4, key_dim=4),
 )
-SELECTIVE = Recompute(granularity="selective", modules=("attention.inner", "mlp_norm"))
+SELECTIVE = RecomputeOptions(granularity="selective", modules=("attention.inner", "mlp_norm"))
 SHARDED = {"micro_batch_size": 1, "options": {"level": "optim_grads_params"}}
 PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
     "layer": ("layer", 1, DROPPING, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
@@ -549,11 +549,11 @@ def test_there_is_no_cuda_here() -> None:
     [
         ("layer", 2, {"pipeline_parallel": 2, "pipeline": LATER}, "zero-bubble schedules keep weight gradients back"),
         ("attention", 2, {"context_parallel": 2}, "plans its exchange inside layers"),
-        ("layer", 1, {"recompute": Recompute(granularity="full")}, "recompute of whole layers"),
+        ("layer", 1, {"recompute": RecomputeOptions(granularity="full")}, "recompute of whole layers"),
         (
             "attention",
             1,
-            {"recompute": Recompute(granularity="selective", modules=("attention",))},
+            {"recompute": RecomputeOptions(granularity="selective", modules=("attention",))},
             "layers.0.attention is recomputed as a whole",
         ),
         (
@@ -587,7 +587,7 @@ def test_layers_and_attention_are_found_by_name() -> None:
 
 
 def test_dropout_is_not_recomputed_in_a_graph() -> None:
-    options = {"recompute": Recompute(granularity="selective", modules=("attention",))}
+    options = {"recompute": RecomputeOptions(granularity="selective", modules=("attention",))}
     found = run(train, 1, DROPPING, 2, options)[0]
     assert found["replays"] == 0
     assert "recompute of layers.0.attention draws dropout masks" in found["reasons"][0]
@@ -624,7 +624,7 @@ def test_other_strategies_have_no_such_steps() -> None:
 
 
 def test_passes_in_turns_cannot_be_recorded() -> None:
-    strategy = MegatronStrategy(expert_parallel=2, pipeline=Pipeline(schedule="combined"))
+    strategy = MegatronStrategy(expert_parallel=2, pipeline=PipelineOptions(schedule="combined"))
     assert "in turns, in two threads" in next(
         of_whole_steps(pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu"), ToyModule(), strategy)
     )

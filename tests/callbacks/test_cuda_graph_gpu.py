@@ -24,10 +24,10 @@ from megalight.models.gpt.module import GPTModule
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig
 from megalight.ops.quantize.recipes import recipe as quantize_recipe
 from megalight.parallel.precision import LowPrecisionOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.plugins.transformer_engine.low_precision import why_not
-from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.strategies import MegatronStrategy, PipelineOptions
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.strategies.test_gpu import Batches, Watch
 from tests.strategies.test_low_precision import CONFIG as WIDE
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "recompute": (
         CONFIGS["gqa"],
-        {"recompute": Recompute(granularity="selective", modules=("attention.inner", "mlp_norm", "mlp.act"))},
+        {"recompute": RecomputeOptions(granularity="selective", modules=("attention.inner", "mlp_norm", "mlp.act"))},
     ),
 }
 
@@ -272,7 +272,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("iteration", {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True}),
     ("iteration", {"micro_batch_size": 1, "pipeline_parallel": 2}),
     ("iteration", {"micro_batch_size": 1, "pipeline_parallel": 2, "virtual_pipeline": 2}),
-    ("iteration", {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
+    ("iteration", {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}),
     ("layer", {"micro_batch_size": 1}),
     ("layer", {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True}),
     ("layer", {"micro_batch_size": 1, "pipeline_parallel": 2, "virtual_pipeline": 2}),

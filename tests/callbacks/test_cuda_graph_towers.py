@@ -14,10 +14,10 @@ from megalight.callbacks.graphs.validation import of_backend
 from megalight.models.vlm import VLM, task
 from megalight.models.vlm.task import freeze
 from megalight.nn.init import initialize
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.recompute.apply import apply_recompute
 from megalight.strategies import (
-    DataParallel,
+    DataParallelOptions,
     MegatronStrategy,
     MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
@@ -34,7 +34,7 @@ from tests.support.workers import run
 STEPS = 4
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
-SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
+SHARDED = {"data_parallel": DataParallelOptions(level="optim_grads_params")}
 APART = {"kind": MegatronTowersStrategy}
 BESIDE = {"kind": MegatronTowersBesideStrategy}
 
@@ -88,7 +88,7 @@ RUNS: dict[str, tuple[str, int, str, str, dict[str, Any], list[int]]] = {
         2,
         "llava",
         "same",
-        {**BESIDE, "tower": Side(recompute=Recompute(granularity="full")), **SP},
+        {**BESIDE, "tower": Side(recompute=RecomputeOptions(granularity="full")), **SP},
         [2 * 4] * 2,
     ),
 }
@@ -171,9 +171,9 @@ def test_parts_of_a_tower_begin_where_gradients_do() -> None:
     assert [name for name, _ in tower_parts_of(model, "layer")] == [f"embed.tower.layers.{i}" for i in (1, 2)]
     # The attention of the layer before whose MLP nothing is trained has no gradient, either.
     assert [name for name, _ in tower_parts_of(model, "attention")] == ["embed.tower.layers.2.attention"]
-    apply_recompute(model, Recompute(vision=Recompute(granularity="selective", modules=("attention",))))
+    apply_recompute(model, RecomputeOptions(vision=RecomputeOptions(granularity="selective", modules=("attention",))))
     assert tower_parts_of(model, "layer")
     assert not tower_parts_of(model, "attention")
-    apply_recompute(model, Recompute(vision=Recompute(granularity="full")))
+    apply_recompute(model, RecomputeOptions(vision=RecomputeOptions(granularity="full")))
     assert not tower_parts_of(model, "layer")
     assert not tower_parts_of(model, "attention")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megalight.callbacks import EMA, Adapters
 from megalight.errors import ConfigurationError
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.callbacks.tiny import Tiny, tiny_trainer
 from tests.strategies.training import ADAM, BASE, SEED, WithData, gathered
 from tests.support.environment import trainer
@@ -62,7 +62,7 @@ def fit(
 ) -> Seen:
     module = (Module if pp == 1 else Staged)(BASE, optimizer=ADAM, seed=SEED)
     strategy = MegatronStrategy(
-        tensor_parallel=tp, pipeline_parallel=pp, data_parallel=DataParallel(level=level), micro_batch_size=2
+        tensor_parallel=tp, pipeline_parallel=pp, data_parallel=DataParallelOptions(level=level), micro_batch_size=2
     )
     watch = Watch()
     runner = trainer(
@@ -212,7 +212,7 @@ def _fails_alone(tp: int, level: str, whole: bool) -> Failed:
     ema = EMA(DECAY)
     failing = OneRankFails(ema)
     options = {"max_steps": 2, "val_check_interval": 2, "limit_val_batches": 1, "use_distributed_sampler": False}
-    strategy = MegatronStrategy(tensor_parallel=tp, data_parallel=DataParallel(level=level))
+    strategy = MegatronStrategy(tensor_parallel=tp, data_parallel=DataParallelOptions(level=level))
     # In bf16 weights are no masters of their own.
     precision = "64-true" if whole else "bf16-mixed"
     runner = trainer(strategy, callbacks=[ema, failing], precision=precision, **options)

@@ -21,7 +21,7 @@ from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
 from megalight.nn.moe import Experts
 from megalight.nn.moe.config import MoEConfig
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.presets import HEAD, modelopt
@@ -43,7 +43,7 @@ MODELS = {
 }
 BATCHES = 2
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
-FULLY_SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
+FULLY_SHARDED = {"data_parallel": DataParallelOptions(level="optim_grads_params")}
 
 
 @functools.cache
@@ -264,7 +264,7 @@ def half(preset: str, level: Any) -> None:
     """Training in bf16: the masters, which are drawn in float32, are divided themselves."""
     masters = Masters()
     runner = trainer(
-        MegatronStrategy(data_parallel=DataParallel(level=level)),
+        MegatronStrategy(data_parallel=DataParallelOptions(level=level)),
         callbacks=[ModelOptQuantization(preset), masters],
         use_distributed_sampler=False,
         precision="bf16-mixed",

@@ -9,7 +9,7 @@ from megalight.callbacks.profiling.nvtx import Ranges, layers_of, watch
 from megalight.callbacks.timing.spans import label
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt.model import GPT
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.trace import SILENCE, SPANS, span
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import BATCHES, Tiny, tiny_trainer
@@ -242,7 +242,7 @@ def _steps(events):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_megatrons_steps_and_their_results_are_as_without(recompute):
-    options = {"recompute": Recompute(granularity="full")} if recompute else {}
+    options = {"recompute": RecomputeOptions(granularity="full")} if recompute else {}
     ((found, events),) = run(_run_one, 1, options)
     assert_same_run(found, by_hand(BASE))
     steps = _steps(events)

@@ -20,7 +20,7 @@ from megalight import checkpoint
 from megalight.callbacks import Preemption
 from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.verify import verify
-from megalight.strategies import Checkpoints, MegatronStrategy
+from megalight.strategies import CheckpointOptions, MegatronStrategy
 from tests.checkpoint.beside import workers_of
 from tests.strategies.training import ADAM, BASE, SEED, WithData
 from tests.support.environment import trainer
@@ -45,7 +45,7 @@ def _fit(folder: str, resume: str | None, kind: Any = None, told: int = STEPS) -
     module.steps = STEPS
     every = {"every_n_train_steps": 1, "save_top_k": -1}
     runner = trainer(
-        MegatronStrategy(checkpoints=Checkpoints(async_save=kind)),
+        MegatronStrategy(checkpoints=CheckpointOptions(async_save=kind)),
         callbacks=[Preemption(every_n_steps=1), Told(told), ModelCheckpoint(folder, "{step}", **every)],  # type: ignore[arg-type]
         enable_checkpointing=True,
         max_steps=STEPS,

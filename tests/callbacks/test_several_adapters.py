@@ -26,7 +26,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import Target
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 from megalight.types import PackedSequences
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered
 from tests.support.environment import trainer
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sp": {"tensor_parallel": 2, "sequence_parallel": True},
     "pp": {"pipeline_parallel": 2},
     "cp": {"context_parallel": 2},
-    "sharded": {"data_parallel": DataParallel(level="optim_grads")},
+    "sharded": {"data_parallel": DataParallelOptions(level="optim_grads")},
 }
 
 

@@ -29,7 +29,7 @@ from megalight.ops.quantized_weight import QuantizedWeight, stored_of
 from megalight.parallel.data_parallel import gather as pushes
 from megalight.parallel.peers import memory
 from megalight.parallel.transform import ModelTransform
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 from megalight.types import PackedSequences
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, WithData, assert_same_gradients, by_hand
@@ -164,7 +164,7 @@ def adapters_of_experts(base: str, form: str, layout: dict[str, Any], dora: bool
 
 
 INSIDE = {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}
-SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
+SHARDED = {"data_parallel": DataParallelOptions(level="optim_grads_params")}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_layout_trains_the_same_magnitudes(
     [
         (2, {"tensor_parallel": 2, "sequence_parallel": True}),
         (2, {"pipeline_parallel": 2}),
-        (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads")}),
+        (4, {"tensor_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads")}),
         (2, SHARDED),
         (4, {"tensor_parallel": 2, **SHARDED}),
         (4, {"pipeline_parallel": 2, **SHARDED}),
@@ -257,7 +257,7 @@ def test_the_second_scale_is_that_of_the_whole_weight(tmp_path: Path) -> None:
 
 def pushed(folder: str, base: str) -> dict[str, Any]:
     """Train while copy engines gather; returns the sizes of their buffers before and after some are given back, too."""
-    layout = {"data_parallel": DataParallel(level="optim_grads_params", gathers="symmetric")}
+    layout = {"data_parallel": DataParallelOptions(level="optim_grads_params", gathers="symmetric")}
     sizes: list[list[int]] = []
     done: list[bool] = []
     keep, gather = pushes.Pushes.keep, pushes.Pushes.gather

@@ -16,13 +16,13 @@ from megalight.cli.verbs import TRAINER_VERBS
 from megalight.data.gpt.module import GPTDataModule
 from megalight.models.bert import BertModule
 from megalight.models.gpt import GPTConfig, GPTModule
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 
 SHOWN = {
     "trainer": MegalightTrainer,
     "trainer.strategy": MegatronStrategy,
-    "trainer.strategy.data_parallel": DataParallel,
+    "trainer.strategy.data_parallel": DataParallelOptions,
     "model": GPTModule,
     "model.config": GPTConfig,
     "data": GPTDataModule,

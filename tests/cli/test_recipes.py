@@ -14,7 +14,7 @@ from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
 from megalight.models.family import families
 from megalight.parallel.apply import check_split
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.user_module import options_for
 
@@ -33,7 +33,7 @@ def test_models_split_over_the_gpus_of_their_recipes(preset):
             continue
         trainer = recipe.configuration["trainer"]
         options = dict(trainer["strategy"]["init_args"])
-        recompute = Recompute(**options.pop("recompute", {}))
+        recompute = RecomputeOptions(**options.pop("recompute", {}))
         strategy = MegatronStrategy(**options, recompute=recompute)
         for rank in (0, trainer["devices"] - 1):
             mesh = strategy.grid(trainer["devices"], rank)

@@ -21,7 +21,7 @@ from megalight.models.bert import Bert, BertConfig
 from megalight.models.bert.module import BertModule
 from megalight.nn.init import initialize
 from megalight.parallel.context.options import ContextOptions
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.data.bert.conftest import SPECIALS, texts
 from tests.strategies.training import ADAM, CLIP, SEED, From, Losses, assert_same_run, gathered, whole
 from tests.support.environment import trainer
@@ -82,7 +82,7 @@ class WithData(BertModule):
 
 def fit(name: str, **strategy_options: Any) -> dict[str, Any]:
     """Train in every rank of the pool; losses, norms, initial and final weights, and metrics."""
-    strategy = MegatronStrategy(data_parallel=DataParallel(), **strategy_options)
+    strategy = MegatronStrategy(data_parallel=DataParallelOptions(), **strategy_options)
     losses = Losses()
     module = WithData(CONFIGS[name], optimizer=ADAM, seed=SEED)
     options = {"use_distributed_sampler": False, "gradient_clip_val": CLIP, "max_steps": STEPS}

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.pipeline.options import Pipeline
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import MegatronTowersBesideStrategy, Side
 from tests.models.test_vlm_strategy import COUNTS, SP, by_hand, fit
 from tests.models.vlm_samples import HUGE
@@ -29,10 +29,10 @@ ODD = {
 """Which of four micro-batches have images, in each step."""
 PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
 VPP = {**PP, "virtual_pipeline": 2}
-ZERO_BUBBLE = {"pipeline": Pipeline(schedule="zero_bubble")}
+ZERO_BUBBLE = {"pipeline": PipelineOptions(schedule="zero_bubble")}
 ALONE, FIRST = {"pipeline_layout": "E|ttttL"}, {"pipeline_layout": "E|t|tt|tL"}
 """The tower is a stage by itself, or the first of four chunks."""
-ALL = Recompute(granularity="full", vision=Recompute(granularity="full"))
+ALL = RecomputeOptions(granularity="full", vision=RecomputeOptions(granularity="full"))
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1F1B": (2, PP),
     "zero bubble": (2, {**PP, **ZERO_BUBBLE}),

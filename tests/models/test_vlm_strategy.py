@@ -29,10 +29,10 @@ from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.transform import apply_transforms
 from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
+from megalight.strategies import DataParallelOptions, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 from tests.models.vlm_samples import (
     CONFIG,
     GEMMA,
@@ -181,7 +181,7 @@ def fit(name: str, counts: str, options: dict[str, Any], also: Sequence[Callback
         strategy: Any = MegatronFSDPStrategy(**{key: value for key, value in options.items() if key != "sharded"})
     else:
         kind = options.pop("kind", MegatronTowersStrategy if "tower" in options else MegatronStrategy)
-        strategy = kind(**{"data_parallel": DataParallel(), **options})
+        strategy = kind(**{"data_parallel": DataParallelOptions(), **options})
     losses, gradients = Losses(), Gradients()
     rules = tuple(GroupRule(pattern, lr_scale=scale) for pattern, scale in RATES.get(name, {}).items())
     module = WithData(CONFIGS[name], optimizer=replace(ADAM, rules=rules), seed=SEED, freeze=FREEZE.get(name, ()))
@@ -252,7 +252,12 @@ CHOSEN = [
     ("aligned", "mixed", 4, {**SP, "micro_batch_size": 1}),
     ("tower_adapters", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("language_adapters", "mixed", 2, {**SP, "micro_batch_size": 1}),
-    ("qwen", "mixed", 2, {**SP, "recompute": Recompute(vision=Recompute(granularity="full")), "micro_batch_size": 2}),
+    (
+        "qwen",
+        "mixed",
+        2,
+        {**SP, "recompute": RecomputeOptions(vision=RecomputeOptions(granularity="full")), "micro_batch_size": 2},
+    ),
     ("gemma", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("intern", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("naflex", "mixed", 2, {**SP, "micro_batch_size": 2}),
@@ -264,7 +269,7 @@ CHOSEN = [
     ("llava_rows", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
     ("llava_rows", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("deep_rows", "mixed", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
-    ("deep_rows", "mixed", 2, {"recompute": Recompute(granularity="full", num_layers=2), "micro_batch_size": 1}),
+    ("deep_rows", "mixed", 2, {"recompute": RecomputeOptions(granularity="full", num_layers=2), "micro_batch_size": 1}),
     ("intern", "many", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("qwen3", "huge", 2, {**SP, "micro_batch_size": 2}),
     ("registers", "mixed", 2, {**SP, "micro_batch_size": 2}),
@@ -316,14 +321,19 @@ FULL = [
     ("qwen3", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),
     ("deep_qwen3", "mixed", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
     ("qwen3", "mixed", 4, {**SP, "context_parallel": 2, "micro_batch_size": 2}),
-    ("qwen3", "mixed", 2, {"recompute": Recompute(granularity="full"), "micro_batch_size": 1}),
-    ("qwen3", "mixed", 2, {"recompute": Recompute(vision=Recompute(granularity="full")), "micro_batch_size": 1}),
+    ("qwen3", "mixed", 2, {"recompute": RecomputeOptions(granularity="full"), "micro_batch_size": 1}),
+    (
+        "qwen3",
+        "mixed",
+        2,
+        {"recompute": RecomputeOptions(vision=RecomputeOptions(granularity="full")), "micro_batch_size": 1},
+    ),
     ("qwen3", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
     ("gemma", "one", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
     ("gemma", "none", 2, {**SP, "micro_batch_size": 1}),
     ("gemma", "mixed", 2, {"micro_batch_size": 1}),
     ("gemma", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),
-    ("gemma", "mixed", 2, {"recompute": Recompute(granularity="full"), "micro_batch_size": 1}),
+    ("gemma", "mixed", 2, {"recompute": RecomputeOptions(granularity="full"), "micro_batch_size": 1}),
     ("gemma", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
     ("intern", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 1}),
     ("intern", "none", 2, {**SP, "micro_batch_size": 1}),
@@ -343,7 +353,7 @@ FULL = [
     ("qwen", "mixed", 4, {**SP, "micro_batch_size": 1}),
     ("qwen", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
     ("qwen", "mixed", 4, {"sharded": True, "tensor_parallel": 2, "micro_batch_size": 1}),
-    ("qwen", "mixed", 2, {"recompute": Recompute(granularity="full"), "micro_batch_size": 1}),
+    ("qwen", "mixed", 2, {"recompute": RecomputeOptions(granularity="full"), "micro_batch_size": 1}),
     ("tower_adapters", "none", 2, {**SP, "micro_batch_size": 1}),
     ("tower_adapters", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("tower_adapters", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),
@@ -388,7 +398,7 @@ FULL = [
     ("llava", "mixed", 4, {**SP, "context_parallel": 2, "micro_batch_size": 2}),
     ("deep", "mixed", 4, {"pipeline_parallel": 2, "context_parallel": 2, "micro_batch_size": 1}),
     ("llava", "mixed", 4, {"context_parallel": 2, "micro_batch_size": 1}),
-    ("llava", "mixed", 2, {"recompute": Recompute(granularity="full"), "micro_batch_size": 1}),
+    ("llava", "mixed", 2, {"recompute": RecomputeOptions(granularity="full"), "micro_batch_size": 1}),
     ("llava", "mixed", 2, {"sharded": True, "micro_batch_size": 2}),
     ("llava", "mixed", 4, {"sharded": True, "tensor_parallel": 2, "micro_batch_size": 1}),
 ]

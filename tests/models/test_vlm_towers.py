@@ -28,9 +28,9 @@ from megalight.parallel.precision import (
     check_low_precision,
     options_of_part,
 )
-from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute, check_recompute
 from megalight.plugins.transformer_engine.low_precision import TransformerEngineProducts
-from megalight.strategies import DataParallel, MegatronTowersBesideStrategy, Side
+from megalight.strategies import DataParallelOptions, MegatronTowersBesideStrategy, Side
 from tests.models.test_vlm_strategy import CONFIGS, SP, fit
 from tests.models.vlm_samples import LANGUAGE, QWEN, batch
 from tests.strategies.training import assert_same_gradients
@@ -40,7 +40,7 @@ WIDE = CONFIGS["wide"]
 """Its matrices divide by 16, as products in 8 bits need it, also over two ranks."""
 ODD = CONFIGS["odd"]
 """The MLP of its tower has 26 features, as that of Qwen2.5-VL has 3,420."""
-FULL, ACT = Recompute(granularity="full"), {"granularity": "selective", "modules": ("mlp.act",)}
+FULL, ACT = RecomputeOptions(granularity="full"), {"granularity": "selective", "modules": ("mlp.act",)}
 
 
 def gradients(model: VLM, frozen: bool = False) -> dict[str, torch.Tensor]:
@@ -54,17 +54,17 @@ def gradients(model: VLM, frozen: bool = False) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("recompute", "replaced"),
     [
-        (Recompute(vision=FULL), {"embed.tower.layers.0", "embed.tower.layers.1"}),
-        (Recompute(vision=Recompute(**ACT)), {f"embed.tower.layers.{i}.mlp.act" for i in range(2)}),
+        (RecomputeOptions(vision=FULL), {"embed.tower.layers.0", "embed.tower.layers.1"}),
+        (RecomputeOptions(vision=RecomputeOptions(**ACT)), {f"embed.tower.layers.{i}.mlp.act" for i in range(2)}),
         (FULL, {"layers.0", "layers.1"}),
         (
-            Recompute(**ACT, vision=FULL),
+            RecomputeOptions(**ACT, vision=FULL),
             {*(f"embed.tower.layers.{i}" for i in range(2)), "layers.0.mlp.act", "layers.1.mlp.act"},
         ),
     ],
     ids=["tower", "act of tower", "language", "both"],
 )
-def test_each_tower_has_its_own_recompute(recompute: Recompute, replaced: set[str]) -> None:
+def test_each_tower_has_its_own_recompute(recompute: RecomputeOptions, replaced: set[str]) -> None:
     model = VLM(QWEN).double()
     initialize(model, 3, "model.")
     expected = gradients(model)
@@ -79,13 +79,13 @@ def test_recompute_that_does_not_fit_is_refused() -> None:
     with torch.device("meta"):
         model, text = VLM(QWEN), GPT(LANGUAGE)
     with pytest.raises(ConfigurationError, match=r"recompute.vision is set, and GPT has no vision tower"):
-        check_recompute(text, Recompute(vision=FULL))
+        check_recompute(text, RecomputeOptions(vision=FULL))
     with pytest.raises(ConfigurationError, match=r"recompute\.num_layers=3, but a model chunk has 2 layers"):
-        check_recompute(model, Recompute(vision=Recompute(granularity="full", num_layers=3)))
+        check_recompute(model, RecomputeOptions(vision=RecomputeOptions(granularity="full", num_layers=3)))
     with pytest.raises(ConfigurationError, match=r"'mamba' of recompute.vision.modules matches no module"):
-        check_recompute(model, Recompute(vision=Recompute(granularity="selective", modules=("mamba",))))
+        check_recompute(model, RecomputeOptions(vision=RecomputeOptions(granularity="selective", modules=("mamba",))))
     with pytest.raises(ConfigurationError, match=r"recompute.vision.vision is set"):
-        Recompute(vision=Recompute(vision=FULL))
+        RecomputeOptions(vision=RecomputeOptions(vision=FULL))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def of_one_device(low: LowPrecisionOptions | None, name: str = "wide") -> dict[s
         (3, {**SP, "tower": Side()}),
         # Replicas that divide images would scale other rows together, so either side has one.
         (2, {"pipeline_parallel": 2, **BESIDE, "tower": Side(**SP)}),
-        (4, {"tower": Side(ranks=2), "data_parallel": DataParallel(level="optim_grads_params")}),
+        (4, {"tower": Side(ranks=2), "data_parallel": DataParallelOptions(level="optim_grads_params")}),
         pytest.param(2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
         pytest.param(3, {"tower": Side(ranks=2, **SP)}, marks=pytest.mark.full),
         pytest.param(2, {**SP, **BESIDE, "tower": Side(tensor_parallel=2)}, marks=pytest.mark.full),
@@ -193,7 +193,9 @@ def test_8_bits_in_both_towers_are_those_of_one_device(recipe: str, ranks: int, 
         pytest.param("delayed", 2, {"tower": Side()}, marks=pytest.mark.full),
         pytest.param("blockwise", 2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
         pytest.param("mxfp8", 2, {"tower": Side()}, marks=pytest.mark.full),
-        pytest.param("delayed", 2, {"data_parallel": DataParallel(level="optim_grads_params")}, marks=pytest.mark.full),
+        pytest.param(
+            "delayed", 2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}, marks=pytest.mark.full
+        ),
         pytest.param("delayed", 2, SP, marks=pytest.mark.full),
     ],
     ids=str,

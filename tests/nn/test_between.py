@@ -24,7 +24,7 @@ from megalight.ops.parameter import collect, precision_of
 from megalight.ops.rotary import quantized as rotary_codes
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.recompute.apply import apply_recompute
 from megalight.types import TokenBatch
 from tests.strategies.training import BASE
@@ -85,7 +85,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recomputed(model: GPT) -> None:
-    apply_recompute(model, Recompute(granularity="selective", modules=("mlp.act",)))
+    apply_recompute(model, RecomputeOptions(granularity="selective", modules=("mlp.act",)))
 
 
 ALL = 2 * LAYERS * (STEPS - 1) * 3

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megalight.errors import ConfigurationError
 from megalight.nn import LayerContext, run_layers
 from megalight.nn.side_losses import AttachedSideLosses, KeptSideLosses, ZeroSideLosses, collecting
-from megalight.parallel.recompute import Recompute, apply_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.types import PackedSequences
 
 SEQUENCES = PackedSequences.of_lengths([6])
@@ -65,16 +65,16 @@ def again(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return out
 
 
-FULL = {n: Recompute(granularity="full", num_layers=n) for n in (1, 2)}
+FULL = {n: RecomputeOptions(granularity="full", num_layers=n) for n in (1, 2)}
 
 
 @pytest.mark.parametrize(
     ("recompute", "own"),
-    [(Recompute(), None), (FULL[1], None), (FULL[2], None), (Recompute(), again), (FULL[1], again)],
+    [(RecomputeOptions(), None), (FULL[1], None), (FULL[2], None), (RecomputeOptions(), again), (FULL[1], again)],
     ids=["none", "full", "full of 2", "torch's own", "both"],
 )
 @pytest.mark.parametrize("way", ["attached", "kept"])
-def test_gradients_and_totals(way: str, recompute: Recompute, own: Callable[..., Any] | None) -> None:
+def test_gradients_and_totals(way: str, recompute: RecomputeOptions, own: Callable[..., Any] | None) -> None:
     expected, gradients = kept()
     model, x = Model(own), hidden()
     apply_recompute(model, recompute)

@@ -22,7 +22,7 @@ from megalight.nn import (
     run_layers,
 )
 from megalight.nn.init import initialize
-from megalight.parallel.recompute import Recompute, apply_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.types import PackedSequences
 
 SEQUENCES = PackedSequences.of_lengths([3, 5])
@@ -56,7 +56,7 @@ def test_memory_reaches_every_layer_and_gets_its_gradient(num_layers: int) -> No
     torch.manual_seed(0)
     hidden, memory = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((8, 8), (6, 4)))
     found = []
-    for recompute in (Recompute(), Recompute(granularity="full", num_layers=num_layers)):
+    for recompute in (RecomputeOptions(), RecomputeOptions(granularity="full", num_layers=num_layers)):
         apply_recompute(model, recompute)
         out = run_layers(model.layers, hidden, LayerContext(SEQUENCES), memory=memory)
         found.append(torch.autograd.grad(out.square().sum(), [hidden, memory, *model.parameters()]))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import megalight
 from megalight.errors import ConfigurationError
 from megalight.optim import Adam, AdamConfig, offload_to_cpu, restore_from_cpu, shard_optimizer
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from tests.parallel.data_parallel.helpers import accumulate, batches, infos, mesh
 from tests.support.workers import run
 
@@ -146,7 +146,7 @@ def _on_host(kinds: tuple[str, str]) -> None:
     for fraction, move in ((0.0, False), (0.5, False), (1.0, False), (0.0, True), (1.0, True)):
         model = _model()
         optimizer = _adam(model.parameters(), kinds)
-        options = DataParallel(optimizer_offload_fraction=fraction, bucket_size=200)
+        options = DataParallelOptions(optimizer_offload_fraction=fraction, bucket_size=200)
         engine = options.engine(infos(model), mesh())
         assert (len(engine.host.buckets) > 0) == (fraction > 0)
         assert (len(engine.host.buckets) < len(engine.buckets)) == (fraction < 1)
@@ -156,7 +156,7 @@ def _on_host(kinds: tuple[str, str]) -> None:
                 offload_to_cpu(optimizer)
                 restore_from_cpu(optimizer)
                 engine.close()
-                other = DataParallel(optimizer_offload_fraction=1 - fraction, bucket_size=90).engine(
+                other = DataParallelOptions(optimizer_offload_fraction=1 - fraction, bucket_size=90).engine(
                     infos(model), mesh()
                 )
                 engine.give_masters(other)
@@ -188,7 +188,7 @@ def _sharded(kinds: tuple[str, str], fraction: float) -> Any:
     layers = [nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(nn.Linear(8, 24), nn.Sequential(*layers), nn.Linear(24, 8))
     optimizer = _adam(model.parameters(), kinds)
-    options = DataParallel(optimizer_offload_fraction=fraction)
+    options = DataParallelOptions(optimizer_offload_fraction=fraction)
     return model, optimizer, megalight.fully_shard(model, optimizer, units=["Sequential"], data_parallel=options)
 
 

@@ -18,7 +18,7 @@ from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer
-from megalight.parallel.data_parallel import DataParallel, ParamInfo
+from megalight.parallel.data_parallel import DataParallelOptions, ParamInfo
 from megalight.parallel.estimate import estimate
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
@@ -54,7 +54,7 @@ def _model(tied: bool, frozen: bool) -> nn.Module:
     return model
 
 
-def _kept(options: DataParallel, tied: bool, frozen: bool, moments: str) -> tuple[dict[str, int], int, int]:
+def _kept(options: DataParallelOptions, tied: bool, frozen: bool, moments: str) -> tuple[dict[str, int], int, int]:
     """What the engine keeps; bytes of the optimizer's state on the device; those in host memory."""
     model = _model(tied, frozen).bfloat16()
     units = units_of(model) if options.has_units else []
@@ -107,7 +107,7 @@ MODELS = [(False, False, "float32"), (True, True, "bfloat16")]
 def test_engines_keep_what_was_estimated(
     world: int, given: dict[str, Any], tied: bool, frozen: bool, moments: str
 ) -> None:
-    options = DataParallel(**given)
+    options = DataParallelOptions(**given)
     with torch.device("meta"):
         model = _model(tied, frozen)
     expected = estimate(model, world, options, moments={"float32": 8, "bfloat16": 4}[moments])
@@ -134,7 +134,7 @@ def _coded(primary: bool | None) -> nn.Module:
     return nn.ModuleDict({"layers": layers, "embed": nn.Embedding(64, 64)})
 
 
-def _memory_of_codes(options: DataParallel, primary: bool | None, dtype: torch.dtype) -> dict[str, int]:
+def _memory_of_codes(options: DataParallelOptions, primary: bool | None, dtype: torch.dtype) -> dict[str, int]:
     model = _coded(primary).to(dtype)
     units = units_of(model) if options.has_units else []
     numbers = owned_alone(model, units)
@@ -164,7 +164,7 @@ WEIGHTS = 2 * 64 * 64 * (2 + 2 + 3 + 2)
 def test_weights_as_codes(
     world: int, given: dict[str, Any], primary: bool | None, dtype: torch.dtype, casts: int
 ) -> None:
-    options = DataParallel(**given)
+    options = DataParallelOptions(**given)
     with torch.device("meta"):
         model = _coded(primary)
     expected = estimate(model, world, options, dtype=dtype)
@@ -177,7 +177,7 @@ def test_weights_as_codes(
 
 def test_groups_must_divide_the_ranks() -> None:
     with pytest.raises(ConfigurationError, match=r"6 ranks are no multiple of data_parallel\.replicate=4"):
-        estimate(Model(False), 6, DataParallel(replicate=4))
+        estimate(Model(False), 6, DataParallelOptions(replicate=4))
 
 
 GIB = 2**30
@@ -201,7 +201,7 @@ def test_it_tells_what_was_measured() -> None:
     """16 layers of Llama-3-8B on two GPUs, sequences of 4096 tokens: benchmarks/results/h200x2_full_sharding.json."""
     with torch.device("meta"):
         model = GPT(llama3(16, 4096, 32, 14336))
-    found = estimate(model, 2, DataParallel(level="optim_grads_params"))
+    found = estimate(model, 2, DataParallelOptions(level="optim_grads_params"))
     activations = 4096 * _activations(16, 4096, 32, 8, 128, 14336, recomputed=False)
     measured = json.loads((ROOT / "benchmarks" / "results" / "h200x2_full_sharding.json").read_text())["rows"][0]
     assert (found.device + activations) / GIB == pytest.approx(measured["peak_gib"], rel=0.02)
@@ -214,9 +214,9 @@ def test_32b_parameters_on_four_devices() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     assert parameters == pytest.approx(32.76e9, rel=1e-3)
     activations = 4096 * _activations(64, 5120, 40, 8, 128, 27648, recomputed=True)
-    wide = estimate(model, 4, DataParallel(level="optim_grads_params"))
+    wide = estimate(model, 4, DataParallelOptions(level="optim_grads_params"))
     assert wide.device > H200
-    half = DataParallel(level="optim_grads_params", gradient_dtype="bfloat16")
+    half = DataParallelOptions(level="optim_grads_params", gradient_dtype="bfloat16")
     found = [
         estimate(model, 4, half, moments=4),  # float32 masters, moments in bfloat16
         estimate(model, 4, replace(half, master_dtype="bfloat16")),  # moments in float32

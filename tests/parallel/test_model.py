@@ -19,7 +19,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
 from megalight.parallel import initial_values
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
@@ -62,7 +62,7 @@ def _several() -> None:
     assert list(student.layers()) == [student.mesh.rank("pp")]
     assert list(teacher.layers()) == [0, 1]
     assert (student.token_multiple, teacher.token_multiple) == (2, 4)
-    engine = engine_over([student, teacher], [student.parameters(), teacher.parameters()], DataParallel())
+    engine = engine_over([student, teacher], [student.parameters(), teacher.parameters()], DataParallelOptions())
     names = {info.name.partition(".")[0] for info in engine.infos}
     assert names == {"model", "teacher"}
     engine.publish()
@@ -106,7 +106,7 @@ def test_storage_is_laid_out_before_values_which_are_drawn_once() -> None:
     model.begin_from(7)
     optimizer = torch.optim.SGD(_trainable(model), lr=0.1)
     with patch.object(initial_values, "draw", wraps=initial_values.draw) as draws:
-        engine = engine_over([model], [optimizer.param_groups[0]["params"]], DataParallel())
+        engine = engine_over([model], [optimizer.param_groups[0]["params"]], DataParallelOptions())
     names = [piece.name for name in dict(model.root.named_parameters()) for piece in model.specs[name].pieces]
     assert sorted(call.args[1] for call in draws.call_args_list) == sorted(names), "each tensor once"
     whole = GPT(SMALL)
@@ -151,7 +151,7 @@ class Watched:
 def _read_into_shards(level: Any) -> tuple[dict[str, int], bool]:
     source, model = Watched(), _placed()
     model.begin_from(7, source)
-    engine = engine_over([model], [_trainable(model)], DataParallel(level=level))
+    engine = engine_over([model], [_trainable(model)], DataParallelOptions(level=level))
     named = model.root.named_parameters()
     values = canonical(model.root, {name: parameter.detach().double() for name, parameter in named})
     equal = all(np.array_equal(values[n], torch.as_tensor(v).bfloat16().double()) for n, v in source.values.items())
@@ -171,6 +171,6 @@ def test_a_source_is_read_once_straight_into_shards(level: str) -> None:
 def test_a_parameter_of_no_model_is_refused() -> None:
     model = ParallelModel.build(nn.Linear(2, 2), ParallelMesh())
     with pytest.raises(ConfigurationError, match=r"shape \(3,\) that is not part of Linear; return an optimizer over"):
-        engine_over([model], [[*model.parameters(), nn.Parameter(torch.zeros(3))]], DataParallel())
+        engine_over([model], [[*model.parameters(), nn.Parameter(torch.zeros(3))]], DataParallelOptions())
     with pytest.raises(ConfigurationError, match=r"bias requires gradients, but the optimizer does not hold it\. Add"):
-        engine_over([model], [[model.root.weight]], DataParallel())  # type: ignore[list-item]
+        engine_over([model], [[model.root.weight]], DataParallelOptions())  # type: ignore[list-item]

@@ -17,7 +17,7 @@ from megalight.nn.moe import Dispatcher, Experts, SharedConfig
 from megalight.ops.grouped_linear import low_precision_stacks
 from megalight.ops.grouped_linear.low_precision_stacks import Apart
 from megalight.ops.parameter import cast_of, precision_of
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.mesh import EXPERT_DATA_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -64,7 +64,7 @@ def _experts(degrees: dict[str, int], options: LowPrecisionOptions) -> dict[str,
     model = ParallelModel.build(root, mesh, ParallelOptions(sequence_parallel=mesh.tp > 1), seed=3)
     session = apply_low_precision(root, options, mesh, specs=model.specs)
     step = StepDriver(model, Task())
-    step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
+    step.engine = engine_over([model], [model.parameters()], DataParallelOptions(level="no_shard"))
     wanted, gradients = _experts_on_one_device(mesh.dp, options)
     errors = {}
     for number in range(STEPS):

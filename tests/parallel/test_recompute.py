@@ -21,7 +21,7 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.ops.parameter import collect
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute, check_recompute
 from megalight.parallel.recompute.regions import Draws
 from tests.parallel.test_apply import BASE, batch, jitter, twin
 from tests.support.workers import run
@@ -31,15 +31,15 @@ DROPOUT = DropoutConfig(attention=0.2, hidden=0.3, embedding=0.1)
 NORMS = ("attention_norm", "mlp_norm")
 
 
-def selective(*modules: str) -> Recompute:
-    return Recompute(granularity="selective", modules=modules)
+def selective(*modules: str) -> RecomputeOptions:
+    return RecomputeOptions(granularity="selective", modules=modules)
 
 
 KINDS = {
-    "uniform": Recompute(granularity="full"),
-    "uniform of 2": Recompute(granularity="full", num_layers=2),
-    "uniform of all": Recompute(granularity="full", num_layers=LAYERS),
-    "block": Recompute(granularity="full", method="block", num_layers=3),
+    "uniform": RecomputeOptions(granularity="full"),
+    "uniform of 2": RecomputeOptions(granularity="full", num_layers=2),
+    "uniform of all": RecomputeOptions(granularity="full", num_layers=LAYERS),
+    "block": RecomputeOptions(granularity="full", method="block", num_layers=3),
     "norms": selective(*NORMS),
     "activation": selective("mlp.act"),
     "attention": selective("attention.inner"),
@@ -79,7 +79,7 @@ def saved(model: nn.Module) -> Iterator[dict[int, Tensor]]:
         yield kept
 
 
-def numbers_saved(recompute: Recompute) -> int:
+def numbers_saved(recompute: RecomputeOptions) -> int:
     """How many numbers the layers of a model keep for the backward pass."""
     model = twin(config())
     with_main_grads(model)
@@ -95,7 +95,7 @@ def numbers_saved(recompute: Recompute) -> int:
 
 
 WHOLE = T * H
-LAYER = numbers_saved(Recompute()) // LAYERS
+LAYER = numbers_saved(RecomputeOptions()) // LAYERS
 
 
 @pytest.mark.parametrize(
@@ -120,17 +120,17 @@ def test_full_keeps_the_inputs_of_regions_alone(kind: str, kept: int) -> None:
     ],
 )
 def test_selective_saves_what_it_says(kind: str, per_token: int) -> None:
-    assert numbers_saved(Recompute()) - numbers_saved(KINDS[kind]) == per_token * T
+    assert numbers_saved(RecomputeOptions()) - numbers_saved(KINDS[kind]) == per_token * T
 
 
 def test_block_saves_in_its_layers_alone() -> None:
-    none, all_layers = numbers_saved(Recompute()), numbers_saved(KINDS["uniform"])
+    none, all_layers = numbers_saved(RecomputeOptions()), numbers_saved(KINDS["uniform"])
     table = 2 * T * 3  # cosines and sines of the rotation are kept once for all layers
     block = none - numbers_saved(KINDS["block"])
     assert block * LAYERS == (none - all_layers - table) * 3
 
 
-def results(model: GPT, recompute: Recompute, multiple: int = 1) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+def results(model: GPT, recompute: RecomputeOptions, multiple: int = 1) -> tuple[Tensor, dict[str, Tensor], list[str]]:
     """Losses, gradients of two micro-batches, and the arrivals of gradients."""
     model = copy.deepcopy(model)
     names = [name for name, _ in model.named_parameters()]
@@ -146,9 +146,9 @@ def results(model: GPT, recompute: Recompute, multiple: int = 1) -> tuple[Tensor
     return torch.cat(losses).detach(), {n: p.main_grad for n, p in model.named_parameters()}, sorted(arrived)
 
 
-def differences(model: GPT, recompute: Recompute, multiple: int = 1) -> list[str]:
+def differences(model: GPT, recompute: RecomputeOptions, multiple: int = 1) -> list[str]:
     """What recompute changes, to the bit."""
-    losses, gradients, arrived = results(model, Recompute(), multiple)
+    losses, gradients, arrived = results(model, RecomputeOptions(), multiple)
     after = torch.rand(1)
     again, again_gradients, again_arrived = results(model, recompute, multiple)
     assert torch.equal(after, torch.rand(1))  # the generator went on as without recompute
@@ -194,7 +194,7 @@ def test_ordinary_gradients() -> None:
     model = twin(config())
     tokens, labels, _, sequences = batch(101, [7, 1, 5, 8], 1)
     found = []
-    for recompute in (Recompute(), KINDS["norms"], KINDS["uniform of 2"]):
+    for recompute in (RecomputeOptions(), KINDS["norms"], KINDS["uniform of 2"]):
         apply_recompute(model, recompute)
         model.zero_grad()
         model(tokens, sequences, labels).losses.sum().backward()
@@ -220,7 +220,7 @@ def test_autocast_is_as_it_was() -> None:
     mnn.init.initialize(model, 3)
     tokens, labels, _, sequences = batch(101, [7, 1, 5, 8], 1)
     found = []
-    for recompute in (Recompute(), KINDS["norms"], KINDS["mlp"]):
+    for recompute in (RecomputeOptions(), KINDS["norms"], KINDS["mlp"]):
         apply_recompute(model, recompute)
         with_main_grads(model)
         with torch.autocast("cpu", torch.bfloat16):
@@ -256,8 +256,8 @@ class Sequential(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("recompute", [KINDS["uniform"], Recompute(granularity="full", num_layers=2)])
-def test_evaluation_is_untouched(recompute: Recompute) -> None:
+@pytest.mark.parametrize("recompute", [KINDS["uniform"], RecomputeOptions(granularity="full", num_layers=2)])
+def test_evaluation_is_untouched(recompute: RecomputeOptions) -> None:
     model = Sequential(Counting(), Counting())
     apply_recompute(model, recompute)
     x = torch.randn(3, requires_grad=True)
@@ -276,7 +276,7 @@ def test_evaluation_is_untouched(recompute: Recompute) -> None:
     model.eval()
     model(x).sum().backward()
     assert calls() == [1, 1]
-    apply_recompute(model.train(), Recompute())
+    apply_recompute(model.train(), RecomputeOptions())
     model(x).sum().backward()
     assert calls() == [1, 1]
 
@@ -284,7 +284,7 @@ def test_evaluation_is_untouched(recompute: Recompute) -> None:
 def test_applied_anew_and_copied() -> None:
     model = Sequential(Counting(), Counting())
     apply_recompute(model, KINDS["uniform"])
-    apply_recompute(model, Recompute(granularity="full", num_layers=2))
+    apply_recompute(model, RecomputeOptions(granularity="full", num_layers=2))
     twin_ = copy.deepcopy(model)
     twin_(torch.randn(3, requires_grad=True)).sum().backward()
     assert [layer.calls for layer in model.layers.values()] == [0, 0]
@@ -316,7 +316,7 @@ def test_dicts_that_layers_change(num_layers: int) -> None:
         return list(torch.autograd.grad(loss, list(model.parameters()))), len(kept)
 
     expected, _ = gradients()
-    apply_recompute(model, Recompute(granularity="full", num_layers=num_layers))
+    apply_recompute(model, RecomputeOptions(granularity="full", num_layers=num_layers))
     found, kept = gradients()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert kept == 2 * (3 // num_layers)  # hidden states and the loss so far, of every region
@@ -330,14 +330,14 @@ class Between(Sequential):
 
 
 def test_groups_refuse_what_they_would_skip() -> None:
-    in_groups = Recompute(granularity="full", num_layers=2)
+    in_groups = RecomputeOptions(granularity="full", num_layers=2)
     model = Between(Counting(), Counting())
     apply_recompute(model, in_groups)
     with pytest.raises(
         ConfigurationError, match=r"layers\.1 is recomputed together with the layer before.*num_layers=1"
     ):
         model(torch.randn(3, requires_grad=True))
-    apply_recompute(model, Recompute())
+    apply_recompute(model, RecomputeOptions())
     model.layers["1"].register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigurationError, match=r"layers\.1 has forward hooks"):
         apply_recompute(model, in_groups)
@@ -382,7 +382,7 @@ def test_generators_are_put_back_only_where_something_draws() -> None:
 )
 def test_options_that_do_not_belong_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Recompute(**options)
+        RecomputeOptions(**options)
 
 
 @pytest.mark.parametrize(
@@ -393,10 +393,10 @@ def test_options_that_do_not_belong_together(options: dict[str, Any], message: s
         (selective("attention.qkv"), r"'attention\.qkv'.*keeps only its input"),
         (selective("*_dropout"), "keeps a mask"),
         (selective("mlp", "mlp.act"), r"'mlp\.act'.*lies inside another"),
-        (Recompute(granularity="full", num_layers=6), r"num_layers=6.*has 5 layers \(layers.0 to layers.4\)"),
+        (RecomputeOptions(granularity="full", num_layers=6), r"num_layers=6.*has 5 layers \(layers.0 to layers.4\)"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(recompute: Recompute, message: str) -> None:
+def test_what_would_have_no_effect_is_refused(recompute: RecomputeOptions, message: str) -> None:
     with torch.device("meta"):
         model = GPT(config())
     with pytest.raises(ConfigurationError, match=message):
@@ -419,7 +419,7 @@ def test_a_part_may_lack_what_the_whole_model_has() -> None:
 def test_models_without_layers_and_foreign_forwards_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="needs a model with `layers`"):
         apply_recompute(nn.Linear(2, 2), KINDS["uniform"])
-    apply_recompute(nn.Linear(2, 2), Recompute())
+    apply_recompute(nn.Linear(2, 2), RecomputeOptions())
     model = Sequential(Counting())
     model.layers["0"].forward = lambda x: x
     with pytest.raises(ConfigurationError, match=r"layers\.0 \(Counting\) has a forward that was set"):

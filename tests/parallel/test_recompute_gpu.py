@@ -13,7 +13,7 @@ from megalight.nn.init import initialize
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import Recompute, apply_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.types import PackedSequences
 from tests.parallel.gathering import relative_error
@@ -21,11 +21,11 @@ from tests.parallel.gathering import relative_error
 pytestmark = pytest.mark.gpu
 
 LAYERS, H, F, T = 4, 256, 512, 1024
-CHEAP = Recompute(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act"))
+CHEAP = RecomputeOptions(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act"))
 KINDS = {
-    "uniform": Recompute(granularity="full", num_layers=2),
+    "uniform": RecomputeOptions(granularity="full", num_layers=2),
     "cheap": CHEAP,
-    "regions": Recompute(granularity="selective", modules=("attention.inner", "mlp_norm", "mlp")),
+    "regions": RecomputeOptions(granularity="selective", modules=("attention.inner", "mlp_norm", "mlp")),
 }
 
 
@@ -54,7 +54,7 @@ def batch(lengths: list[int]) -> tuple[torch.Tensor, PackedSequences, torch.Tens
     return tokens[0], PackedSequences.of_lengths(lengths, "cuda"), tokens[1]
 
 
-def gradients(recompute: Recompute, lengths: list[int], deferred: bool = False) -> dict[str, torch.Tensor]:
+def gradients(recompute: RecomputeOptions, lengths: list[int], deferred: bool = False) -> dict[str, torch.Tensor]:
     model, engine = build(DropoutConfig(hidden=0.2))
     apply_recompute(model, recompute)
     torch.manual_seed(5)
@@ -74,7 +74,7 @@ def gradients(recompute: Recompute, lengths: list[int], deferred: bool = False) 
 @pytest.mark.parametrize("lengths", [[512, 512], [700, 1, 323]], ids=["uniform", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_the_same(kind: str, lengths: list[int]) -> None:
-    expected = gradients(Recompute(), lengths)
+    expected = gradients(RecomputeOptions(), lengths)
     for deferred in (False, True):
         found = gradients(KINDS[kind], lengths, deferred)
         wrong = {name: e for name in expected if not (e := relative_error(found[name], expected[name])) <= 1e-2}
@@ -87,7 +87,7 @@ def requested() -> int:
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
-def allocated(recompute: Recompute) -> int:
+def allocated(recompute: RecomputeOptions) -> int:
     """Bytes that a forward pass through the layers leaves on the device, the result excepted."""
     model, _ = build()
     apply_recompute(model, recompute)
@@ -105,7 +105,7 @@ def allocated(recompute: Recompute) -> int:
 
 
 def test_memory() -> None:
-    none = allocated(Recompute())
+    none = allocated(RecomputeOptions())
     assert none - allocated(CHEAP) == pytest.approx(LAYERS * T * (2 * H + F) * 2, rel=0.05)
-    uniform = allocated(Recompute(granularity="full"))
+    uniform = allocated(RecomputeOptions(granularity="full"))
     assert uniform == pytest.approx((LAYERS - 1) * T * H * 2, rel=0.05)  # the first input was there before

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry
@@ -66,7 +66,9 @@ def _steps(weight: float, shares: list[slice]) -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     model = ParallelModel.build(model_of(), ParallelMesh(len(shares), rank))
     step = StepDriver(model, Weighted())
-    step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard", overlap_grad_reduce=False))
+    step.engine = engine_over(
+        [model], [model.parameters()], DataParallelOptions(level="no_shard", overlap_grad_reduce=False)
+    )
     share = micro_batches(weight)[shares[rank]]
     done = step.train(share)
     total, count = step.evaluate("val", share)["loss"]

@@ -26,7 +26,7 @@ from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.interleaved_passes import Turns
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.tensor.shared import Shared
 from megalight.plugins import package
 from megalight.types import PackedSequences
@@ -226,7 +226,7 @@ def test_the_old_name() -> None:
 
 def test_a_schedule_that_hides_nothing() -> None:
     with pytest.raises(LayoutError, match=r"dispatcher='hybridep'\), whose messages block"):
-        ParallelOptions(expert=ExpertOptions("hybridep"), pipeline=Pipeline(schedule="combined"))
+        ParallelOptions(expert=ExpertOptions("hybridep"), pipeline=PipelineOptions(schedule="combined"))
 
 
 def test_defaults() -> None:

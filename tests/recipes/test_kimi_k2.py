@@ -11,7 +11,7 @@ from megalight.models.gpt import GPT, GPTModule
 from megalight.models.gpt.plan import gpt_plan
 from megalight.models.gpt.presets import preset
 from megalight.parallel.apply import check_split, parallelize
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.user_module import options_for
 from tests.recipes.test_layouts import RECIPES
@@ -21,7 +21,7 @@ def test_the_recipe_of_kimi_k2() -> None:
     recipe = yaml.safe_load((RECIPES / "kimi-k2.yaml").read_text())
     trainer, data = recipe["trainer"], recipe["data"]["init_args"]
     options = dict(trainer["strategy"]["init_args"])
-    strategy = MegatronStrategy(**{**options, "recompute": Recompute(**options.pop("recompute"))})
+    strategy = MegatronStrategy(**{**options, "recompute": RecomputeOptions(**options.pop("recompute"))})
     world = trainer["num_nodes"] * trainer["devices"]
     config = replace(preset(recipe["model"]["init_args"]["config"]), num_layers=3)  # a dense one, and two with experts
     assert data["global_batch_size"] % world == 0

@@ -29,7 +29,7 @@ from megalight.rl import rollouts
 from megalight.rl.environment import PromptBatch, RLTask
 from megalight.rl.loss import PolicyLoss
 from megalight.rl.rollouts import _draw
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 from megalight.types import PackedSequences
 from tests.rl.helpers import CONFIG, END, LR, ROLLOUTS, Policy, environment, prompts_of
 from tests.strategies.training import SEED, gathered, global_batch, whole
@@ -202,7 +202,7 @@ def climbed() -> list[float]:
 @pytest.mark.parametrize("whole_weights", [False, True])
 def test_full_sharding_learns_the_same(whole_weights: bool) -> None:
     figures, weights, _ = by_hand()
-    strategy = {"data_parallel": DataParallel(level="optim_grads_params")}
+    strategy = {"data_parallel": DataParallelOptions(level="optim_grads_params")}
     options = {"rollouts": replace(ROLLOUTS, whole_weights=whole_weights)}
     check(run(trained, 2, strategy, options), figures, weights)
 
@@ -274,7 +274,7 @@ def uneven() -> dict[str, float]:
             return DataLoader([PromptBatch(tasks, environment())], batch_size=None)  # type: ignore[arg-type]
 
     how = trainer(
-        MegatronStrategy(data_parallel=DataParallel(level="optim_grads_params")),
+        MegatronStrategy(data_parallel=DataParallelOptions(level="optim_grads_params")),
         max_steps=1,
         limit_val_batches=0,
         use_distributed_sampler=False,

@@ -14,7 +14,7 @@ from megalight.callbacks import Adapters
 from megalight.models.gpt import GPT
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.rl.loss import PolicyLoss
 from megalight.strategies import MegatronStrategy
 from tests.rl.helpers import CONFIG, Policy
@@ -47,7 +47,7 @@ def test_rounding_alone_lies_between_drawing_and_training(precision: Any) -> Non
 
 def test_recompute_and_interleaved_stages_change_nothing() -> None:
     plain = run(figures_of, 1, {}, {}, {})[0]
-    ways = [{"recompute": Recompute(granularity="full")}, {"pipeline_parallel": 2, "pipeline_layout": "E|t|t|L"}]
+    ways = [{"recompute": RecomputeOptions(granularity="full")}, {"pipeline_parallel": 2, "pipeline_layout": "E|t|t|L"}]
     for way in ways:
         for step, expected in zip(run(figures_of, 2, way, {}, {})[1], plain, strict=True):
             assert step == pytest.approx({**step, **{k: expected[k] for k in ("train_loss", "train_reward")}}, rel=1e-9)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.support.environment import trainer
 
 
@@ -89,7 +89,7 @@ def batches(count: int, size: int, shuffle: bool = False, seed: int = 0) -> Data
 
 
 def strategy(level: str = "optim", **options: Any) -> MegatronStrategy:
-    return MegatronStrategy(data_parallel=DataParallel(level=level), **options)  # type: ignore[arg-type]
+    return MegatronStrategy(data_parallel=DataParallelOptions(level=level), **options)  # type: ignore[arg-type]
 
 
 def fit(module: pl.LightningModule, loader: Any, how: MegatronStrategy | None = None, **options: Any) -> pl.Trainer:

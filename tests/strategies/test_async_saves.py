@@ -32,7 +32,7 @@ from megalight.nn.moe import MoEConfig
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from megalight.strategies.checkpoints import async_save
 from megalight.strategies.checkpoints.async_save import SavesBeside
-from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies.checkpoints.options import CheckpointOptions
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, workers_of
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData
@@ -94,7 +94,7 @@ def fit(
     **save: Any,
 ) -> list[float]:
     strategy, options, config = LAYOUTS[layout]
-    asynchronous = Checkpoints(async_save=kind, when_busy=when_busy)  # type: ignore[arg-type]
+    asynchronous = CheckpointOptions(async_save=kind, when_busy=when_busy)  # type: ignore[arg-type]
     losses, module = Losses(), WithData(config, optimizer=ADAM, seed=SEED)
     module.steps = STEPS
     every = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": "link", **save}
@@ -232,7 +232,7 @@ def _shown(folder: str) -> str:
     module = WithData(GQA, optimizer=ADAM, seed=SEED)
     module.steps = 5
     runner = trainer(
-        MegatronStrategy(micro_batch_size=1, checkpoints=Checkpoints(async_save="persistent")),
+        MegatronStrategy(micro_batch_size=1, checkpoints=CheckpointOptions(async_save="persistent")),
         callbacks=[*steps, StepProgress(plain=True)],
         enable_progress_bar=True,
         log_every_n_steps=1,
@@ -395,14 +395,14 @@ def test_memory_is_made_for_what_is_saved(tmp_path: Path) -> None:
 )
 def test_options_that_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Checkpoints(**options)
+        CheckpointOptions(**options)
 
 
 def test_a_second_save_of_each_step_is_refused_or_warned_of() -> None:
-    skipping = Checkpoints(async_save="per_save", when_busy="skip")
+    skipping = CheckpointOptions(async_save="per_save", when_busy="skip")
     with pytest.raises(ConfigurationError, match="Set save_last='link'"):
         skipping.check_callback(True, 1)
-    assert "save_last='link'" in Checkpoints(async_save="per_save").check_callback(True, 1)
+    assert "save_last='link'" in CheckpointOptions(async_save="per_save").check_callback(True, 1)
     assert not skipping.check_callback("link", 1)
     assert not skipping.check_callback(True, 0)
-    assert not Checkpoints().check_callback(True, 1)
+    assert not CheckpointOptions().check_callback(True, 1)

@@ -17,7 +17,7 @@ from megalight.checkpoint.view import Box, View
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
-from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.types import TokenBatch
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +71,7 @@ def test_saves_have_the_values_of_their_step(tmp_path: Path, monkeypatch: pytest
         accelerator="gpu",
         devices=1,
         precision="bf16-mixed",
-        strategy=MegatronStrategy(micro_batch_size=1, checkpoints=Checkpoints(async_save="persistent")),
+        strategy=MegatronStrategy(micro_batch_size=1, checkpoints=CheckpointOptions(async_save="persistent")),
         callbacks=[save],
         max_steps=STEPS,
         limit_val_batches=0,

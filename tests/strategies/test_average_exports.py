@@ -15,7 +15,7 @@ from megalight.callbacks import EMA
 from megalight.cli.main import main
 from megalight.models.gpt.hugging_face import from_transformers
 from megalight.nn.canonical import canonical_tensors
-from megalight.strategies import Checkpoints, DataParallel, MegatronStrategy
+from megalight.strategies import CheckpointOptions, DataParallelOptions, MegatronStrategy
 from tests.strategies.test_weights import OPTIONS
 from tests.strategies.training import ADAM, BASE, SEED, WithData
 from tests.support.environment import trainer
@@ -25,7 +25,7 @@ FORMATS = ("fully_reshardable", "dp_reshardable", "fsdp_dtensor")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
-    "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
+    "full2": (2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}),
     "tp2": (2, {"tensor_parallel": 2}),
     "tp2pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
 }
@@ -46,7 +46,7 @@ class ByHand(pl.Callback):
 
 
 def _fit(layout: str, form: str, path: str, ema: EMA | ByHand) -> None:
-    strategy = MegatronStrategy(micro_batch_size=1, checkpoints=Checkpoints(format=form), **LAYOUTS[layout][1])
+    strategy = MegatronStrategy(micro_batch_size=1, checkpoints=CheckpointOptions(format=form), **LAYOUTS[layout][1])
     runner = trainer(strategy, callbacks=[ema], max_steps=3, precision="64-true", **OPTIONS)
     runner.fit(WithData(BASE, optimizer=ADAM, seed=SEED))
     runner.save_checkpoint(path)

@@ -22,7 +22,7 @@ from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.stored import open_model
 from megalight.nn.moe import MoEConfig
-from megalight.strategies import Checkpoints, DataParallel, MegatronStrategy
+from megalight.strategies import CheckpointOptions, DataParallelOptions, MegatronStrategy
 from tests.strategies.test_layout_changes import CONFIG, Again
 from tests.strategies.training import ADAM, CLIP, SEED, Losses, WithData
 from tests.support.environment import trainer
@@ -32,31 +32,34 @@ AT, STEPS = 1, 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
-    "dp2 in small buckets": (2, {"data_parallel": DataParallel(bucket_size=1000)}),
-    "dp2 no_shard": (2, {"data_parallel": DataParallel(level="no_shard")}),
+    "dp2 in small buckets": (2, {"data_parallel": DataParallelOptions(bucket_size=1000)}),
+    "dp2 no_shard": (2, {"data_parallel": DataParallelOptions(level="no_shard")}),
     "dp4": (4, {}),
     "cp2": (2, {"context_parallel": 2}),
     "pp2": (2, {"pipeline_parallel": 2}),
     "tp2": (2, {"tensor_parallel": 2}),
     "tp2dp2": (4, {"tensor_parallel": 2}),
-    "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params", optimizer_offload_fraction=0.5)}),
-    "full hsdp": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2)}),
+    "full2": (2, {"data_parallel": DataParallelOptions(level="optim_grads_params", optimizer_offload_fraction=0.5)}),
+    "full hsdp": (4, {"data_parallel": DataParallelOptions(level="optim_grads_params", replicate=2)}),
     "full hsdp over both": (
         4,
-        {"data_parallel": DataParallel(level="optim_grads_params", replicate=2, replicate_optimizer=False)},
+        {"data_parallel": DataParallelOptions(level="optim_grads_params", replicate=2, replicate_optimizer=False)},
     ),
     "full pp2dp2": (
         4,
         {
             "pipeline_parallel": 2,
             "virtual_pipeline": 2,
-            "data_parallel": DataParallel(level="optim_grads_params", optimizer_offload_fraction=0.5),
+            "data_parallel": DataParallelOptions(level="optim_grads_params", optimizer_offload_fraction=0.5),
         },
     ),
-    "full tp2dp2": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
+    "full tp2dp2": (4, {"tensor_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")}),
     "experts one": (1, {}),
-    "experts full ep2": (2, {"expert_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
-    "experts full ep2edp2": (4, {"expert_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
+    "experts full ep2": (2, {"expert_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")}),
+    "experts full ep2edp2": (
+        4,
+        {"expert_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")},
+    ),
 }
 EXPERTS = replace(CONFIG, num_layers=2, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True)))
 
@@ -65,7 +68,7 @@ def _fit(
     layout: str, stop: int, path: str | None, again: str | None = None, form: str = "dp_reshardable"
 ) -> tuple[list[float], str]:
     """Train until ``AT`` and save to ``path`` in a format; or go on from there, and save what was loaded."""
-    options = {**LAYOUTS[layout][1], **({"checkpoints": Checkpoints(format=form)} if stop == AT else {})}
+    options = {**LAYOUTS[layout][1], **({"checkpoints": CheckpointOptions(format=form)} if stop == AT else {})}
     losses, saves = Losses(), [] if again is None else [Again(again)]
     losses.on_train_start = lambda *_: None  # type: ignore[method-assign]
     module = WithData(EXPERTS if layout.startswith("experts") else CONFIG, optimizer=ADAM, seed=SEED)
@@ -263,9 +266,9 @@ def test_masters_and_averages_are_found_in_flat_state(saved: Save) -> None:
 
 def test_unknown_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigurationError, match=r"format is 'dp_reshardible'.* Did you mean 'dp_reshardable'"):
-        Checkpoints(format="dp_reshardible")
+        CheckpointOptions(format="dp_reshardible")
     with pytest.raises(ConfigurationError, match=r"'fully_sharded_model_space'.*; use 'fully_reshardable'"):
-        Checkpoints(format="fully_sharded_model_space")
+        CheckpointOptions(format="fully_sharded_model_space")
     (tmp_path / "fsdp").mkdir()
     (tmp_path / "fsdp" / ".metadata").touch()
     with pytest.raises(CheckpointError, match="save one of fsdp_dtensor again in that format"):

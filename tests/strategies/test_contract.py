@@ -22,7 +22,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.models.gpt.presets import PRESETS
 from megalight.models.module import Carry
 from megalight.models.stored import open_model
-from megalight.strategies import DataParallel, MegatronStrategy, load_weights
+from megalight.strategies import DataParallelOptions, MegatronStrategy, load_weights
 from megalight.types import Loss, TokenBatch
 from tests.strategies.toy import Kept, ToyModule
 from tests.strategies.training import (
@@ -194,7 +194,7 @@ def _masters(precision: str, level: str, dtype: str) -> None:
                     assert torch.equal(mine, draws[info.name].reshape(-1)[low - slot.start : high - slot.start])
                     found += high - low
 
-    strategy = MegatronStrategy(data_parallel=DataParallel(level=level))  # type: ignore[arg-type]
+    strategy = MegatronStrategy(data_parallel=DataParallelOptions(level=level))  # type: ignore[arg-type]
     options: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0, "precision": precision}
     fresh = WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
     trainer(strategy, callbacks=[OnStart(check)], max_steps=1, **options).fit(fresh)
@@ -303,7 +303,9 @@ class Clips(WithData):
 def _clips(by_hand: bool, options: dict[str, Any]) -> tuple[str, float]:
     module = Clips(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
     module.by_hand = by_hand
-    how = MegatronStrategy(**{**options, "data_parallel": DataParallel(level=options.get("data_parallel", "no_shard"))})
+    how = MegatronStrategy(
+        **{**options, "data_parallel": DataParallelOptions(level=options.get("data_parallel", "no_shard"))}
+    )
     try:
         trainer(how, use_distributed_sampler=False, limit_val_batches=0).fit(module)
     except ConfigurationError as error:

@@ -26,8 +26,8 @@ from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
 from megalight.nn.moe.config import MoEConfig
-from megalight.parallel.data_parallel import DataParallel
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.strategies.training import BASE, SEED, assert_weights, global_batch, whole
@@ -177,7 +177,7 @@ def check(
 SHARES = {"tensor_parallel": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_parallel": 2}
 CONTEXT = {"context_parallel": 2}
-INTERLEAVED = {**PIPELINE, "virtual_pipeline": 2, "recompute": Recompute(granularity="full")}
+INTERLEAVED = {**PIPELINE, "virtual_pipeline": 2, "recompute": RecomputeOptions(granularity="full")}
 OWN = {"own_loss": True, "scale": 0.3, "temperature": 2.0}
 
 
@@ -190,7 +190,7 @@ OWN = {"own_loss": True, "scale": 0.3, "temperature": 2.0}
         (2, PIPELINE, True, {**SHARES}, {"divergence": "reverse_kl"}),
         (2, {}, False, {"tensor_parallel": 2}, {"divergence": "jensen_shannon", "temperature": 0.7}),
         (2, CONTEXT, True, {"tensor_parallel": 2}, OWN),
-        (2, {"data_parallel": DataParallel(level="optim_grads_params")}, False, {}, OWN),
+        (2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}, False, {}, OWN),
         pytest.param(
             *(4, {**CONTEXT, **SHARES}, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, {}), marks=pytest.mark.full
         ),

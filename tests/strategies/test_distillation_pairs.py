@@ -29,9 +29,9 @@ from megalight.models.transforms import HiddenStateComparison
 from megalight.nn import StateComparison
 from megalight.nn.init import initialize
 from megalight.nn.moe.config import MoEConfig
-from megalight.parallel.data_parallel import DataParallel
-from megalight.parallel.pipeline.options import Pipeline
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import MegatronStrategy
 from tests.strategies.test_distillation import (
@@ -62,7 +62,7 @@ PAIRS = (
     LayerPair(student="head.norm", teacher="head.norm"),
 )
 ATTENTION = (LayerPair(student="layers.2.attention", teacher="layers.1.attention"),)
-FULL = {"recompute": Recompute(granularity="full")}
+FULL = {"recompute": RecomputeOptions(granularity="full")}
 
 
 def guide_of(kind: str) -> GPT:
@@ -208,13 +208,19 @@ BALANCED = {"pairs": PAIRS, "own_loss": True, "scale": 0.3, "balance": True}
         (2, {**SHARES, **FULL}, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, BALANCED),
         (2, {**PIPELINE, **FULL}, True, {**SHARES}, {**ALL, "balance": True}),
         (2, CONTEXT, True, {"tensor_parallel": 2}, BALANCED),
-        (2, {"data_parallel": DataParallel(level="optim_grads_params")}, False, {}, ALL),
+        (2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}, False, {}, ALL),
         pytest.param(
             *(4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, BALANCED),
             marks=pytest.mark.full,
         ),
         pytest.param(*(4, {**CONTEXT, **SHARES}, False, {}, {**BALANCED, "micro_batch": 2}), marks=pytest.mark.full),
-        (2, {**PIPELINE, "virtual_pipeline": 2, "pipeline": Pipeline(schedule="zero_bubble")}, False, {}, BALANCED),
+        (
+            2,
+            {**PIPELINE, "virtual_pipeline": 2, "pipeline": PipelineOptions(schedule="zero_bubble")},
+            False,
+            {},
+            BALANCED,
+        ),
         pytest.param(
             *(4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, ALL), marks=pytest.mark.full
         ),
@@ -404,10 +410,10 @@ def test_bad_pairs_are_refused() -> None:
 @pytest.mark.parametrize("teacher", ["untied"], indirect=True)
 def test_what_hides_hidden_states_is_refused(teacher: Path) -> None:
     callback = Distillation(teacher, pairs=ATTENTION)
-    grouped = SimpleNamespace(recompute=Recompute(granularity="full", num_layers=2))
+    grouped = SimpleNamespace(recompute=RecomputeOptions(granularity="full", num_layers=2))
     with pytest.raises(ConfigurationError, match=r"num_layers=2 runs layers as groups"):
         callback.setup(SimpleNamespace(callbacks=[callback], strategy=grouped), Student(), "fit")  # type: ignore[arg-type]
-    plain = SimpleNamespace(recompute=Recompute())
+    plain = SimpleNamespace(recompute=RecomputeOptions())
     graphs: Any = SimpleNamespace(callbacks=[callback, CUDAGraph(scope="layer")], strategy=plain)
     with pytest.raises(ConfigurationError, match=r"CUDAGraph.scope='layer'. replays layers"):
         callback.setup(graphs, Student(), "fit")

@@ -10,18 +10,18 @@ import pytest
 
 from megalight.models.config import DropoutConfig
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import Pipeline
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import PipelineOptions
 from tests.strategies.training import CONFIGS, fit
 from tests.support.workers import run
 
 PLAIN = replace(CONFIGS["gqa"], num_layers=4)
 DROPPED = replace(PLAIN, dropout=DropoutConfig(attention=0.2, hidden=0.3, embedding=0.1))
 AGAIN = [
-    Recompute(granularity="full", num_layers=1),
-    Recompute(granularity="selective", modules=("attention_norm", "attention.inner", "mlp")),
+    RecomputeOptions(granularity="full", num_layers=1),
+    RecomputeOptions(granularity="selective", modules=("attention_norm", "attention.inner", "mlp")),
 ]
-ZERO_BUBBLE = {"pipeline_parallel": 2, "virtual_pipeline": 2, "pipeline": Pipeline(schedule="zero_bubble")}
+ZERO_BUBBLE = {"pipeline_parallel": 2, "virtual_pipeline": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}
 LAYOUTS = {
     "zero bubble": (2, ZERO_BUBBLE),
     "all_to_all": (2, {"context_parallel": 2, "context": ContextOptions("all_to_all")}),
@@ -32,7 +32,7 @@ LAYOUTS = {
 
 def runs(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Without recompute, and with each granularity; at last without dropout."""
-    pairs = [(DROPPED, Recompute()), *((DROPPED, recompute) for recompute in AGAIN), (PLAIN, Recompute())]
+    pairs = [(DROPPED, RecomputeOptions()), *((DROPPED, recompute) for recompute in AGAIN), (PLAIN, RecomputeOptions())]
     return [fit(config, 2, micro_batch_size=1, recompute=recompute, **options) for config, recompute in pairs]
 
 

@@ -32,7 +32,7 @@ from megalight.parallel.apply import check_split
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.strategies.training import BASE, SEED, assert_weights, global_batch
 from tests.support.environment import trainer
 from tests.support.workers import run
@@ -218,7 +218,7 @@ def check(
 
 
 TP, SP, CP = {"tensor_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel": 2}
-FSDP = DataParallel(level="optim_grads_params")
+FSDP = DataParallelOptions(level="optim_grads_params")
 CHUNKS = {"pipeline_parallel": 2, "pipeline_layout": "Et|t|t|tL"}
 
 

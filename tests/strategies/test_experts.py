@@ -21,8 +21,8 @@ from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig
 from megalight.parallel.coupling import Empty
 from megalight.parallel.expert import ExpertOptions
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import MegatronStrategy, PipelineOptions
 from megalight.strategies.step import Stepper
 from megalight.types import Loss, TokenBatch
 from tests.strategies.test_layout_changes import Again, contents
@@ -81,8 +81,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2dp2ep4": (4, {**TP2, "expert_parallel": 4}),
     "tp2dp2etp2ep2": (4, {**TP2, **EP2, "expert_tensor_parallel": 2}),
     "pp2ep2": (4, {"pipeline_parallel": 2, **EP2}),
-    "pp2ep2zb": (4, {"pipeline_parallel": 2, **EP2, "pipeline": Pipeline(schedule="zero_bubble")}),
-    "ep2again": (2, {**EP2, "recompute": Recompute(granularity="full")}),
+    "pp2ep2zb": (4, {"pipeline_parallel": 2, **EP2, "pipeline": PipelineOptions(schedule="zero_bubble")}),
+    "ep2again": (2, {**EP2, "recompute": RecomputeOptions(granularity="full")}),
     "cp2ep4": (4, {"context_parallel": 2, "expert_parallel": 4, "expert": ExpertOptions("all_gather")}),
 }
 
@@ -139,7 +139,7 @@ class ExpertBias(pl.Callback):
 
 ALL_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one": (1, 1, {}),
-    "again": (1, 2, {"recompute": Recompute(granularity="full")}),
+    "again": (1, 2, {"recompute": RecomputeOptions(granularity="full")}),
     "dp2": (2, 2, {}),
     "ep2": (2, 1, EP2),
     "tp2dp2ep2": (4, 1, {**TP2, **EP2}),

@@ -53,7 +53,7 @@ def test_what_to_write_names_arguments_that_exist(name: str) -> None:
         (
             MegatronStrategy,
             {"find_unused_parameters": True},
-            "'find_unused_parameters'.*DataParallel\\(find_unused_parameters=True",
+            "'find_unused_parameters'.*DataParallelOptions\\(find_unused_parameters=True",
         ),
         (MegatronStrategy, {"stage": 3}, "'stage'.*3 'optim_grads_params'"),
         (MegatronStrategy, {"tensor_paralel": 2}, "'tensor_paralel'.*Did you mean 'tensor_parallel'"),

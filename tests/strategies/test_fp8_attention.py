@@ -22,7 +22,7 @@ from megalight.parallel.precision import (
     check_low_precision,
     remove_low_precision,
 )
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.types import PackedSequences
 from tests.strategies.training import BASE, assert_same_run, fit
@@ -49,7 +49,7 @@ def test_attention_alone_changes_the_losses_a_little() -> None:
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"pipeline_parallel": 2}),
     (2, {}),
-    (1, {"recompute": Recompute(granularity="selective", modules=("attention.inner",))}),
+    (1, {"recompute": RecomputeOptions(granularity="selective", modules=("attention.inner",))}),
 ]
 
 

@@ -18,10 +18,10 @@ from megalight.callbacks import EMA, Adapters
 from megalight.errors import ConfigurationError, LayoutError, MegalightError
 from megalight.inference import ParallelGPT, generate
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.data_parallel import DataParallel
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.precision import LowPrecisionOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from tests.strategies.test_layout_changes import contents
@@ -45,7 +45,7 @@ from tests.support.environment import trainer
 from tests.support.workers import run
 
 FULL, GRADS = "optim_grads_params", "optim_grads"
-EACH = Recompute(granularity="full", num_layers=1)
+EACH = RecomputeOptions(granularity="full", num_layers=1)
 
 
 class Uneven(WithData):
@@ -99,7 +99,7 @@ def test_equals_one_device(case: str) -> None:
         assert_same_gradients(found["gradients"], expected["gradients"])
 
 
-NORMS = Recompute(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act", "attention.inner"))
+NORMS = RecomputeOptions(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act", "attention.inner"))
 BESIDE: dict[str, dict[str, Any]] = {
     "average": {"trainer_options": {"limit_val_batches": 1, "val_check_interval": 1}},
     **{f"eight bits {name}": {"trainer_options": {"precision": None}} for name in ("tensorwise", "delayed", "rowwise")},
@@ -189,14 +189,14 @@ def _goes_on(path: str) -> tuple[list[float], dict[str, float], dict[str, Any], 
     module = WithData(config, optimizer=ADAM, seed=SEED)
     module.steps = 2
     common: dict[str, Any] = {"gradient_clip_val": CLIP, "use_distributed_sampler": False}
-    first = MegatronStrategy(data_parallel=DataParallel(level=FULL))
+    first = MegatronStrategy(data_parallel=DataParallelOptions(level=FULL))
     trainer(first, max_steps=2, limit_val_batches=0, **common).fit(module)
     trained = gathered(first, module)
-    second = MegatronStrategy(data_parallel=DataParallel(level=FULL))
+    second = MegatronStrategy(data_parallel=DataParallelOptions(level=FULL))
     runner = trainer(second, **common)
     (seen,) = runner.validate(module, verbose=False)
     runner.save_checkpoint(path)
-    third, losses = MegatronStrategy(data_parallel=DataParallel(level="optim")), Losses()
+    third, losses = MegatronStrategy(data_parallel=DataParallelOptions(level="optim")), Losses()
     module.steps = 1
     trainer(third, max_steps=1, limit_val_batches=0, callbacks=[losses], **common).fit(module)
     return losses.losses, seen, trained, losses.initial
@@ -300,14 +300,14 @@ class Spoilt(Plain):
 
 def _stopped() -> tuple[str, bool]:
     module = Spoilt()
-    strategy = MegatronFSDPStrategy(data_parallel=DataParallel(check_for_nan=True))
+    strategy = MegatronFSDPStrategy(data_parallel=DataParallelOptions(check_for_nan=True))
     with pytest.raises(MegalightError) as caught:
         trainer(strategy, max_epochs=1, max_steps=-1, limit_val_batches=0).fit(module)
     assert strategy.parallel_model is not None
     with strategy.parallel_model.full_parameters():
         good = all(bool(p.isfinite().all()) for p in module.parameters())
     scaled = MegatronFSDPStrategy(
-        data_parallel=DataParallel(check_for_nan=True), precision_plugin=MegatronPrecision("16-mixed")
+        data_parallel=DataParallelOptions(check_for_nan=True), precision_plugin=MegatronPrecision("16-mixed")
     )
     with pytest.raises(ConfigurationError, match="check_for_nan=True with precision='16-mixed'"):
         trainer(scaled, precision=None).fit(Plain())
@@ -324,27 +324,33 @@ def test_a_bad_gradient_on_one_rank_stops_all_of_them() -> None:
 
 
 def test_arguments_read_like_those_of_lightning() -> None:
-    assert MegatronFSDPStrategy().data_parallel == DataParallel(level=FULL)
-    given = DataParallel(gradient_dtype="bfloat16")
+    assert MegatronFSDPStrategy().data_parallel == DataParallelOptions(level=FULL)
+    given = DataParallelOptions(gradient_dtype="bfloat16")
     strategy = MegatronFSDPStrategy("SHARD_GRAD_OP", ["Block"], True, data_parallel=given, tensor_parallel=2)
     assert strategy.tensor_parallel == 2
-    assert strategy.data_parallel == DataParallel(
+    assert strategy.data_parallel == DataParallelOptions(
         level=GRADS, units=("Block",), reduce_scatter_with_fp32_accumulation=True, gradient_dtype="bfloat16"
     )
-    both = DataParallel(replicate_optimizer=False)
+    both = DataParallelOptions(replicate_optimizer=False)
     assert MegatronFSDPStrategy("HYBRID_SHARD", device_mesh=(2, 2), data_parallel=both).data_parallel.replicate == 2
     assert isinstance(pl.Trainer(strategy="megatron_fsdp", accelerator="cpu").strategy, MegatronFSDPStrategy)
     for options, message in (
         ({"sharding_strategy": "FULL"}, "must be one of FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP, NO_SHARD"),
         ({"auto_wrap_policy": print}, r"is a function; pass the classes to shard"),
-        ({"data_parallel": DataParallel(level="no_shard")}, "has an argument for it: sharding_strategy"),
+        ({"data_parallel": DataParallelOptions(level="no_shard")}, "has an argument for it: sharding_strategy"),
         ({"sharding_strategy": "HYBRID_SHARD"}, r"needs device_mesh=\(number of groups"),
         ({"device_mesh": (2, 2)}, "HYBRID_SHARD needs"),
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": 4}, "device_mesh=4; pass two sizes"),
-        ({"cpu_offload": True}, r"no argument 'cpu_offload'. Instead: data_parallel=DataParallel\(optimizer_offload"),
+        (
+            {"cpu_offload": True},
+            r"no argument 'cpu_offload'. Instead: data_parallel=DataParallelOptions\(optimizer_offload",
+        ),
         ({"timeout": 5}, "no argument 'timeout'. Instead: timeout_seconds"),
         ({"tensor_paralel": 2}, "no argument 'tensor_paralel'.*Did you mean 'tensor_parallel'"),
-        ({"pipeline": Pipeline(schedule="combined")}, "level='optim_grads_params' with pipeline.schedule='combined'"),
+        (
+            {"pipeline": PipelineOptions(schedule="combined")},
+            "level='optim_grads_params' with pipeline.schedule='combined'",
+        ),
         ({"sharding_strategy": "NO_SHARD", "reduce_scatter_with_fp32_accumulation": True}, "'no_shard' all-reduces"),
     ):
         with pytest.raises(ConfigurationError, match=message):
@@ -355,7 +361,7 @@ def _groups() -> None:
     fit(
         replace(CONFIGS["gqa"], num_layers=4),
         options={"level": FULL},
-        recompute=Recompute(granularity="full", method="uniform", num_layers=2),
+        recompute=RecomputeOptions(granularity="full", method="uniform", num_layers=2),
     )
 
 
@@ -363,11 +369,11 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"device_mesh=\(2, 2\) describes 4 data-parallel ranks, and there are 2"):
         MegatronFSDPStrategy("HYBRID_SHARD", device_mesh=(2, 2)).grid(2)
     with pytest.raises(ConfigurationError, match=r"'optim_grads_params' with pipeline.schedule='combined': .* 'optim'"):
-        MegatronStrategy(pipeline=Pipeline(schedule="combined"), data_parallel=DataParallel(level=FULL))
+        MegatronStrategy(pipeline=PipelineOptions(schedule="combined"), data_parallel=DataParallelOptions(level=FULL))
     with pytest.raises(
         ConfigurationError, match=r"level='zero3'; it must be one of 'no_shard', 'optim', 'optim_grads'"
     ):
-        DataParallel(level="zero3")  # type: ignore[arg-type]
+        DataParallelOptions(level="zero3")  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=r"Set recompute\.num_layers=1, or method='block'"):
         run(_groups, 2)
 
@@ -441,7 +447,7 @@ class Validates(Plain):
 
 def _seen(level: str, kind: type[Any]) -> tuple[list[tuple[str, np.ndarray[Any, Any]]], list[str], list[float]]:
     callback, module = kind(), Validates()
-    strategy = MegatronStrategy(data_parallel=DataParallel(level=level))  # type: ignore[arg-type]
+    strategy = MegatronStrategy(data_parallel=DataParallelOptions(level=level))  # type: ignore[arg-type]
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

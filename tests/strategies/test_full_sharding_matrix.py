@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.data_parallel import DataParallel
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.sharding import fully_shard
 from tests.strategies.training import (
     CONFIGS,
@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, GPTConfig, dict[str, Any]]] = {
     "ep hsdp": (4, MOE, {"expert_parallel": 2, "replicate": 2}),
     "ep hsdp over both": (4, MOE, {"expert_parallel": 2, "replicate": 2, "replicate_optimizer": False}),
     "tp ep hsdp": (8, MOE, {**TP, "expert_parallel": 2, "replicate": 2}),
-    "recompute": (2, GPT, {"recompute": Recompute(granularity="full", num_layers=1)}),
+    "recompute": (2, GPT, {"recompute": RecomputeOptions(granularity="full", num_layers=1)}),
     "accumulation": (2, GPT, {"micro_batch_size": 1, "reduce_each_micro_batch": False}),
 }
 """Name -> ranks, model, options."""
@@ -162,7 +162,7 @@ def _flat(model: nn.Module) -> list[float]:
 
 def _odd(level: Any, share: float, replicate: int, both: bool) -> tuple[list[float], list[float]]:
     model, options = _layers(), {"replicate": replicate, "replicate_optimizer": not both}
-    wanted = DataParallel(level=level, optimizer_offload_fraction=share, **options)  # type: ignore[arg-type]
+    wanted = DataParallelOptions(level=level, optimizer_offload_fraction=share, **options)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sharded = fully_shard(model, optimizer, units=["Odd"], data_parallel=wanted)
     norms = []

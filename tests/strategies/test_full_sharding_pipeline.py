@@ -17,9 +17,9 @@ from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.reduce import Reducer
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.precision import LowPrecisionOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision
 from tests.strategies.test_full_sharding import Uneven
 from tests.strategies.training import (
@@ -38,7 +38,7 @@ PP = {"pipeline_parallel": 2}
 VPP = {**PP, "virtual_pipeline": 2}
 UNEVEN = {**PP, "pipeline_layout": "Ett|tL"}
 TP = {"tensor_parallel": 2, "sequence_parallel": True}
-ZERO_BUBBLE = {"pipeline": Pipeline(schedule="zero_bubble")}
+ZERO_BUBBLE = {"pipeline": PipelineOptions(schedule="zero_bubble")}
 WHOLE = {"reduce_each_micro_batch": False}
 LAYERS = {"data_parallel": {"units": ("TransformerLayer",)}}
 
@@ -60,7 +60,7 @@ FURTHER: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "delayed, gradients": (4, "gqa", GRADS, {**VPP, **ZERO_BUBBLE}),
     "delayed, whole gradients": (4, "gqa", FULL, {**VPP, **ZERO_BUBBLE, "data_parallel": WHOLE}),
     "whole gradients": (4, "tied", FULL, {**UNEVEN, "data_parallel": WHOLE}),
-    "recompute": (4, "gqa", FULL, {**VPP, "recompute": Recompute(granularity="full", num_layers=1)}),
+    "recompute": (4, "gqa", FULL, {**VPP, "recompute": RecomputeOptions(granularity="full", num_layers=1)}),
     "host": (4, "tied", FULL, {**UNEVEN, "data_parallel": {"optimizer_offload_fraction": 0.5}}),
     "cp": (4, "gqa", FULL, {**VPP, "context_parallel": 2, "context": ContextOptions(kind="ring")}),
     "tp": (8, "gqa", FULL, {**PP, **TP}),
@@ -138,7 +138,7 @@ def _reductions(schedule: str) -> int:
         return real(self, bucket, first)
 
     with mock.patch.object(Reducer, "start_adding", counted):
-        fit(MODELS["gqa"], 1, {"level": FULL}, micro_batch_size=1, pipeline=Pipeline(schedule=schedule), **PP)
+        fit(MODELS["gqa"], 1, {"level": FULL}, micro_batch_size=1, pipeline=PipelineOptions(schedule=schedule), **PP)
     return count
 
 

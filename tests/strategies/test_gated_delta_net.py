@@ -14,8 +14,8 @@ from megalight.models.gpt import GPT, DeltaNetConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import Pipeline
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import PipelineOptions
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
 from tests.support.workers import run
 
@@ -28,15 +28,15 @@ HYBRID = replace(
 PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
 TP = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: list[Any] = [
-    (2, {**TP, "recompute": Recompute(granularity="selective", modules=("delta",))}),
+    (2, {**TP, "recompute": RecomputeOptions(granularity="selective", modules=("delta",))}),
     (4, {**PP, "context_parallel": 2, "virtual_pipeline": 2}),
     *[
         pytest.param(*row, marks=pytest.mark.full)
         for row in [
-            (1, {"recompute": Recompute(granularity="full", num_layers=2)}),
+            (1, {"recompute": RecomputeOptions(granularity="full", num_layers=2)}),
             (2, {"tensor_parallel": 2}),
             (4, {"tensor_parallel": 4}),  # key heads on two ranks each
-            (2, {**PP, "pipeline": Pipeline(schedule="zero_bubble")}),
+            (2, {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}),
             (4, {"context_parallel": 4}),
             (4, {**TP, "context_parallel": 2}),
             (4, {**PP, **TP}),

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from megalight import checkpoint
-from megalight.strategies import DataParallel, MegatronStrategy, _lightning
+from megalight.strategies import DataParallelOptions, MegatronStrategy, _lightning
 from megalight.strategies.user_module import defines, reads_weights_between_steps
 from tests.strategies.regression import Plain, batches, samples, strategy, weights
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
@@ -175,7 +175,7 @@ def test_parameters_are_whole_for_code_that_may_read_them(
 
 
 def _fit_and_tell(callback: Callable[[], pl.Callback], module: type[WithData]) -> bool:
-    how: Any = MegatronStrategy(data_parallel=DataParallel(bucket_size=500))
+    how: Any = MegatronStrategy(data_parallel=DataParallelOptions(bucket_size=500))
     runner = trainer(
         how, callbacks=[callback()], use_distributed_sampler=False, limit_val_batches=0, logger=DummyLogger()
     )

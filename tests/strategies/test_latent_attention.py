@@ -12,7 +12,7 @@ from megalight.models.gpt import LatentConfig, PositionConfig
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.ops.rotary import RotaryScaling
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
 from tests.support.workers import run
 
@@ -45,9 +45,9 @@ MODELS = [LATENT, DIRECT, DEEPSEEK]
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
 LAYOUTS: list[Any] = [
-    (LATENT, 2, {**SP, "recompute": Recompute(granularity="selective", modules=("core_attn", "*_norm"))}),
+    (LATENT, 2, {**SP, "recompute": RecomputeOptions(granularity="selective", modules=("core_attn", "*_norm"))}),
     (DIRECT, 2, {"tensor_parallel": 2}),
-    (LATENT, 2, {**PP, "recompute": Recompute(granularity="full", num_layers=1)}),
+    (LATENT, 2, {**PP, "recompute": RecomputeOptions(granularity="full", num_layers=1)}),
     (LATENT, 2, {"context_parallel": 2}),
     (DEEPSEEK, 2, {"expert_parallel": 2}),
     *[

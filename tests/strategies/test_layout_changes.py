@@ -19,7 +19,7 @@ from megalight import checkpoint
 from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.expert import ExpertOptions
-from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
+from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered
 from tests.support.environment import trainer
 from tests.support.workers import run
@@ -33,22 +33,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_parallel": 2}),
     "pp2vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "pp2zb": (2, {"pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
+    "pp2zb": (2, {"pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}),
     "cp2": (2, {"context_parallel": 2, "context": ContextOptions("ring")}),
     "tp2pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "dp2": (2, {}),
     "uneven": (2, {"pipeline_parallel": 2, "pipeline_layout": "E|t*3|t|L"}),
     "ends": (4, {"pipeline_parallel": 4, "pipeline_layout": "E|t*4||L"}),  # stages that lack a parameter group, or all
-    "pp2dp2": (4, {"pipeline_parallel": 2, "data_parallel": DataParallel(level="no_shard")}),
-    "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
-    "hybrid4": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2)}),
-    "both4": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2, replicate_optimizer=False)}),
-    "pp2full2": (4, {"pipeline_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
-    "full4": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
+    "pp2dp2": (4, {"pipeline_parallel": 2, "data_parallel": DataParallelOptions(level="no_shard")}),
+    "full2": (2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}),
+    "hybrid4": (4, {"data_parallel": DataParallelOptions(level="optim_grads_params", replicate=2)}),
+    "both4": (
+        4,
+        {"data_parallel": DataParallelOptions(level="optim_grads_params", replicate=2, replicate_optimizer=False)},
+    ),
+    "pp2full2": (4, {"pipeline_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")}),
+    "full4": (4, {"tensor_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")}),
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts": (1, {}),
-    "experts dp2": (2, {"data_parallel": DataParallel(level="no_shard")}),
+    "experts dp2": (2, {"data_parallel": DataParallelOptions(level="no_shard")}),
     "experts ep2": (2, {"expert_parallel": 2}),
     "experts ep2 gathered": (2, {"expert_parallel": 2, "expert": ExpertOptions("all_gather")}),
     "experts ep4": (4, {"expert_parallel": 4}),

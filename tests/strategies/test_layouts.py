@@ -12,9 +12,9 @@ import pytest
 from megalight.models.gpt import AttentionConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.pipeline.layout_string import parse
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.strategies import Pipeline
+from megalight.strategies import PipelineOptions
 from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
 from tests.support.workers import run
 
@@ -42,8 +42,8 @@ class Row:
     text: str | None = None
     level: str = "optim"
     packed: bool = False
-    pipeline: Pipeline = field(default_factory=Pipeline)
-    recompute: Recompute = field(default_factory=Recompute)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
     tensor: TensorOptions = field(default_factory=TensorOptions)
 
     @property
@@ -63,19 +63,19 @@ class Row:
 
 
 PIECES = TensorOptions(overlap="pipelined", pieces=2)
-ZERO_BUBBLE = Pipeline(schedule="zero_bubble")
-WHOLE = Recompute(granularity="full", num_layers=1)
-GROUPS = Recompute(granularity="full", method="uniform", num_layers=2)
-SOME = Recompute(granularity="full", method="block", num_layers=1)
-NORMS = Recompute(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act", "attention.inner"))
+ZERO_BUBBLE = PipelineOptions(schedule="zero_bubble")
+WHOLE = RecomputeOptions(granularity="full", num_layers=1)
+GROUPS = RecomputeOptions(granularity="full", method="uniform", num_layers=2)
+SOME = RecomputeOptions(granularity="full", method="block", num_layers=1)
+NORMS = RecomputeOptions(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act", "attention.inner"))
 
 COVER = [
     Row("gqa", pp=2),
     Row("gpt2", pp=2, vpp=2, packed=True),
     Row("tied", pp=4, packed=True, recompute=WHOLE),
-    Row("mha", 6, pp=2, vpp=3, pipeline=Pipeline(group_size=3), recompute=SOME),
+    Row("mha", 6, pp=2, vpp=3, pipeline=PipelineOptions(group_size=3), recompute=SOME),
     Row("gqa", pp=3, text="E|t*3|tL"),
-    Row("gqa", 7, pp=4, pipeline=Pipeline(count_loss=True)),
+    Row("gqa", 7, pp=4, pipeline=PipelineOptions(count_loss=True)),
     Row(
         "tied window",
         6,
@@ -89,7 +89,7 @@ COVER = [
     ),
     Row("gqa", pp=2, tp=2, sp=True, recompute=GROUPS),
     Row("gpt2", 5, pp=2, tp=2, sp=True, text="Et|t|tt|tL", pipeline=ZERO_BUBBLE, recompute=SOME, tensor=PIECES),
-    Row("gqa", 5, pp=2, cp=2, pipeline=Pipeline(schedule="zero_bubble", first_layers=2), packed=True),
+    Row("gqa", 5, pp=2, cp=2, pipeline=PipelineOptions(schedule="zero_bubble", first_layers=2), packed=True),
     Row("mha", 5, pp=2, cp=2, kind="ring", text="E|tt|tt|tL", level="no_shard", pipeline=ZERO_BUBBLE, recompute=SOME),
     Row("tied", 5, pp=2, cp=2, kind="all_gather", text="Et|t|tt|tL", pipeline=ZERO_BUBBLE, recompute=NORMS),
     Row("tied", 5, pp=2, cp=2, kind="all_to_all", text="Et|ttt|t|L", pipeline=ZERO_BUBBLE, recompute=SOME),
@@ -135,7 +135,7 @@ WIDE = [
     Row("mha", 8, pp=2, vpp=4, packed=True),
     Row("gqa", 6, pp=2, vpp=3, pipeline=ZERO_BUBBLE, recompute=NORMS),
     Row("gpt2", 6, pp=2, vpp=3, dp=2),
-    Row("gqa", pp=4, dp=2, recompute=WHOLE, pipeline=Pipeline(first_layers=1)),
+    Row("gqa", pp=4, dp=2, recompute=WHOLE, pipeline=PipelineOptions(first_layers=1)),
     Row("tied", pp=4, tp=2, sp=True),
     Row("gqa", 8, pp=2, vpp=2, tp=2, sp=True, recompute=SOME),
     Row("tied", 8, pp=2, vpp=2, tp=2, level="no_shard"),

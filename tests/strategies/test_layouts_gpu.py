@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.strategies import MegatronFSDPStrategy
 from tests.strategies import regression
 from tests.strategies.regression import batches, dealt, make_optimizer, weights
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")
 
 ROWS = [
     Row("gqa", pp=2),
-    Row("gqa", 4, pp=2, vpp=2, pipeline=Pipeline(messages="plain")),
+    Row("gqa", 4, pp=2, vpp=2, pipeline=PipelineOptions(messages="plain")),
     Row("tied", pp=2, vpp=2, pipeline=ZERO_BUBBLE, packed=True),
     Row("gqa", 2, cp=2, kind="ring"),
     Row("tied", 2, cp=2, kind="all_to_all", packed=True),

@@ -11,8 +11,8 @@ import pytest
 from megalight.models.gpt import AttentionConfig, NormConfig, PositionConfig, TemperatureConfig
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import Pipeline
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import PipelineOptions
 from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
 from tests.support.workers import run
 
@@ -44,8 +44,8 @@ MODELS = {
 }
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
-WHOLE = Recompute(granularity="full")
-SOME = Recompute(granularity="selective", modules=("core_attn", "attention_norm", "mlp_norm"))
+WHOLE = RecomputeOptions(granularity="full")
+SOME = RecomputeOptions(granularity="selective", modules=("core_attn", "attention_norm", "mlp_norm"))
 LAYOUTS: list[Any] = [
     ("gemma", 2, {**SP, "recompute": SOME}),
     ("gemma", 2, {"context_parallel": 2, "context": ContextOptions(kind="all_gather")}),
@@ -55,7 +55,7 @@ LAYOUTS: list[Any] = [
         pytest.param(*row, marks=pytest.mark.full)
         for row in [
             ("gemma", 2, {"tensor_parallel": 2}),
-            ("gemma", 2, {**PP, "pipeline": Pipeline(schedule="zero_bubble")}),
+            ("gemma", 2, {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}),
             ("gemma", 4, {**SP, "context_parallel": 2}),
             ("llama4", 2, {"context_parallel": 2}),
             ("llama4", 2, {**SP, "recompute": SOME}),

@@ -28,9 +28,9 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.precision.options import MAX_MARGIN
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
-from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.strategies import MegatronStrategy, PipelineOptions
 from megalight.types import TokenBatch
 from tests.strategies.training import ADAM, BASE, CLIP, SEED, Losses, WithData, assert_same_run, fit
 from tests.support.environment import trainer
@@ -79,7 +79,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
         {
             "tensor_parallel": 2,
             "sequence_parallel": True,
-            "recompute": Recompute(granularity="selective", modules=("mlp_norm", "mlp.act")),
+            "recompute": RecomputeOptions(granularity="selective", modules=("mlp_norm", "mlp.act")),
         },
     ),
     (2, {"pipeline_parallel": 2}),
@@ -108,7 +108,7 @@ def test_layouts_equal_one_device(name: str, ranks: int, layout: dict[str, Any])
 def test_zero_bubble_pipelines_wait_with_weight_gradients() -> None:
     options = {"recipe": "rowwise"}
     expected = run(train, 1, options, {"micro_batch_size": 1})[0]
-    layout = {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}
+    layout = {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}
     assert_same_run(run(train, 2, options, layout)[0], expected)
 
 

@@ -21,8 +21,8 @@ from megalight.nn.moe import MoEConfig
 from megalight.parallel.apply import parallelize
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import Pipeline
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import PipelineOptions
 from tests.strategies.test_layout_changes import Again
 from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
 from tests.support.workers import run
@@ -36,15 +36,15 @@ HYBRID = replace(
 PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
 TP = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (1, {"recompute": Recompute(granularity="selective", modules=("*_norm", "mamba", "mlp.act"))}),
-    (2, {**TP, "recompute": Recompute(granularity="full", num_layers=2)}),
+    (1, {"recompute": RecomputeOptions(granularity="selective", modules=("*_norm", "mamba", "mlp.act"))}),
+    (2, {**TP, "recompute": RecomputeOptions(granularity="full", num_layers=2)}),
     (2, {"tensor_parallel": 2}),
     (2, {"context_parallel": 2}),
     (4, {**PP, **TP, "virtual_pipeline": 2}),
 ]
 
 WIDE: list[tuple[int, dict[str, Any]]] = [
-    (2, {**PP, "pipeline": Pipeline(schedule="zero_bubble")}),
+    (2, {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}),
     (2, {**PP, "pipeline_layout": "Ettt|tL"}),
     (4, {"tensor_parallel": 2, "context_parallel": 2}),
     (4, {"context_parallel": 4}),
@@ -53,7 +53,7 @@ WIDE: list[tuple[int, dict[str, Any]]] = [
 NORMS = {groups: replace(HYBRID, mamba=replace(HYBRID.mamba, norm_groups=groups)) for groups in (1, 2, 8)}
 DIVIDED: list[Any] = [
     (2, 1, {"tensor_parallel": 2}),
-    (2, 1, {**TP, "recompute": Recompute(granularity="selective", modules=("mamba",))}),
+    (2, 1, {**TP, "recompute": RecomputeOptions(granularity="selective", modules=("mamba",))}),
     (4, 2, {"tensor_parallel": 4, "sequence_parallel": True}),
     *[
         pytest.param(*row, marks=pytest.mark.full)

@@ -17,9 +17,9 @@ from megalight.callbacks import EMA
 from megalight.checkpoint.run import TrainingRun
 from megalight.checkpoint.sources.combine import MASTER
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.random import RandomStreams
-from megalight.strategies import Checkpoints, MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies import CheckpointOptions, MegatronFSDPStrategy, MegatronStrategy
 from tests.strategies.training import ADAM, BASE, SEED, WithData
 from tests.support.environment import trainer
 from tests.support.workers import run
@@ -57,7 +57,7 @@ def _weights(strategy: Any, module: Any) -> dict[str, list[float]]:
 
 
 def _trained(kind: str, level: Any, masters: Any) -> Any:
-    shared = DataParallel(master_dtype=masters, **({} if kind == "fsdp" else {"level": level}))
+    shared = DataParallelOptions(master_dtype=masters, **({} if kind == "fsdp" else {"level": level}))
     # As many rows per micro-batch on one device as on two: then equal sums, bit for bit.
     options: Any = {"micro_batch_size": 2, "data_parallel": shared}
     strategy = MegatronFSDPStrategy(**options) if kind == "fsdp" else MegatronStrategy(**options)
@@ -91,8 +91,10 @@ def _passed_on(folder: str, before: Any, after: Any, scheme: str) -> Any:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     for steps, masters in ((2, before), (4, after)):
         seen = Seen()
-        options = DataParallel(master_dtype=masters)
-        strategy = MegatronStrategy(micro_batch_size=2, data_parallel=options, checkpoints=Checkpoints(format=scheme))
+        options = DataParallelOptions(master_dtype=masters)
+        strategy = MegatronStrategy(
+            micro_batch_size=2, data_parallel=options, checkpoints=CheckpointOptions(format=scheme)
+        )
         log = logging.getLogger("megalight.checkpoint.run")
         level = log.level
         log.addHandler(handler)
@@ -165,7 +167,7 @@ def test_masters_in_host_memory_are_told_by_their_dtype(
 
 def _refused(precision: str, callbacks: Any) -> str:
     module = WithData(BASE, optimizer=ADAM, seed=SEED)
-    strategy = MegatronStrategy(micro_batch_size=2, data_parallel=DataParallel(master_dtype="bfloat16"))
+    strategy = MegatronStrategy(micro_batch_size=2, data_parallel=DataParallelOptions(master_dtype="bfloat16"))
     try:
         trainer(strategy, callbacks=callbacks, precision=precision, limit_val_batches=0, max_steps=1).fit(module)
     except ConfigurationError as error:

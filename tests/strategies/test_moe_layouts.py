@@ -16,8 +16,8 @@ import pytest
 
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.parallel.expert import ExpertOptions
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import Pipeline
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import PipelineOptions
 from tests.strategies.training import (
     BASE,
     Gradients,
@@ -55,10 +55,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "level": ("optim", "no_shard"),
 }
 RECOMPUTE = {
-    "nothing": Recompute(),
-    "layers": Recompute(granularity="full"),
-    "act": Recompute(granularity="selective", modules=("moe_act", "layernorm", "mlp.shared.act")),
-    "experts": Recompute(granularity="selective", modules=("moe", "attention_norm")),
+    "nothing": RecomputeOptions(),
+    "layers": RecomputeOptions(granularity="full"),
+    "act": RecomputeOptions(granularity="selective", modules=("moe_act", "layernorm", "mlp.shared.act")),
+    "experts": RecomputeOptions(granularity="selective", modules=("moe", "attention_norm")),
 }
 
 
@@ -102,11 +102,11 @@ def options_of(layout: dict[str, Any]) -> dict[str, Any]:
         "none": {},
         "plain": {"pipeline_parallel": 2},
         "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
-        "zero_bubble": {"pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")},
+        "zero_bubble": {"pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")},
     }
     options = pipelines[layout["pipeline"]]
     if layout["hidden"] == "combined":
-        options["pipeline"] = Pipeline(schedule="combined")
+        options["pipeline"] = PipelineOptions(schedule="combined")
     return {
         "expert_parallel": layout["ep"],
         "expert_tensor_parallel": layout["etp"],

@@ -16,14 +16,14 @@ from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.parallel.expert import ExpertOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import LowPrecisionOptions, MegatronLowPrecision
-from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.strategies import MegatronStrategy, PipelineOptions
 from tests.strategies.training import BASE
 
 EP = {"expert_parallel": 2}
 BESIDE = {**EP, "expert": ExpertOptions("all_to_all", shared_expert_overlap=True)}
-COMBINED = {"pipeline": Pipeline(schedule="combined")}
+COMBINED = {"pipeline": PipelineOptions(schedule="combined")}
 
 
 class Rows(pl.LightningDataModule):
@@ -31,8 +31,8 @@ class Rows(pl.LightningDataModule):
         raise AssertionError("data is asked for")
 
 
-def again(*modules: str) -> Recompute:
-    return Recompute(granularity="selective", modules=modules)
+def again(*modules: str) -> RecomputeOptions:
+    return RecomputeOptions(granularity="selective", modules=modules)
 
 
 def router(**options: Any) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from megalight.optim import AdamConfig, GroupRule
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import Pipeline
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import PipelineOptions
 from tests.strategies.test_mamba import HYBRID
 from tests.strategies.training import CONFIGS, Gradients, WithData, assert_same_gradients, assert_same_run, by_hand, fit
 from tests.support.workers import run
@@ -38,9 +38,9 @@ MODELS = {
 MODELS["hybrid"] = replace(HYBRID, mtp=MultiTokenConfig(num_layers=2, loss_scale=0.7, pattern="M*"))
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
-WHOLE = Recompute(granularity="full")
-SOME = Recompute(granularity="selective", modules=("core_attn", "*_norm", "mlp.act"))
-ZERO_BUBBLE = {**PP, "pipeline": Pipeline(schedule="zero_bubble")}
+WHOLE = RecomputeOptions(granularity="full")
+SOME = RecomputeOptions(granularity="selective", modules=("core_attn", "*_norm", "mlp.act"))
+ZERO_BUBBLE = {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}
 LAYOUTS: list[Any] = [
     ("two", 2, {**SP, "recompute": SOME}),
     ("learned", 2, {**PP, "recompute": WHOLE}),
@@ -49,7 +49,7 @@ LAYOUTS: list[Any] = [
     (
         "experts",
         4,
-        {**PP, "virtual_pipeline": 2, "expert_parallel": 2, "pipeline": Pipeline(schedule="combined")},
+        {**PP, "virtual_pipeline": 2, "expert_parallel": 2, "pipeline": PipelineOptions(schedule="combined")},
     ),
     ("hybrid", 2, {**SP, "recompute": WHOLE}),
     *[
@@ -70,7 +70,7 @@ LAYOUTS: list[Any] = [
                 for kind in ("ring", "all_gather", "all_to_all")
             ],
             ("experts", 2, {"expert_parallel": 2, "recompute": WHOLE}),
-            ("experts", 2, {"expert_parallel": 2, "pipeline": Pipeline(schedule="combined")}),
+            ("experts", 2, {"expert_parallel": 2, "pipeline": PipelineOptions(schedule="combined")}),
             ("experts", 4, {**PP, "virtual_pipeline": 2, "expert_parallel": 2, "recompute": WHOLE}),
             ("two", 2, {"options": {"level": "optim_grads_params"}}),
             ("learned", 2, {"options": {"level": "optim_grads_params"}, "recompute": WHOLE}),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.parallel.data_parallel import DataParallel
-from megalight.strategies import Checkpoints, MegatronFSDPStrategy, MegatronStrategy
+from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.strategies import CheckpointOptions, MegatronFSDPStrategy, MegatronStrategy
 from tests.strategies.training import ADAM, BASE, SEED, WithData
 from tests.support.environment import trainer
 from tests.support.workers import run
@@ -21,8 +21,8 @@ HALF, STEPS = 2, 4
 Strategy = MegatronStrategy | MegatronFSDPStrategy
 
 
-def _strategy(kind: str, fraction: float, saves: Checkpoints) -> Strategy:
-    shared = DataParallel(optimizer_offload_fraction=fraction)
+def _strategy(kind: str, fraction: float, saves: CheckpointOptions) -> Strategy:
+    shared = DataParallelOptions(optimizer_offload_fraction=fraction)
     if kind == "fsdp":
         return MegatronFSDPStrategy(data_parallel=shared, micro_batch_size=2, checkpoints=saves)
     layout: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True} if kind == "tp" else {}
@@ -42,7 +42,7 @@ def _fit(strategy: Strategy, moments: tuple[str, str], steps: int, path: str | N
         return runner, {name: p.detach().clone() for name, p in module.model.named_parameters()}
 
 
-def _resumed(kind: str, moments: tuple[str, str], folder: str, saves: Checkpoints) -> tuple[bool, bool]:
+def _resumed(kind: str, moments: tuple[str, str], folder: str, saves: CheckpointOptions) -> tuple[bool, bool]:
     """Whether a run that went on elsewhere has the weights of one that never stopped; whether it moved at all."""
     _, straight = _fit(_strategy(kind, 0.0, saves), moments, STEPS, None)
     runner, half = _fit(_strategy(kind, 0.0, saves), moments, HALF, None)
@@ -55,10 +55,10 @@ def _resumed(kind: str, moments: tuple[str, str], folder: str, saves: Checkpoint
 
 BF16, FP8 = ("bfloat16", "float8"), ("float8", "float8")
 HALVES = [
-    ("dp", Checkpoints(format="dp_reshardable"), BF16),
-    ("tp", Checkpoints(format="fully_reshardable"), FP8),
-    ("fsdp", Checkpoints(format="fsdp_dtensor"), FP8),
-    ("fsdp", Checkpoints(format="fully_reshardable", async_save="per_save"), BF16),
+    ("dp", CheckpointOptions(format="dp_reshardable"), BF16),
+    ("tp", CheckpointOptions(format="fully_reshardable"), FP8),
+    ("fsdp", CheckpointOptions(format="fsdp_dtensor"), FP8),
+    ("fsdp", CheckpointOptions(format="fully_reshardable", async_save="per_save"), BF16),
 ]
 """Sharding, format, and dtypes of moments; the same with the other dtypes in whole test runs."""
 OTHERS = [(kind, saves, FP8 if moments is BF16 else BF16) for kind, saves, moments in HALVES]
@@ -68,7 +68,7 @@ OTHERS = [(kind, saves, FP8 if moments is BF16 else BF16) for kind, saves, momen
     ("kind", "saves", "moments"), [*HALVES, *(pytest.param(*each, marks=pytest.mark.full) for each in OTHERS)]
 )
 def test_a_run_goes_on_with_its_moments_on_the_host(
-    kind: str, saves: Checkpoints, moments: tuple[str, str], tmp_path: Path
+    kind: str, saves: CheckpointOptions, moments: tuple[str, str], tmp_path: Path
 ) -> None:
     path = str(tmp_path / "half")
     for same, moved in run(_resumed, 2, kind, moments, path, saves):

@@ -16,10 +16,10 @@ from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialize
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.transform import ModelTransform
-from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
+from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
 from megalight.types import TokenBatch
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.strategies.training import (
@@ -100,7 +100,7 @@ def config_of(what: Run) -> Any:
 
 
 def train(what: Run, level: str, layout: dict[str, Any]) -> dict[str, Any]:
-    how = MegatronStrategy(data_parallel=DataParallel(level=level, bucket_size=700), **layout)  # type: ignore[arg-type]
+    how = MegatronStrategy(data_parallel=DataParallelOptions(level=level, bucket_size=700), **layout)  # type: ignore[arg-type]
     losses, gradients = Losses(), Gradients()
     module = Module(config_of(what), optimizer=ADAM, seed=SEED)
     module.run = what
@@ -155,7 +155,7 @@ ROWS: list[Any] = [
             "micro_batch_size": 3,
             "pipeline_parallel": 2,
             "pipeline_layout": "Et|ttL",
-            "pipeline": Pipeline(schedule="zero_bubble"),
+            "pipeline": PipelineOptions(schedule="zero_bubble"),
         },
     ),
     (
@@ -180,7 +180,9 @@ ROWS: list[Any] = [
                     "micro_batch_size": 2,
                     "context_parallel": 2,
                     "context": ContextOptions("ring"),
-                    "recompute": Recompute(granularity="selective", modules=("mlp_norm", "mlp.act", "attention.inner")),
+                    "recompute": RecomputeOptions(
+                        granularity="selective", modules=("mlp_norm", "mlp.act", "attention.inner")
+                    ),
                 },
             ),
             (
@@ -191,7 +193,7 @@ ROWS: list[Any] = [
                     "micro_batch_size": 3,
                     "pipeline_parallel": 2,
                     "virtual_pipeline": 2,
-                    "recompute": Recompute(granularity="full", num_layers=1),
+                    "recompute": RecomputeOptions(granularity="full", num_layers=1),
                 },
             ),
             (

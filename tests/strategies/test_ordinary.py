@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from megalight.callbacks import CUDAGraph
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
-from megalight.strategies import DataParallel, MegatronStrategy
-from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies import DataParallelOptions, MegatronStrategy
+from megalight.strategies.checkpoints.options import CheckpointOptions
 from tests.strategies.regression import Plain, batches, dealt, fit, samples, strategy, weights
 from tests.strategies.test_drop_in import close, lightnings_own
 from tests.support.environment import trainer
@@ -144,7 +144,7 @@ def test_gradients_are_those_of_all_replicas_before_they_are_clipped_by_hand(by_
 def _resumed_from_beside(folder: str) -> tuple[list[list[float]], list[list[float]]]:
     whole, first, second = Adversaries(), Adversaries(), Adversaries()
     fit(whole, batches(16, 4), max_epochs=2)
-    beside = strategy(checkpoints=Checkpoints(async_save="per_save"))
+    beside = strategy(checkpoints=CheckpointOptions(async_save="per_save"))
     fit(first, batches(16, 4), beside, callbacks=[ModelCheckpoint(folder, "first")], enable_checkpointing=True)
     runner = trainer(strategy(), max_steps=-1, max_epochs=2, limit_val_batches=0)
     runner.fit(second, batches(16, 4), ckpt_path=f"{folder}/first.ckpt")
@@ -275,7 +275,7 @@ class Task(MegalightModule):
         (Newton, {"micro_batch_size": 2}, {}, "micro_batch_size=2. Leave it out"),
         (Newton, {"tensor_parallel": 2}, {"devices": 2}, "no plan for Newton"),
         (Adversaries, {"tensor_parallel": 2}, {"devices": 2}, "tp=2 divide the model or its tokens"),
-        (Adversaries, {}, {"devices": 2}, "Pass data_parallel=DataParallel(level='no_shard')"),
+        (Adversaries, {}, {"devices": 2}, "Pass data_parallel=DataParallelOptions(level='no_shard')"),
         (Task, {}, {"precision": "bf16-true"}, "torch.bfloat16 weights without float32 masters"),
         (Newton, {}, {"callbacks": [CUDAGraph()]}, "no flat shards, which CUDAGraph works on"),
     ],
@@ -289,7 +289,7 @@ def test_what_needs_whole_parameters_is_refused_elsewhere(
 
 
 def _refused(module: type[pl.LightningModule], options: dict[str, Any], trainer_options: dict[str, Any]) -> None:
-    how = MegatronStrategy(**options, data_parallel=DataParallel())
+    how = MegatronStrategy(**options, data_parallel=DataParallelOptions())
     fit(module(), batches(8, 2), how, **trainer_options)
 
 

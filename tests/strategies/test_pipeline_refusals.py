@@ -20,8 +20,8 @@ from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry, MegalightModule
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import MegatronStrategy, PipelineOptions
 from megalight.types import Loss
 from tests.strategies.regression import Plain
 from tests.strategies.toy import Toy, ToyModule
@@ -68,7 +68,7 @@ class Rows(pl.LightningDataModule):
         raise AssertionError("data is asked for")
 
 
-FULL_3 = Recompute(granularity="full", num_layers=3)
+FULL_3 = RecomputeOptions(granularity="full", num_layers=3)
 BEFORE: dict[str, tuple[Callable[[], Any], int, dict[str, Any], type[Exception], str]] = {
     "plain, pipeline": (Plain, 2, PP, ConfigurationError, r"Plain is a plain LightningModule, and pp=2 cut .*Derive"),
     "plain, context": (Plain, 2, CP, ConfigurationError, r"Plain is a plain LightningModule, and cp=2 cut"),
@@ -99,18 +99,19 @@ BEFORE: dict[str, tuple[Callable[[], Any], int, dict[str, Any], type[Exception],
         lambda: of(Headless), 2, {"pipeline_layout": "EttttL"}, LayoutError, r"Headless has no attribute 'head'",
     ),
     "a schedule without a backward": (
-        ToyModule, 2, {**PP, "pipeline": Pipeline(schedule="forward_only")}, ConfigurationError,  # type: ignore[arg-type]
+        ToyModule, 2, {**PP, "pipeline": PipelineOptions(schedule="forward_only")}, ConfigurationError,  # type: ignore[arg-type]
         r"'forward_only' has no backward.*evaluation uses it by itself",
     ),
     "uneven layers": (
-        ToyModule, 2, {**PP, "pipeline": Pipeline(first_layers=4)}, LayoutError, r"4 layers with first=4",
+        ToyModule, 2, {**PP, "pipeline": PipelineOptions(first_layers=4)}, LayoutError, r"4 layers with first=4",
     ),
     "recompute in a short chunk": (
         ToyModule, 2, {**PP, "pipeline_layout": "Ettt|tL", "recompute": FULL_3}, ConfigurationError,
         r"recompute\.num_layers=3, but a model chunk has 1 layers \(layers\.3 to layers\.3\)",
     ),
     "recompute in a chunk without layers": (
-        ToyModule, 2, {**PP, "pipeline_layout": "E|ttttL", "recompute": Recompute(granularity="full", num_layers=5)},
+        ToyModule, 2,
+        {**PP, "pipeline_layout": "E|ttttL", "recompute": RecomputeOptions(granularity="full", num_layers=5)},
         ConfigurationError, r"recompute\.num_layers=5, but a model chunk has 4 layers",
     ),
     "short sequences": (
@@ -363,7 +364,7 @@ def _own_layers() -> MegalightModule:
     ],
 )
 def test_layers_that_defer_nothing_are_told_once(module: Any, schedule: Any, told: str | None) -> None:
-    options = {"micro_batch_size": 1, "pipeline": Pipeline(schedule=schedule)}
+    options = {"micro_batch_size": 1, "pipeline": PipelineOptions(schedule=schedule)}
     first, second = run(functools.partial(_warnings, **options), 2, "split_by_options", module)
     assert second == []
     assert len(first) == (told is not None)

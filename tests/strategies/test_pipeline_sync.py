@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 
 from megalight.parallel.pipeline import executor
-from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
+from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
 from tests.support.environment import trainer
 from tests.support.workers import run
@@ -23,8 +23,8 @@ def _log(config: str, schedule: str, bucket_size: int | None) -> list[tuple[str,
         pipeline_parallel=2,
         virtual_pipeline=2,
         micro_batch_size=1,
-        data_parallel=DataParallel(bucket_size=bucket_size),
-        pipeline=Pipeline(schedule=schedule),  # type: ignore[arg-type]
+        data_parallel=DataParallelOptions(bucket_size=bucket_size),
+        pipeline=PipelineOptions(schedule=schedule),  # type: ignore[arg-type]
     )
     run_type: Any = executor._Run
     originals = {name: getattr(run_type, name) for name in ("_backward", "_weight_gradient")}

@@ -19,14 +19,14 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 
-from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.strategies import MegatronStrategy, PipelineOptions
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
 from tests.support.environment import trainer
 from tests.support.workers import run
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"pipeline_parallel": 2}),
-    (4, {"pipeline_parallel": 2, "virtual_pipeline": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
+    (4, {"pipeline_parallel": 2, "virtual_pipeline": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}),
 ]
 
 

@@ -28,7 +28,7 @@ from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies import DataParallel, MegatronStrategy, launchers
+from megalight.strategies import DataParallelOptions, MegatronStrategy, launchers
 from megalight.strategies.refusals import check_tuners
 from tests.strategies.regression import Plain, batches
 from tests.strategies.toy import ToyModule
@@ -230,7 +230,7 @@ def limited(ctas: int | None, device: str, backend: str | None = None) -> list[M
     where = {"parallel_devices": [torch.device(device)] * 2, "process_group_backend": backend}
     where["cluster_environment"] = LightningEnvironment()
     return [
-        MegatronStrategy(data_parallel=DataParallel(max_ctas=ctas), **where),
+        MegatronStrategy(data_parallel=DataParallelOptions(max_ctas=ctas), **where),
         MegatronStrategy(tensor_parallel=2, tensor=TensorOptions(max_ctas=ctas), **where),
     ]
 

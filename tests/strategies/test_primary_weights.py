@@ -22,7 +22,7 @@ from megalight.parallel.groups import FAILED
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.source import Target
 from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.strategies.training import ADAM, BASE, SEED, WithData, gathered
 from tests.support.environment import trainer
 from tests.support.workers import run
@@ -75,7 +75,7 @@ def train(
     window: int = 1,
 ) -> dict[str, Any]:
     plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, first_layers=1, **options), precision)
-    strategy = MegatronStrategy(data_parallel=DataParallel(level=level), precision_plugin=plugin, **layout)
+    strategy = MegatronStrategy(data_parallel=DataParallelOptions(level=level), precision_plugin=plugin, **layout)
     module, watch = WithData(CONFIG, optimizer=ADAM, seed=SEED), Watch()
     watch.reads_weights = reads
     module.steps = 10
@@ -268,7 +268,7 @@ def test_sharded_weights_are_codes_unasked() -> None:
 def _types(options: dict[str, Any], parallel: dict[str, Any], layout: dict[str, Any]) -> tuple[Any, list[float]]:
     """The dtypes of weights between steps, and the losses."""
     plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, **options), "bf16-mixed")
-    strategy = MegatronStrategy(data_parallel=DataParallel(**parallel), precision_plugin=plugin, **layout)
+    strategy = MegatronStrategy(data_parallel=DataParallelOptions(**parallel), precision_plugin=plugin, **layout)
     types: set[torch.dtype] = set()
     losses: list[float] = []
 

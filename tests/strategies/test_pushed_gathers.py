@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.data_parallel import gather as pushes
 from megalight.parallel.data_parallel.buffers import FlatParameters
-from megalight.strategies import Pipeline
+from megalight.strategies import PipelineOptions
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.test_full_sharding import CASES, FULL, _beside, _expected, _trained
 from tests.strategies.training import assert_same_gradients, assert_same_run
@@ -23,7 +23,7 @@ NAMES = ("two layers", "tied", "three ranks", "whole gradients", "host", "full r
 MORE: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {
     "no prefetch": (2, "gqa", 3, FULL, {"data_parallel": {"prefetch": 0}}),
     "pipeline": (4, "gqa", 4, FULL, {"pipeline_parallel": 2}),
-    "zero bubble": (4, "gqa", 4, FULL, {"pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
+    "zero bubble": (4, "gqa", 4, FULL, {"pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}),
 }
 SELECTED = {name: CASES[name] for name in NAMES} | MORE
 
@@ -90,8 +90,14 @@ def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DataParallel(gathers="sideways"), r"gathers='sideways'; it must be one of plain, symmetric, auto"),  # type: ignore[arg-type]
-        (lambda: DataParallel(gathers="symmetric", nccl_ub="local"), r"gathers='symmetric' with nccl_ub='local'"),
+        (
+            lambda: DataParallelOptions(gathers="sideways"),
+            r"gathers='sideways'; it must be one of plain, symmetric, auto",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: DataParallelOptions(gathers="symmetric", nccl_ub="local"),
+            r"gathers='symmetric' with nccl_ub='local'",
+        ),
     ],
 )
 def test_options_that_do_not_fit(make: Callable[[], object], message: str) -> None:

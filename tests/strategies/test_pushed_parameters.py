@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallel, gather
-from megalight.strategies import Pipeline
+from megalight.parallel.data_parallel import DataParallelOptions, gather
+from megalight.strategies import PipelineOptions
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.test_full_sharding import _expected as _one_device
 from tests.strategies.test_full_sharding import _trained as _whole
@@ -65,7 +65,7 @@ def test_equals_one_device(layout: str, level: str, share: float) -> None:
 
 def _in_a_pipeline(schedule: str) -> dict[str, Any]:
     """Stages have parameters of other sizes, and ranks of other groups make their memory at other times."""
-    options = {"pipeline_parallel": 2, "pipeline": Pipeline(schedule=schedule)}
+    options = {"pipeline_parallel": 2, "pipeline": PipelineOptions(schedule=schedule)}
     with symmetric_on_cpu(), _counted() as done:
         found = _whole("tied", 4, "optim", {**options, "data_parallel": {"gathers": "symmetric", "bucket_size": 2000}})
     assert done
@@ -107,4 +107,4 @@ def test_the_default_takes_copy_engines_where_they_are() -> None:
 
 def test_a_level_that_gathers_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"gathers='symmetric' with level 'no_shard'.* use level 'optim'"):
-        DataParallel(gathers="symmetric", level="no_shard")
+        DataParallelOptions(gathers="symmetric", level="no_shard")

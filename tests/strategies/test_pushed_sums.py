@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, reduce
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, reduce
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import infos
 from tests.parallel.peers.shared_files import symmetric_on_cpu
@@ -162,11 +162,14 @@ def test_who_cannot_push_is_told(option: str) -> None:
     ("make", "message"),
     [
         (
-            lambda: DataParallel(reductions="sideways"),
+            lambda: DataParallelOptions(reductions="sideways"),
             r"reductions='sideways'; it must be one of plain, symmetric, auto",
         ),  # type: ignore[arg-type]
-        (lambda: DataParallel(reductions="symmetric", nccl_ub="local"), r"reductions='symmetric' with nccl_ub='local'"),
-        (lambda: DataParallel(reductions="symmetric", level="no_shard"), r"level 'no_shard' has none"),
+        (
+            lambda: DataParallelOptions(reductions="symmetric", nccl_ub="local"),
+            r"reductions='symmetric' with nccl_ub='local'",
+        ),
+        (lambda: DataParallelOptions(reductions="symmetric", level="no_shard"), r"level 'no_shard' has none"),
     ],
 )
 def test_options_that_do_not_fit(make: Callable[[], object], message: str) -> None:

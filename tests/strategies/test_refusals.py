@@ -18,7 +18,7 @@ from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.module import MegalightModule
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.plan import ParallelizePlan
-from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
+from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
 from megalight.types import Loss
 from tests.strategies.regression import Plain, batches, fit, strategy
 from tests.support.environment import trainer
@@ -31,10 +31,13 @@ from tests.support.workers import run
         ({"pipeline_parallel": 0}, "pipeline_parallel=0; it must be at least 1."),
         ({"virtual_pipeline": 2}, "vpp=2 chunks per rank with pp=1; there is no pipeline to interleave"),
         ({"pipeline_layout": "Et|L"}, "2 stages, but pp is 1. Increase pp, or write one stage"),
-        ({"pipeline": Pipeline(first_layers=0)}, "first_layers=0 with pp=1; there is no pipeline to divide. Raise"),
-        ({"pipeline": Pipeline(last_layers=2)}, "last_layers=2 with pp=1; there is no pipeline to divide"),
         (
-            {"pipeline": Pipeline(count_embedding=True, count_loss=True)},
+            {"pipeline": PipelineOptions(first_layers=0)},
+            "first_layers=0 with pp=1; there is no pipeline to divide. Raise",
+        ),
+        ({"pipeline": PipelineOptions(last_layers=2)}, "last_layers=2 with pp=1; there is no pipeline to divide"),
+        (
+            {"pipeline": PipelineOptions(count_embedding=True, count_loss=True)},
             "count_embedding=True, count_loss=True with pp=1; there is no pipeline to divide",
         ),
         ({"pipeline_parallel": 2, "pipeline_layout": "Et|t|L"}, "3 stages, which is no multiple of pp=2. Write 2 or 4"),
@@ -45,11 +48,11 @@ from tests.support.workers import run
         ({"tensor_parallel": 0}, "tensor_parallel=0; it must be at least 1."),
         ({"sequence_parallel": True}, "Set tensor_parallel, or leave sequence_parallel off"),
         (
-            {"pipeline": Pipeline(schedule="zero_bubble"), "expert": ExpertOptions(shared_expert_overlap=True)},
+            {"pipeline": PipelineOptions(schedule="zero_bubble"), "expert": ExpertOptions(shared_expert_overlap=True)},
             "shared_expert_overlap=True with pipeline.schedule='zero_bubble'",
         ),
         (
-            {"pipeline": Pipeline(schedule="combined"), "expert": ExpertOptions("all_gather")},
+            {"pipeline": PipelineOptions(schedule="combined"), "expert": ExpertOptions("all_gather")},
             "pipeline.schedule='combined' with ExpertOptions(dispatcher='all_gather')",
         ),
         ({"micro_batch_size": 0}, "micro_batch_size=0; it must be at least 1."),
@@ -63,19 +66,19 @@ def test_arguments(options: dict[str, Any], message: str) -> None:
 
 def test_pipeline_options() -> None:
     with pytest.raises(LayoutError, match="'1f1b' cannot run this: it runs one chunk per rank, not vpp=2"):
-        MegatronStrategy(pipeline_parallel=2, virtual_pipeline=2, pipeline=Pipeline(schedule="1f1b"))
+        MegatronStrategy(pipeline_parallel=2, virtual_pipeline=2, pipeline=PipelineOptions(schedule="1f1b"))
     with pytest.raises(ConfigurationError, match="leave first_layers, last_layers"):
-        MegatronStrategy(pipeline_parallel=2, pipeline_layout="Et|tL", pipeline=Pipeline(first_layers=1))
+        MegatronStrategy(pipeline_parallel=2, pipeline_layout="Et|tL", pipeline=PipelineOptions(first_layers=1))
     with pytest.raises(ConfigurationError, match="leave count_embedding and count_loss out"):
-        MegatronStrategy(pipeline_parallel=2, pipeline=Pipeline(first_layers=1, count_loss=True))
+        MegatronStrategy(pipeline_parallel=2, pipeline=PipelineOptions(first_layers=1, count_loss=True))
 
 
 def test_data_parallel_options() -> None:
     with pytest.raises(ConfigurationError, match=r"level='full'; it must be"):
-        DataParallel(level="full")  # type: ignore[arg-type]
+        DataParallelOptions(level="full")  # type: ignore[arg-type]
     for name in ("bucket_size", "edge_bucket_size", "max_ctas"):
         with pytest.raises(ConfigurationError, match=rf"data_parallel\.{name}=0; it must be at least 1"):
-            DataParallel(**{name: 0})
+            DataParallelOptions(**{name: 0})
 
 
 def test_checkpoint_plugins() -> None:
@@ -176,7 +179,10 @@ class Own(Plain):
         ),
         (Lossless, r"Lossless\.training_step returned None, which skips a batch only in a single process: return"),
         (Detached, r"Detached\.training_step returned a loss that does not require gradients: compute it from"),
-        (Newton, r"LBFGS is not known to update each element.*Pass data_parallel=DataParallel\(level='no_shard'\)"),
+        (
+            Newton,
+            r"LBFGS is not known to update each element.*Pass data_parallel=DataParallelOptions\(level='no_shard'\)",
+        ),
         (Own, r"StochasticWeightAveraging averages whole parameters.*, or use megalight\.callbacks\.EMA\."),
     ],
 )
@@ -200,7 +206,7 @@ def _validate_manual() -> None:
 def test_averaging_callbacks(callback: type[pl.Callback]) -> None:
     message = refused(_with_callback, callback)
     assert f"{callback.__name__} averages whole parameters" in message
-    assert "Pass data_parallel=DataParallel(level='no_shard')" in message
+    assert "Pass data_parallel=DataParallelOptions(level='no_shard')" in message
 
 
 def _with_callback(callback: Any) -> None:

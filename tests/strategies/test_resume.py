@@ -13,8 +13,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from megalight.strategies import DataParallel, MegatronStrategy
-from megalight.strategies.checkpoints.options import Checkpoints
+from megalight.strategies import DataParallelOptions, MegatronStrategy
+from megalight.strategies.checkpoints.options import CheckpointOptions
 from tests.strategies.regression import Plain, batches, samples, weights
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered
 from tests.support.environment import trainer
@@ -28,7 +28,7 @@ def _rank(
 ) -> tuple[list[float], dict[str, Any]]:
     level = layout.get("level", "optim")
     options = {key: value for key, value in layout.items() if key != "level"}
-    strategy = MegatronStrategy(micro_batch_size=1, data_parallel=DataParallel(level=level), **options)
+    strategy = MegatronStrategy(micro_batch_size=1, data_parallel=DataParallelOptions(level=level), **options)
     losses = Losses()
     save = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=every, save_top_k=-1, save_last=True)
     module = WithData(CONFIGS[config], optimizer=ADAM, seed=SEED)
@@ -126,7 +126,7 @@ class Scheduled(Plain):
 
 def _changed(folder: str, before: tuple[Any, ...], after: tuple[Any, ...], which: str | None) -> dict[str, Any]:
     def part(arguments: tuple[Any, ...], steps: int, choice: str | None, resume: str | None) -> Any:
-        how = MegatronStrategy(checkpoints=Checkpoints(resume_optimizer=choice))  # type: ignore[arg-type]
+        how = MegatronStrategy(checkpoints=CheckpointOptions(resume_optimizer=choice))  # type: ignore[arg-type]
         runner = trainer(how, max_steps=steps, limit_val_batches=0)
         module = Scheduled(*arguments)
         with warnings.catch_warnings(record=True) as told:

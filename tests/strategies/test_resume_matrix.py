@@ -26,12 +26,12 @@ from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.source import shard_boxes
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import (
-    Checkpoints,
-    DataParallel,
+    CheckpointOptions,
+    DataParallelOptions,
     MegatronStrategy,
     MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
-    Pipeline,
+    PipelineOptions,
     Side,
 )
 from tests.models.test_vlm_strategy import CONFIGS as VLMS
@@ -50,15 +50,15 @@ FORMATS = ("fully_reshardable", "dp_reshardable", "fsdp_dtensor")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
-    "dp2 no_shard": (2, {"data_parallel": DataParallel(level="no_shard")}),
-    "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
-    "full hsdp": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2)}),
-    "full tp2dp2": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
-    "experts full ep2": (2, {"expert_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
+    "dp2 no_shard": (2, {"data_parallel": DataParallelOptions(level="no_shard")}),
+    "full2": (2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}),
+    "full hsdp": (4, {"data_parallel": DataParallelOptions(level="optim_grads_params", replicate=2)}),
+    "full tp2dp2": (4, {"tensor_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")}),
+    "experts full ep2": (2, {"expert_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")}),
     "tp2": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_parallel": 2}),
     "pp2vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "pp2zb": (2, {"pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
+    "pp2zb": (2, {"pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}),
     "cp2": (2, {"context_parallel": 2, "context": ContextOptions("ring")}),
     "tp2dp2": (4, {"tensor_parallel": 2}),
     "tp2pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
@@ -72,7 +72,7 @@ TOWERS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "beside, full pp2": (
         4,
-        {**BESIDE, "pipeline_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")},
+        {**BESIDE, "pipeline_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")},
     ),
 }
 """Of models with a vision tower. Checkpoints of two layouts have one format."""
@@ -133,7 +133,7 @@ def _fit(
     options = dict((LAYOUTS | TOWERS)[layout][1])
     strategy = options.pop("kind", MegatronStrategy)(
         micro_batch_size=1,
-        checkpoints=Checkpoints(format=form, async_save=how.saves),
+        checkpoints=CheckpointOptions(format=form, async_save=how.saves),
         precision_plugin=plugin,
         **options,
     )

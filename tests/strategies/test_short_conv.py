@@ -14,15 +14,22 @@ from megalight.models.gpt import GPT
 from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
 from tests.support.workers import run
 
 HYBRID = replace(CONFIGS["gqa"], num_layers=4, mixer_pattern=("conv", "attention", "conv"), conv_kernel=4)
 PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (1, {"recompute": Recompute(granularity="selective", modules=("*_norm", "conv", "mlp.act"))}),
-    (2, {"tensor_parallel": 2, "sequence_parallel": True, "recompute": Recompute(granularity="full", num_layers=2)}),
+    (1, {"recompute": RecomputeOptions(granularity="selective", modules=("*_norm", "conv", "mlp.act"))}),
+    (
+        2,
+        {
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "recompute": RecomputeOptions(granularity="full", num_layers=2),
+        },
+    ),
     (2, PP),
     (4, {**PP, "tensor_parallel": 2, "virtual_pipeline": 2}),
 ]

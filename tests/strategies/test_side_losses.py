@@ -18,8 +18,8 @@ from megalight.callbacks import CUDAGraph
 from megalight.models.gpt import GPT
 from megalight.models.module import Carry
 from megalight.nn import LayerContext
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import MegatronStrategy, PipelineOptions
 from megalight.types import Loss, TokenBatch
 from tests.parallel.graphs.tape import Tape
 from tests.plugins.fakes import Fakes, pretend_cuda
@@ -147,8 +147,8 @@ def check(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e
 
 ONE = {"micro_batch_size": 1}
 PP = {**ONE, "pipeline_parallel": 2}
-FULL, GROUPS = Recompute(granularity="full"), Recompute(granularity="full", num_layers=2)
-SELECTIVE = Recompute(granularity="selective", modules=("attention", "mlp_norm"))
+FULL, GROUPS = RecomputeOptions(granularity="full"), RecomputeOptions(granularity="full", num_layers=2)
+SELECTIVE = RecomputeOptions(granularity="selective", modules=("attention", "mlp_norm"))
 RUNS: dict[str, tuple[int, dict[str, Any], int]] = {
     "auto": (1, {}, 1),
     "accumulate": (1, {"micro_batch_size": 2, "recompute": GROUPS}, 2),
@@ -157,7 +157,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], int]] = {
     "sp": (2, {**ONE, "tensor_parallel": 2, "sequence_parallel": True}, 1),
     "pp": (2, PP, 1),
     "vpp": (2, {**PP, "virtual_pipeline": 2, "recompute": FULL}, 2),
-    "zero bubble, dp": (4, {**PP, "pipeline": Pipeline(schedule="zero_bubble"), "recompute": SELECTIVE}, 1),
+    "zero bubble, dp": (4, {**PP, "pipeline": PipelineOptions(schedule="zero_bubble"), "recompute": SELECTIVE}, 1),
 }
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from torch.utils.data import DataLoader, TensorDataset
 
 from megalight.errors import CheckpointError
-from megalight.strategies import DataParallel, MegatronStrategy, load_weights
+from megalight.strategies import DataParallelOptions, MegatronStrategy, load_weights
 from tests.strategies.regression import Plain, Turns, batches, samples, weights
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, From, Shares, WithData, gathered, whole
 from tests.support.environment import trainer
@@ -82,7 +82,7 @@ def _resumed(name: str, path: str, options: dict[str, Any]) -> tuple[int, dict[s
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
-    "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
+    "full2": (2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}),
     "tp2": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_parallel": 2}),
 }
@@ -138,7 +138,7 @@ PLAIN: dict[str, Callable[[int], Plain]] = {
 
 def _plain(optimizer: str, path: str) -> list[list[float]]:
     module = PLAIN[optimizer](5)
-    runner = trainer(MegatronStrategy(data_parallel=DataParallel(level="no_shard")), max_steps=END)
+    runner = trainer(MegatronStrategy(data_parallel=DataParallelOptions(level="no_shard")), max_steps=END)
     # Lightning itself does not skip batches. This loader is as long as the one of the run that stopped.
     rows = DataLoader(TensorDataset(*samples(16)), batch_size=4, sampler=From(4 * SAVED, 16))
     runner.fit(module, rows, ckpt_path=path)

@@ -10,7 +10,7 @@ import pytest
 
 from megalight.models.gpt import AttentionConfig, PositionConfig, TemperatureConfig
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
 from tests.support.workers import run
 
@@ -28,7 +28,7 @@ WHOLE = replace(LEARNED, attention=AttentionConfig(softmax="learnable", qkv_bias
 MODELS = [LEARNED, ONE, WHOLE]
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: list[Any] = [
-    (LEARNED, 2, {**SP, "recompute": Recompute(granularity="selective", modules=("core_attn",))}),
+    (LEARNED, 2, {**SP, "recompute": RecomputeOptions(granularity="selective", modules=("core_attn",))}),
     (LEARNED, 2, {"context_parallel": 2}),
     (WHOLE, 2, {"context_parallel": 2, "context": ContextOptions(kind="ring")}),
     *[
@@ -37,7 +37,11 @@ LAYOUTS: list[Any] = [
             (ONE, 2, SP),
             (ONE, 2, {"context_parallel": 2}),
             (ONE, 2, {"context_parallel": 2, "context": ContextOptions(kind="all_gather")}),
-            (LEARNED, 2, {"pipeline_parallel": 2, "micro_batch_size": 1, "recompute": Recompute(granularity="full")}),
+            (
+                LEARNED,
+                2,
+                {"pipeline_parallel": 2, "micro_batch_size": 1, "recompute": RecomputeOptions(granularity="full")},
+            ),
             (LEARNED, 4, {**SP, "context_parallel": 2}),
             (LEARNED, 2, {"context_parallel": 2, "context": ContextOptions(kind="all_gather")}),
             (ONE, 2, {"context_parallel": 2, "context": ContextOptions(kind="ring")}),

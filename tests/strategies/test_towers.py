@@ -23,14 +23,14 @@ from megalight.models.saved import saved_model
 from megalight.models.transforms import Fused
 from megalight.models.vlm.module import VLMModule
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import (
-    Checkpoints,
-    DataParallel,
+    CheckpointOptions,
+    DataParallelOptions,
     MegatronStrategy,
     MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
-    Pipeline,
+    PipelineOptions,
     Side,
 )
 from megalight.towers.disjoint import FeatureReceiver
@@ -56,19 +56,25 @@ TP = {"tensor_parallel": 2}
 SP = {**TP, "sequence_parallel": True}
 PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
 VPP = {**PP, "virtual_pipeline": 2}
-SHARDED = {"data_parallel": DataParallel(level="optim_grads_params")}
-GRADS = {"data_parallel": DataParallel(level="optim_grads")}
+SHARDED = {"data_parallel": DataParallelOptions(level="optim_grads_params")}
+GRADS = {"data_parallel": DataParallelOptions(level="optim_grads")}
 CHOSEN = [
     # Model, images of rows, ranks, layout of the tower, layout of the language model.
     ("qwen", "mixed", 3, Side(ranks=2), GRADS),
     ("qwen", "mixed", 4, Side(ranks=2, **CP), CP),
-    ("naflex", "one", 3, Side(ranks=2, **CP, recompute=Recompute(granularity="full")), {}),
+    ("naflex", "one", 3, Side(ranks=2, **CP, recompute=RecomputeOptions(granularity="full")), {}),
     ("deep_qwen", "mixed", 4, Side(ranks=2), {**VPP, **SHARDED}),
     ("experts", "mixed", 4, Side(ranks=2), {"expert_parallel": 2, **SHARDED}),
-    ("qwen3", "mixed", 4, Side(ranks=2, recompute=Recompute(granularity="full")), SHARDED),
+    ("qwen3", "mixed", 4, Side(ranks=2, recompute=RecomputeOptions(granularity="full")), SHARDED),
     ("onevision", "mixed", 4, Side(ranks=2, **SP), SP),
-    ("qwen", "one", 3, Side(recompute=Recompute(granularity="full")), {**CP, "context": ContextOptions("all_gather")}),
-    ("deep", "mixed", 3, Side(), {**PP, "pipeline": Pipeline(schedule="zero_bubble")}),
+    (
+        "qwen",
+        "one",
+        3,
+        Side(recompute=RecomputeOptions(granularity="full")),
+        {**CP, "context": ContextOptions("all_gather")},
+    ),
+    ("deep", "mixed", 3, Side(), {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}),
     ("deep", "none", 3, Side(), {**PP, "pipeline_layout": "Et|t|t|tL"}),
 ]
 FULL = [
@@ -127,7 +133,7 @@ BESIDE_LAYOUTS = [
         "mixed",
         4,
         Side(**CP),
-        {"data_parallel": DataParallel(level="optim_grads_params", units=("TransformerLayer",))},
+        {"data_parallel": DataParallelOptions(level="optim_grads_params", units=("TransformerLayer",))},
     ),
     # Replicas of the tower are on both stages, which shard other layers; here one of them has none.
     ("deep", "mixed", 4, Side(), {**PP, "pipeline_layout": "E|ttttL", **SHARDED}),
@@ -136,13 +142,13 @@ BESIDE_LAYOUTS = [
     ("frozen", "mixed", 2, Side(), {**SP, **SHARDED}),
     ("deep_qwen", "mixed", 4, Side(**SP), {**VPP, **SHARDED}),
     ("llava", "none", 2, Side(), {**PP, **GRADS}),
-    ("deep", "mixed", 4, Side(), {**PP, "pipeline": Pipeline(schedule="zero_bubble"), **SHARDED}),
+    ("deep", "mixed", 4, Side(), {**PP, "pipeline": PipelineOptions(schedule="zero_bubble"), **SHARDED}),
     (
         "deep",
         "mixed",
         4,
         Side(**CP),
-        {**PP, **SP, "data_parallel": DataParallel(level="optim_grads_params", units=("TransformerLayer",))},
+        {**PP, **SP, "data_parallel": DataParallelOptions(level="optim_grads_params", units=("TransformerLayer",))},
     ),
 ]
 FULL_BESIDE = [
@@ -264,7 +270,7 @@ STAGES_SHARDED = (4, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **P
 APART_CP = (3, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2, **CP)})
 BESIDE_CP = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(**CP), **SP})
 ALONE = (1, {})
-OTHER = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(recompute=Recompute(granularity="full"), **SP)})
+OTHER = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(recompute=RecomputeOptions(granularity="full"), **SP)})
 TOGETHER = (2, SP)
 
 
@@ -394,7 +400,7 @@ def small(**options: Any) -> MegatronTowersStrategy:
         ({"tower": Side(expert_parallel=2)}, r"the tower has expert_parallel=2, expert_tensor_parallel=1; it has no"),
         ({"expert_parallel": 2}, r"the language model, on 3 ranks from 1 on"),
         ({"micro_batch_size": "auto"}, r"micro_batch_size='auto' with a tower"),
-        ({"checkpoints": Checkpoints(format="dp_reshardable")}, r"format='dp_reshardable' with a tower"),
+        ({"checkpoints": CheckpointOptions(format="dp_reshardable")}, r"format='dp_reshardable' with a tower"),
     ],
     ids=str,
 )
@@ -442,7 +448,7 @@ def _refused(verb: str, module: Any, callbacks: list[Callback]) -> str:
 
 
 def _holding() -> str:
-    sharing = DataParallel(level="optim_grads_params", units=("ImageTextEmbedding",))
+    sharing = DataParallelOptions(level="optim_grads_params", units=("ImageTextEmbedding",))
     module = WithData(CONFIG, optimizer=ADAM, seed=SEED)
     try:
         trainer(MegatronTowersBesideStrategy(data_parallel=sharing), use_distributed_sampler=False).fit(module)

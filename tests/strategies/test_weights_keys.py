@@ -25,7 +25,7 @@ from megalight.models.gpt.hugging_face import from_transformers
 from megalight.models.stored import open_model
 from megalight.models.vlm import VLMModule
 from megalight.nn.canonical import canonical_tensors
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.source import Target
 from megalight.strategies import MegatronStrategy
@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_parallel": 2}),
-    "sharded": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
+    "sharded": (2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from tests.strategies.training import (
     CONFIGS,
     Gradients,
@@ -29,7 +29,7 @@ MODELS = {
 TP = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: list[Any] = [
     ("mha", 2, {"tensor_parallel": 2}),
-    ("mqa", 2, {**TP, "recompute": Recompute(granularity="selective", modules=("attention",))}),
+    ("mqa", 2, {**TP, "recompute": RecomputeOptions(granularity="selective", modules=("attention",))}),
     ("gqa", 4, {"tensor_parallel": 4, "sequence_parallel": True}),  # key heads on two ranks each
     *[
         pytest.param(*row, marks=pytest.mark.full)

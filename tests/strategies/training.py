@@ -23,7 +23,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.transform import ModelTransform
-from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy
 from megalight.types import Loss, TokenBatch
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.gathering import gather_canonical
@@ -192,7 +192,7 @@ def fit(
     **strategy_options: Any,
 ) -> dict[str, Any]:
     """Train in every rank of the pool; returns losses, norms, initial and final weights, and callback metrics."""
-    strategy = MegatronStrategy(data_parallel=DataParallel(**(options or {})), **strategy_options)
+    strategy = MegatronStrategy(data_parallel=DataParallelOptions(**(options or {})), **strategy_options)
     losses = Losses()
     module = module_type(config, optimizer=optimizer, seed=SEED)
     module.steps, module.packed = steps, packed

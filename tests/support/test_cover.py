@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megalight.parallel.recompute import Recompute
-from megalight.strategies import DataParallel, Side
+from megalight.parallel.recompute import RecomputeOptions
+from megalight.strategies import DataParallelOptions, Side
 from tests.models import test_gpt_megatron, test_vlm_strategy
 from tests.strategies import (
     test_full_sharding_matrix,
@@ -35,7 +35,10 @@ def features_of(options: dict[str, Any], ranks: int) -> set[str]:
     for key in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
         ranks //= options.get(key, 1)
     pipeline, context = options.get("pipeline"), options.get("context")
-    recompute, data = options.get("recompute") or Recompute(), options.get("data_parallel") or DataParallel()
+    recompute, data = (
+        options.get("recompute") or RecomputeOptions(),
+        options.get("data_parallel") or DataParallelOptions(),
+    )
     facts = {
         "dp": ranks > 1,
         "sp": options.get("sequence_parallel", False),
@@ -44,8 +47,8 @@ def features_of(options: dict[str, Any], ranks: int) -> set[str]:
         "recompute": recompute.granularity != "none",
         "tower recompute": recompute.vision is not None,
         "optim_grads_params": options.get("sharded", False),
-        "units": data.units != DataParallel().units,
-        data.level: data.level != DataParallel().level,
+        "units": data.units != DataParallelOptions().units,
+        data.level: data.level != DataParallelOptions().level,
     }
     if context is not None:
         facts[context.kind] = context.kind != "auto"

@@ -15,7 +15,7 @@ from torch import nn
 
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.transforms import LoRA
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.towers import Side, TowersApart
 from megalight.towers.batch_split import consecutive
 from megalight.towers.disjoint import TowerRunner
@@ -51,7 +51,7 @@ def make(name: str, tower: dict[str, Any], language: dict[str, Any], **options: 
 def of_case(name: str) -> dict[str, Any]:
     """What a case has beside its model: frozen parameters and adapters."""
     adapters = [LoRA(rank=3, alpha=6.0, **ADAPTERS[name])] if name in ADAPTERS else []
-    sharing = DataParallel(level="no_shard", overlap_param_gather=False)
+    sharing = DataParallelOptions(level="no_shard", overlap_param_gather=False)
     return {"freeze": FREEZE.get(name, ()), "transforms": adapters, "data_parallel": sharing}
 
 
@@ -159,7 +159,7 @@ def test_lanes_whose_experts_meet_may_have_different_numbers_of_micro_batches() 
 
 def _sharded() -> tuple[set[str], float]:
     """Which parameters of this rank's side are shards, and the loss of a step."""
-    options = DataParallel(level="optim_grads_params", overlap_param_gather=False)
+    options = DataParallelOptions(level="optim_grads_params", overlap_param_gather=False)
     made = make("qwen3", {"ranks": 2}, {"ranks": 2}, data_parallel=options)
     assert made.engine.units is not None
     shards = made.engine.units.sharded

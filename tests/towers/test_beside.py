@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.vlm import VLM
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.data_parallel.unshard import Residency
 from megalight.towers import Side, TowersBeside
 from megalight.towers.batch_split import balanced
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused(
 
 def _sharded(language: dict[str, Any]) -> tuple[set[str], float]:
     """Which parameters are shards on this rank, and the loss of a step."""
-    options = DataParallel(level="optim_grads_params", overlap_param_gather=False)
+    options = DataParallelOptions(level="optim_grads_params", overlap_param_gather=False)
     made = make("qwen3", {}, language, data_parallel=options)
     assert made.engine.units is not None
     shards = made.engine.units.sharded
@@ -171,7 +171,7 @@ def _late() -> int:
     """How often a step with two micro-batches waits for a layer of the tower that nobody has begun to gather."""
     four = replace(CONFIGS["qwen"].vision, num_layers=4)
     with mock.patch.dict(CONFIGS, {"long": replace(CONFIGS["qwen"], vision=four)}):
-        options = DataParallel(level="optim_grads_params", overlap_param_gather=False, prefetch=1)
+        options = DataParallelOptions(level="optim_grads_params", overlap_param_gather=False, prefetch=1)
         made = make("long", {}, SP, data_parallel=options)
     late, fetch, hold, holding = [0], Residency.fetch, Residency.hold, list[int]()
     assert made.engine.units is not None

@@ -9,7 +9,7 @@ from megalight import Training
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.parallel.mesh import ParallelMesh
-from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy, load_weights
+from megalight.strategies import DataParallelOptions, MegatronFSDPStrategy, MegatronStrategy, load_weights
 from megalight.strategies.step import StepReport
 
 
@@ -31,7 +31,7 @@ def build() -> pl.Trainer:
     module = GPTModule(config)
     assert_type(module.config.num_layers, int)
     assert_type(GPT(config), GPT)
-    strategy = MegatronStrategy(tensor_parallel=2, micro_batch_size=4, data_parallel=DataParallel(level="optim"))
+    strategy = MegatronStrategy(tensor_parallel=2, micro_batch_size=4, data_parallel=DataParallelOptions(level="optim"))
     trainer = pl.Trainer(strategy=strategy, callbacks=[Watch()])
     assert_type(MegatronFSDPStrategy.of(trainer), MegatronFSDPStrategy)
     return trainer

@@ -4,6 +4,6 @@ from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.data_parallel.grad_norm import clip_coefficient
 from megalight.parallel.data_parallel.layout import ParamInfo
 from megalight.parallel.data_parallel.masters import FlatShard
-from megalight.parallel.data_parallel.options import DataParallel
+from megalight.parallel.data_parallel.options import DataParallelOptions
 
-__all__ = ["DataParallel", "DataParallelEngine", "FlatShard", "ParamInfo", "clip_coefficient"]
+__all__ = ["DataParallelEngine", "DataParallelOptions", "FlatShard", "ParamInfo", "clip_coefficient"]

@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallel:
+class DataParallelOptions:
     """How data-parallel replicas share work and memory.
 
     Attributes:
@@ -182,7 +182,7 @@ class DataParallel:
         """Whether parameters of units are sharded, too."""
         return level_of(self.level).parameters
 
-    def finding_unused(self, usual: bool) -> DataParallel:
+    def finding_unused(self, usual: bool) -> DataParallelOptions:
         """Return these options with ``usual`` for ``find_unused_parameters`` if it is None."""
         return replace(self, find_unused_parameters=usual) if self.find_unused_parameters is None else self
 

@@ -111,6 +111,6 @@ def _check(code: int, call: str) -> None:
     if code:
         raise MegalightError(
             f"the CUDA driver's {call} failed with code {code} (CUresult in cuda.h). Go without it: choose "
-            "TensorOptions(overlap='plain'), ExpertOptions(dispatcher='all_to_all'), Pipeline(messages='plain') "
-            "and DataParallel(gathers='plain', reductions='plain'). Report the driver's version."
+            "TensorOptions(overlap='plain'), ExpertOptions(dispatcher='all_to_all'), PipelineOptions(messages='plain') "
+            "and DataParallelOptions(gathers='plain', reductions='plain'). Report the driver's version."
         )

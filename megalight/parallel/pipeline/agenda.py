@@ -24,7 +24,7 @@ from typing import NamedTuple
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.pipeline.schedules import ActionKind, Actions
 from megalight.parallel.pipeline.timeline import ActionSpan, Number, Place, comes, gives, simulate
 
@@ -135,7 +135,7 @@ class Timetable:
         layout: which stage holds what.
     """
 
-    def __init__(self, pipeline: Pipeline, layout: PipelineLayout, mesh: ParallelMesh) -> None:
+    def __init__(self, pipeline: PipelineOptions, layout: PipelineLayout, mesh: ParallelMesh) -> None:
         self.pipeline = pipeline
         self.layout = layout
         self.mesh = mesh

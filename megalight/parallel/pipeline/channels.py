@@ -339,7 +339,7 @@ class Edges:
 
         Args:
             around: the last rank also sends to the first one (there are several chunks per rank).
-            messages: how they travel (:class:`~megalight.parallel.pipeline.options.Pipeline`).
+            messages: how they travel (:class:`~megalight.parallel.pipeline.options.PipelineOptions`).
 
         Raises:
             LayoutError: ``symmetric`` cannot serve two neighbors.

@@ -14,7 +14,7 @@ Messages: TypeAlias = Literal["auto", "plain", "symmetric"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineOptions:
     """How the layers are divided over the pipeline, and in which order micro-batches go through it.
 
     Attributes:

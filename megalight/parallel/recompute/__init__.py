@@ -8,4 +8,4 @@ parameters do not change.
 
 from megalight.parallel.recompute.apply import apply_recompute as apply_recompute
 from megalight.parallel.recompute.apply import check_recompute as check_recompute
-from megalight.parallel.recompute.options import Recompute as Recompute
+from megalight.parallel.recompute.options import RecomputeOptions as RecomputeOptions

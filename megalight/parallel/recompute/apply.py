@@ -9,11 +9,11 @@ from torch import nn
 from megalight.errors import ConfigurationError
 from megalight.parallel.forward_override import Override
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
-from megalight.parallel.recompute.options import DISCARDED, Layer, Recompute, check_pattern, selected
+from megalight.parallel.recompute.options import DISCARDED, Layer, RecomputeOptions, check_pattern, selected
 from megalight.parallel.recompute.regions import Discarding, RecomputeRegion, make_group
 
 
-def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Sequence[int]] = ()) -> None:
+def check_recompute(model: nn.Module, recompute: RecomputeOptions, chunks: Iterable[Sequence[int]] = ()) -> None:
     """Check that ``recompute`` makes sense for a whole model with ``layers``, before it is cut into chunks.
 
     Args:
@@ -36,7 +36,11 @@ def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Seq
 
 
 def _check(
-    layers: list[Layer], depths: list[Layer], recompute: Recompute, option: str, chunks: Iterable[Sequence[int]] = ()
+    layers: list[Layer],
+    depths: list[Layer],
+    recompute: RecomputeOptions,
+    option: str,
+    chunks: Iterable[Sequence[int]] = (),
 ) -> None:
     if recompute.granularity == "full":
         _check_number(layers, recompute)
@@ -47,7 +51,7 @@ def _check(
         check_pattern(layers + depths, pattern, recompute.modules, option)
 
 
-def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = True) -> None:
+def apply_recompute(chunk: nn.Module, recompute: RecomputeOptions, *, whole: bool = True) -> None:
     """Apply recompute to one model chunk, in place; an earlier recompute is removed first.
 
     It acts only while gradients are enabled and the module is in training mode, so evaluation and generation do not
@@ -75,7 +79,7 @@ def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = Tru
         _apply(*_layers(chunk), recompute)
 
 
-def _apply(layers: list[Layer], depths: list[Layer], recompute: Recompute) -> None:
+def _apply(layers: list[Layer], depths: list[Layer], recompute: RecomputeOptions) -> None:
     if recompute.granularity == "full":
         _apply_full(layers, recompute)
         if recompute.method == "uniform":
@@ -106,7 +110,7 @@ def redrawing(chunk: nn.Module) -> list[str]:
     return found
 
 
-def _apply_full(layers: list[Layer], recompute: Recompute) -> None:
+def _apply_full(layers: list[Layer], recompute: RecomputeOptions) -> None:
     assert recompute.num_layers is not None
     _check_number(layers, recompute)
     if recompute.method == "block":
@@ -122,7 +126,7 @@ def _apply_full(layers: list[Layer], recompute: Recompute) -> None:
             make_group(group)
 
 
-def _check_number(layers: list[Layer], recompute: Recompute) -> None:
+def _check_number(layers: list[Layer], recompute: RecomputeOptions) -> None:
     assert recompute.num_layers is not None
     # Not chunks without layers, such as one with the embedding alone.
     if 0 < len(layers) < recompute.num_layers:

@@ -21,7 +21,7 @@ METHODS = ("uniform", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recompute:
+class RecomputeOptions:
     """Activations that the backward pass computes again, so that they need not be kept.
 
     Attributes:
@@ -45,7 +45,7 @@ class Recompute:
     modules: tuple[str, ...] = ()
     method: Literal["uniform", "block"] | None = None
     num_layers: int | None = None
-    vision: Recompute | None = None
+    vision: RecomputeOptions | None = None
 
     def __post_init__(self) -> None:
         # Translated here, so that all other code knows one name for each module. Frozen, hence past the guard.

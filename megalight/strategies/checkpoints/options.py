@@ -21,7 +21,7 @@ RETIRED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoints:
+class CheckpointOptions:
     """How checkpoints are written, and what a run that resumes takes from one.
 
     Attributes:

@@ -226,7 +226,7 @@ class Resumed:
         elif changes:
             rank_zero_warn(
                 f"{self.saved.path} was saved with other hyperparameters, which stay: what is configured now would be "
-                f"{', '.join(changes)}. Choose with Checkpoints(resume_optimizer='configured') or 'saved'."
+                f"{', '.join(changes)}. Choose with CheckpointOptions(resume_optimizer='configured') or 'saved'."
             )
         checkpoint["lr_schedulers"] = states
         return now if which == "configured" else then

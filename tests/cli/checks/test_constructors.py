@@ -31,8 +31,8 @@ from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.presets import PRESETS
 from megalight.optim import WSD, AdamConfig, Cosine
-from megalight.parallel.data_parallel import DataParallel
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import MegatronStrategy
 
 REFUSED: list[tuple[Any, dict[str, Any]]] = [
@@ -59,10 +59,10 @@ REFUSED: list[tuple[Any, dict[str, Any]]] = [
     (Cosine, {"min_ratio": 2.0}),
     (WSD, {"decay": 0.0}),
     (WSD, {"warmup": -1}),
-    (DataParallel, {"bucket_size": 0}),
-    (DataParallel, {"replicate": 2, "level": "no_shard"}),
-    (Recompute, {"granularity": "full", "num_layers": 0}),
-    (Recompute, {"num_layers": 2}),
+    (DataParallelOptions, {"bucket_size": 0}),
+    (DataParallelOptions, {"replicate": 2, "level": "no_shard"}),
+    (RecomputeOptions, {"granularity": "full", "num_layers": 0}),
+    (RecomputeOptions, {"num_layers": 2}),
     (MegatronStrategy, {"tensor_parallel": 0}),
     (MegatronStrategy, {"timeout_seconds": -5.0}),
     (MegatronStrategy, {"sequence_parallel": True}),
@@ -130,8 +130,8 @@ ACCEPTED: list[tuple[Any, dict[str, Any]]] = [
     (AdamConfig, {"betas": (0.9, 0.99)}),
     (AdamConfig, {"lr": expressions.UNKNOWN}),
     (WSD, {"warmup": 3, "decay": 1.0}),
-    (DataParallel, {"bucket_size": 5, "level": expressions.UNKNOWN}),
-    (Recompute, {"granularity": "full"}),
+    (DataParallelOptions, {"bucket_size": 5, "level": expressions.UNKNOWN}),
+    (RecomputeOptions, {"granularity": "full"}),
     (MegatronStrategy, {"tensor_parallel": 2, "sequence_parallel": True}),
     (ModelCheckpoint, {"save_top_k": -1}),
 ]

@@ -18,7 +18,7 @@ from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.data.tokenizer import Tokenizer
 from megalight.models.vlm.module import VLMModule
 from megalight.optim import AdamConfig
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.strategies import (
     MegatronFSDPStrategy,
     MegatronStrategy,
@@ -53,11 +53,15 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "towers": (MegatronTowersStrategy, {"tower": Side(), "micro_batch_size": 1}),
     "beside": (MegatronTowersBesideStrategy, {"tower": Side(), **SP}),
     "cp": (MegatronStrategy, {"context_parallel": 2}),
-    "pp": (MegatronStrategy, {**PP, "pipeline": Pipeline(schedule="zero_bubble")}),
+    "pp": (MegatronStrategy, {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}),
 }
 STAGES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "context": (2, MegatronStrategy, {"context_parallel": 2}),
-    "interleaved": (2, MegatronStrategy, {**PP, "virtual_pipeline": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
+    "interleaved": (
+        2,
+        MegatronStrategy,
+        {**PP, "virtual_pipeline": 2, "pipeline": PipelineOptions(schedule="zero_bubble")},
+    ),
     "apart": (3, MegatronTowersStrategy, {"tower": Side(ranks=2, context_parallel=2), "micro_batch_size": 1}),
     "tower a stage": (2, MegatronStrategy, {**PP, "pipeline_layout": "E|ttttL"}),
     "beside": (2, MegatronTowersBesideStrategy, {"tower": Side(context_parallel=2), "context_parallel": 2}),

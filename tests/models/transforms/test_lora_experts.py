@@ -28,7 +28,7 @@ from megalight.nn.canonical import canonical_tensors, parts
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, adapters
 from megalight.parallel.expert import ExpertOptions
-from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.strategies import MegatronStrategy, PipelineOptions
 from megalight.types import PackedSequences
 from tests.parallel.test_apply import jitter
 from tests.strategies.training import (
@@ -167,7 +167,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
     "etp_zero_bubble": (
         4, "optim",
-        {"expert_tensor_parallel": 2, "pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")},
+        {"expert_tensor_parallel": 2, "pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")},
     ),
     "ep_gather": (2, "optim", {"expert_parallel": 2, "expert": ExpertOptions("all_gather")}),
     "sharded": (2, "optim_grads_params", {"expert_parallel": 2}),

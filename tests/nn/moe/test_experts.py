@@ -18,7 +18,7 @@ from megalight.nn import Activation
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize
 from megalight.nn.moe import Experts, MoE, MoEConfig, RouterConfig, SharedConfig
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.recompute.apply import check_recompute
 from tests.nn.moe.loops import WIDTH, context
 
@@ -178,4 +178,4 @@ def test_what_cannot_keep_its_input_in_8_bits_is_refused() -> None:
         moe=MoEConfig(num_experts=2, fp8_input_store=True),
     )
     with pytest.raises(ConfigurationError, match="would save nothing: it keeps its input in 8 bits"):
-        check_recompute(GPT(config), Recompute(granularity="selective", modules=("mlp.experts.act",)))
+        check_recompute(GPT(config), RecomputeOptions(granularity="selective", modules=("mlp.experts.act",)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.optim import Adam, offload_to_cpu, restore_from_cpu, shard_optimizer
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, clip_coefficient
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, clip_coefficient
 from megalight.parallel.data_parallel.host_masters import offloaded
 from megalight.parallel.data_parallel.layout import BucketKey, plan_buckets
 from tests.parallel.data_parallel.helpers import accumulate, assert_models_close, batches, build, infos, loss, mesh
@@ -22,7 +22,7 @@ STEPS = 3
 
 
 def _engine(model: nn.Module, fraction: float, **options: Any) -> DataParallelEngine:
-    given = DataParallel(optimizer_offload_fraction=fraction, bucket_size=30, **options)
+    given = DataParallelOptions(optimizer_offload_fraction=fraction, bucket_size=30, **options)
     return given.engine(infos(model, lambda name: int("bias" in name)), mesh())
 
 
@@ -156,4 +156,4 @@ def test_whole_buckets_make_up_the_fraction() -> None:
 @pytest.mark.parametrize("fraction", [-0.1, 1.5, float("nan")])
 def test_fractions_are_checked(fraction: float) -> None:
     with pytest.raises(ConfigurationError, match=r"optimizer_offload_fraction=.*must be between 0"):
-        DataParallel(optimizer_offload_fraction=fraction)
+        DataParallelOptions(optimizer_offload_fraction=fraction)

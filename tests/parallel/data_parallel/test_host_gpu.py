@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.optim import Adam, shard_optimizer
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo, clip_coefficient
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close
@@ -26,7 +26,7 @@ def _model() -> nn.Sequential:
 
 def _engine(model: nn.Module, fraction: float, **options: Any) -> DataParallelEngine:
     infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in model.named_parameters()]
-    given = DataParallel(optimizer_offload_fraction=fraction, bucket_size=WIDTH * WIDTH, **options)
+    given = DataParallelOptions(optimizer_offload_fraction=fraction, bucket_size=WIDTH * WIDTH, **options)
     return given.engine(infos, ParallelMesh())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.optim import Adam, shard_optimizer
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.data_parallel.layout import BucketKey
 from megalight.parallel.data_parallel.masters import check_masters
 from megalight.parallel.mesh import ParallelMesh
@@ -32,7 +32,7 @@ def _model(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
 
 
 def _units(model: nn.Sequential, **options: Any) -> DataParallelEngine:
-    given = DataParallel(**options)
+    given = DataParallelOptions(**options)
     infos = [
         ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=int(name[0]) // 2)
         for name, p in model.named_parameters()
@@ -114,13 +114,13 @@ def test_masters_that_cannot_hold_the_weights_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="weights stored as 8-bit codes"):
         check_masters([BucketKey(torch.bfloat16, torch.float32, 0, codes="e4m3")], torch.bfloat16)
     with pytest.raises(ConfigurationError, match="master_dtype='float16'; it must be one of float32, bfloat16"):
-        DataParallel(master_dtype="float16")  # type: ignore[arg-type]
+        DataParallelOptions(master_dtype="float16")  # type: ignore[arg-type]
 
 
 def test_weights_of_another_dtype_keep_their_own_masters() -> None:
     model = _model()
     model[0][1].float()  # a norm in float32
-    engine = DataParallel(level="no_shard", master_dtype="bfloat16").engine(
+    engine = DataParallelOptions(level="no_shard", master_dtype="bfloat16").engine(
         [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in model.named_parameters()],
         ParallelMesh(),
     )

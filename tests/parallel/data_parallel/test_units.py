@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.parameter import state_of
-from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo, unshard
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo, unshard
 from megalight.parallel.data_parallel.layout import BucketKey, BucketLayout, align, plan_buckets
 from megalight.parallel.data_parallel.unit_memory import choose
 from megalight.parallel.mesh import ParallelMesh
@@ -488,7 +488,7 @@ def _divided() -> None:
 def test_replicas_may_divide_the_optimizer() -> None:
     run(_divided, 4)
     with pytest.raises(ConfigurationError, match=r"replicate_optimizer=False with replicate=1: .*set replicate"):
-        DataParallel(replicate_optimizer=False).check("auto")
+        DataParallelOptions(replicate_optimizer=False).check("auto")
 
 
 class Model(nn.Module):
@@ -537,10 +537,10 @@ def test_units_are_found() -> None:
 
 def test_options_of_units_need_sharded_parameters() -> None:
     with pytest.raises(ConfigurationError, match=r"data_parallel\.prefetch=-1; it must be at least 0"):
-        DataParallel(prefetch=-1)
+        DataParallelOptions(prefetch=-1)
     for given in ({"prefetch": 2}, {"reduce_each_micro_batch": True}):
         for level in ("optim", "optim_grads"):
-            options = DataParallel(level=level, **given)  # type: ignore[arg-type]
+            options = DataParallelOptions(level=level, **given)  # type: ignore[arg-type]
             with pytest.raises(ConfigurationError, match=rf"level '{level}', which shards no parameters; leave it out"):
                 options.check("auto")
-        DataParallel(level="optim_grads_params", **given).check("auto")  # type: ignore[arg-type]
+        DataParallelOptions(level="optim_grads_params", **given).check("auto")  # type: ignore[arg-type]

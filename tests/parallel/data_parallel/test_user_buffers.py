@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallel, communication
+from megalight.parallel.data_parallel import DataParallelOptions, communication
 from megalight.parallel.data_parallel.communication import why_not
 from tests.parallel.data_parallel.helpers import assert_models_close
 from tests.parallel.data_parallel.test_units import Net, _reference, _train, engine_of
@@ -178,7 +178,7 @@ def _refused() -> None:
 def test_what_cannot_be_registered_is_refused() -> None:
     run(_refused, 2)
     with pytest.raises(ConfigurationError, match="nccl_ub='on'; it must be one of off, local, symmetric"):
-        DataParallel(nccl_ub="on")  # type: ignore[arg-type]
+        DataParallelOptions(nccl_ub="on")  # type: ignore[arg-type]
     for options in ({"reduce_dtype": "float32"}, {"reduce_scatter_with_fp32_accumulation": True}):
         with pytest.raises(ConfigurationError, match=r"nccl_ub='local' with reduce_.*, which sends gradients from"):
-            DataParallel(nccl_ub="local", **options)  # type: ignore[arg-type]
+            DataParallelOptions(nccl_ub="local", **options)  # type: ignore[arg-type]

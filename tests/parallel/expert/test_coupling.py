@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.nn.init import initialize
 from megalight.parallel.coupling import Coupling, Empty
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
@@ -77,7 +77,7 @@ def _step(degrees: dict[str, int]) -> dict[str, float]:
     model = ParallelModel.build(root, mesh, options, seed=3)
     assert (model.coupling is not None) == (mesh.dp > 1)
     step = StepDriver(model, Task())
-    step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
+    step.engine = engine_over([model], [model.parameters()], DataParallelOptions(level="no_shard"))
     share = micro_batches(mesh.rank("dp"))
     wanted = expected(mesh.dp)
     errors = {}

@@ -19,14 +19,14 @@ from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoE, SharedConfig
 from megalight.ops.linear.weight_gradient import WeightGradients
 from megalight.parallel.apply import parallelize
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.plans import plan_for
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from tests.parallel.expert.model import CONFIG, build
@@ -65,7 +65,7 @@ def _stepper(mesh: ParallelMesh, options: ParallelOptions, dropout: DropoutConfi
         root = root.to("meta")
     model = ParallelModel.build(root, mesh, options, seed=3)
     step = StepDriver(model, Task())
-    step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
+    step.engine = engine_over([model], [model.parameters()], DataParallelOptions(level="no_shard"))
     return step
 
 
@@ -110,16 +110,16 @@ def assert_equal(
     ("ranks", "degrees", "options"),
     [
         (2, {"ep": 2}, {}),
-        (2, {"tp": 2, "ep": 2}, {"recompute": Recompute(granularity="full")}),
+        (2, {"tp": 2, "ep": 2}, {"recompute": RecomputeOptions(granularity="full")}),
     ],
 )
 def test_the_shared_expert_beside_the_messages(ranks: int, degrees: dict[str, int], options: dict[str, Any]) -> None:
     assert_equal(ranks, degrees, {"expert": BESIDE, **options})
 
 
-COMBINED: dict[str, Any] = {"pipeline": Pipeline(schedule="combined")}
-FULL = Recompute(granularity="full", num_layers=2)
-EXPERTS = Recompute(granularity="selective", modules=("moe", "attention_norm"))
+COMBINED: dict[str, Any] = {"pipeline": PipelineOptions(schedule="combined")}
+FULL = RecomputeOptions(granularity="full", num_layers=2)
+EXPERTS = RecomputeOptions(granularity="selective", modules=("moe", "attention_norm"))
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_every_layer_with_a_shared_expert_computes_it_beside() -> None:
     ("options", "message"),
     [
         (
-            {"recompute": Recompute(granularity="selective", modules=("shared_experts",))},
+            {"recompute": RecomputeOptions(granularity="selective", modules=("shared_experts",))},
             r"\['mlp.shared'\].*different",
         ),
-        ({"pipeline": Pipeline(schedule="zero_bubble")}, "with pipeline.schedule='zero_bubble'"),
+        ({"pipeline": PipelineOptions(schedule="zero_bubble")}, "with pipeline.schedule='zero_bubble'"),
         (COMBINED, "with pipeline.schedule='combined'"),
     ],
 )
@@ -241,8 +241,8 @@ def _dropped_out() -> float:
     for schedule in ("1f1b", "combined"):
         torch.manual_seed(5)
         mesh = ParallelMesh(2, dist.get_rank(), ep=2)
-        pipeline = Pipeline(schedule=schedule)  # type: ignore[arg-type]
-        options = ParallelOptions(pipeline=pipeline, recompute=Recompute(granularity="full"))
+        pipeline = PipelineOptions(schedule=schedule)  # type: ignore[arg-type]
+        options = ParallelOptions(pipeline=pipeline, recompute=RecomputeOptions(granularity="full"))
         step = _stepper(mesh, options, DropoutConfig(hidden=0.3))
         found.append(_answers(step, micro_batches(mesh.rank("dp"), 4)))
     return max(relative_error(found[0][name], found[1][name]) for name in found[0])
@@ -261,7 +261,7 @@ def test_units_that_two_passes_would_free() -> None:
     model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), ParallelOptions(**COMBINED))
     model.place("cpu")
     with pytest.raises(ConfigurationError, match=r"level='optim_grads' with pipeline.schedule='combined'"):
-        engine_over([model], [model.parameters()], DataParallel(level="optim_grads"))
+        engine_over([model], [model.parameters()], DataParallelOptions(level="optim_grads"))
 
 
 def test_units_inside_of_what_computes_beside() -> None:
@@ -269,7 +269,7 @@ def test_units_inside_of_what_computes_beside() -> None:
     model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), options)
     model.place("cpu")
     with pytest.raises(ConfigurationError, match=r"units names MLP, which is also .* a shared expert.*Name the layer"):
-        engine_over([model], [model.parameters()], DataParallel(level="optim_grads_params", units=("MLP",)))
+        engine_over([model], [model.parameters()], DataParallelOptions(level="optim_grads_params", units=("MLP",)))
 
 
 def test_devices_with_a_single_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.pipeline.options import Pipeline
-from megalight.parallel.recompute import Recompute
+from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.types import Loss, PackedSequences
@@ -55,7 +55,7 @@ def gradients(degrees: dict[str, int], options: dict[str, Any]) -> dict[str, tor
     root = build(DEEP, **VARIANT).to("meta")
     model = ParallelModel.build(root, mesh, ParallelOptions(**options), device="cuda", seed=3)
     step = StepDriver(model, TaskOnGPU())
-    step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
+    step.engine = engine_over([model], [model.parameters()], DataParallelOptions(level="no_shard"))
     batches = [(ids.cuda(), labels.cuda(), lengths) for ids, labels, lengths in micro_batches(mesh.rank("dp"), 6)]
     for _ in range(2):
         step.engine.zero_grad()
@@ -65,7 +65,7 @@ def gradients(degrees: dict[str, int], options: dict[str, Any]) -> dict[str, tor
 
 def difference(name: str) -> float:
     _, degrees, options = CASES[name]
-    plain = {**options, "pipeline": Pipeline(), "expert": ExpertOptions(), "recompute": Recompute()}
+    plain = {**options, "pipeline": PipelineOptions(), "expert": ExpertOptions(), "recompute": RecomputeOptions()}
     found, wanted = gradients(degrees, options), gradients(degrees, plain)
     assert found.keys() == wanted.keys()
     worst = torch.stack([(found[n] - wanted[n]).norm() / wanted[n].norm().clamp(min=1e-6) for n in wanted]).max()

@@ -17,7 +17,7 @@ from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.channels import BOUNDARY, Edges, PeerChannel, offsets
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.options import Messages, Pipeline
+from megalight.parallel.pipeline.options import Messages, PipelineOptions
 from megalight.types import Loss
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.pipeline.test_executor import WIDTH, Chunk
@@ -141,5 +141,5 @@ def test_who_cannot_share_memory_is_told() -> None:
 
 def test_without_a_pipeline_there_are_no_messages() -> None:
     with pytest.raises(LayoutError, match=r"messages='symmetric' with pp=1.*Raise pipeline_parallel"):
-        Pipeline(messages="symmetric").check(1, 1, None)
-    assert Pipeline(messages="symmetric").check(2, 1, None) == 1
+        PipelineOptions(messages="symmetric").check(1, 1, None)
+    assert PipelineOptions(messages="symmetric").check(2, 1, None) == 1

@@ -14,14 +14,14 @@ from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import Recompute, apply_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from tests.parallel.test_apply import BASE, batch, jitter, twin
 from tests.support.workers import run
 
 KINDS = [
-    Recompute(),
-    Recompute(granularity="full", num_layers=2),
-    Recompute(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act")),
+    RecomputeOptions(),
+    RecomputeOptions(granularity="full", num_layers=2),
+    RecomputeOptions(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act")),
 ]
 
 
@@ -34,7 +34,7 @@ def split(sequence_parallel: bool) -> list[str]:
     specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel)
     tokens, labels, _, sequences = batch(101, [7, 1, 5, 8], mesh.tp)
 
-    def gradients(recompute: Recompute, deferred: bool) -> dict[str, object]:
+    def gradients(recompute: RecomputeOptions, deferred: bool) -> dict[str, object]:
         copied = copy.deepcopy(model)
         apply_recompute(copied, recompute)
         infos = [ParamInfo(name, p, specs[name], 0) for name, p in copied.named_parameters()]
@@ -58,7 +58,7 @@ def split(sequence_parallel: bool) -> list[str]:
         engine.finish_grad_sync()
         return {name: p.main_grad for name, p in copied.named_parameters()}
 
-    expected = gradients(Recompute(), deferred=False)
+    expected = gradients(RecomputeOptions(), deferred=False)
     return [
         f"{recompute.granularity}: {name}"
         for recompute in KINDS

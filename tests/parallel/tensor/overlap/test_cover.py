@@ -20,7 +20,7 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import Recompute, apply_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.parallel.tensor.overlap import pipelined
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.overlap.symmetric import Cover
@@ -114,7 +114,7 @@ def test_a_pass_that_fails_leaves_nothing() -> None:
     assert log.events == ["next"]
 
 
-KINDS = [Recompute(), Recompute(granularity="full", num_layers=2)]
+KINDS = [RecomputeOptions(), RecomputeOptions(granularity="full", num_layers=2)]
 
 
 def covered(size: int, links: float) -> list[str]:
@@ -129,7 +129,7 @@ def covered(size: int, links: float) -> list[str]:
     jitter(whole)
     tokens, labels, _, sequences = batch(101, [7, 1, 5, 8], size)
 
-    def gradients(tensor: TensorOptions, recompute: Recompute) -> dict[str, Any]:
+    def gradients(tensor: TensorOptions, recompute: RecomputeOptions) -> dict[str, Any]:
         model = copy.deepcopy(whole)
         specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=True, tensor=tensor)
         apply_recompute(model, recompute)
@@ -143,7 +143,7 @@ def covered(size: int, links: float) -> list[str]:
         # The sums over replicas of this rank's part of each parameter.
         return {each.infos[0].name: sums for each, sums in zip(engine.buckets, engine.gradients, strict=True)}
 
-    wanted = gradients(TensorOptions(overlap="plain"), Recompute())
+    wanted = gradients(TensorOptions(overlap="plain"), RecomputeOptions())
     waited: list[float] = []
     put_off = Cover.put_off
 

@@ -13,7 +13,7 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import Recompute, apply_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.shared import Shared
@@ -56,7 +56,7 @@ def beside_plain(kind: str) -> dict[str, float]:
     jitter(whole)
     tokens, labels, _, sequences = batch(101, [7, 1, 5, 8], size)
 
-    def gradients(tensor: TensorOptions, recompute: Recompute) -> dict[str, torch.Tensor]:
+    def gradients(tensor: TensorOptions, recompute: RecomputeOptions) -> dict[str, torch.Tensor]:
         model = copy.deepcopy(whole)
         parallelize(model, gpt_plan(model), mesh, sequence_parallel=True, tensor=tensor)
         apply_recompute(model, recompute)
@@ -64,12 +64,12 @@ def beside_plain(kind: str) -> dict[str, float]:
         model(tokens, sequences, labels).losses.sum().backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    wanted = gradients(TensorOptions(overlap="plain"), Recompute())
+    wanted = gradients(TensorOptions(overlap="plain"), RecomputeOptions())
     errors = {}
     with symmetric_on_cpu():
         for recompute in (
-            Recompute(granularity="full", num_layers=1),
-            Recompute(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act")),
+            RecomputeOptions(granularity="full", num_layers=1),
+            RecomputeOptions(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act")),
         ):
             found = gradients(TensorOptions(overlap=kind, pieces=size, keep_gathered=True), recompute)
             assert found.keys() == wanted.keys()
